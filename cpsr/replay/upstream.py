@@ -27,6 +27,7 @@ from cpsr.state.shard import Shard
 __all__ = ["SLOT", "LoggedSteps", "Upstream"]
 
 SLOT = "upstream-"
+LEAST = 2  # iterations; a failure loses at least as many
 _ALIGNED = 64
 _WHOLE = "all"
 
@@ -48,14 +49,18 @@ class Upstream:
         memory: names and stamps of the files.
         device: of the engine.
         report: takes what could not be logged, and how much memory the logs take.
+        room: bytes that they may take.
 
     Attributes:
-        iterations: as many are kept.
+        iterations: as many are wanted.
         bytes: of one iteration; 0 until the first was measured.
     """
 
-    def __init__(self, memory: SharedMemory, device: torch.device, report: Callable[[str, int], None]) -> None:
-        self._memory, self._report = memory, report
+    def __init__(
+        self, memory: SharedMemory, device: torch.device, report: Callable[[str, int], None], room: Callable[[], int]
+    ) -> None:
+        self._memory, self._report, self._room = memory, report, room
+        self._fitting = 0
         self._device = device if device.type == "cuda" else None
         self._stream: Any = None
         if self._device is not None:
@@ -80,7 +85,7 @@ class Upstream:
         """Overwrite the oldest iteration with this one."""
         self._iteration, self._end, self._entries, self._dropped = iteration, 0, [], self._off
         self._slot = None
-        if self.bytes == 0 or self.iterations == 0 or self._off:
+        if self._kept < LEAST or self._off:
             return
         try:
             slot = self._slot = self._next()
@@ -108,11 +113,9 @@ class Upstream:
 
     def end(self, applied: bool, form: Any) -> None:
         """Seal it beside the training."""
-        grown = self._end > self.bytes
-        if grown:
+        if self._end > self.bytes:
             self.bytes = -(-self._end // PAGE_BYTES) * PAGE_BYTES
-            if self.iterations:
-                self._say_size()
+            self._fit()
         slot, self._slot = self._slot, None
         if slot is None or self._dropped:
             return
@@ -149,6 +152,7 @@ class Upstream:
             self._slots.append(_Slot(file, None, log.iteration))
             file.restamp(self._memory.life, self._memory.branch)
             self.bytes = max(self.bytes, found[3][0])
+            self._fitting = max(self._fitting, len(self._slots))
             kept[log.iteration] = replace(log, life=self._memory.life, branch=self._memory.branch)
         return kept
 
@@ -170,7 +174,7 @@ class Upstream:
 
     def _next(self) -> _Slot:
         """The file of the oldest iteration, or one more."""
-        if len(self._slots) < self.iterations:
+        if len(self._slots) < self._kept:
             slot = _Slot(self._file(self._free_number()), None, -1)
             self._slots.append(slot)
         else:
@@ -215,10 +219,27 @@ class Upstream:
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
 
-    def _say_size(self) -> None:
-        total = self.iterations * self.bytes / 1e6
-        text = f"{self.bytes / 1e6:.2f} MB an iteration, {self.iterations} iterations, {total:.1f} MB of host memory"
-        self._report(f"what this stage sends to others is logged: {text}", logging.INFO)
+    @property
+    def _kept(self) -> int:
+        """Iterations that have a file."""
+        return min(self.iterations, self._fitting)
+
+    def _fit(self) -> None:
+        """As many as there is memory for, now that the size of one is known."""
+        if not self.iterations:
+            return
+        there = sum(slot.file.bytes.numel() for slot in self._slots)
+        self._fitting = (self._room() + there) // self.bytes
+        each, total = self.bytes / 1e6, self._kept * self.bytes / 1e6
+        if self._kept < self.iterations:
+            self._report(
+                f"of the {self.iterations} iterations since the oldest window, host memory takes what this stage sends "
+                f"to others ({each:.2f} MB) for {self._kept}: a failure after more of them repeats all stages",
+                logging.WARNING,
+            )
+        else:
+            text = f"{each:.2f} MB an iteration, {self._kept} iterations, {total:.1f} MB of host memory"
+            self._report(f"what this stage sends to others is logged: {text}", logging.INFO)
 
     def _say(self, message: str) -> None:
         kind = message.partition(":")[0].partition(" in iteration ")[0]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_removal import bytes_in_memory, room_in_memory
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -64,7 +64,7 @@ class Windows:
         self._traffic = job.adapter.stage_traffic
         self._upstream: Upstream | None = None
         if self._traffic is not None and self._traffic.obstacle is None:
-            self._upstream = Upstream(memory, job.adapter.device, self._report_log)
+            self._upstream = Upstream(memory, job.adapter.device, self._report_log, self._room_for_logs)
             self._upstream.keep(files * len(self._layout.turns))  # since the first of the oldest window that is left
             self._traffic.follow(self._upstream)
         elif self._traffic is not None:
@@ -309,7 +309,13 @@ class Windows:
         values = self._job.shard.operators[name].parameter.values
         return math.prod(values.shape) * int(self._compute.get(name, values.dtype).itemsize)
 
+    def _room_for_logs(self) -> int:
+        """For this rank: half of what is left is for later windows, and for others."""
+        return shared_memory_left() // (2 * len(self._job.run.local_ranks))
+
     def _report_log(self, message: str, level: int) -> None:
+        if level == logging.INFO and self._job.group.rank != self._job.adapter.data_parallel_ranks[0]:
+            return  # the first of each stage is enough
         self._job.journal.event("stages logged", message, level=level)
 
     def _report(self, message: str, *, once: bool = False) -> None:

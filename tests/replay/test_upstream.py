@@ -19,10 +19,11 @@ SENT = Operation("send", "1", "", (3, 4), "float32")
 class Logs:
     """A rank's logs in a directory of their own."""
 
-    def __init__(self, directory: Path, life: int = 1) -> None:
+    def __init__(self, directory: Path, life: int = 1, room: int = 1 << 20) -> None:
         self.directory, self.said = directory, list[str]()
         memory = SharedMemory(RUN, 0, life, directory, wait_seconds=0.1)
-        self.upstream = Upstream(memory, torch.device("cpu"), lambda message, level: self.said.append(message))
+        report = lambda message, level: self.said.append(message)  # noqa: E731
+        self.upstream = Upstream(memory, torch.device("cpu"), report, lambda: room)
 
     def train(self, iteration: int, values: torch.Tensor | None = None) -> None:
         self.upstream.begin(iteration)
@@ -84,6 +85,16 @@ def test_a_dropped_iteration_is_none(logs: Logs) -> None:
     assert sorted(left) == [2, 4]
     with pytest.raises(CheckpointError, match="iteration 3 was not logged"):
         next(LoggedSteps(left, frozenset(), lambda: None).operations(3))
+
+
+def test_with_little_memory_fewer_iterations_are_kept_and_it_says_so(tmp_path: Path) -> None:
+    logs = Logs(tmp_path, room=3 * 4096)
+    logs.upstream.keep(8)
+    for iteration in range(1, 10):
+        logs.train(iteration)
+    assert sorted(logs.left()) == [7, 8, 9]
+    assert "for 3: a failure after more of them repeats all stages" in logs.said[0]
+    logs.upstream.close(remove=True)
 
 
 def test_nothing_is_kept_where_no_windows_are(logs: Logs) -> None:
