@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ADAPTER", "CPU_OFFLOAD", "EMA", "HSDP", "LOADER", "REPLICAS", "TORCHDATA", "Cell", "cells_of"]
+__all__ = ["ADAPTER", "CPU_OFFLOAD", "EMA", "HSDP", "LOADER", "OF_TORCH", "REPLICAS", "TORCHDATA", "Cell", "cells_of"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd")
@@ -17,6 +17,17 @@ REPLICAS = 2  # of HSDP
 EMA, LOADER, TORCHDATA, ADAPTER = "ema", "stateful loader", "torchdata loader", "frozen weights"
 HSDP, CPU_OFFLOAD = "hsdp", "cpu offload"  # of FSDP2
 OF_PACKAGES = {"lion": "lion_pytorch", "adamw-8bit": "bitsandbytes", "adamw-schedulefree": "schedulefree"}
+OF_TORCH = {
+    "adadelta": "Adadelta",
+    "adagrad": "Adagrad",
+    "adam": "Adam",
+    "adamax": "Adamax",
+    "asgd": "ASGD",
+    "nadam": "NAdam",
+    "radam": "RAdam",
+    "rmsprop": "RMSprop",
+    "rprop": "Rprop",
+}
 OFFLOADED = ((2, "adamw", "offload_optimizer"), (3, "adamw", "offload_param"), (2, JSON, "offload_optimizer"))
 
 
@@ -32,7 +43,7 @@ class Cell:
             is that of forward and backward.
         optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, `adafactor`, `muon` (DeepSpeed's
             own), `muon+adamw`: two of torch in one job, `fused`: DeepSpeed's FusedAdam, `json`: what DeepSpeed
-            builds for the AdamW of its configuration, or one of the packages of `OF_PACKAGES`.
+            builds for the AdamW of its configuration, one of `OF_TORCH`, or of the packages of `OF_PACKAGES`.
         feature: what the job has beside these; empty for nothing.
     """
 
@@ -118,7 +129,7 @@ def _features(ranks: int) -> Iterator[Cell]:
     """What users add to these engines, each once."""
     yield Cell("torch", None, "fp32", "adafactor")
     yield Cell("torch", None, "fp32", "muon+adamw")
-    yield from (Cell("torch", None, "fp32", optimizer) for optimizer in OF_PACKAGES)
+    yield from (Cell("torch", None, "fp32", optimizer) for optimizer in (*OF_TORCH, *OF_PACKAGES))
     for feature in (ADAPTER, EMA, LOADER, TORCHDATA) if ranks > 1 else ():
         yield Cell("ddp", None, "fp32", "adamw", feature)
     yield Cell("deepspeed", 1, "fp32", "adamw", "torch_autocast")

@@ -10,6 +10,7 @@ from torch import nn
 
 from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.torch import MixtureOfExperts
+from cpsr.qualify.cells import OF_TORCH
 from cpsr.qualify.conformance import OVERFLOW, OVERFLOWING_STEPS
 from cpsr.qualify.models import (
     TinyConvNet,
@@ -116,9 +117,9 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of that name over the module's parameters; AdamW has two groups, one without weight decay.
 
     Args:
-        name: `sgd`, `amsgrad`, `adafactor`, `adamw`; on CUDA also `adamw-fused`, `adamw-capturable` and `fused`,
-            DeepSpeed's; `lion`, `adamw-8bit` and `adamw-schedulefree` of the packages lion-pytorch, bitsandbytes and
-            schedulefree.
+        name: `sgd`, `amsgrad`, `adafactor`, `adamw`, those of `OF_TORCH`; on CUDA also `adamw-fused`,
+            `adamw-capturable` and `fused`, DeepSpeed's; `lion`, `adamw-8bit` and `adamw-schedulefree` of the packages
+            lion-pytorch, bitsandbytes and schedulefree.
         module: on its device already.
     """
     if name == "sgd":
@@ -127,6 +128,9 @@ def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(module.parameters(), lr=0.01, amsgrad=True)
     if name == "adafactor":
         return torch.optim.Adafactor(module.parameters(), lr=0.01)
+    if name in OF_TORCH:
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, OF_TORCH[name])(module.parameters(), lr=0.01)
+        return optimizer
     if name in OF_PACKAGES:
         return OF_PACKAGES[name](module)
     decayed = [p for p in module.parameters() if p.dim() > 1]

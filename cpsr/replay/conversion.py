@@ -68,6 +68,10 @@ class Conversion:
         self._anchors: Mapping[str, int] = ages_in_memory(state)
         self.first, self.last = state.iteration, int(self._window.scalars()["last"])
 
+    def small_state(self) -> Any:
+        """Of the first iteration."""
+        return self._window.scalars()["start"]
+
     def after_step(self, iteration: int) -> None:
         """Give the engine what the window has of this iteration; a collective where `push_down` is one."""
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Which stages of a pipeline have lost nothing, and rest while the others replay a window."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import CheckpointError
 from cpsr.job import Job
 from cpsr.replay.upstream import Upstream
+from cpsr.state.codec import encode
 
 __all__ = ["Choice", "Kept", "Rest", "choose", "rest_of"]
 
@@ -86,8 +87,6 @@ def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, di
     """
     stage = job.adapter.pipeline_stage
     assert stage is not None
-    if obstacle is None and job.shard.frozen:
-        obstacle = "it has parameters outside the optimizer"
     own = [
         state
         for state in memory_states(job.run.run_id)
@@ -143,7 +142,9 @@ class Rest:
         pool.release(snapshot)
 
 
-def rest_of(job: Job, pool: SnapshotPool, window: MemoryState, last: int, upstream: Upstream | None) -> Rest | None:
+def rest_of(
+    job: Job, pool: SnapshotPool, window: MemoryState, last: int, small: Mapping[str, Any], upstream: Upstream | None
+) -> Rest | None:
     """Agree on who rests, and load what this rank goes on with; a collective.
 
     Args:
@@ -151,12 +152,13 @@ def rest_of(job: Job, pool: SnapshotPool, window: MemoryState, last: int, upstre
         pool: has a buffer for it.
         window: that is replayed, as the life before left it.
         last: its last iteration.
+        small: the small state of its first one.
         upstream: keeps the logs for this life; None, on all ranks, where nothing is logged.
 
     Returns:
         None where all stages replay; a warning then says why.
     """
-    kept, found = _kept(job, window, "what its stages send is not logged" if upstream is None else None)
+    kept, found = _kept(job, window, _obstacle(job, small, upstream))
     everyone = [Kept(**one) for one in job.group.gather(vars(kept))]
     choice = choose(everyone, last)
     if choice is None:
@@ -191,6 +193,18 @@ def _loaded(pool: SnapshotPool, state: MemoryState) -> Snapshot:
         pool.release(snapshot)
         raise
     return snapshot
+
+
+def _obstacle(job: Job, small: Mapping[str, Any], upstream: Upstream | None) -> str | None:
+    if upstream is None:
+        return "what its stages send is not logged"
+    if job.shard.frozen:
+        return "it has parameters outside the optimizer"
+    if any(values.is_floating_point() for values in encode(small["registered"])[1].values()):
+        return (
+            "a registered object has tensors, which the loop may make of weights: those of a stage at rest are others"
+        )
+    return None
 
 
 def _why(kept: Sequence[Kept], first: int) -> str:

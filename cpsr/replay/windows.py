@@ -106,7 +106,8 @@ class Windows:
         conversion, traffic = self._conversion, self._traffic
         if traffic is None or conversion is None or self._left is None:
             return
-        rest = self._rest = rest_of(self._job, self._pool, self._left, conversion.last, self._upstream)
+        window = self._left, conversion.last, conversion.small_state()
+        rest = self._rest = rest_of(self._job, self._pool, *window, self._upstream)
         if rest is None or self._upstream is None:
             return
         self._obstruct(conversion)

@@ -35,6 +35,7 @@ class Options(LifeOptions):
         pause_seconds: it also waits so long, for what the others have still to receive.
         noisy: a rank whose layers give something else in this life.
         evaluates: an iteration after which the loop evaluates.
+        averages: the loop registers an average of its stage's weights.
         fault, committed: of every job; not used.
     """
 
@@ -47,6 +48,7 @@ class Options(LifeOptions):
     pause_seconds: float = 0.0
     noisy: int | None = None
     evaluates: int | None = None
+    averages: bool = False
     fault: str = ""
     committed: Path | None = None
 
@@ -61,10 +63,14 @@ def main(options: Options, rank: int, ranks: int) -> None:
     replicas = ranks // options.stages
     part = tokens[rank % replicas :: replicas]
     loader = DataLoader(TensorDataset(part[:, :-1], part[:, 1:]), BATCH, shuffle=True, drop_last=True)
+    average = {name: one.detach().clone() for name, one in engine.module.named_parameters() if options.averages}
     with CPSRRecovery(engine, options.config) as recovery:
+        if average:
+            recovery.register("average", average)
         started = {"iteration": recovery.iteration, "reason": recovery.restored.reason}
-        losses = train(recovery, engine, loader, options, rank)
+        losses = train(recovery, engine, loader, options, rank, average)
         result = {"started": started, "losses": losses} | final_state(recovery, engine)
+        result["average"] = [float(values.double().sum()) for values in average.values()]
     options.leave(rank, result)
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
@@ -116,7 +122,9 @@ def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(hidden, embedding.weight)
 
 
-def train(recovery: CPSRRecovery, engine: Any, loader: Any, options: Options, rank: int) -> dict[int, float]:
+def train(
+    recovery: CPSRRecovery, engine: Any, loader: Any, options: Options, rank: int, average: dict[str, torch.Tensor]
+) -> dict[int, float]:
     losses = {}
     data = batches(recovery, loader)
     while recovery.iteration < options.iterations:
@@ -124,6 +132,8 @@ def train(recovery: CPSRRecovery, engine: Any, loader: Any, options: Options, ra
             await_window(Path(options.config["run_dir"]), options)
             time.sleep(options.pause_seconds)
             os.kill(os.getpid(), signal.SIGKILL)
+        for name, values in average.items():  # before the step: in a pipeline its state is saved right after it
+            values.lerp_(engine.module.get_parameter(name).detach(), 0.1)
         loss = engine.train_batch(data)
         losses[recovery.iteration] = float(loss)
         if recovery.iteration == options.evaluates:

@@ -170,3 +170,12 @@ def test_an_evaluation_during_the_rest_ends_it(
     back = launch()
     assert "all stages replay the window" in back.output[0]
     require_same(back, uninterrupted())
+
+
+def test_where_the_loop_averages_weights_all_stages_replay(
+    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended]
+) -> None:
+    launch(killed={1: 22}, awaited=17, averages=True)
+    back = launch(averages=True)
+    assert "all stages replay the window: a registered object has tensors" in back.output[0]
+    require_same(back, uninterrupted(averages=True))
