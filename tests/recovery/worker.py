@@ -68,6 +68,7 @@ class Options(LifeOptions):
         load_universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
         stages: pipeline stages, 0 is no pipeline.
         expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
+        routed: of a pipeline: layers of experts in its first half and in its second.
         tracked: the model draws from DeepSpeed's random-state tracker.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
             `reversed` grows as training goes on. For other engines, `of a batch` gives the loss of their loader's
@@ -96,6 +97,7 @@ class Options(LifeOptions):
     load_universal: str = ""
     stages: int = 0
     expert_parallel: int = 0
+    routed: tuple[int, int] = (1, 2)
     tracked: bool = False
     probes: str = ""
     poison: bool = False
@@ -195,7 +197,8 @@ def build(options: Options, rank: int) -> tuple[Any, Any]:
         ds_config = str(path)
     module = model(options)
     ranks = torch.distributed.get_world_size()
-    data = loader(dataset(), *((1, 0) if options.stages else (ranks, rank)), **options.loading)
+    parts = ranks // max(options.stages, 1)  # ranks of a stage follow each other
+    data = loader(dataset(), parts, rank % parts, **options.loading)
     engine = initialize(module, ds_config)
     if rank == options.odd_rank:
         engine.module.register_buffer("seen", torch.zeros(2))
@@ -204,7 +207,7 @@ def build(options: Options, rank: int) -> tuple[Any, Any]:
 
 def model(options: Options) -> torch.nn.Module:
     if options.stages:
-        stages: torch.nn.Module = pipeline(options.stages)
+        stages: torch.nn.Module = pipeline(options.stages, options.expert_parallel, options.routed)
         return stages
     if options.tracked:
         return Tracked()
