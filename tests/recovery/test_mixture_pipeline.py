@@ -133,6 +133,34 @@ def test_experts_of_all_stages_take_turns_and_come_back_with_their_ages(
     assert verify_run(job.run_dir) == []
 
 
+@pytest.mark.parametrize("routed", [(0, 2), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_snapshots_in_memory_leave_out_experts_of_some_stages(tmp_path: Path, routed: tuple[int, int]) -> None:
+    """Half of them in each; a stage without any copies all that it has, and goes back to the same iteration."""
+    options: dict[str, Any] = {**SHARED, "expert_parallel": 2, "zero": 0, "routed": routed, "rounds": 2}
+    settings = {
+        "experts": {"policy": "sequential"},
+        "checkpoint": {"shared_memory": True, "interval_iterations": 8},
+        "memory": {"interval_iterations": 1},
+        "learning": {"memory_limit_bytes": 1},  # nothing is predicted
+    }
+    job = Job(tmp_path)
+    try:
+        killed = job.launch(mode="auto", fault="step:all:23", in_memory=21, settings=settings, **options)
+        assert killed.statuses == [SIGKILLED] * RANKS, killed.output[0][-3000:]
+        back = job.launch(mode="auto", settings=settings, **options)
+    finally:
+        remove_memory_states(run_id(job))
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    started = [back.result(rank)["started"] for rank in range(RANKS)]
+    assert [one["method"] for one in started] == ["stale"] * RANKS
+    (began,) = {one["iteration"] for one in started}
+    assert began > 16
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        lost = journal.recoveries()[-1].guard["lost_tokens"]["layers"]
+    assert [one["stale_experts"] for one in lost] == [2] * sum(routed)
+    assert {one["oldest_iteration"] for one in lost} == {began - 1}
+
+
 def test_other_expert_groups_on_as_many_ranks_are_refused(job: Job) -> None:
     assert job.launch(expert_parallel=2, zero=0, iterations=4, **SHARED).statuses == [0] * RANKS
     refused = job.launch(expert_parallel=1, zero=0, **SHARED)

@@ -34,6 +34,7 @@ from cpsr.checkpoint.step_events import StepEvents
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.ranks import join_ranks
+from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.planner.plan import Plan
 from cpsr.state.codec import encode
 from tests.device import ON_CUDA
@@ -83,7 +84,7 @@ class Options(LifeOptions):
         apart: an iteration after which rank 1 moves its weights by itself.
         began: leave the weights that this life began with beside the result.
         late: a rank whose device is a number of steps behind its host, and that number.
-        link_experts: experts that a rank's link takes to host memory in an iteration, in place of what is measured.
+        rounds: snapshots in host memory in which each expert is copied once, in place of what is measured.
         loading: more settings of the data loader.
     """
 
@@ -109,6 +110,7 @@ class Options(LifeOptions):
     apart: int | None = None
     late: tuple[int, int] | None = None
     began: bool = False
+    rounds: int = 0
     loading: dict[str, Any] = field(default_factory=dict)
 
 
@@ -116,6 +118,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     faults = Faults(options, rank)
     if options.late is not None and options.late[0] == rank:
         complete_late(options.late[1])
+    if options.rounds:
+        setattr(MemoryTurns, "wanted_rounds", lambda turns: options.rounds)  # noqa: B010 - mypy refuses it otherwise
     initialize_ranks(options.result)
     seed()
     engine, batches = build(options, rank)
