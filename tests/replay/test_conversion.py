@@ -9,7 +9,7 @@ from cpsr.checkpoint.memory_removal import remove_memory_states
 from tests.recovery.job import OF_THE_START, Job
 from tests.recovery.test_memory import run_id
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "checkpoint": {"shared_memory": True, "interval_iterations": 1000},
     "replay": {"enabled": True, "window_iterations": 4},
 }
