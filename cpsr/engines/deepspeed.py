@@ -36,9 +36,9 @@ from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.imported_state import IMPORTED, imported_optimizer
 from cpsr.engines.learning_rate_schedule import Schedule
-from cpsr.engines.moe.deepspeed import Capacities, expert_names, expert_parallel, has_experts, token_counts
-from cpsr.engines.moe.naming import DEEPSPEED, Naming
-from cpsr.engines.moe.operators import ModelOperators, operators_of
+from cpsr.engines.moe.deepspeed import EngineExperts, expert_names
+from cpsr.engines.moe.naming import Naming
+from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
 from cpsr.engines.naming import (
     module_identity,
@@ -72,7 +72,8 @@ class DeepSpeedAdapter:
     inputs are not observed: they exist on the first stage only. `can_evaluate` is False.
 
     MoE layers: experts are named by their numbers over all ranks (see `expert_names`). Where ranks share a layer's
-    experts, `evaluate` is collective, too.
+    experts, `evaluate` is collective, too. In a pipeline all ranks make their adapters together: each then knows the
+    layers of all stages.
 
     Args:
         engine: the first element of what `deepspeed.initialize` returned.
@@ -102,8 +103,7 @@ class DeepSpeedAdapter:
         self._whole: dict[int, str] = {}  # by the id of a master that is one parameter
         self._muon = muon_of(engine)
         self._loop = DeepSpeedLoop(engine, self._pipeline, [] if self._muon is None else self._muon.committing())
-        self._has_experts = has_experts(engine.module)
-        self._capacities = Capacities(engine.module)
+        self._experts = EngineExperts(engine)
         self.stage_traffic = None if self.pipeline_stage is None else DeepSpeedTraffic(engine, self)
 
     @property
@@ -346,21 +346,19 @@ class DeepSpeedAdapter:
 
     def expert_naming(self) -> Naming | None:
         """DeepSpeed's own, with the experts' numbers over all ranks."""
-        return DEEPSPEED if self._has_experts else None
+        return self._experts.naming
 
     def expert_operators(self) -> ModelOperators | None:
         """See `EngineAdapter.expert_operators`."""
-        if not self._has_experts:
-            return None
-        return operators_of(self._names.values(), DEEPSPEED, expert_parallel(self._engine.module))
+        return self._experts.operators(self._names.values())
 
     def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
         """See `EngineAdapter.token_counts`."""
-        return token_counts(self._engine, probabilities) if self._has_experts else None
+        return self._experts.token_counts(probabilities)
 
     def scale_expert_capacity(self, layer: str, factor: float) -> bool:
         """The gate's `capacity_factor`; False where the layer drops no tokens."""
-        return self._capacities.scale(layer, factor)
+        return self._experts.scale_capacity(layer, factor)
 
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks on this engine instance.

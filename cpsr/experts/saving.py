@@ -239,6 +239,15 @@ class ExpertSaving:
             self._step = state["step"]
 
     @property
+    def popularity(self) -> dict[str, float]:
+        """Operator -> score of its expert, for this rank's experts; empty before tokens were counted in this life."""
+        if self._measure is None:
+            return {}
+        scores = numpy.concatenate(self._measure.scores).tolist()
+        of_units = dict(zip(map(unit_name, self._saved.experts), scores, strict=True))
+        return {name: of_units[unit] for name, unit in self.units.items()}
+
+    @property
     def catching_up(self) -> bool:
         """Whether an expert of some rank makes up for iterations that it missed; the same on all ranks."""
         return self._account.catching_up_at(self._iteration)

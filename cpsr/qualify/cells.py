@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["ADAPTER", "CPU_OFFLOAD", "EMA", "HSDP", "LOADER", "OF_TORCH", "REPLICAS", "TORCHDATA", "Cell", "cells_of"]
+__all__ = ["ADAPTER", "CPU_OFFLOAD", "EMA", "HSDP", "LOADER", "OF_TORCH", "REPLICAS", "ROUTED", "STAGES", "TORCHDATA"]
+__all__ += ["Cell", "cells_of"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("adamw", "sgd")
@@ -16,6 +17,7 @@ STAGES = 2  # of a pipeline
 REPLICAS = 2  # of HSDP
 EMA, LOADER, TORCHDATA, ADAPTER = "ema", "stateful loader", "torchdata loader", "frozen weights"
 HSDP, CPU_OFFLOAD = "hsdp", "cpu offload"  # of FSDP2
+ROUTED = "experts"  # of a pipeline
 OF_PACKAGES = {"lion": "lion_pytorch", "adamw-8bit": "bitsandbytes", "adamw-schedulefree": "schedulefree"}
 OF_TORCH = {
     "adadelta": "Adadelta",
@@ -123,6 +125,8 @@ def _cells(optimizers: tuple[str, ...], ranks: int, stages_can_send: bool) -> It
     if ranks % STAGES == 0 and stages_can_send:
         yield Cell("pipeline", 0, "fp32", "adamw")
         yield Cell("pipeline", 1, "bf16", "adamw")
+        yield Cell("pipeline", 0, "fp32", "adamw", ROUTED)
+        yield Cell("pipeline", 1, "bf16", "adamw", ROUTED)
 
 
 def _features(ranks: int) -> Iterator[Cell]:

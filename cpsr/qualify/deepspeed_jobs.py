@@ -1,6 +1,6 @@
 """The DeepSpeed jobs of the conformance cases: their configuration, engines and loops. Imports DeepSpeed."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional
 
 from cpsr.engines import adapt
+from cpsr.qualify.cells import STAGES
 from cpsr.qualify.conformance import OVERFLOW, OVERFLOWING_STEPS
 from cpsr.qualify.models import BATCH, HIDDEN, VOCABULARY, WIDTH, token_batch
 from cpsr.qualify.torch_cases import adamw_of
 
-__all__ = ["DeepSpeedJob", "PipelineJob", "configuration", "initialize", "pipeline_engine"]
+__all__ = ["DeepSpeedJob", "PipelineJob", "PipelineLoss", "configuration", "initialize", "pipeline_engine"]
 
 JSON_ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 BUCKET_ELEMENTS = 10**6  # DeepSpeed's own buckets take gigabytes of GPU memory for each engine
@@ -173,7 +174,7 @@ class PipelineJob:
 
         def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             for micro in range(self.engine.gradient_accumulation_steps()):
-                yield token_batch(step, micro, 0)
+                yield token_batch(step, micro, self.engine.grid.get_data_parallel_id())
 
         overflow = self.engine.fp16_enabled() and step in OVERFLOWING_STEPS
         PipelineLoss.factor = OVERFLOW if overflow else 1.0
@@ -186,6 +187,7 @@ class PipelineLoss:
     factor = 1.0
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of what the last stage gives."""
         loss: torch.Tensor = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         return loss * self.factor
 
@@ -195,16 +197,25 @@ def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
     return functional.linear(hidden, embedding.weight)
 
 
-def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw", offload: str = "") -> Any:
-    """A pipeline of two stages, whose first and last layer are tied.
+def pipeline_engine(
+    stage: int,
+    precision: str,
+    optimizer: str = "adamw",
+    offload: str = "",
+    layers: Sequence[LayerSpec] | None = None,
+    loss: PipelineLoss | None = None,
+) -> Any:
+    """A pipeline of two stages.
 
     Args:
         stage: of ZeRO, 0 or 1.
         precision: as of `configuration`.
         optimizer: as of `initialize`.
         offload: as of `configuration`.
+        layers: None: those of a model whose first and last layer are tied.
+        loss: of what the last layer gives; None: of logits.
     """
-    layers = [
+    layers = layers or [
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH),
         LayerSpec(nn.Linear, WIDTH, HIDDEN),
         LayerSpec(nn.Dropout, 0.2),
@@ -212,5 +223,6 @@ def pipeline_engine(stage: int, precision: str, optimizer: str = "adamw", offloa
         LayerSpec(nn.Linear, HIDDEN, WIDTH),
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, WIDTH, forward_fn=project),
     ]
-    module = PipelineModule(layers, num_stages=2, loss_fn=PipelineLoss(), partition_method="uniform", seed_layers=False)
+    loss = loss or PipelineLoss()
+    module = PipelineModule(layers, num_stages=STAGES, loss_fn=loss, partition_method="uniform", seed_layers=False)
     return initialize(module, configuration(stage, precision, offload=offload), optimizer)

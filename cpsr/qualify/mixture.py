@@ -1,15 +1,18 @@
-"""A tiny DeepSpeed mixture of experts. Imports DeepSpeed."""
+"""Tiny DeepSpeed mixtures of experts: in one module, and as layers of a pipeline. Imports DeepSpeed."""
 
 from typing import Any
 
 import torch
 from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec
+from deepspeed.utils import groups
 from torch import nn
 from torch.nn import functional
 
+from cpsr.qualify.deepspeed_jobs import PipelineLoss
 from cpsr.qualify.models import HIDDEN, VOCABULARY, WIDTH
 
-__all__ = ["EXPERTS", "TinyMoE"]
+__all__ = ["EXPERTS", "MixtureLoss", "TinyMoE", "mixture_layers"]
 
 EXPERTS = 4
 
@@ -67,3 +70,96 @@ class TinyMoE(nn.Module):
                 self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
         loss = functional.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten())
         return (loss + 0.01 * balance) * loss_factor
+
+
+# What the stages of a pipeline pass on: hidden states, and the sum of the gates' balances so far, `(1,)`.
+_Passed = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Embed(nn.Module):
+    """The first layer. The balance begins at 0, and has a gradient, which stages must send back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> _Passed:
+        hidden = self.norm(self.embed(tokens))
+        return hidden, 0 * hidden.sum().view(1)
+
+
+class _Routed(nn.Module):
+    """A layer of experts, with a buffer that training changes."""
+
+    drift: torch.Tensor
+
+    def __init__(self, expert_parallel: int, experts_per_token: int) -> None:
+        super().__init__()
+        self.experts = MoE(
+            WIDTH, _Expert(), num_experts=EXPERTS, ep_size=expert_parallel, k=experts_per_token, min_capacity=0
+        )
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("drift", torch.zeros(WIDTH))
+
+    def forward(self, passed: _Passed) -> _Passed:
+        hidden, balance = passed[0] + self.drift.to(passed[0].dtype), passed[1]
+        routed, own_balance, _ = self.experts(hidden)
+        if self.training:
+            with torch.no_grad():
+                self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
+        return hidden + self.dropout(routed), balance + own_balance.to(balance.dtype)
+
+
+class _Dense(nn.Module):
+    """What takes the place of a layer of experts."""
+
+    def __init__(self, expert_parallel: int) -> None:
+        super().__init__()
+        self._expert_parallel = expert_parallel
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Take part in making the groups of experts, also on a stage without any.
+
+        DeepSpeed makes them where a layer needs them. Torch counts groups: the next that all ranks make would hang.
+        """
+        if f"ep_size_{self._expert_parallel}" not in groups._get_expert_parallel_group_dict():
+            groups._create_expert_and_data_parallel(
+                self._expert_parallel, use_data_before_expert_parallel_=use_data_before_expert_parallel_
+            )
+
+    def forward(self, passed: _Passed) -> _Passed:
+        return passed[0] + torch.tanh(self.linear(passed[0])), passed[1]
+
+
+class _Head(nn.Module):
+    """The last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, passed: _Passed) -> _Passed:
+        return self.linear(passed[0]), passed[1]
+
+
+class MixtureLoss(PipelineLoss):
+    """With the balance of the gates of all stages."""
+
+    def __call__(self, passed: _Passed, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """The loss of what the last stage gives."""
+        balance: torch.Tensor = passed[1].float().sum()
+        return super().__call__(passed[0], targets) + 0.01 * balance * self.factor
+
+
+def mixture_layers(expert_parallel: int, of_stages: tuple[int, int] = (1, 2)) -> list[LayerSpec]:
+    """Six layers of a pipeline, to be cut in the middle.
+
+    Args:
+        expert_parallel: ranks of a stage that share its experts.
+        of_stages: layers of experts in the first stage and in the second, at most two each.
+    """
+    routed = [LayerSpec(_Routed, expert_parallel, 1 + place % 2) for place in range(sum(of_stages))]
+    dense = [[LayerSpec(_Dense, expert_parallel)] * (2 - count) for count in of_stages]
+    first = of_stages[0]
+    return [LayerSpec(_Embed), *routed[:first], *dense[0], *dense[1], *routed[first:], LayerSpec(_Head)]

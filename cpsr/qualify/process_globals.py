@@ -11,7 +11,8 @@ __all__ = ["own_process_globals"]
 
 # After an engine with `torch_autocast` all later ones reduce gradients as it did, and get a gradient scaler. After one
 # of ZeRO-3 torch's `linear` is another function, and what counts parameters that are kept whole goes on counting. After
-# one with `zero_hpz_partition_size` those of ZeRO-3 keep second copies, too.
+# one with `zero_hpz_partition_size` those of ZeRO-3 keep second copies, too. A pipeline leaves its stages, and
+# layers of experts their groups, which those of another pipeline would take for their own.
 _GLOBALS = (
     ("deepspeed.runtime.torch_autocast", "", ("TORCH_AUTOCAST_INITIALIZED", "TORCH_AUTOCAST_DTYPE")),
     ("deepspeed.runtime.zero.partition_parameters", "", ("zero_init_context",)),
@@ -21,7 +22,18 @@ _GLOBALS = (
         ("apply_param_persistence", "num_persisted_parameters", "num_persisted_elements"),
     ),
     ("deepspeed.runtime.zero.parameter_offload", "", ("FWD_MODULE_STACK",)),
-    ("deepspeed.utils.groups", "", ("_ZERO_PARAM_INTRA_PARALLEL_GROUP",)),
+    (
+        "deepspeed.utils.groups",
+        "",
+        (
+            "mpu",
+            "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+            "_EXPERT_PARALLEL_GROUP",
+            "_EXPERT_PARALLEL_GROUP_RANKS",
+            "_EXPERT_DATA_PARALLEL_GROUP",
+            "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+        ),
+    ),
     ("deepspeed.utils.nvtx", "", ("enable_nvtx",)),
     ("torch.nn.functional", "", ("linear",)),
 )
@@ -49,4 +61,4 @@ def _held() -> Iterator[tuple[Any, str]]:
 
 
 def _copied(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value
+    return value.copy() if isinstance(value, list | dict) else value

@@ -1,12 +1,13 @@
 """Exact restart within a process: snapshot, another engine, inject, continue; and optimizer state created early."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from cpsr.qualify.cells import ADAPTER, EMA, LOADER, TORCHDATA, Cell
+from cpsr.qualify.cells import ADAPTER, EMA, LOADER, ROUTED, STAGES, TORCHDATA, Cell
 from cpsr.qualify.conformance import Job, check_early_state, check_resume
 from cpsr.qualify.lives_check import check_lives
 from cpsr.qualify.scene import Scene
@@ -52,8 +53,10 @@ def builder_of(cell: Cell, scene: Scene) -> Callable[[], Job]:
     from cpsr.qualify import deepspeed_jobs as jobs
 
     if cell.engine == "pipeline":
-        stage, precision, optimizer = cell.zero, cell.precision, cell.optimizer
-        return lambda: jobs.PipelineJob(jobs.pipeline_engine(stage, precision, optimizer))
+        stage, precision, optimizer, more = cell.zero, cell.precision, cell.optimizer, dict[str, Any]()
+        if cell.feature == ROUTED:
+            more = _stages_with_experts(scene.ranks // STAGES)
+        return lambda: jobs.PipelineJob(jobs.pipeline_engine(stage, precision, optimizer, **more))
     config = jobs.configuration(cell.zero, cell.precision, offload=cell.offload, **CONFIGURED.get(cell.feature, {}))
 
     def build() -> Job:
@@ -63,6 +66,13 @@ def builder_of(cell: Cell, scene: Scene) -> Callable[[], Job]:
         return jobs.DeepSpeedJob(engine)
 
     return build
+
+
+def _stages_with_experts(ranks: int) -> dict[str, Any]:
+    """Layers and loss of a pipeline that has so many ranks in each stage."""
+    from cpsr.qualify.mixture import EXPERTS, MixtureLoss, mixture_layers
+
+    return {"layers": mixture_layers(math.gcd(ranks, EXPERTS)), "loss": MixtureLoss()}
 
 
 def _module(cell: Cell, scene: Scene) -> torch.nn.Module:

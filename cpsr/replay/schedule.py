@@ -5,20 +5,26 @@ from collections.abc import Mapping, Sequence
 from cpsr.experts.window import sparse_window
 from cpsr.state.shard import Shard
 
-__all__ = ["Schedule", "schedule", "units_of", "window_iterations"]
+__all__ = ["Schedule", "has_shifted", "schedule", "units_of", "window_iterations"]
+
+# Experts have new turns once the parts of this portion of them have changed by so much (moevement, section 3.5).
+SHIFTED_EXPERTS, SHIFT = 0.25, 0.1
 
 Schedule = tuple[tuple[str, ...], ...]  # for each iteration of a window, the operators that its snapshot holds whole
 
 
-def units_of(shard: Shard, experts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def units_of(
+    shard: Shard, experts: Mapping[str, str], popularity: Mapping[str, float] | None = None
+) -> dict[str, tuple[str, ...]]:
     """What takes turns, in the order of the turns: name -> operators of this rank.
 
-    Experts come first, then the layers with their gates, from the back of the model to its front: what every token
-    passes stays frozen for longest, and so does what lies farthest from the loss.
+    Experts come first, the least popular in front, then the layers with their gates, from the back of the model to its
+    front: what most tokens pass stays frozen for longest, and so does what lies farthest from the loss.
 
     Args:
         shard: of this rank, in the model's order.
         experts: operator -> expert, for experts' parameters alone.
+        popularity: operator -> score of its expert; None or empty: experts come in the model's order.
 
     Source: moevement, section 3.5 and appendix E.
     """
@@ -29,8 +35,26 @@ def units_of(shard: Shard, experts: Mapping[str, str]) -> dict[str, tuple[str, .
             of_experts.setdefault(experts[name], []).append(name)
         else:
             of_layers.setdefault(_layer_of(name), []).append(name)
-    ordered = [*of_experts.items(), *reversed(of_layers.items())]
+    scores = popularity or {}
+    by_score = sorted(of_experts.items(), key=lambda unit: scores.get(unit[1][0], 0.0))  # of equal ones in that order
+    ordered = [*by_score, *reversed(of_layers.items())]
     return {unit: tuple(names) for unit, names in ordered}
+
+
+def has_shifted(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
+    """Whether the experts' parts of all scores have changed by so much that other turns are worth it.
+
+    Args:
+        before: operator -> score of its expert when the turns were last ordered; empty where they were not.
+        now: the same, of the same operators.
+
+    Source: moevement, section 3.5.
+    """
+    if not now or not before:
+        return bool(now)
+    whole_before, whole = sum(before.values()) or 1.0, sum(now.values()) or 1.0
+    parts = [(before.get(name, 0.0) / whole_before, score / whole) for name, score in now.items()]
+    return sum(abs(new - old) > SHIFT * old for old, new in parts) >= SHIFTED_EXPERTS * len(parts)
 
 
 def window_iterations(active: Sequence[int], frozen: Sequence[int], budget_bytes: float) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cpsr.replay.conversion import Conversion
 from cpsr.replay.layout import WindowLayout
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
 from cpsr.replay.resting import Rest, rest_of
-from cpsr.replay.schedule import schedule, units_of, window_iterations
+from cpsr.replay.schedule import has_shifted, schedule, units_of, window_iterations
 from cpsr.replay.upstream import LoggedSteps, Upstream
 
 __all__ = ["Windows"]
@@ -44,12 +44,11 @@ class Windows:
 
     def __init__(self, job: Job, memory: SharedMemory, pool: SnapshotPool) -> None:
         self._job, self._pool = job, pool
-        shard = job.shard
-        self._units = units_of(shard, experts_of(job.adapter.expert_naming(), shard.operators))
         self._compute = job.adapter.compute_dtypes()
-        self._active = [sum(shard.operators[one].state_bytes for one in names) for names in self._units.values()]
+        self._popularity: Mapping[str, float] = {}
+        self._order_units()
         self._conversion: Conversion | None = None
-        self._layout = self._laid_out(job.config.replay.window_iterations or 1)
+        self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = PAGE_BYTES + self._layout.bytes
         files = _files(job, self.file_bytes)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
@@ -185,12 +184,22 @@ class Windows:
         step = self._step(iteration)
         if step > 0:
             return self._recorder.take(step, iteration, send=send)
-        if len(self._layout.turns) != self._iterations_from(iteration):
-            self._layout = self._laid_out(self._iterations_from(iteration))
+        if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
+            self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
             if self._upstream is not None:
                 self._upstream.keep(self._recorder.files * len(self._layout.turns))
         self._first = iteration
         return self._recorder.begin(self._layout, iteration, capture, send=send)
+
+    def order(self, popularity: Mapping[str, float]) -> None:
+        """Let the popular experts have their turns last, in windows that begin later; of this rank alone.
+
+        Args:
+            popularity: operator -> score of its expert, for this rank's experts; empty: the order stays.
+        """
+        if has_shifted(self._popularity, popularity):
+            self._popularity = popularity
+            self._order_units()
 
     def replicated(self, iteration: int | None) -> None:
         """Other machines have this window of every rank; see `Recorder.replicated`."""
@@ -279,6 +288,13 @@ class Windows:
         if conversion is not None:
             self._pool.obstacle = None
             conversion.close()
+
+    def _order_units(self) -> None:
+        operators = self._job.shard.operators
+        experts = experts_of(self._job.adapter.expert_naming(), operators)
+        self._units = units_of(self._job.shard, experts, self._popularity)
+        self._active = [sum(operators[one].state_bytes for one in names) for names in self._units.values()]
+        self._reordered = True  # since the last layout
 
     def _laid_out(self, iterations: int) -> WindowLayout:
         turns = schedule(self._units, self._active, iterations)

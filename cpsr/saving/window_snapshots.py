@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from cpsr.experts.saving import ExpertSaving
 from cpsr.replay.windows import Windows
 from cpsr.saving.turns import Turns
 
@@ -15,13 +16,14 @@ class WindowSnapshots:
     Args:
         windows: of this rank; None: none are wanted.
         turns: which of them all ranks send.
+        experts: count the tokens by which experts have their turns; None: nobody counts.
 
     Attributes:
         wanted: whether windows take the place of snapshots in memory, and of their replicas.
     """
 
-    def __init__(self, windows: Windows | None, turns: Turns) -> None:
-        self._windows, self._turns = windows, turns
+    def __init__(self, windows: Windows | None, turns: Turns, experts: ExpertSaving | None = None) -> None:
+        self._windows, self._turns, self._experts = windows, turns, experts
         self.wanted = windows is not None
 
     def end_of(self, iteration: int, capture: Callable[[], Any]) -> Callable[[], None]:
@@ -49,6 +51,12 @@ class WindowSnapshots:
             self._windows.before_update()
 
     def agree(self, iteration: int) -> None:
-        """Find the number of iterations of later windows anew, after this iteration; a collective."""
+        """Find the number of iterations of later windows anew, and what has its turn when; a collective.
+
+        Args:
+            iteration: the finished one, of which a checkpoint has begun.
+        """
         if self._windows is not None:
+            if self._experts is not None:
+                self._windows.order(self._experts.popularity)
             self._windows.agree(iteration)

@@ -1,4 +1,4 @@
-"""The conformance cases of two ranks; those of one group run in one job, one after the other."""
+"""The conformance cases of several ranks; those of one group run in one job, one after the other."""
 
 from tests.device import ON_CUDA
 from tests.engines.deepspeed_cases import OTHER, ZERO, Case
@@ -6,10 +6,11 @@ from tests.engines.feature_cases import FEATURES, INDUCTOR
 from tests.engines.fused_adam_cases import FUSED
 from tests.engines.kernel_cases import KERNELS, REAL_KERNELS
 from tests.engines.mixture_cases import MIXTURES
+from tests.engines.mixture_pipeline_cases import MIXTURE_PIPELINES
 from tests.engines.saving_cases import SAVING
 from tests.engines.sharded_cases import SHARDED
 
-__all__ = ["GROUPS", "SLOW"]
+__all__ = ["GROUPS", "RANKS", "SLOW"]
 
 STAGES = ("pipeline", "receives-are-waits", "a-receive-fails", "fused-pipeline")  # gloo sends no CUDA tensors to them
 SPLIT = ("fsdp2", "hsdp", "tp", "sharded")  # over gloo with CUDA tensors they are not tried
@@ -20,6 +21,7 @@ ALL: dict[str, dict[str, Case]] = {
     "features": FEATURES,
     "fused": FUSED,
     "mixtures": MIXTURES | SAVING,
+    "mixture-pipelines": MIXTURE_PIPELINES,
     "sharded": SHARDED,
     "kernels": KERNELS,
 }
@@ -28,3 +30,4 @@ GROUPS = {
     group: {name: case for name, case in cases.items() if not (ON_CUDA and name.startswith(STAGES + SPLIT))}
     for group, cases in (ALL | SLOW).items()
 }
+RANKS = {"mixture-pipelines": 4}  # of the others two

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cpsr.engines import adapt
-from cpsr.engines.moe.deepspeed import expert_names, token_counts
+from cpsr.engines.moe.deepspeed import expert_names
 from cpsr.engines.moe.layers import ExpertParallel
 from cpsr.engines.moe.measures import HardCount
 from cpsr.engines.moe.naming import DEEPSPEED
@@ -125,7 +125,9 @@ def tokens_are_counted_over_all_ranks(expert_parallel: int, precision: str) -> N
     """Of applied steps alone; evaluations and rehearsals in between are not seen."""
     seed(1)
     engine = initialize(TinyMoE(expert_parallel), configuration(1, precision))
-    job, counts = DeepSpeedJob(engine), token_counts(engine)
+    job = DeepSpeedJob(engine)
+    counts = job.adapter.token_counts()
+    assert counts is not None
     recorder = Counting(counts)
     job.adapter.attach(recorder)
     routed: list[list[int]] = []  # what the gates routed in the iteration that is under way, layer after layer

@@ -1,6 +1,7 @@
 """Both adapters under one rule: snapshot, another engine, inject, go on; bitwise what never stopped would give.
 
-The DeepSpeed and DDP cases run in four jobs of two gloo ranks each; every case is reported here on its own.
+The DeepSpeed and DDP cases run in jobs of two gloo ranks each, pipelines with experts on four; every case is reported
+here on its own.
 """
 
 import importlib
@@ -17,12 +18,11 @@ import pytest
 from cpsr.qualify.conformance import check_early_state, check_longer_steps, check_resume
 from cpsr.qualify.torch_cases import CASES, one_thread
 from tests.device import DEVICE
-from tests.engines.groups import GROUPS, SLOW
+from tests.engines.groups import GROUPS, RANKS, SLOW
 from tests.rank_processes import become_rank, start_ranks
 
 ROOT = Path(__file__).parents[2]
 JOB_TIMEOUT_SECONDS = 800
-RANKS = 2
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,8 +51,8 @@ def test_torch_goes_on_with_what_is_written_around_its_step(name: str) -> None:
 
 
 def run_job(group: str, folder: Path) -> list[dict[str, Any]]:
-    """Run a group on two ranks; per rank, its results by case and the end of its log."""
-    processes = start_ranks(run_rank, (group, folder), RANKS)
+    """Run a group on its ranks; per rank, its results by case and the end of its log."""
+    processes = start_ranks(run_rank, (group, folder), RANKS.get(group, 2))
     deadline = time.monotonic() + JOB_TIMEOUT_SECONDS  # the cases without a result fail below, with the log
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0.0))
@@ -86,7 +86,7 @@ def jobs() -> dict[str, list[dict[str, Any]]]:
         for name in cases
     ],
 )
-def test_two_ranks(
+def test_ranks(
     group: str, name: str, jobs: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if group not in jobs:

@@ -80,7 +80,7 @@ class AdaptedRegression(Regression):
 
 def model(options: Options, ranks: int) -> Any:
     if options.stages:
-        return pipeline(options.stages)
+        return pipeline(options.stages, options.expert_parallel, options.routed)
     if options.kind == "mixture":
         return Mixture(math.gcd(ranks, EXPERTS))
     return (AdaptedRegression(options.base) if options.base else Regression()).to(DEVICE)

@@ -1,5 +1,6 @@
-"""The engines of `worker.py`'s job: two models that return their loss, and one in pipeline stages that does not."""
+"""The engines of `worker.py`'s job: two models that return their loss, and two in pipeline stages that do not."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -70,6 +71,63 @@ class Mixture(nn.Module):
         return loss
 
 
+class First(nn.Module):
+    """The first layer of a pipeline with experts: hidden states, and the gates' balance, which has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(FEATURES, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.up(x.to(self.up.weight.dtype)))
+        return hidden, 0 * hidden.sum().view(1)
+
+
+class Routed(nn.Module):
+    """A layer of experts, which draws at random, with a buffer that training changes."""
+
+    seen: torch.Tensor
+
+    def __init__(self, expert_parallel: int) -> None:
+        super().__init__()
+        expert = nn.Sequential(nn.Linear(WIDTH, FEATURES), nn.Tanh(), nn.Linear(FEATURES, WIDTH))
+        self.experts = MoE(WIDTH, expert, num_experts=EXPERTS, ep_size=expert_parallel, min_capacity=0)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, passed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.training:
+            self.seen += 1
+        routed, balance, _ = self.experts(passed[0])
+        return passed[0] + routed, passed[1] + balance.to(passed[1].dtype)
+
+
+class Plain(nn.Module):
+    """Takes the place of a layer of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))
+
+    def forward(self, passed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return passed[0] + self.layers(passed[0]), passed[1]
+
+
+class Last(nn.Module):
+    """The last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, 1)
+
+    def forward(self, passed: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.down(passed[0]), passed[1]
+
+
+def balanced_loss(passed: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = nn.functional.mse_loss(passed[0].float(), targets) + 0.01 * passed[1].float().sum()
+    return loss
+
+
 def dataset() -> TensorDataset:
     """Inputs, targets, and each item's index, by which a batch is known."""
     x = torch.randn(ITEMS, FEATURES)
@@ -88,7 +146,7 @@ def initialize(module: nn.Module, config: Any) -> Any:
     if "optimizer" in config:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, config=config)
         return engine
-    if isinstance(module, Mixture):
+    if any(isinstance(one, MoE) for one in module.modules()):
         group = {"params": parameters, "name": "dense"}
         parameters = split_params_into_different_moe_groups_for_optimizer(group)
     optimizer = torch.optim.AdamW(parameters, lr=2e-2)
@@ -108,7 +166,23 @@ def configuration(zero: int, precision: str, micro_batches: int) -> dict[str, An
     return config | ({precision: {"enabled": True}} if precision != "fp32" else {})
 
 
-def pipeline(stages: int) -> PipelineModule:
+def pipeline(stages: int, expert_parallel: int = 0, routed: Sequence[int] = ()) -> PipelineModule:
+    """Its layers do not depend on the number of stages.
+
+    Args:
+        stages: of the pipeline.
+        expert_parallel: ranks of a stage that share its experts; 0: there are none.
+        routed: layers of experts in the first half and in the second, at most two.
+    """
+    if expert_parallel:
+        first, second = ([Routed] * count + [Plain] * (2 - count) for count in routed)
+        layers = [LayerSpec(one, *([expert_parallel] if one is Routed else [])) for one in first + second]
+        return PipelineModule(
+            [LayerSpec(First), *layers, LayerSpec(Last)],
+            num_stages=stages,
+            loss_fn=balanced_loss,
+            partition_method="uniform",
+        )
     layers = [
         LayerSpec(nn.Linear, FEATURES, WIDTH),
         LayerSpec(nn.Tanh),

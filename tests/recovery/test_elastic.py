@@ -98,6 +98,21 @@ def test_experts_are_dealt_by_their_number_over_all_ranks(job: Job, zero: int) -
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_experts_of_stages_are_dealt_by_layer_and_number(job: Job, zero: int) -> None:
+    """Two stages of two ranks that share experts; one stage of two, of one; two stages of two that have all."""
+    sizes = ((4, 2, 2, 1), (2, 1, 2, 2), (1, 1, 1, 3), (4, 2, 1, 4))  # ranks, stages, sharing ranks, iterations
+    lives = [
+        launch(job, ranks, until, kind="pipeline", stages=stages, expert_parallel=sharing, zero=zero)
+        for ranks, stages, sharing, until in sizes
+    ]
+    for before, after in itertools.pairwise(lives):
+        ended, started = before.result()["ended"], after.result()["started"]
+        assert started["whole"] == ended["whole"]
+        assert started["scalars"] == ended["scalars"]
+        assert sum(".deepspeed_experts." in name for name in started["whole"]) == 3 * 4 * EXPERTS * 3
+
+
+@pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_stages_are_dealt_by_their_layers(job: Job, zero: int) -> None:
     """Two stages, one, three, and two replicas of two; a stage in the middle is dealt no batches."""
     sizes = ((2, 2, 1), (1, 1, 2), (3, 3, 3), (4, 2, 5))  # ranks, stages, iterations

@@ -34,6 +34,7 @@ from cpsr.checkpoint.step_events import StepEvents
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.ranks import join_ranks
+from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.planner.plan import Plan
 from cpsr.state.codec import encode
 from tests.device import ON_CUDA
@@ -68,6 +69,7 @@ class Options(LifeOptions):
         load_universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
         stages: pipeline stages, 0 is no pipeline.
         expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
+        routed: of a pipeline: layers of experts in its first half and in its second.
         tracked: the model draws from DeepSpeed's random-state tracker.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
             `reversed` grows as training goes on. For other engines, `of a batch` gives the loss of their loader's
@@ -82,7 +84,7 @@ class Options(LifeOptions):
         apart: an iteration after which rank 1 moves its weights by itself.
         began: leave the weights that this life began with beside the result.
         late: a rank whose device is a number of steps behind its host, and that number.
-        link_experts: experts that a rank's link takes to host memory in an iteration, in place of what is measured.
+        rounds: snapshots in host memory in which each expert is copied once, in place of what is measured.
         loading: more settings of the data loader.
     """
 
@@ -96,6 +98,7 @@ class Options(LifeOptions):
     load_universal: str = ""
     stages: int = 0
     expert_parallel: int = 0
+    routed: tuple[int, int] = (1, 2)
     tracked: bool = False
     probes: str = ""
     poison: bool = False
@@ -107,6 +110,7 @@ class Options(LifeOptions):
     apart: int | None = None
     late: tuple[int, int] | None = None
     began: bool = False
+    rounds: int = 0
     loading: dict[str, Any] = field(default_factory=dict)
 
 
@@ -114,6 +118,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     faults = Faults(options, rank)
     if options.late is not None and options.late[0] == rank:
         complete_late(options.late[1])
+    if options.rounds:
+        setattr(MemoryTurns, "wanted_rounds", lambda turns: options.rounds)  # noqa: B010 - mypy refuses it otherwise
     initialize_ranks(options.result)
     seed()
     engine, batches = build(options, rank)
@@ -195,7 +201,8 @@ def build(options: Options, rank: int) -> tuple[Any, Any]:
         ds_config = str(path)
     module = model(options)
     ranks = torch.distributed.get_world_size()
-    data = loader(dataset(), *((1, 0) if options.stages else (ranks, rank)), **options.loading)
+    parts = ranks // max(options.stages, 1)  # ranks of a stage follow each other
+    data = loader(dataset(), parts, rank % parts, **options.loading)
     engine = initialize(module, ds_config)
     if rank == options.odd_rank:
         engine.module.register_buffer("seen", torch.zeros(2))
@@ -204,7 +211,7 @@ def build(options: Options, rank: int) -> tuple[Any, Any]:
 
 def model(options: Options) -> torch.nn.Module:
     if options.stages:
-        stages: torch.nn.Module = pipeline(options.stages)
+        stages: torch.nn.Module = pipeline(options.stages, options.expert_parallel, options.routed)
         return stages
     if options.tracked:
         return Tracked()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cpsr import CPSRRecovery, TorchAdapter
+from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
@@ -27,6 +27,7 @@ from cpsr.errors import CPSRError
 from cpsr.replay.conversion import Conversion
 
 ITERATIONS = 30
+TOKENS = [4, 1, 3, 2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class LifeOf:
         damage: a byte of the newest window is flipped before.
         converts: False leaves out what the window has of later iterations, as a control.
         shrinks: the loop multiplies weights after each step whose turn comes last.
+        mixture: the model has experts, and some of them in a checkpoint.
     """
 
     killed_at: int | None = None
@@ -54,15 +56,30 @@ class LifeOf:
     damage: bool = False
     converts: bool = True
     shrinks: bool = False
+    mixture: bool = False
+
+
+class Routed(nn.Module):
+    """Sends the items of a batch of ten to four experts, always in the same parts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in TOKENS)
+        self.counts = torch.zeros(len(TOKENS), dtype=torch.int64)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.counts = torch.tensor(TOKENS)
+        parts = torch.split(values, TOKENS)
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
 
 
 class Network(nn.Module):
     """Dropout draws random numbers, the running statistics change with each forward, and one layer is unused."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixture: bool) -> None:
         super().__init__()
         self.first = nn.Linear(8, 24)
-        self.layers = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
+        self.layers = nn.ModuleList([nn.Linear(24, 24), Routed(24) if mixture else nn.Linear(24, 24)])
         self.norm, self.head, self.unused = nn.BatchNorm1d(24), nn.Linear(24, 1), nn.Linear(2, 2)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -77,17 +94,21 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
         setattr(Conversion, "after_step", lambda self, iteration: None)  # noqa: B010 - mypy refuses it otherwise
     torch.manual_seed(3)
     inputs = torch.randn(120, 8)
-    model = Network()
+    model = Network(life.mixture)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 4, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(inputs, inputs.sum(1, keepdim=True)), sum(TOKENS) if life.mixture else 4, shuffle=True
+    )
     config = {
         "run_dir": str(run_dir),
-        "mode": "exact",
+        "mode": "auto" if life.mixture else "exact",  # which saves all experts, and counts no tokens
+        "experts": {"policy": "sequential" if life.mixture else "none"},
         "checkpoint": {"interval_iterations": life.interval_iterations, "fsync": False},
         "replay": {"enabled": life.enabled, "window_iterations": life.window_iterations},
     }
     left: dict[str, Any] = {"run": run_dir.name, "losses": {}}
-    with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
+    experts = MixtureOfExperts(lambda layer: layer.counts) if life.mixture else None  # type: ignore[arg-type, return-value]
+    with CPSRRecovery(TorchAdapter(model, optimizer, experts=experts), config) as recovery:
         left |= {"iteration": recovery.iteration, "reason": recovery.restored.reason}
         for batch, targets in recovery.resume(loader, repeat=True):
             loss = life.factor * nn.functional.mse_loss(model(batch), targets)

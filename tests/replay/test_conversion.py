@@ -14,6 +14,7 @@ SETTINGS = {
     "replay": {"enabled": True, "window_iterations": 4},
 }
 MIXTURE: dict[str, Any] = {"expert_parallel": 2, "zero": 1}
+STAGES: dict[str, Any] = {**MIXTURE, "precision": "bf16", "ranks": 4, "stages": 2, "micro_batches": 2}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,17 @@ MIXTURE: dict[str, Any] = {"expert_parallel": 2, "zero": 1}
         pytest.param({"expert_parallel": 2, "zero": 2}, "step:1:21", marks=pytest.mark.slow, id="one rank killed"),
         pytest.param({"zero": 2, "micro_batches": 2}, "step:all:22", marks=pytest.mark.slow, id="accumulation"),
         pytest.param({"zero": 1, "stages": 2, "micro_batches": 2}, "step:1:22", marks=pytest.mark.slow, id="pipeline"),
+        pytest.param(STAGES, "step:2:22", id="mixture in stages"),
+        *(
+            pytest.param(STAGES, f"step:all:{at}", marks=pytest.mark.slow, id=f"mixture in stages, {at}")
+            for at in range(21, 25)
+        ),
+        pytest.param(
+            {**STAGES, "zero": 0, "precision": "fp32", "routed": (0, 2)},
+            "step:0:23",
+            marks=pytest.mark.slow,
+            id="mixture in one stage",
+        ),
     ],
 )
 def test_the_state_is_that_of_a_job_that_nothing_happened_to(
@@ -36,9 +48,10 @@ def test_the_state_is_that_of_a_job_that_nothing_happened_to(
         back = job.launch("exact", settings=SETTINGS, **options)
     finally:
         remove_memory_states(run_id(job))
-    assert back.statuses == [0, 0], back.output[0][-3000:]
+    ranks = options.get("ranks", 2)
+    assert back.statuses == [0] * ranks, back.output[0][-3000:]
     reference = Job(tmp_path / "uninterrupted").launch("exact", **options)
-    for rank in range(2):
+    for rank in range(ranks):
         mine, exact = back.result(rank), reference.result(rank)
         began = mine["started"]["iteration"]
         assert began in (13, 17, 21)  # that of 21 where it is sealed before a kill at 24

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.replay.schedule import schedule, units_of, window_iterations
+from cpsr.replay.schedule import has_shifted, schedule, units_of, window_iterations
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 
@@ -22,6 +22,28 @@ def test_experts_come_first_and_layers_from_the_back() -> None:
         ("h.0", ("h.0.attn.weight",)),
         ("embed", ("embed.weight",)),
     ]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+def test_popular_experts_come_last_and_equal_ones_in_the_models_order(tokens: list[int]) -> None:
+    names = [f"h.experts.{place}.{kind}" for place in range(len(tokens)) for kind in ("w", "b")]
+    experts = {name: name.split(".")[2] for name in names}
+    popularity = {name: float(tokens[int(expert)]) for name, expert in experts.items()}
+    units = list(units_of(shard_of("embed.w", *names), experts, popularity))
+    assert units[:-1] == [str(place) for place in sorted(range(len(tokens)), key=lambda place: (tokens[place], place))]
+    assert units[-1] == "embed"
+    assert units[:-1] == list(units_of(shard_of(*names), experts, {**popularity, "another": 1.0}))
+
+
+def test_turns_change_where_a_quarter_of_the_experts_moves_by_more_than_a_tenth() -> None:
+    even = {str(place): 10.0 for place in range(8)}
+    assert has_shifted({}, even)
+    assert not has_shifted(even, {})
+    assert not has_shifted(even, dict.fromkeys(even, 100.0))
+    assert not has_shifted(even, {**even, "0": 10.5, "1": 9.5})
+    assert has_shifted(even, {**even, "0": 12.0, "1": 8.0})
+    assert not has_shifted(dict.fromkeys(even, 0.0), dict.fromkeys(even, 0.0))
+    assert has_shifted(dict.fromkeys(even, 0.0), even)
 
 
 @given(st.lists(st.integers(0, 1000), min_size=0, max_size=30), st.integers(1, 12))

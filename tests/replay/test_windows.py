@@ -6,11 +6,20 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.replay.lives import LifeOf
+from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
+from cpsr.checkpoint.memory_reader import ages_in_memory
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.run_directory import run_id
+from tests.replay.lives import TOKENS, LifeOf, Routed
 
 RUNS = {
     "uninterrupted": [LifeOf(enabled=False)],  # without windows: that they change nothing shows as well
@@ -25,6 +34,8 @@ RUNS = {
     "control": [LifeOf(15), LifeOf(converts=False)],
     "turned off": [LifeOf(15), LifeOf(enabled=False)],
     "measured": [LifeOf(17, None, 9), LifeOf(None, None, 9)],
+    "mixture": [LifeOf(enabled=False, mixture=True)],
+    "popular experts": [LifeOf(17, 3, 6, mixture=True), LifeOf(None, 3, 6, mixture=True)],
     "writes to weights": [LifeOf(15, shrinks=True), LifeOf(shrinks=True)],
 }
 
@@ -45,9 +56,9 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     return found
 
 
-def require_rest(life: Mapping[str, Any], lives: Lives) -> None:
+def require_rest(life: Mapping[str, Any], lives: Lives, run: str = "uninterrupted") -> None:
     """From its beginning on it is the uninterrupted run, bit for bit."""
-    (uninterrupted,) = lives["uninterrupted"]
+    (uninterrupted,) = lives[run]
     assert life["losses"] == {at: loss for at, loss in uninterrupted["losses"].items() if int(at) > life["iteration"]}
     assert life["digest"] == uninterrupted["digest"]
 
@@ -109,3 +120,41 @@ def test_the_number_of_iterations_is_measured(lives: Lives) -> None:
     _, back = lives["measured"]
     assert back["iteration"] > 0
     require_rest(back, lives)
+
+
+@pytest.mark.parametrize("policy", ["sequential", "none"])
+def test_popular_experts_have_their_turns_last_where_tokens_are_counted(tmp_path: Path, policy: str) -> None:
+    model = nn.Sequential(Routed(8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.randn(40, 8)
+    config = {
+        "run_dir": str(tmp_path / "run"),
+        "mode": "auto",
+        "checkpoint": {"interval_iterations": 4, "fsync": False},
+        "replay": {"enabled": True, "window_iterations": 5},
+        "experts": {"policy": policy},
+    }
+    adapter = TorchAdapter(model, optimizer, experts=MixtureOfExperts(counts_of=lambda layer: layer.counts))  # type: ignore[arg-type, return-value]
+    with CPSRRecovery(adapter, config) as recovery:
+        try:
+            for (batch,) in recovery.resume(DataLoader(TensorDataset(inputs), sum(TOKENS)), repeat=True):
+                loss = model(batch).square().mean()
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
+                if recovery.iteration == 21:
+                    break
+            states = [state for state in memory_states(run_id(tmp_path / "run")) if state.kind == "window"]
+            anchors = ages_in_memory(max(states, key=lambda state: state.iteration))
+        finally:
+            remove_memory_states(run_id(tmp_path / "run"))
+    order = sorted(range(4), key=lambda expert: anchors[f"0.experts.{expert}.weight"])
+    assert order == ([1, 3, 2, 0] if policy == "sequential" else [0, 1, 2, 3])
+
+
+def test_windows_in_the_order_of_popularity_give_the_same_state(lives: Lives) -> None:
+    """Tokens are counted at checkpoints 6 and 12; the window that is replayed begins after."""
+    _, back = lives["popular experts"]
+    assert back["iteration"] == 13
+    assert "window" in back["reason"]
+    require_rest(back, lives, "mixture")

@@ -1,20 +1,24 @@
 """DeepSpeed's MoE layers: what their experts are called, what is routed to them, and which of them CPSR refuses."""
 
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.sharded_moe import MOELayer, TopKGate
+from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.moe.utils import is_moe_param
 
 from cpsr.engines.moe.layers import ExpertParallel
+from cpsr.engines.moe.naming import DEEPSPEED
+from cpsr.engines.moe.operators import ModelOperators, operators_of
+from cpsr.engines.moe.stages import StageLayer, layers_of_stages
 from cpsr.engines.moe.token_counts import HookedTokenCounts, RoutingLayer
 from cpsr.engines.naming import Rename, plain_name
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["Capacities", "expert_names", "expert_parallel", "has_experts", "token_counts", "unsupported_experts"]
+__all__ = ["EngineExperts", "expert_names", "unsupported_experts"]
 
 _EXPERTS = "experts.deepspeed_experts."
 
@@ -45,75 +49,109 @@ def expert_names(module: torch.nn.Module) -> Rename:
     return rename
 
 
-def has_experts(module: torch.nn.Module) -> bool:
-    """Whether there are MoE layers."""
-    return any(isinstance(layer, MoE) for layer in module.modules())
+class EngineExperts:
+    """The MoE layers of an engine; in a pipeline those of all its stages, of which a rank may have none.
 
-
-def expert_parallel(module: torch.nn.Module) -> ExpertParallel:
-    """The group that shares the experts, the same for all MoE layers.
+    A collective in a pipeline of several stages: every rank makes it.
 
     Args:
-        module: of an engine, with at least one MoE layer.
+        engine: whose layers know their expert-parallel groups.
+
+    Attributes:
+        naming: how names mark experts and gates; None where no rank has any.
 
     Raises:
-        UnsupportedEngineError: layers have groups of different sizes.
-    """
-    layers = {plain_name(name): layer for name, layer in module.named_modules() if isinstance(layer, MoE)}
-    sizes = {name: layer.ep_size for name, layer in layers.items()}
-    if len(set(sizes.values())) > 1:
-        raise UnsupportedEngineError(
-            f"MoE layers are shared by groups of different sizes ({sizes}), and experts can be chosen for checkpoints "
-            "only where all have one: give all layers the same ep_size, or set experts.policy to none"
-        )
-    any_layer = next(iter(layers.values())).deepspeed_moe
-    return ExpertParallel(any_layer.ep_size, deepspeed.comm.get_rank(group=any_layer.ep_group))
-
-
-class Capacities:
-    """The limits to the tokens that experts take in a training step.
-
-    Args:
-        module: of an engine.
+        UnsupportedEngineError: see `by_stage`; or DeepSpeed would hang, as some stages have no MoE layers.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._gates: dict[str, tuple[TopKGate, float]] = {
-            plain_name(name): (layer.deepspeed_moe.gate, layer.deepspeed_moe.gate.capacity_factor)
-            for name, layer in module.named_modules()
-            if isinstance(layer, MoE)
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._own: dict[str, MoE] = {
+            plain_name(name): layer for name, layer in engine.module.named_modules() if isinstance(layer, MoE)
         }
+        self._stages = engine.num_stages if isinstance(engine, deepspeed.PipelineEngine) else 1
+        own = {
+            name: StageLayer(
+                layer.num_experts,
+                layer.ep_size,
+                layer.deepspeed_moe.gate.capacity_factor,
+                bool(layer.deepspeed_moe.gate.drop_tokens),
+            )
+            for name, layer in self._own.items()
+        }
+        stages = [own] if self._stages == 1 else layers_of_stages(int(engine.stage_id), own)
+        self._all = {name: layer for layers in stages for name, layer in layers.items()}
+        without = [stage for stage, layers in enumerate(stages) if not layers]
+        if self._all and without and not isinstance(engine.optimizer, torch.optim.Optimizer):
+            raise UnsupportedEngineError(
+                f"there are no MoE layers on these stages of the pipeline: {', '.join(map(str, without))}. Others have "
+                "some, and at ZeRO 1, in bf16 and in fp16 DeepSpeed would wait for ever for the norm of the experts' "
+                "gradients. Give each stage such a layer, or train at ZeRO 0 in fp32"
+            )
+        self.naming = DEEPSPEED if self._all else None
 
-    def scale(self, layer: str, factor: float) -> bool:
+    def operators(self, names: Iterable[str]) -> ModelOperators | None:
+        """The operators of this rank, with the layers of all stages; None where there are none of experts.
+
+        Args:
+            names: of the module's parameters, experts by their numbers over all ranks.
+
+        Raises:
+            UnsupportedEngineError: layers have groups of different sizes.
+        """
+        if not self._all:
+            return None
+        sizes = {name: layer.expert_parallel for name, layer in self._all.items()}
+        if len(set(sizes.values())) > 1:
+            raise UnsupportedEngineError(
+                f"MoE layers are shared by groups of different sizes ({sizes}), and experts can be chosen for "
+                "checkpoints only where all have one: give all layers the same ep_size, or set experts.policy to none"
+            )
+        ranks = [deepspeed.comm.get_rank(group=layer.deepspeed_moe.ep_group) for layer in self._own.values()]
+        # A stage without layers has no place in such a group, and nothing that the place would tell.
+        group = ExpertParallel(next(iter(sizes.values())), ranks[0] if ranks else 0)
+        return operators_of(names, DEEPSPEED, group).among({name: one.experts for name, one in self._all.items()})
+
+    def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
+        """Tokens that the gates of all ranks route to each expert; None where there are none.
+
+        The observer of the engine's steps reports them to it; the hooks on the layers are there at once.
+
+        Args:
+            probabilities: sum them, too; the gates do not keep them, and their projection is done once more.
+        """
+        if not self._all:
+            return None
+        layers = [
+            RoutingLayer(
+                name,
+                self._own[name].deepspeed_moe if name in self._own else None,
+                one.experts,
+                one.capacity_factor,
+            )
+            for name, one in self._all.items()
+        ]
+        several = self._stages > 1
+        return HookedTokenCounts(
+            layers,
+            attrgetter("exp_counts"),
+            # Of the layers of other stages each rank adds nothing.
+            torch.distributed.group.WORLD if several else self._engine.seq_data_parallel_group,
+            _probabilities if probabilities else None,
+            device=torch.device(self._engine.device),
+            forwards_are_told=not isinstance(self._engine, deepspeed.PipelineEngine),
+        )
+
+    def scale_capacity(self, name: str, factor: float) -> bool:
         """See `EngineAdapter.scale_expert_capacity`; False where the layer's experts take all tokens.
 
-        Gates read the limit in every forward; that of evaluations is another one, and stays.
+        Gates read the limit in every forward; that of evaluations is another one, and stays. On a stage without the
+        layer nothing is changed.
         """
-        gate, built_with = self._gates[layer]
-        if gate.drop_tokens:
-            gate.capacity_factor = built_with * factor
-        return bool(gate.drop_tokens)
-
-
-def token_counts(engine: Any, probabilities: bool = False) -> HookedTokenCounts:
-    """Tokens that the gates of all ranks route to each expert of an engine's MoE layers.
-
-    The observer of the engine's steps reports them to it; the hooks on the layers are there at once.
-
-    Args:
-        engine: whose layers are counted.
-        probabilities: sum them, too; the gates do not keep them, and their projection is done once more.
-
-    Raises:
-        ValueError: the engine has no MoE layers.
-    """
-    layers = [
-        RoutingLayer(plain_name(name), layer.deepspeed_moe, layer.num_experts, layer.deepspeed_moe.gate.capacity_factor)
-        for name, layer in engine.module.named_modules()
-        if isinstance(layer, MoE)
-    ]
-    shown = _probabilities if probabilities else None
-    return HookedTokenCounts(layers, attrgetter("exp_counts"), engine.seq_data_parallel_group, shown)
+        layer = self._all[name]
+        if layer.drops_tokens and name in self._own:
+            self._own[name].deepspeed_moe.gate.capacity_factor = layer.capacity_factor * factor
+        return layer.drops_tokens
 
 
 def _probabilities(layer: torch.nn.Module, args: tuple[Any, ...]) -> torch.Tensor:
@@ -134,8 +172,7 @@ def unsupported_experts(engine: Any) -> list[tuple[str, bool]]:
     marked = [parameter for parameter in engine.module.parameters() if is_moe_param(parameter)]
     return [
         ("expert_parallel (AutoEP)", bool(engine._config.expert_parallel_config.enabled)),
-        ("MoE layers in a pipeline", bool(layers) and isinstance(engine, deepspeed.PipelineEngine)),
-        ("MoE layers with tensor parallelism", bool(layers) and engine.mp_world_size > 1),
+        ("MoE layers with tensor parallelism", bool(layers) and _tensor_parallel_ranks(engine) > 1),
         (
             "MoE layers with enable_expert_tensor_parallelism",
             any(layer.enable_expert_tensor_parallelism for layer in layers),
@@ -146,3 +183,9 @@ def unsupported_experts(engine: Any) -> list[tuple[str, bool]]:
             any(id(parameter) not in named for parameter in marked),
         ),
     ]
+
+
+def _tensor_parallel_ranks(engine: Any) -> int:
+    """What DeepSpeed calls model-parallel in a pipeline is its stages, too."""
+    pipeline = isinstance(engine, deepspeed.PipelineEngine)
+    return int(engine.grid.slice_parallel_size if pipeline else engine.mp_world_size)

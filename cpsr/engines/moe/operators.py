@@ -1,7 +1,7 @@
 """What a sparse snapshot saves or leaves out as one: experts, gates, and parts that every token passes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpsr.engines.moe.layers import ExpertLayer, ExpertParallel
@@ -57,15 +57,35 @@ class ModelOperators:
         layer_names: of the layers of experts, in the model's order.
         parameters: names of each operator's parameters, in the model's order.
         expert_parallel: who owns which experts.
+        elsewhere: layer -> its experts, of the layers that other stages of a pipeline have.
     """
 
     layer_names: tuple[str, ...]
     parameters: dict[Operator, tuple[str, ...]]
     expert_parallel: ExpertParallel
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+
+    def among(self, layers: Mapping[str, int]) -> "ModelOperators":
+        """The same operators as a part of a model with these layers, by whose order they are counted.
+
+        Args:
+            layers: name -> experts, of all stages of a pipeline.
+
+        Raises:
+            KeyError: a layer of this rank is not among them.
+        """
+        place = {name: position for position, name in enumerate(layers)}
+        own = [place[name] for name in self.layer_names]
+        moved = {
+            replace(one, layer=own[one.layer]) if isinstance(one, Expert | Gate) else one: names
+            for one, names in self.parameters.items()
+        }
+        elsewhere = {name: experts for name, experts in layers.items() if name not in self.layer_names}
+        return ModelOperators(tuple(layers), moved, self.expert_parallel, elsewhere)
 
     @property
     def experts(self) -> dict[str, list[int]]:
-        """Layer -> numbers, ascending, of the experts of which this rank has parameters."""
+        """Layer -> numbers, ascending, of the experts of which this rank has parameters; none elsewhere."""
         found: dict[str, list[int]] = {name: [] for name in self.layer_names}
         for operator in self.parameters:
             if isinstance(operator, Expert):
@@ -81,7 +101,7 @@ class ModelOperators:
         return {operator: sum(parameter_bytes[name] for name in names) for operator, names in self.parameters.items()}
 
     def layers(self, parameter_bytes: Mapping[str, int]) -> tuple[ExpertLayer, ...]:
-        """The layers of experts, each expert as large as the largest that this rank owns.
+        """The layers of experts, each expert as large as the largest that this rank owns; of other stages one byte.
 
         How many a layer has follows from those of this rank: `check_shared` checks that the others have as many.
 
@@ -93,6 +113,8 @@ class ModelOperators:
         """
         group = self.expert_parallel
         for name, numbers in self.experts.items():
+            if name in self.elsewhere:
+                continue
             _check_begin(name, numbers, group)
             _check_own(name, numbers, range(group.rank * len(numbers), (group.rank + 1) * len(numbers)), group)
         owned: list[list[int]] = [[] for _ in self.layer_names]
@@ -100,7 +122,7 @@ class ModelOperators:
             if isinstance(operator, Expert):
                 owned[operator.layer].append(size)
         return tuple(
-            ExpertLayer(name, len(sizes) * self.expert_parallel.size, max(sizes), self.expert_parallel)
+            ExpertLayer(name, self.elsewhere.get(name, len(sizes) * group.size), max(sizes, default=1), group)
             for name, sizes in zip(self.layer_names, owned, strict=True)
         )
 
@@ -174,7 +196,9 @@ def check_shared(operators: ModelOperators | None, gather: Callable[[Any], list[
             f"ExpertParallel({size}, place)"
         )
     for layer in ranks[0]:
-        _check_layer(layer, [experts[layer] for experts in ranks], groups)
+        # Ranks of other stages of a pipeline have none: a layer is listed only where some rank has an expert of it.
+        there = [(experts[layer], group) for experts, group in zip(ranks, groups, strict=True) if experts[layer]]
+        _check_layer(layer, [experts for experts, _ in there], [group for _, group in there])
 
 
 def _check_layer(layer: str, numbers: Sequence[list[int]], groups: Sequence[ExpertParallel]) -> None:

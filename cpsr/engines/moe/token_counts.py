@@ -50,13 +50,13 @@ class RoutingLayer:
 
     Attributes:
         name: of the layer.
-        module: whose forward routes.
+        module: whose forward routes; None where another rank has it, in another stage of a pipeline.
         experts: how many there are, on all ranks together.
         capacity_factor: most tokens that an expert takes, over its equal part of them.
     """
 
     name: str
-    module: torch.nn.Module
+    module: torch.nn.Module | None
     experts: int
     capacity_factor: float = 1.0
 
@@ -84,6 +84,9 @@ class HookedTokenCounts:
         ranks: the process group that shares the batch; None where this process is alone.
         probabilities_of: given a layer and the arguments of its last forward: each expert's gating probability, summed
             over this rank's tokens, `(experts,)`; None where nobody needs them.
+        device: of the sums; None: that of the first layer's parameters.
+        forwards_are_told: False where nobody calls `begin_forward`, as in a pipeline: then each forward of a layer in
+            training mode counts.
 
     Raises:
         ValueError: there are no layers.
@@ -95,6 +98,8 @@ class HookedTokenCounts:
         counts_of: Callable[[torch.nn.Module], torch.Tensor],
         ranks: Any = None,
         probabilities_of: ProbabilitiesOf | None = None,
+        device: torch.device | None = None,
+        forwards_are_told: bool = True,
     ) -> None:
         if not layers:
             raise ValueError("the model has no layers of experts: there are no tokens to count")
@@ -102,12 +107,14 @@ class HookedTokenCounts:
         self._counts_of = counts_of
         self._probabilities_of = probabilities_of
         self._ranks = ranks
-        self._counting = False
+        self._device = device
+        self._counting = self._always = not forwards_are_told
         self._open = _Sums()
         self._ended: list[tuple[int, _Sums]] = []
         self._handles: list[RemovableHandle] = [
             layer.module.register_forward_hook(partial(self._after_forward, place))
             for place, layer in enumerate(self._layers)
+            if layer.module is not None
         ]
 
     @property
@@ -170,7 +177,7 @@ class HookedTokenCounts:
             self._handles.pop().remove()
 
     def _drop_open(self) -> None:
-        self._counting, self._open = False, _Sums()
+        self._counting, self._open = self._always, _Sums()
 
     def _after_forward(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
         # Inside a backward there is a graph task: this forward only repeats one that was counted.
@@ -198,11 +205,15 @@ class HookedTokenCounts:
 
     def _row(self, found: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Numbers of all experts, layer by layer, `(experts of all layers,)`; 0 of a layer that was left out."""
-        device = next(self._layers[0].module.parameters()).device
+        device = self._device or _device_of(self._layers)
         none = {
             place: torch.zeros(layer.experts, dtype=dtype, device=device) for place, layer in enumerate(self._layers)
         }
         return torch.cat([one.to(device) for one in (none | found).values()])
+
+
+def _device_of(layers: Sequence[RoutingLayer]) -> torch.device:
+    return next(parameter for one in layers if one.module is not None for parameter in one.module.parameters()).device
 
 
 def _add(sums: dict[int, torch.Tensor], place: int, values: torch.Tensor) -> None:

@@ -279,3 +279,46 @@ def test_a_size_that_is_not_known_is_named() -> None:
 def test_experts_of_no_bytes_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one byte"):
         operators_of(["moe.experts.0.weight"], MODULE_LIST).layers({"moe.experts.0.weight": 0})
+
+
+def test_a_stage_counts_its_layers_among_those_of_all_stages() -> None:
+    """Of layers elsewhere it knows the experts, and has none of their parameters."""
+    prefix = "deepspeed_moe.experts.deepspeed_experts"
+    own = [f"2.{prefix}.{expert}.weight" for expert in (2, 3)]
+    found = operators_of(["0.weight", "2.deepspeed_moe.gate.wg.weight", *own], DEEPSPEED, ExpertParallel(2, 1))
+    whole = found.among({"1": 6, "2": 4, "5": 2})
+    assert whole.layer_names == ("1", "2", "5")
+    assert whole.parameters == {
+        NonExpert("0"): ("0.weight",),
+        Gate(1): ("2.deepspeed_moe.gate.wg.weight",),
+        Expert(1, 2): (own[0],),
+        Expert(1, 3): (own[1],),
+    }
+    assert whole.experts == {"1": [], "2": [2, 3], "5": []}
+    layers = whole.layers(dict.fromkeys(["0.weight", "2.deepspeed_moe.gate.wg.weight", *own], 8))
+    assert [(layer.name, layer.experts, layer.expert_bytes) for layer in layers] == [
+        ("1", 6, 1),
+        ("2", 4, 8),
+        ("5", 2, 1),
+    ]
+    with pytest.raises(KeyError):
+        found.among({"1": 6})
+
+
+@pytest.mark.parametrize(("last", "problem"), [(3, None), (5, "so many shared equally would be")])
+def test_ranks_of_a_stage_share_its_layers(last: int, problem: str | None) -> None:
+    """Two stages of two ranks: each layer is on the ranks of one of them."""
+    layers = {"1": 4, "5": 2}
+
+    def of(stage: str | None, rank: int, *experts: int) -> ModelOperators:
+        names = [f"{stage}.deepspeed_moe.experts.deepspeed_experts.{expert}.weight" for expert in experts]
+        return operators_of(names, DEEPSPEED, ExpertParallel(2, rank)).among(layers)
+
+    ranks = [of("1", 0, 0, 1), of("1", 1, 2, last), of("5", 0, 0), of("5", 1, 1)]
+    gathered = [[one.expert_parallel.size, one.expert_parallel.rank, list(one.experts.items())] for one in ranks]
+    for one in ranks:
+        if problem is None:
+            check_shared(one, lambda _: gathered)
+        else:
+            with pytest.raises(UnsupportedEngineError, match=problem):
+                check_shared(one, lambda _: gathered)

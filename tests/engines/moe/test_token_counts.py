@@ -191,3 +191,32 @@ def test_counts_of_other_experts_are_refused() -> None:
 def test_a_model_without_experts_has_nothing_to_count() -> None:
     with pytest.raises(ValueError, match="no layers of experts"):
         HookedTokenCounts([], counts_of)
+
+
+def test_in_a_pipeline_forwards_count_by_themselves_and_other_stages_have_a_place() -> None:
+    """Nobody says when a forward begins; evaluations do not count. What another stage routes comes from there."""
+    model = Model()
+    layers = [
+        RoutingLayer("0", None, 5),
+        *(RoutingLayer(f"{place + 1}", one, EXPERTS[place]) for place, one in enumerate(model.layers)),
+    ]
+    counts = HookedTokenCounts(layers, counts_of, forwards_are_told=False)
+    model(torch.ones(6, 2))
+    model.eval()
+    model(torch.ones(6, 2))
+    model.train()
+    counts.end_iteration(1, True)
+    taken = counts.take()
+    model(torch.ones(3, 2))
+    counts.forget()
+    model(torch.ones(4, 2))
+    counts.end_iteration(2, True)
+    taken += counts.take()
+    found = [[list(map(int, numpy.asarray(layer))) for layer in one.routed.tokens] for one in taken]
+    assert found == [[[0] * 5, [2, 2, 2], [3, 3]], [[0] * 5, [2, 1, 1], [2, 2]]]
+
+
+def test_a_stage_without_layers_counts_those_of_the_others() -> None:
+    counts = HookedTokenCounts([RoutingLayer("0", None, 3)], counts_of, device=torch.device("cpu"))
+    counts.end_iteration(1, True)
+    assert [numpy.asarray(layer).tolist() for one in counts.take() for layer in one.routed.tokens] == [[0, 0, 0]]
