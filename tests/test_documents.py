@@ -31,6 +31,7 @@ def functions_of(path: Path) -> set[str]:
         ("docs/restart.md", 15),
         ("docs/target.md", 20),
         ("docs/interchange.md", 4),
+        ("docs/doctor.md", 10),
         ("SECURITY.md", 12),
     ],
 )

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import psutil
 
+from cpsr.config import CPSRConfig
 from cpsr.errors import ResourceError
 
-__all__ = ["available_host_bytes", "check_disk", "check_host_memory"]
+__all__ = ["available_host_bytes", "check_disk", "check_host_memory", "existing_part", "kept_bytes", "kept_checkpoints"]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -51,14 +52,44 @@ def check_disk(run_dir: Path, required_bytes: int) -> None:
     Raises:
         ResourceError: the bytes required, the bytes free and what to change.
     """
-    existing = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing_part(run_dir)).free
     if required_bytes > free:
         raise ResourceError(
             f"checkpoints need {required_bytes} bytes on the disk of {run_dir}, {free} are free: make room, choose "
             "another run_dir, checkpoint less often (checkpoint.interval_iterations), lower "
             "checkpoint.history_span_iterations, or set checkpoint.disk_limit_bytes"
         )
+
+
+def existing_part(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that exists; absolute."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+def kept_checkpoints(config: CPSRConfig) -> tuple[int, int]:
+    """Checkpoints on the disk at most: whole ones with the one being written, and those of the history."""
+    checkpoint = config.checkpoint
+    rehearsed = int(config.rehearsal.budget_fraction > 0 and config.mode != "exact")  # keeps its checkpoint whole
+    copied = int(checkpoint.target is not None)  # stays whole while it is read
+    # If the planner chooses the interval, it is not known yet: assume the longest.
+    interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
+    return checkpoint.full_checkpoints + 1 + rehearsed + copied, checkpoint.history_checkpoints(interval)
+
+
+def kept_bytes(state_bytes: int, weight_bytes: int, config: CPSRConfig) -> int:
+    """Disk space of a run's checkpoints: whole ones, the one being written, and the weights of the history.
+
+    Args:
+        state_bytes: of one checkpoint.
+        weight_bytes: of the weights in it.
+        config: the run's.
+    """
+    whole, entries = kept_checkpoints(config)
+    full, history = whole * state_bytes, entries * weight_bytes
+    limit = config.checkpoint.disk_limit_bytes
+    if limit is not None:
+        history = min(history, max(limit - full, 0))  # retention drops history first
+    return full + history
 
 
 def available_host_bytes(cgroup_root: Path = _CGROUP_ROOT, own_cgroup: Path = _OWN_CGROUP) -> int:

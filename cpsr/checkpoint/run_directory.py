@@ -17,7 +17,7 @@ from cpsr.config import ElasticConfig
 from cpsr.errors import ConfigError, CPSRError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.group import Group, this_node
 
-__all__ = ["RunDirectory", "open_run", "run_id"]
+__all__ = ["RunDirectory", "checkpoint_bytes", "open_run", "run_id"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,8 @@ class RunDirectory:
         return self.ranks != self.previous_ranks
 
     def checkpoint_bytes(self) -> int:
-        """Bytes that the run's checkpoints take on the disk now; a file with several names counts once."""
-        found = [path.stat() for path in (self.path / "checkpoints").rglob("*") if path.is_file()]
-        return sum({(one.st_dev, one.st_ino): one.st_size for one in found}.values())
+        """Bytes that the run's checkpoints take on the disk now."""
+        return checkpoint_bytes(self.path)
 
     def adopt_ranks(self) -> None:
         """Make this number of ranks the run's, once all of them hold a state of it (rank 0).
@@ -124,6 +123,12 @@ def open_run(
     replicated = description["zero_stage"] in (None, 0) and description["engine"] != _PIPELINE and not here.layouts
     known = opened["run_id"], local, group.size, opened["previous_ranks"], here.layouts, replicated, opened["ended"]
     return RunDirectory(path, *known, imported=opened["imported"])
+
+
+def checkpoint_bytes(run_dir: Path) -> int:
+    """Bytes that checkpoints in a run directory take on the disk now; a file with several names counts once."""
+    found = [path.stat() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()]
+    return sum({(one.st_dev, one.st_ino): one.st_size for one in found}.values())
 
 
 def run_id(path: Path) -> str:

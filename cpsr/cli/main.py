@@ -1,7 +1,7 @@
-"""The `cpsr` command: demo, run, qualify, serve, status, inspect, verify, fetch, export, import, plan, simulate, bench.
+"""The `cpsr` command: demo, run, qualify, doctor, serve, status, inspect, verify, export, plan, simulate and more.
 
-Exit status: 0 is success, 1 is damage that `verify` found or a check of `qualify` that failed, 2 is a command that
-could not be carried out.
+Exit status: 0 is success, 1 is damage that `verify` found, a check of `qualify` that failed or an error that `doctor`
+found, 2 is a command that could not be carried out.
 Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
 """
 
@@ -127,6 +127,31 @@ def qualify(
     from cpsr.qualify.command import run_qualify
 
     raise typer.Exit(run_qualify(device, ranks, only, json_path, workdir))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="The job's, or DeepSpeed's with a cpsr block.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="In place of the configured one; its disk is tried out.")] = None,
+    parameters: Annotated[
+        int | None, typer.Option(min=1, help="Parameters of which a rank holds weights and moments: 12 bytes each.")
+    ] = None,
+    state_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Weights and moments of a rank, for other optimizers than Adam.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Of the job on this machine, without a launcher.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
+) -> None:
+    """Check a machine for a job: packages, GPUs, memory, disk, limits, ports, launcher; exit status 1 for an error.
+
+    Under your launcher it checks all machines, and whether the ranks share the run directory:
+    cpsr run --nproc-per-node=8 -m cpsr doctor --config cpsr.yaml
+    """
+    from cpsr.doctor.command import needs_of, run_doctor
+
+    has_run_dir = config is not None or run_dir is not None
+    needs = needs_of(config, run_dir, state_bytes, parameters, ranks)
+    raise typer.Exit(run_doctor(needs, has_run_dir=has_run_dir, as_json_text=as_json))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.config import CPSRConfig
+from cpsr.doctor.start import report_machine
 from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
 from cpsr.engines.adapter import EngineAdapter
@@ -189,10 +190,11 @@ def _frozen_bytes(shard: Shard, shapes: Mapping[str, Sequence[int]], holders: in
 
 
 def _start_beside(job: Job, opened: ExitStack) -> None:
-    """Report the run to the launcher, and start the service on rank 0."""
+    """Report the run to the launcher and what is wrong with the machine, and start the service on rank 0."""
     launcher = report()
     if launcher is not None:
         launcher.open(Opened(str(job.run.path.absolute()), job.journal.life, job.group.size))
+    report_machine(job)
     if job.group.rank == 0:
         service = ServiceProcess(job.config.service, job.config.run_dir, job.journal.event)
         opened.callback(service.close)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
+from cpsr.checkpoint.resources import kept_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
@@ -435,15 +436,5 @@ def disk_bytes(shard: Shard, config: CPSRConfig, share: float = 1.0) -> int:
         config: the run's.
         share: the share of it that this rank writes.
     """
-    checkpoint = config.checkpoint
-    rehearsed = int(config.rehearsal.budget_fraction > 0 and config.mode != "exact")  # keeps its checkpoint whole
-    copied = int(checkpoint.target is not None)  # stays whole while it is read
-    full = (checkpoint.full_checkpoints + 1 + rehearsed + copied) * shard.state_bytes
-    # If the planner chooses the interval, it is not known yet: assume the longest.
-    interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
-    entries = checkpoint.history_checkpoints(interval)
     weights = sum(operator.parameter.values.nbytes for operator in shard.operators.values())
-    history = entries * weights
-    if checkpoint.disk_limit_bytes is not None:
-        history = min(history, max(checkpoint.disk_limit_bytes - full, 0))  # retention drops history first
-    return round(share * (full + history))
+    return round(share * kept_bytes(shard.state_bytes, weights, config))

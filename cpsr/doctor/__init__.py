@@ -1,0 +1,1 @@
+"""Checks of a machine and of the job on it: `cpsr doctor`, and the cheap part of it when a job starts."""
