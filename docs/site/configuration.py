@@ -9,7 +9,14 @@ from cpsr.config import CPSRConfig
 __all__ = ["text"]
 
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-TYPES = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text", "null": "null"}
+TYPES = {
+    "integer": "integer",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+    "object": "mapping",
+}
 
 
 def text() -> str:
@@ -42,6 +49,8 @@ def _type(key: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in key["enum"])
     if "const" in key:
         return f"`{key['const']}`"
+    if key["type"] == "array":
+        return f"list, each {_type(key['items'])}"
     bounds = [f"{word} {key[bound]:,}" for bound, word in BOUNDS.items() if bound in key]
     return ", ".join([TYPES[key["type"]], *bounds])
 

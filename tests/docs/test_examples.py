@@ -4,6 +4,7 @@ Whole programs run in tests/test_readme.py, those of examples/ in tests/integrat
 """
 
 import gzip
+import json
 import re
 import sqlite3
 import textwrap
@@ -56,7 +57,12 @@ def test_a_configuration_or_description_is_accepted(text: str, tmp_path: Path) -
     elif content.keys() & CPSRConfig.model_fields.keys():
         assert CPSRConfig.load({"run_dir": "runs/gpt", **content})
     else:
-        assert content.keys() <= {"command", "terminationGracePeriodSeconds", "volumes"}  # of a pod
+        assert content.keys() & {"apiVersion", "command"}  # of Kubernetes
+
+
+@pytest.mark.parametrize("text", blocks("json"))
+def test_a_block_of_deepspeeds_configuration_is_accepted(text: str) -> None:
+    assert CPSRConfig.load(json.loads(text))
 
 
 @pytest.mark.parametrize("text", blocks("sql"))
