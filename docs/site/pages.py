@@ -8,7 +8,7 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
-from docs.site import api, configuration, diagrams, messages
+from docs.site import api, commands, configuration, diagrams, messages
 
 __all__ = ["menu", "setup"]
 
@@ -18,6 +18,7 @@ SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 PAGE = re.compile(r"\]\(((?:\.\./)?[\w/]+)\.md\)")
 WRITERS: dict[str, Callable[[], str]] = {
     "api": api.text,
+    "commands": commands.text,
     "configuration": configuration.text,
     "messages": messages.text,
 }
