@@ -69,17 +69,25 @@ def _served(run_dir: Path) -> Iterator[str]:
 def _replace(app: Sphinx, error: Exception | None) -> None:
     """Take the picture again, in the place of the committed one, at the end of a build."""
     copied = Path(app.outdir) / app.builder.imagedir / PICTURE.name
-    if error is not None or not copied.exists():
-        return
+    if error is None and copied.exists():
+        obstacle = _obstacle(copied)
+        kept = f"The site has the committed picture of the dashboard: {obstacle}."
+        echo(kept if obstacle else "The picture of the dashboard was taken anew.")
+
+
+def _obstacle(path: Path) -> str:
+    """Take the picture; why there is none, which is no reason to have no site."""
     if CHROMIUM is None:
-        echo("There is no Chromium here: the site has the committed picture of the dashboard.")
-        return
+        return "there is no Chromium here"
     try:
-        take(copied)
+        from playwright.sync_api import Error
     except ImportError:
-        echo("playwright is not installed: the site has the committed picture of the dashboard.")
-    else:
-        echo("The picture of the dashboard was taken anew.")
+        return "playwright is not installed"
+    try:
+        take(path)
+    except Error as failed:
+        return f"Chromium did not take another ({str(failed).splitlines()[0]})"
+    return ""
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -32,6 +32,20 @@ def test_without_a_browser_the_committed_one_stays_and_the_build_says_so(
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+def test_a_browser_that_fails_is_no_reason_to_have_no_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
+
+    def failing(path: Path) -> None:
+        raise sync_api.Error("the page crashed\nlong advice")
+
+    monkeypatch.setattr(pictures, "take", failing)
+    assert at_the_end_of_a_build(tmp_path).read_bytes() == pictures.PICTURE.read_bytes()
+    assert "Chromium did not take another (the page crashed)" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 def test_with_a_browser_it_is_taken_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
     taken = at_the_end_of_a_build(tmp_path).read_bytes()
