@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test test-slow test-wheel test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
+.PHONY: demo check docs pictures test test-slow test-wheel test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
 
 demo: $(STAMP)
 	$(BIN)/cpsr demo --run-dir runs/demo
@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(PIP) "$(TORCH)+cpu" 2>/dev/null \
 	  || $(PIP) --index-url https://download.pytorch.org/whl/cpu $(TORCH) || $(PIP) $(TORCH); fi
 	$(PIP) --constraint constraints.txt setuptools wheel
-	$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	$(PIP) --constraint constraints.txt --no-build-isolation --editable ".[dev,docs]"
 	touch $(STAMP)
 
 check: $(STAMP)
@@ -27,6 +27,15 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory docs
+
+# The site in build/docs, without network; a warning is an error.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . build/docs
+
+# The committed picture of the dashboard, with the Chromium of the machine. Diagrams: docs/site/diagrams.py.
+pictures: $(STAMP)
+	$(BIN)/python -m docs.site.pictures
 
 # First what runs in one process each, then what starts ranks. These wait for each other and for disks, so that two at a
 # time end sooner; those of a file share lives, and stay together. Last the judge of the fault campaign, which they run.

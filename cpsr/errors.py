@@ -18,7 +18,8 @@
         ├── JournalDamagedError      its file is damaged; the checkpoints are kept apart from it
         └── TooManyReportsError      more failures were reported than are taken
 
-Every message says what happened, where, what was kept, and what to do.
+Every message says what happened, where, what was kept, and what to do. Below it Python prints where docs/errors.md
+explains its class.
 """
 
 __all__ = [
@@ -41,7 +42,24 @@ __all__ = [
 
 
 class CPSRError(Exception):
-    """Base of every exception that CPSR raises on purpose."""
+    """Base of every exception that CPSR raises on purpose; its note names its section of docs/errors.md.
+
+    The note is no part of `str(error)`, so that a message can stand inside another one.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"[{self.reference()}]")
+
+    @classmethod
+    def reference(cls) -> str:
+        """Path and anchor of the section, `docs/errors.md#configerror`; a class of another module has its base's."""
+        explained = next(base.__name__ for base in cls.__mro__ if base.__module__ == __name__)
+        return f"docs/errors.md#{explained.lower()}"
+
+    def one_line(self) -> str:
+        """The message without line breaks, and its section: for where no traceback is printed."""
+        return f"{' '.join(str(self).split())} [{self.reference()}]"
 
 
 class ConfigError(CPSRError):

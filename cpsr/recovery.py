@@ -35,8 +35,8 @@ class CPSRRecovery:
         probe_batches: held-out batches for the loss veto; by default the last few inputs before each checkpoint.
         mode: overrides the configured mode.
 
-    Raises (on entering):
-        ConfigError: the configuration is not usable, or another run is open in this process.
+    Raises:
+        ConfigError: on entering, as all of these: the configuration is not usable, or a run is open in this process.
         UnsupportedEngineError: the engine keeps state that CPSR cannot see.
         RunMismatchError: the run directory belongs to another model or world size.
         ResourceError: not enough host memory or disk space.

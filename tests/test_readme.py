@@ -1,14 +1,16 @@
-"""The program that README opens with, run as it is printed: a kill, and it comes back."""
+"""The programs that README and the guides open with, run as they are printed: a kill, and they come back."""
 
 import os
 import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.launch.jobs import Launched
 
-README = Path(__file__).parents[1] / "README.md"
-PROGRAM = re.compile(r"```python\n# train\.py\n(.*?)```", re.DOTALL)
+ROOT = Path(__file__).parents[1]
+PROGRAM = re.compile(r"```python\n# (\w+\.py)\n(.*?)```", re.DOTALL)
 LAUNCH = re.compile(r"^    (cpsr run .*)$", re.MULTILINE)
 LINES_MAX = 60
 # DeepSpeed would first compile a helper for CPUs, for a minute.
@@ -20,19 +22,33 @@ if "RANK" in os.environ:
 """
 
 
-def test_the_program_comes_back_from_a_kill(tmp_path: Path) -> None:
-    text = README.read_text(encoding="utf-8")
-    program = PROGRAM.findall(text)[0]
+def launched(page: str, folder: Path) -> Launched:
+    """The first program of a page, started by the page's own command."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    name, program = PROGRAM.findall(text)[0]
     assert len(program.splitlines()) < LINES_MAX
-    (tmp_path / "train.py").write_text(program)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(NO_COMPILER)
-    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
-    with Launched(tmp_path, LAUNCH.findall(text)[0].split(), {"PYTHONPATH": path}) as launched:
-        launched.until(lambda launched: "iteration 400:" in launched.output)
-        os.kill(launched.pids()[-1], signal.SIGKILL)
-        assert launched.wait() == 0
-        lines = launched.lines()
+    (folder / name).write_text(program)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(NO_COMPILER)
+    path = os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")])
+    return Launched(folder, LAUNCH.findall(text)[0].split(), {"PYTHONPATH": path})
+
+
+@pytest.mark.parametrize(
+    ("page", "killed_at", "last"),
+    [
+        # 30 passes of 28 batches on each of two ranks, to the end and no further.
+        ("README.md", 400, 840),
+        ("docs/start.md", 400, 1400),
+        ("docs/pipelines.md", 300, 600),
+    ],
+)
+def test_the_program_comes_back_from_a_kill(tmp_path: Path, page: str, killed_at: int, last: int) -> None:
+    with launched(page, tmp_path) as job:
+        job.until(lambda job: f"iteration {killed_at}:" in job.output)
+        os.kill(job.pids()[-1], signal.SIGKILL)
+        assert job.wait() == 0
+        lines, output = job.lines(), job.output
     killed = r"Rank 1 was killed \(SIGKILL\) after iteration (\d+)"
     assert [line.partition(" ")[0] for line in lines] == ["Started", "Training", "Rank", "Started", "Rank"]
     failed = re.fullmatch(killed + r"\. All ranks start again", lines[2])
@@ -40,7 +56,7 @@ def test_the_program_comes_back_from_a_kill(tmp_path: Path) -> None:
     assert failed is not None
     assert back is not None
     assert failed[1] == back[1]
-    assert 300 <= int(back[2]) <= int(back[1])  # from a checkpoint, from memory or near the failure
-    # 30 passes of 28 batches on each of two ranks, to the end and no further.
-    assert "iteration 800:" in launched.output
-    assert "checkpoint 840 committed" in launched.output
+    # From a checkpoint (the one before, if the newest was still being written), from memory or near the failure.
+    assert killed_at - 200 <= int(back[2]) <= int(back[1])
+    assert f"checkpoint {last} committed" in output
+    assert f"iteration {last + 1}" not in output

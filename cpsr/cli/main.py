@@ -61,7 +61,7 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except CPSRError as error:
-            typer.echo(f"cpsr: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"cpsr: {error.one_line()}", err=True)
             raise typer.Exit(FAILED) from error
 
 

@@ -142,7 +142,7 @@ def refuse_once() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if isinstance(error, REFUSALS) and not isinstance(error, RunDirectoryError):
-            launcher.refuse(f"{kind.__name__}: {error}")
+            launcher.refuse(f"{kind.__name__}: {error.one_line()}")
             raise SystemExit(REFUSED_STATUS)
         if isinstance(error, RuntimeError) and lost_another(str(error)) and VERBOSE not in os.environ:
             rank, why = os.environ.get("RANK", "0"), (str(error).splitlines() or [""])[0]

@@ -9,6 +9,7 @@ from tests.packaging.distributions import ROOT, build, copy_tests, install, trac
 
 DOCUMENTS = ["ARCHITECTURE.md", "README.md", *tracked("docs"), *tracked("examples")]  # read, or run, by tests
 OF_THE_SOURCE_TREE = (
+    "tests/docs/",
     "tests/packaging/",
     "tests/test_architecture.py",
     "tests/test_documents.py",

@@ -24,7 +24,7 @@ REFUSAL = "from cpsr.errors import ConfigError; import cpsr; raise ConfigError('
 def test_a_refusal_has_a_status_of_its_own_under_a_launcher(tmp_path: Path) -> None:
     ended = child(REFUSAL, tmp_path)
     assert (ended.returncode, ended.stderr) == (REFUSED_STATUS, "")
-    assert Report(tmp_path).refusals() == ["ConfigError: the key is unknown"]
+    assert Report(tmp_path).refusals() == ["ConfigError: the key is unknown [docs/errors.md#configerror]"]
 
 
 def test_without_one_it_is_an_exception_like_any_other() -> None:

@@ -129,6 +129,16 @@ def test_exact_mode_is_bitwise_the_uninterrupted_run(tmp_path: Path, reference: 
     assert same(weights, reference)
 
 
+def test_whoever_moves_the_newest_checkpoint_away_goes_back_to_the_one_before(
+    tmp_path: Path, reference: list[torch.Tensor]
+) -> None:
+    life(tmp_path / "run", 14, crash=True)
+    (tmp_path / "run" / "checkpoints" / "step-0000000012").rename(tmp_path / "elsewhere")
+    recovery, weights = life(tmp_path / "run", 20)
+    assert recovery.restored.checkpoint_iteration == 9
+    assert same(weights, reference)
+
+
 def test_a_clean_end_leaves_a_marker(tmp_path: Path, reference: list[torch.Tensor]) -> None:
     life(tmp_path / "run", 10)
     assert json.loads((tmp_path / "run" / "ended.json").read_text()) == {"ending": "clean", "iteration": 10}

@@ -1,0 +1,77 @@
+"""The pages of the interface: what `__all__` of the documented modules lists."""
+
+from importlib import import_module
+
+from pydantic import BaseModel
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util import logging
+
+__all__ = ["MODULES", "setup", "text"]
+
+# What a page or an example imports from. Everything else may change without notice: docs/versions.md.
+MODULES = (
+    "cpsr",
+    "cpsr.errors",
+    "cpsr.client",
+    "cpsr.integrations.transformers",
+    "cpsr.integrations.accelerate",
+    "cpsr.integrations.lightning",
+    "cpsr.integrations.loggers",
+    "cpsr.hints.placement",
+)
+HIDDEN = "\0"
+
+logger = logging.getLogger(__name__)
+
+
+def text() -> str:
+    """Markdown: a section for each documented module, with the docstrings of its public names."""
+    parts, seen = [], set()
+    for module in map(import_module, MODULES):
+        named = {name: getattr(module, name) for name in module.__all__}
+        again = [name for name, value in named.items() if id(value) in seen]
+        seen |= {id(value) for value in named.values()}
+        excluded = f"\n   :exclude-members: {', '.join(again)}" if again else ""
+        parts.append(
+            f"## {module.__name__}\n\n```{{eval-rst}}\n.. automodule:: {module.__name__}\n   :members:{excluded}\n```"
+        )
+    return "\n\n".join(parts)
+
+
+def _sign(app: Sphinx, what: str, name: str, value: object, *_: object) -> tuple[str, str] | None:
+    """A model of the configuration shows no arguments: docs/configuration.md has its keys."""
+    return ("(...)", "") if what == "class" and isinstance(value, type) and issubclass(value, BaseModel) else None
+
+
+def _skip(app: Sphinx, what: str, name: str, *_: object) -> bool | None:
+    """Pydantic's own attribute is none of ours."""
+    return True if name == "model_config" else None
+
+
+def _hide(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Keep Napoleon from taking the words before a colon for the type of a property."""
+    if what == "property" and lines:
+        lines[0] = lines[0].replace(":", HIDDEN)
+
+
+def _show(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    lines[:] = [line.replace(HIDDEN, ":") for line in lines]
+
+
+def _complete(app: Sphinx, environment: BuildEnvironment) -> None:
+    """Warn of public names that the site lacks: those without a docstring are left out."""
+    listed = {name.rpartition(".")[2] for name in environment.domains["py"].data["objects"]}
+    for module in MODULES:
+        for name in set(import_module(module).__all__) - listed:
+            logger.warning("%s.%s is public, and has no docstring", module, name)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _hide, priority=100)
+    app.connect("autodoc-process-docstring", _show, priority=900)
+    app.connect("autodoc-process-signature", _sign)
+    app.connect("autodoc-skip-member", _skip)
+    app.connect("env-check-consistency", _complete)
+    return {"parallel_read_safe": True}

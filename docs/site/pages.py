@@ -1,0 +1,75 @@
+"""What the site adds to the pages of the repository: its menu, generated text, and links to folders."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+
+from docs.site import api, commands, configuration, diagrams, messages
+
+__all__ = ["menu", "setup"]
+
+INDEX = "docs/index"
+GENERATED = re.compile(r"^```\{generated\} (\w+)\n```$", re.MULTILINE)
+SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+PAGE = re.compile(r"\]\(((?:\.\./)?[\w/]+)\.md\)")
+WRITERS: dict[str, Callable[[], str]] = {
+    "api": api.text,
+    "commands": commands.text,
+    "configuration": configuration.text,
+    "messages": messages.text,
+}
+
+
+def menu(index: str, pages: list[str]) -> str:
+    """The index with one hidden menu for each of its sections.
+
+    Args:
+        index: text of the page, whose sections link to pages.
+        pages: all pages beside it, relative to it. Those that it does not link to make up a last section.
+    """
+    parts = SECTION.split(index)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    linked = {caption: list(dict.fromkeys(PAGE.findall(text))) for caption, text in sections.items()}
+    known = {page for found in linked.values() for page in found}
+    linked["More"] = sorted(page for page in pages if page not in known)
+    return index + "".join(
+        f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(found) + "\n```\n"
+        for caption, found in linked.items()
+        if found
+    )
+
+
+def _read(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put in what is generated: Sphinx calls this with the text of every page."""
+    source[0] = GENERATED.sub(lambda named: WRITERS[named[1]](), diagrams.drawn(source[0]))
+    folder = Path(app.srcdir) / page
+    if page == INDEX:
+        beside = [path.stem for path in sorted(folder.parent.glob("*.md")) if path.stem != "index"]
+        source[0] = menu(source[0], beside)
+    elif folder.is_dir():  # the pages in a folder lie below the page of its name
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{folder.name}/*\n```\n"
+
+
+def _unlink(app: Sphinx, document: nodes.document) -> None:
+    """A link to a folder of the repository, which the site does not have, becomes its name."""
+    for link in list(document.findall(addnodes.pending_xref)):
+        page = Path(app.srcdir) / str(link.get("refdoc", ""))
+        if link["reftype"] == "myst" and (page.parent / str(link["reftarget"])).is_dir():
+            link.replace_self(link.children)
+
+
+def _outdated(app: Sphinx, *_: object) -> list[str]:
+    """Pages with generated text: what it is made of is none of Sphinx's files."""
+    return [f"docs/{name}" for name in WRITERS]
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.connect("env-get-outdated", _outdated)
+    app.connect("source-read", _read)
+    app.connect("doctree-read", _unlink)
+    return {"parallel_read_safe": True}
