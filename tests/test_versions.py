@@ -1,0 +1,25 @@
+"""What is renamed is told, and the version is a semantic one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cpsr.config.renamed import RENAMED
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_renamed_keys_are_in_the_changelog() -> None:
+    if not (ROOT / "CHANGELOG.md").exists():
+        pytest.skip("the source tree is elsewhere")
+    told = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert dict(told).items() >= RENAMED.items()
+
+
+def test_the_version_is_a_semantic_one_and_has_an_entry() -> None:
+    if not (ROOT / "pyproject.toml").exists():
+        pytest.skip("the source tree is elsewhere")
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
