@@ -10,7 +10,7 @@ import pytest
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
 from cpsr.checkpoint.run_directory import run_id
-from tests.recovery.job import Ended, Job
+from tests.recovery.job import OF_THE_START, Ended, Job
 
 pytestmark = pytest.mark.ranks
 
@@ -179,3 +179,13 @@ def test_where_the_loop_averages_weights_all_stages_replay(
     back = launch(averages=True)
     assert "all stages replay the window: a registered object has tensors" in back.output[0]
     require_same(back, uninterrupted(averages=True))
+
+
+def test_a_stage_with_experts_replays_while_the_other_rests(job: Job, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ranks": 4, "stages": 2, "expert_parallel": 2, "routed": (1, 2), "micro_batches": 2}
+    job.launch("exact", fault="step:3:22", settings=SETTINGS, **options)
+    back = job.launch("exact", settings=SETTINGS, **options)
+    assert "stages 0 have the state of iteration 22 and rest" in back.output[0]
+    exact = Job(tmp_path / "uninterrupted").launch("exact", **options)
+    for rank in range(4):
+        assert {**back.result(rank), **OF_THE_START} == {**exact.result(rank), **OF_THE_START}
