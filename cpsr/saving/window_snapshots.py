@@ -15,14 +15,16 @@ class WindowSnapshots:
     Args:
         windows: of this rank; None: none are wanted.
         turns: which of them all ranks send.
+        note: is told of how many iterations windows are from now on; None: none are taken.
 
     Attributes:
         wanted: whether windows take the place of snapshots in memory, and of their replicas.
     """
 
-    def __init__(self, windows: Windows | None, turns: Turns) -> None:
-        self._windows, self._turns = windows, turns
+    def __init__(self, windows: Windows | None, turns: Turns, note: Callable[[int | None], object]) -> None:
+        self._windows, self._turns, self._note = windows, turns, note
         self.wanted = windows is not None
+        note(None if windows is None else windows.iterations)
 
     def end_of(self, iteration: int, capture: Callable[[], Any]) -> Callable[[], None]:
         """Decide right after the step; returns what the iteration ends with.
@@ -52,3 +54,4 @@ class WindowSnapshots:
         """Find the number of iterations of later windows anew, after this iteration; a collective."""
         if self._windows is not None:
             self._windows.agree(iteration)
+            self._note(self._windows.iterations)
