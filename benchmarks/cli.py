@@ -1,7 +1,7 @@
 """The `cpsr bench` commands; everything heavy is imported inside its own command."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -126,12 +126,16 @@ def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
     steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
+    only: Annotated[
+        Literal["costs", "comparison"] | None,
+        typer.Option(help="What windows cost; or killed jobs beside dense checkpoints and stale experts. Else both."),
+    ] = None,
     workdir: Workdir = None,
 ) -> None:
-    """What sparse windows of snapshots cost each step, and what a restart repeats."""
+    """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""
     from cpsr.benchmarks.replay.run import main as run_replay
 
-    run_replay(json_path, rounds, steps, workdir=workdir)
+    run_replay(json_path, rounds, steps, only=only, workdir=workdir)
 
 
 @bench.command()
@@ -325,8 +329,8 @@ def faults(
     only: Annotated[
         str,
         typer.Option(
-            help="Parts, or how their names begin, comma-separated; by default all. `live` is real jobs, `sparse` all "
-            "with sparse checkpoints."
+            help="Parts, or how their names begin, comma-separated; by default all. `live` is real jobs, `replay` "
+            "such with windows, `sparse` all with sparse checkpoints."
         ),
     ] = "",
     sample: Annotated[bool, typer.Option("--sample", help="What every change is tested with, in minutes.")] = False,

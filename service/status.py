@@ -223,8 +223,17 @@ def _class_lines(plan: dict[str, Any]) -> list[str]:
         if isinstance(rate, str) or isinstance(loss, str) or not rate:
             continue
         seen = f", {one['seen']} seen" if one["seen"] else ""
-        parts.append(f"{one['scope']} every {_duration(1 / rate)}{seen}: {loss:.1f} iterations, from {one['back_to']}")
+        parts.append(f"{one['scope']} every {_duration(1 / rate)}{seen}: {loss:.1f} iterations, {_ways(one)}")
     return [f"expected failures: {'; '.join(parts)}"] if parts else []
+
+
+def _ways(one: dict[str, Any]) -> str:
+    """Where such a failure goes back to, and what the other ways would cost."""
+    first, *others = [way["way"] for way in one.get("ways", [])] or [one["back_to"]]  # older plans have no ways
+    own = "predicted" if first == "predicted" else f"from {one['back_to']}"
+    costs = {way["way"]: way["loss_iterations"] for way in one.get("ways", [])}
+    known = [f"{way} {costs[way]:.1f}" for way in others if not isinstance(costs[way], str)]
+    return own + (f" ({', '.join(known)})" if known else "")
 
 
 def _override_line(override: dict[str, Any]) -> str:

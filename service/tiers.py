@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 
 from cpsr.journal import FailureScope
 
-__all__ = ["CLASSES_EXAMPLE", "ClassPlan", "classes_of"]
+__all__ = ["CLASSES_EXAMPLE", "ClassPlan", "WayBack", "classes_of"]
 
 CLASSES_EXAMPLE = [
     {
@@ -19,8 +19,29 @@ CLASSES_EXAMPLE = [
         "back_to": "memory",
         "loss_iterations": 3.5,
         "loss_per_second": 1.1e-5,
+        "ways": [
+            {
+                "way": "memory",
+                "loss_iterations": 3.5,
+                "deviation_iterations": 0.0,
+                "load_seconds": 1.2,
+                "seconds": 3.3,
+                "how": "exact, from the newest snapshot in host memory",
+            }
+        ],
     }
 ]
+
+
+class WayBack(BaseModel):
+    """One way back from such a failure."""
+
+    way: Literal["memory", "replica", "window", "predicted", "disk"]
+    loss_iterations: float | str = Field(description="Expected: repeated, or the end cost with the time to predict.")
+    deviation_iterations: float | str = Field(description="Standard deviation of an expected end cost; else 0.")
+    load_seconds: float | str = Field(description="Until the state is in the engine; 0 where it was not measured.")
+    seconds: float | str = Field(description="Loss and load.")
+    how: str
 
 
 class ClassPlan(BaseModel):
@@ -34,9 +55,14 @@ class ClassPlan(BaseModel):
     share: float | str = Field(description="Of all failures, expected.")
     prior_share: float = Field(description="Of all failures, before any was seen.")
     seen: int = Field(description="Failures of the run that are known to be of this class.")
-    back_to: Literal["memory", "replica", "disk"] = Field(description="What such a failure goes back to.")
+    back_to: Literal["memory", "replica", "window", "disk"] = Field(
+        description="What such a failure goes back to; `disk` also where it is predicted from there."
+    )
     loss_iterations: float | str = Field(description="Expected loss of one such failure; below zero the run gains.")
     loss_per_second: float | str = Field(description="Seconds lost to them per second of wall time.")
+    ways: list[WayBack] = Field(
+        default=[], description="Ways back in the order in which a restart takes them; empty in older plans."
+    )
 
 
 def classes_of(explanation: Mapping[str, Any]) -> list[ClassPlan]:

@@ -7,7 +7,7 @@ left alone. After a predicted restart they are compared with what the life befor
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Judge:
         # By rank and iteration: what the newest life that trained there noted.
         self._noted = [{iteration: step.state for iteration, step in steps.items()} for steps in self._expected]
         self._trained_until = math.inf  # a state of a later iteration descends from a restart that was not exact
+        self._replayed_until = 0  # in the present life the state is not whole before this iteration
         self._ended: Life | None = None
         self._injected_unix_seconds = 0.0
 
@@ -103,7 +104,8 @@ class Judge:
         if iteration < before.newest:
             self.lost.append(f"all ranks had iteration {before.newest} whole, and the job began at {iteration}")
         source = _source(row, rank)
-        taken = note["method"] == "exact" or source == "departure"
+        self._replayed_until = note.get("replayed_until") or 0
+        taken = (note["method"] == "exact" or source == "departure") and not self._replayed_until
         if taken and iteration:
             known = self._noted[rank].get(iteration)
             if known is not None and note["state"] != known:
@@ -153,6 +155,8 @@ class Judge:
         expected = self._expected[rank][step.iteration]
         if step.batch != expected.batch:
             self.lost.append(f"rank {rank} was dealt {step.batch} at {step.iteration} in place of {expected.batch}")
+        if step.iteration < self._replayed_until:  # operators whose turn is still to come are not whole
+            step = replace(step, state=expected.state)
         if self._trained_until == math.inf and step != expected:
             what = "state" if step.state != expected.state else "small state"
             self.differs.append(f"rank {rank}: another {what} at {step.iteration} than in the job left alone")

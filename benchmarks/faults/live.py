@@ -46,6 +46,7 @@ def live(directory: Path, scenarios: Sequence[Scenario]) -> Iterator[Outcome]:
 
 def _quiet(directory: Path, scenario: Scenario) -> Life:
     """A job that nothing happens to."""
+    # Without windows: that they change nothing shows as well.
     stage = _Stage(directory, Scenario("quiet", "exact", scenario.zero, (), iterations=scenario.iterations))
     life = stage.life(())
     if not life.good:
@@ -131,17 +132,24 @@ class _Stage:
                 "sigterm_grace_seconds": SIGTERM_GRACE_SECONDS,
             },
         }
+        if scenario.window_iterations is not None:
+            config["replay"] = {"enabled": True, "window_iterations": scenario.window_iterations}
         if scenario.iterations == REHEARSED_ITERATIONS:
             config["rehearsal"] = {"budget_fraction": 0.9, "iterations": 12, "min_interval_iterations": 0}
         return config
 
     def _spoil_memory(self) -> None:
         """What the scenario has happen to the states in memory, between two lives."""
-        memories = self._nodes[1:] if self._scenario.memory == "removed" and self._nodes else self._memories
-        for state in states_in(self._run_dir, memories):
-            if self._scenario.memory == "removed":
+        what = self._scenario.memory
+        memories = self._nodes[1:] if what == "removed" and self._nodes else self._memories
+        states = states_in(self._run_dir, memories)
+        if what.startswith("newest"):
+            windows = [state for state in states if state.kind == "window" and state.rank == 1]
+            states = [max(windows, key=lambda state: state.iteration)]
+        for state in states:
+            if what.endswith("removed"):
                 state.path.unlink()
-            elif self._scenario.memory == "damaged" and state.rank == 1:
+            elif what.endswith("damaged") and state.rank == 1:
                 content = bytearray(state.path.read_bytes())
                 content[DAMAGED_BYTE] ^= 1
                 state.path.write_bytes(content)

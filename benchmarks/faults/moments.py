@@ -13,6 +13,7 @@ import cpsr.checkpoint.store as store_module
 import cpsr.life.opening as opening_module
 import cpsr.peers.incoming as incoming_module
 import cpsr.peers.outgoing as outgoing_module
+import cpsr.restart.ladder as ladder_module
 from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory import MemoryFile
@@ -23,12 +24,23 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.life.life import Life
 from cpsr.life.probation import Probation
 from cpsr.predictor.guard import Guard
+from cpsr.replay.conversion import Conversion
 from cpsr.restart.ladder import Ladder
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restorer
 from cpsr.saving.saver import Saver
 
-__all__ = ["DEPARTING", "PREDICTING", "REHEARSING", "REPLICATING", "RESTARTING", "TRAINING", "Happening", "arm"]
+__all__ = [
+    "DEPARTING",
+    "PREDICTING",
+    "REHEARSING",
+    "REPLAYING",
+    "REPLICATING",
+    "RESTARTING",
+    "TRAINING",
+    "Happening",
+    "arm",
+]
 
 BOTH = (0, 1)
 FIRST = (1,)
@@ -108,6 +120,11 @@ REPLICATING = {
     "sending": Happening(outgoing_module, "send_state", (2, 3, 4)),
     "receiving": Happening(incoming_module, "receive_state", (2, 3, 4)),
 }
+REPLAYING = {
+    "load of a window": Happening(ladder_module, "load_window", FIRST),
+    "conversion": Happening(Conversion, "after_step", (1, 2, 3, 4)),
+    "comparison": Happening(Conversion, "require_same", (1, 2, 3, 4)),
+}
 DEPARTING = {"dump": Happening(SnapshotPool, "dump", FIRST)}
 
 
@@ -120,7 +137,8 @@ def arm(moment: str, place: int, act: Callable[[], None], adapter: type[EngineAd
         act: sends the signal.
         adapter: of the engine, whose class holds what a rehearsal calls.
     """
-    happening = (TRAINING | RESTARTING | PREDICTING | REHEARSING | REPLICATING | DEPARTING)[moment]
+    known = TRAINING | RESTARTING | PREDICTING | REHEARSING | REPLICATING | DEPARTING | REPLAYING
+    happening = known[moment]
     owner = adapter if moment in REHEARSING else happening.owner
     if owner is None:
         return

@@ -30,6 +30,11 @@ class Fault:
     at: int
     delay_seconds: float = 0.0
 
+    @staticmethod
+    def step_after(faults: "tuple[Fault, ...]", iteration: int) -> bool:
+        """Whether one of them happens in the step after an iteration."""
+        return any(fault.moment == "step" and fault.at == iteration for fault in faults)
+
     def __str__(self) -> str:
         who = "all ranks" if len(self.ranks) == RANKS else f"rank {self.ranks[0]}"
         late = f" and {1e3 * self.delay_seconds:.0f} ms" if self.moment == "step" and self.delay_seconds else ""

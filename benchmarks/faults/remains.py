@@ -26,7 +26,7 @@ class Remains:
         failure_iteration: the last step that every rank had finished, as its counters say; None without any.
         stored: rank and iteration of every whole state in memory.
         complete: iterations at which memory holds the whole state of all ranks with everything that belongs to it, of
-            the life that trained last.
+            the life that trained last; or from which windows of all ranks lead to one.
     """
 
     committed: frozenset[int]
@@ -72,6 +72,7 @@ def remains_of(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> Re
     newest = [state for state in stored if (state.life, state.branch) >= first]
     snapshots = {(state.rank, state.iteration) for state in newest if state.kind == "snapshot"}
     # Small states travel only where every rank's weights and moments are the same: any rank's snapshot has them.
+    snapshots |= {(state.rank, state.iteration) for state in newest if state.kind == "window"}
     whole = {iteration for _, iteration in snapshots}
     small = {(state.rank, state.iteration) for state in newest if state.kind == "small" and state.iteration in whole}
     ranks = Counter(iteration for _, iteration in snapshots | small)

@@ -8,10 +8,10 @@ from typing import Literal
 from cpsr.benchmarks.faults.moments import PREDICTING, REHEARSING, REPLICATING, RESTARTING, TRAINING
 from cpsr.benchmarks.faults.part import RANKS, Fault
 
-__all__ = ["FIXED", "MOMENTS", "NEVER_SENT", "Scenario", "chosen", "draw"]
+__all__ = ["FIXED", "MOMENTS", "NEVER_SENT", "Scenario", "at_moment", "chosen", "draw", "in_step"]
 
 Mode = Literal["exact", "auto", "predict"]
-Memory = Literal["kept", "damaged", "removed"]
+Memory = Literal["kept", "damaged", "removed", "newest damaged", "newest removed"]
 
 INTERVAL = 4
 ITERATIONS = 30
@@ -41,7 +41,8 @@ class Scenario:
         zero: stage.
         lives: what happens in each life; after the last of them the job is left alone.
         shared_memory: whether snapshots outlive the processes.
-        memory: what is done to it after the first life: `damaged` is one bit of every state of rank 1.
+        memory: what is done to it after the first life: `damaged` is one bit of every state of rank 1, or of its
+            newest one.
         poison: a predicted state is trained on targets that make it diverge.
         asked: SIGTERM to all ranks once the first fault has happened, as a launcher sends it that is stopped.
         replicated: what ranks hold alike is written by each of them, or shared out.
@@ -49,6 +50,7 @@ class Scenario:
             of the machine of rank 1.
         continued: the rank that was stopped goes on when the next life has begun.
         iterations, interval_iterations: of the job and its checkpoints.
+        window_iterations: of sparse snapshots, which a restart replays; None: whole ones.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Scenario:
     replicated: Literal["each", "shared"] = "each"
     iterations: int = ITERATIONS
     interval_iterations: int = INTERVAL
+    window_iterations: int | None = None
 
     @property
     def summary(self) -> str:
@@ -72,35 +75,41 @@ class Scenario:
         memory = self.memory if self.shared_memory else "off"
         machines = ", each rank a machine" if self.nodes else ""
         shared = ", writes shared out" if self.replicated == "shared" else ""
-        return f"{lives} (mode {self.mode}, ZeRO-{self.zero}, memory {memory}{machines}{shared})"
+        windows = "" if self.window_iterations is None else f", windows of {self.window_iterations}"
+        return f"{lives} (mode {self.mode}, ZeRO-{self.zero}, memory {memory}{machines}{shared}{windows})"
 
 
-def _in_step(signal: str, ranks: Sequence[int], at: int = FAILURE, delay_seconds: float = 0.0) -> tuple[Fault, ...]:
+def in_step(signal: str, ranks: Sequence[int], at: int = FAILURE, delay_seconds: float = 0.0) -> tuple[Fault, ...]:
+    """A signal in or before the step after an iteration."""
     return (Fault("step", signal, tuple(ranks), at, delay_seconds),)
 
 
-def _at(moment: str, signal: str, rank: int, at: int) -> tuple[Fault, ...]:
+def at_moment(moment: str, signal: str, rank: int, at: int) -> tuple[Fault, ...]:
+    """A signal at another moment; see `moments`."""
     return (Fault(moment, signal, (rank,), at),)
 
 
-_LOST = _in_step("SIGKILL", (1,))
+_LOST = in_step("SIGKILL", (1,))
 _BOTH = range(RANKS)
 
 FIXED = (
-    Scenario("two in a row, exact", "exact", 1, (_in_step("SIGKILL", (1,), 14), _in_step("SIGKILL", (0,), 15))),
-    Scenario("two in a row, predict", "predict", 1, (_LOST, _in_step("SIGKILL", (0,), 25))),
-    Scenario("before any checkpoint", "auto", 2, (_in_step("SIGKILL", (0,), 2),)),
+    Scenario("two in a row, exact", "exact", 1, (in_step("SIGKILL", (1,), 14), in_step("SIGKILL", (0,), 15))),
+    Scenario("two in a row, predict", "predict", 1, (_LOST, in_step("SIGKILL", (0,), 25))),
+    Scenario("before any checkpoint", "auto", 2, (in_step("SIGKILL", (0,), 2),)),
     Scenario(
-        "twice while recovering", "predict", 2, (_LOST, _at("load", "SIGKILL", 0, 1), _at("judging", "SIGKILL", 1, 1))
+        "twice while recovering",
+        "predict",
+        2,
+        (_LOST, at_moment("load", "SIGKILL", 0, 1), at_moment("judging", "SIGKILL", 1, 1)),
     ),
-    Scenario("all killed, exact", "exact", 3, (_in_step("SIGKILL", _BOTH),)),
-    Scenario("all killed, predict", "predict", 3, (_in_step("SIGKILL", _BOTH),)),
-    Scenario("stopped, goes on late", "exact", 1, (_in_step("SIGSTOP", (1,), 14),), continued=True),
-    Scenario("segmentation fault", "auto", 1, (_in_step("SIGSEGV", (0,), 22, 0.004),)),
-    Scenario("one asked to leave", "predict", 1, (_in_step("SIGTERM", (1,), 21),)),
-    Scenario("all asked to leave", "exact", 2, (_in_step("SIGTERM", _BOTH, 22),)),
-    Scenario("asked while a step hangs", "predict", 1, (_in_step("hang", (1,)),), asked=True),
-    Scenario("one killed, its memory damaged", "exact", 1, (_at("commit", "SIGKILL", 0, 20),), memory="damaged"),
+    Scenario("all killed, exact", "exact", 3, (in_step("SIGKILL", _BOTH),)),
+    Scenario("all killed, predict", "predict", 3, (in_step("SIGKILL", _BOTH),)),
+    Scenario("stopped, goes on late", "exact", 1, (in_step("SIGSTOP", (1,), 14),), continued=True),
+    Scenario("segmentation fault", "auto", 1, (in_step("SIGSEGV", (0,), 22, 0.004),)),
+    Scenario("one asked to leave", "predict", 1, (in_step("SIGTERM", (1,), 21),)),
+    Scenario("all asked to leave", "exact", 2, (in_step("SIGTERM", _BOTH, 22),)),
+    Scenario("asked while a step hangs", "predict", 1, (in_step("hang", (1,)),), asked=True),
+    Scenario("one killed, its memory damaged", "exact", 1, (at_moment("commit", "SIGKILL", 0, 20),), memory="damaged"),
     Scenario("one killed, all memory gone", "predict", 1, (_LOST,), memory="removed"),
     Scenario("one killed, all ranks alike", "predict", 0, (_LOST,)),
     Scenario("one killed, writes shared out", "predict", 0, (_LOST,), memory="removed", replicated="shared"),
@@ -108,18 +117,28 @@ FIXED = (
         "killed in a commit, writes shared out",
         "exact",
         0,
-        (_at("commit", "SIGKILL", 0, 20),),
+        (at_moment("commit", "SIGKILL", 0, 20),),
         memory="removed",
         replicated="shared",
     ),
     Scenario("killed while the other dumps", "predict", 1, ((*_LOST, Fault("dump", "SIGKILL", (0,), 1)),)),
     Scenario(
-        "a machine lost with its memory", "exact", 1, (_at("commit", "SIGKILL", 0, 20),), memory="removed", nodes=True
+        "a machine lost with its memory",
+        "exact",
+        1,
+        (at_moment("commit", "SIGKILL", 0, 20),),
+        memory="removed",
+        nodes=True,
     ),
     Scenario(
-        "a machine lost, all ranks alike", "exact", 0, (_at("commit", "SIGKILL", 0, 20),), memory="removed", nodes=True
+        "a machine lost, all ranks alike",
+        "exact",
+        0,
+        (at_moment("commit", "SIGKILL", 0, 20),),
+        memory="removed",
+        nodes=True,
     ),
-    Scenario("rolled back", "predict", 1, (_in_step("SIGKILL", _BOTH),), shared_memory=False, poison=True),
+    Scenario("rolled back", "predict", 1, (in_step("SIGKILL", _BOTH),), shared_memory=False, poison=True),
 )
 
 
@@ -150,7 +169,7 @@ def _drawn(chance: random.Random, moment: str, number: int) -> Scenario:
     fault = Fault(moment, signal, ranks, chance.choice(happening.places), delay_seconds)
     rehearsing = moment in REHEARSING
     mode: Mode = "predict" if moment in PREDICTING else chance.choice(MODES[1:] if rehearsing else MODES)
-    lost = _in_step("SIGKILL", chance.choice(((0,), (1,), _BOTH)), chance.randint(21, 23))
+    lost = in_step("SIGKILL", chance.choice(((0,), (1,), _BOTH)), chance.randint(21, 23))
     first = (lost,) if moment in RESTARTING or moment in PREDICTING else ()
     return Scenario(
         f"drawn {number}: {moment}",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cpsr.benchmarks.faults.campaign import PARTS
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.replayed import REPLAYED
 from cpsr.benchmarks.faults.scenarios import FIXED, Scenario, chosen
 from cpsr.errors import ConfigError
 
@@ -11,6 +12,7 @@ __all__ = ["AT_LEAST", "LIVE", "SAMPLE", "SAMPLED_JOBS", "Selection", "parts_ask
 
 READS_EVERY = 5  # hundreds of calls read the same few files, for each of the errors
 LIVE = "live"
+REPLAY = "replay"
 SPARSE = "sparse"
 # What every change is tested with: enough of each that every kind of call is met.
 SAMPLE = {
@@ -65,6 +67,8 @@ SAMPLED_JOBS = (
     "killed while the other dumps",
     "a machine lost with its memory",
     "rolled back",
+    "replay: killed between repeated steps",
+    "replay: the newest window damaged",
 )
 # Calls of each kind that a part meets at the least: none of them can become fewer without notice.
 AT_LEAST = {
@@ -119,7 +123,7 @@ class Selection:
 
     Attributes:
         parts: of the store's campaign, and of which only every so many faults.
-        scenarios: of live jobs.
+        scenarios: of live jobs, with windows or without.
     """
 
     parts: dict[str, int]
@@ -151,14 +155,15 @@ def select(only: str = "", every: int = 1, seed: int = 0, *, sample: bool = Fals
         ConfigError: a word names no part.
     """
     names = parts_asked_for(only)
-    stored = [name for name in names if name != LIVE]
+    stored = [name for name in names if name not in (LIVE, REPLAY)]
     if sample:
-        scenarios = [scenario for scenario in FIXED if scenario.name in SAMPLED_JOBS]
+        known = [*(FIXED if LIVE in names else ()), *(REPLAYED if REPLAY in names else ())]
+        scenarios = [scenario for scenario in known if scenario.name in SAMPLED_JOBS]
         parts = {name: every * SAMPLE[name] for name in stored if name in SAMPLE}
     else:
-        scenarios = list(chosen(seed))
+        scenarios = [*(chosen(seed) if LIVE in names else ()), *(REPLAYED if REPLAY in names else ())]
         parts = {name: every * _stride(name) for name in stored}
-    return Selection(parts, tuple(scenarios[::every] if LIVE in names else ()))
+    return Selection(parts, tuple(scenarios[::every]))
 
 
 def parts_asked_for(only: str) -> list[str]:
@@ -166,12 +171,12 @@ def parts_asked_for(only: str) -> list[str]:
 
     Args:
         only: words, comma-separated; empty for all. A word is a part's name, or how names begin up to their colon.
-            `live` is live jobs, and `sparse` stands for all parts with sparse checkpoints.
+            `live` is live jobs, `replay` such with windows, and `sparse` stands for all parts with sparse checkpoints.
 
     Raises:
         ConfigError: a word names no part.
     """
-    known = [*PARTS, LIVE]
+    known = [*PARTS, LIVE, REPLAY]
     words = [word.strip() for word in only.split(",")] if only else []
     for word in words:
         if not any(_means(word, name) for name in known):

@@ -21,6 +21,9 @@ from cpsr import CPSRRecovery
 from cpsr.benchmarks.faults.moments import arm
 from cpsr.benchmarks.faults.part import Fault, Part, notes_path
 from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.run_directory import run_id
+from cpsr.checkpoint.tiers import Source
 from cpsr.engines import adapt
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.state.codec import encode
@@ -108,12 +111,15 @@ def main(part: Part, rank: int, ranks: int) -> None:
             method=restored.method,
             checkpoint_iteration=restored.checkpoint_iteration,
             reason=restored.reason,
+            replayed_until=_replayed_until(restored.sources),
             state=_state(adapter),
         )
         for inputs, targets, indices in recovery.resume(batches, repeat=True):
             if recovery.iteration >= part.iterations:
                 break  # the last life ended after its last step
             before = recovery.iteration
+            if recovery.restored.restored_iteration == 0 and Fault.step_after(part.faults, before):
+                _await_window(part, rank, before)
             faults.at_batch(before)
             predicted = recovery.restored.predicted
             if not predicted:  # while such a state is watched none is due
@@ -171,6 +177,25 @@ def _keep_pace(part: Part, began_at: int, iteration: int) -> None:
     deadline = time.monotonic() + SAVE_SECONDS
     while not last.exists() and time.monotonic() < deadline:
         time.sleep(0.002)
+
+
+def _await_window(part: Part, rank: int, iteration: int) -> None:
+    """Before a failure, wait for the last window that has ended: where it goes back to is then no chance."""
+    length = part.config.get("replay", {}).get("window_iterations")
+    if length is None:
+        return
+    first = 1 + (iteration // length - 1) * length
+    deadline = time.monotonic() + SAVE_SECONDS
+    while time.monotonic() < deadline:
+        states = memory_states(run_id(Path(part.config["run_dir"])))
+        if any((state.rank, state.kind, state.iteration) == (rank, "window", first) for state in states):
+            return
+        time.sleep(0.002)
+
+
+def _replayed_until(sources: tuple[Source, ...]) -> int | None:
+    """Until after this iteration the state is not whole; None: it is."""
+    return max((entry.last for source in sources for entry in source.entries if entry.kind == "window"), default=None)
 
 
 def _state(adapter: EngineAdapter) -> str:

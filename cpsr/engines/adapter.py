@@ -148,9 +148,10 @@ class EngineAdapter(Protocol):
         """
 
     def renewed(self, shard: Shard) -> Shard | None:
-        """The newest result of `shard()` as it would be now, where its tensors are still the engine's; else None.
+        """A result of `shard()` as it would be now, where its tensors are still the engine's; else None.
 
-        It takes a fraction of the time. The operators' `iteration` stays that of `shard`.
+        It takes a fraction of the time. The operators' `iteration` stays that of `shard`. Others may have called
+        `shard()` since, also after the optimizer replaced its state.
         """
 
     def frozen(self) -> dict[str, torch.Tensor]:

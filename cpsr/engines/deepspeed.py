@@ -178,6 +178,8 @@ class DeepSpeedAdapter:
         """Views of this rank's masters and moments; take them anew after the user's own `load_checkpoint`."""
         iteration, updated = self.iteration, {id(one.master): one for one in self._updated()}
         operators = {}
+        if self._muon is not None and self._muon.look():
+            self._views.forget()
         for name, piece in self._named:
             owned = slice(piece.start, piece.start + piece.numel)
             values, moments = self._views.of(name, updated[id(piece.master)], owned, to_fill=to_fill)
@@ -185,13 +187,12 @@ class DeepSpeedAdapter:
                 moments |= self._muon.moments(piece, to_fill=to_fill)
             parameter = ParamSlice(values, piece.global_shape, piece.offset)
             operators[name] = OperatorState(name, parameter, moments, iteration)
-        if self._muon is not None:
-            self._muon.look()
         return Shard(operators, named_buffers(self._engine.module, self._rename), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
-        if not self._views.unchanged(self._updated()) or (self._muon is not None and not self._muon.unchanged()):
+        same = self._views.unchanged(self._updated(), shard.operators)
+        if not same or (self._muon is not None and not self._muon.unchanged()):
             return None
         buffers = named_buffers(self._engine.module, self._rename) if shard.others else {}
         return Shard(shard.operators, buffers, shard.frozen)

@@ -148,9 +148,10 @@ class Muon:
         start = layout.places[id(piece.parameter)] + piece.offset
         return {BUFFER: buffer[start : start + piece.numel]}
 
-    def look(self) -> None:
-        """The views that were made are of the present buffers."""
-        self._seen = self._buffers()
+    def look(self) -> bool:
+        """The views that are made now are of the present buffers; returns whether earlier ones are of others."""
+        same, self._seen = self.unchanged(), self._buffers()
+        return not same
 
     def unchanged(self) -> bool:
         """Whether they still are."""

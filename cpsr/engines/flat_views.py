@@ -1,6 +1,6 @@
 """1-D views of what an optimizer updates and of its state for it, made anew only where a tensor was replaced."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 
@@ -9,6 +9,7 @@ import torch
 from cpsr.engines.optimizer_state import OptimizerState, Updated
 from cpsr.engines.sharded import is_distributed, local
 from cpsr.engines.state_tree import StateTree, StateTrees, flat_view
+from cpsr.state.shard import OperatorState
 
 __all__ = ["FlatViews"]
 
@@ -83,15 +84,26 @@ class FlatViews:
                 self._kept[name], self._sources = kept, None
         return kept.values, dict(kept.moments)
 
-    def unchanged(self, every: Sequence[Updated]) -> bool:
+    def unchanged(self, every: Sequence[Updated], operators: Mapping[str, OperatorState]) -> bool:
         """Whether all views that were asked for are still the engine's tensors; in some hundred nanoseconds for each.
 
         Args:
             every: all that the optimizers update.
+            operators: with views that `of` once gave: others may have asked since, and got newer ones.
         """
+        if any(name not in self._kept for name in operators):
+            return False
+        newest = [self._kept[name].values for name in operators]
+        if not all(map(is_, newest, [one.parameter.values for one in operators.values()])):
+            return False
         if self._sources is None:
             self._sources = _Sources(list(self._kept.values()))
         return self._sources.unchanged(every)
+
+    def forget(self) -> None:
+        """Make all views anew: what else their operators have is not what it was."""
+        self._kept.clear()
+        self._sources = None
 
     def _made(self, name: str, updated: Updated, owned: slice, tree: StateTree, *, to_fill: bool) -> _Views:
         found = self._state.tensors(updated, to_fill=to_fill)

@@ -205,7 +205,7 @@ class TorchAdapter:
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
-        if not self._views.unchanged(self._held()):
+        if not self._views.unchanged(self._held(), shard.operators):
             return None
         return Shard(shard.operators, named_buffers(self._module) if shard.others else {}, shard.frozen)
 

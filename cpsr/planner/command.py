@@ -87,11 +87,15 @@ def _plans_table(plans: Sequence[Plan]) -> Table:
 
 
 def _classes_table(plan: Plan) -> Table:
-    table = Table("failures", "share %", "every h", "go back to", "iterations lost", title="By what failures leave")
+    headings = "failures", "share %", "every h", "go back to", "iterations lost", "other ways, iterations"
+    table = Table(*headings, title="By what failures leave")
     for scope, one in plan.explanation["classes"].items():
         rate = one["failures_per_second"]
         hours = 1 / rate / SECONDS_PER_HOUR if isinstance(rate, float) and rate > 0 else "-"
-        table.add_row(scope, _percent(one["share"]), _figure(hours), one["back_to"], _figure(one["loss_iterations"]))
+        first, *others = one["ways"]
+        rest = ", ".join(f"{way['way']} {_figure(way['loss_iterations'])}" for way in others)
+        own = "predicted" if first["way"] == "predicted" else one["back_to"]
+        table.add_row(scope, _percent(one["share"]), _figure(hours), own, _figure(one["loss_iterations"]), rest)
     return table
 
 

@@ -16,6 +16,7 @@ from cpsr.planner.ranks import Optimum
 from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.planner.tiers import explain_classes, explain_memory, recovery_per_second, stall_per_second
 from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
+from cpsr.planner.ways import Prices
 
 __all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain", "explain_ranks"]
 
@@ -78,7 +79,8 @@ def explain(
         "origins": {name: vars(origin).copy() for name, origin in job.origins.items()},
         "expected": _expected(job, chosen),
         "memory": explain_memory(job, chosen),
-        "classes": explain_classes(job, chosen),
+        "classes": explain_classes(job, chosen, limits.predictable_interval_iterations),
+        "prices": None if (prices := Prices.of(job, chosen.interval_iterations)) is None else prices.to_tree(),
         "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
         "forms": _forms(job, forms),
         "rivals": {name: _baseline(job, rule) for name, rule in baselines.items()},
@@ -112,6 +114,7 @@ def _inputs(job: PlannerInputs) -> dict[str, Any]:
         figures["memory_stall_seconds"] = plain(job.memory.stall_seconds)
         if job.memory.replica_seconds is not None:
             figures["replica_seconds"] = plain(job.memory.replica_seconds)
+    figures |= {f"{place}_load_seconds": plain(seconds) for place, seconds in job.load_seconds.items()}
     figures["recovery_curve"] = "none" if job.recovery is None else job.recovery.source
     if isinstance(job.recovery, EndCostCurve):
         figures["recovery_line"] = dict(zip(RECOVERY_LINE, job.recovery.coefficients, strict=True))

@@ -101,11 +101,13 @@ class MemoryTier:
         stall_seconds: s_m, extra time of the training thread per snapshot.
         interval_iterations: set by the user; None: planned.
         replica_seconds: from a snapshot to its replicas on other machines; None if there are none.
+        window: whether each is a window of so many iterations, which is whole at its end and replayed from its begin.
     """
 
     stall_seconds: float
     interval_iterations: int | None = None
     replica_seconds: float | None = None
+    window: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,9 @@ class PlannerInputs:
             iterations of training; an earlier failure loses the lead.
         classes: of the failures, whose shares add up to 1; empty: all are of class `everything`.
         memory: snapshots in host memory; None: there are none, and every failure goes back to the disk.
+        load_seconds: of restarts, until the state was in the engine, by where it came from: `disk` or `memory`. What
+            was not measured is left out. They do not move the interval.
+        lost_share: of the state, for which `recovery` holds.
     """
 
     iteration_seconds: float
@@ -142,6 +147,8 @@ class PlannerInputs:
     lead_after_iterations: int = 0
     classes: Mapping[FailureScope, FailureClass] = field(default_factory=dict)
     memory: MemoryTier | None = None
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    lost_share: float = 1.0
 
     def share(self, scope: FailureScope) -> float:
         """Share of the failures that are of a class."""

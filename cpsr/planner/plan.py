@@ -122,10 +122,10 @@ def with_memory(
     fixed = replace(limits, interval_min_iterations=interval, interval_max_iterations=interval)
     planned = make_plan(ranks, fixed, recovery_mode=recovery_mode)
     memory = planned.explanation["memory"]
-    if memory is not None and memory["interval_iterations"] > interval:
+    if memory is not None and not memory["windows"] and memory["interval_iterations"] > interval:
         planned = make_plan([_with_snapshots(rank, interval) for rank in ranks], fixed, recovery_mode=recovery_mode)
         memory = {**planned.explanation["memory"], "configured_iterations": memory["configured_iterations"]}
-    found = {name: planned.explanation[name] for name in ("expected", "classes")}
+    found = {name: planned.explanation[name] for name in ("expected", "classes", "prices")}
     return replace(
         plan,
         memory_interval_iterations=planned.memory_interval_iterations,
@@ -199,7 +199,7 @@ def make_plan(
         explanation["ranks"] = explain_ranks(own, rank_intervals)
     if rank_intervals:
         explained = replace(chosen, memory_interval_iterations=every)
-        explanation["classes"] = explain_classes(job, explained)
+        explanation["classes"] = explain_classes(job, explained, limits.predictable_interval_iterations)
         explanation["memory"] = explain_memory(job, replace(explained, interval_iterations=of_all))
     return Plan(base, policy, explanation, chosen.mode, rank_intervals, every)
 

@@ -139,7 +139,12 @@ def _inputs(explanation: Mapping[str, Any]) -> PlannerInputs:
         covariance = numpy.array(recorded.get("recovery_covariance", CERTAIN), dtype=numpy.float64)
         figures["recovery"] = EndCostCurve.of_estimate(line, covariance, SCATTER_ITERATIONS, recorded["recovery_curve"])
     origins = {name: Origin(**origin) for name, origin in explanation["origins"].items()}
-    return PlannerInputs(**figures, origins=origins, **_tiers(explanation))
+    loads = {
+        place: float(recorded[name]) for place in ("disk", "memory") if (name := f"{place}_load_seconds") in recorded
+    }
+    share = float((explanation.get("prices") or {}).get("lost_share", 1.0))
+    more = {"load_seconds": loads, "lost_share": share, **_tiers(explanation)}
+    return PlannerInputs(**figures, origins=origins, **more)
 
 
 def _tiers(explanation: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,6 +161,7 @@ def _tiers(explanation: Mapping[str, Any]) -> dict[str, Any]:
         float(recorded["memory_stall_seconds"]),
         explanation["memory"]["configured_iterations"],
         None if replica is None else float(replica),
+        bool(explanation["memory"].get("windows", False)),
     )
     return {"classes": classes, "memory": memory}
 

@@ -206,6 +206,7 @@ def _memory(ranks: Sequence[PlannerInputs]) -> MemoryTier | None:
         _largest(tier.stall_seconds for tier in tiers),
         tiers[0].interval_iterations,
         _largest(replicas) if len(replicas) == len(ranks) else None,
+        tiers[0].window,
     )
 
 

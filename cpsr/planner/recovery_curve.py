@@ -10,7 +10,7 @@ import numpy
 
 from cpsr.planner.inputs import Array, PhaseInputs
 
-__all__ = ["LEAD_AFTER_ITERATIONS", "CostObservation", "EndCostCurve", "PaperCurve"]
+__all__ = ["LEAD_AFTER_ITERATIONS", "CostObservation", "EndCostCurve", "PaperCurve", "Row"]
 
 # A recovery that gets ahead does so only after so many iterations of training. Measured on a GPT of 0.4M
 # parameters, 30 predicted recoveries of three jobs (`cpsr bench plan --real`, 2026-11-21): those with that long until
@@ -30,7 +30,7 @@ _NODES, _WEIGHTS = numpy.polynomial.legendre.leggauss(8)
 PHASE_NODES: Array = (_NODES + 1) / 2
 PHASE_WEIGHTS: Array = _WEIGHTS / 2
 
-Row = tuple[float, float, float]
+Row = tuple[float, float, float]  # a (iterations), b and c (iterations per iteration)
 
 
 @dataclass(frozen=True)

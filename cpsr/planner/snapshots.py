@@ -20,6 +20,9 @@ class Snapshots:
     newest complete one. A failure of a machine goes back to the newest whole replica: a transfer begins with the newest
     snapshot, when the one before has ended.
 
+    A window of W iterations is a state that is whole W iterations later, and stalls nothing more: it goes on all the
+    time. A failure then costs W to 2 W iterations. Each window that ends while no other is sent goes to the peers.
+
     Args:
         ranks: inputs of each; those without snapshots have no costs here.
     """
@@ -37,9 +40,10 @@ class Snapshots:
         self._stall_seconds = numpy.array([[tier.stall_seconds] for tier in tiers])
         self._fixed = numpy.array([[tier.interval_iterations or math.nan] for tier in tiers], dtype=numpy.float64)
         self._replica_seconds = numpy.array([[tier.replica_seconds or 0.0] for tier in tiers])
+        self._window = numpy.array([[tier.window] for tier in tiers])
 
     def best(self, intervals: Array) -> Array:
-        """Iterations between snapshots, at most the interval; NaN of a rank without snapshots.
+        """Iterations between snapshots, at most the interval; NaN of a rank without snapshots. Of windows their length.
 
         By Young's formula, for the failures that go back to snapshots, and for those alone that leave the memory: a
         slow network replicates as often whatever this interval is. Also the time of a transfer, within which no
@@ -59,7 +63,8 @@ class Snapshots:
             costs = numpy.stack([self._cost(option, intervals) for option in options])
             cheapest = numpy.argmin(numpy.where(numpy.isnan(costs), numpy.inf, costs), axis=0)
             planned = numpy.take_along_axis(options, cheapest[None], axis=0)[0]
-            found = numpy.where(numpy.isnan(self._fixed), planned, numpy.minimum(self._fixed, intervals))
+            fixed = numpy.where(self._window, self._fixed, numpy.minimum(self._fixed, intervals))
+            found = numpy.where(numpy.isnan(self._fixed), planned, fixed)
         return numpy.where(self._some > 0, found, numpy.nan)
 
     def per_second(self, intervals: Array) -> Array:
@@ -89,7 +94,9 @@ class Snapshots:
             every: iterations between snapshots.
         """
         with numpy.errstate(all="ignore"):
-            return self._lost(every * self._iteration_seconds, self._stall_seconds, self._iteration_seconds)
+            trained = every * self._iteration_seconds
+            whole = numpy.where(self._window, trained, self._iteration_seconds)
+            return self._lost(trained, self._stall_seconds, whole)
 
     def machine_seconds(self, every: Array, intervals: Array) -> Array:
         """Mean training that a failure loses that takes a machine, where replicas are on others.
@@ -100,15 +107,22 @@ class Snapshots:
         """
         with numpy.errstate(all="ignore"):
             trained, transfer = every * self._iteration_seconds, self._replica_seconds
-            apart = numpy.maximum(trained, transfer)
-            waiting = numpy.where(transfer > trained, trained / 2, 0.0)
-            replicated = self._lost(apart, numpy.zeros_like(transfer), transfer) + waiting
-            disk = intervals * self._iteration_seconds / 2 + self._persist_seconds
-            return numpy.fmin(replicated, disk)
+            windows_apart = numpy.maximum(numpy.ceil(transfer / trained), 1.0) * trained
+            apart = numpy.where(self._window, windows_apart, numpy.maximum(trained, transfer))
+            waiting = numpy.where(~self._window & (transfer > trained), trained / 2, 0.0)
+            whole = transfer + numpy.where(self._window, trained, 0.0)
+            replicated = self._lost(apart, numpy.zeros_like(transfer), whole) + waiting
+            return numpy.fmin(replicated, self._disk_seconds(intervals))
+
+    def _disk_seconds(self, intervals: Array) -> Array:
+        return numpy.asarray(intervals * self._iteration_seconds / 2 + self._persist_seconds)
 
     def _cost(self, every: Array, intervals: Array) -> Array:
         machine = numpy.where(self._machine > 0, self._machine * self.machine_seconds(every, intervals), 0.0)
-        return self.stall_per_second(every, intervals) + self._process * self.process_seconds(every) + machine
+        process = self.process_seconds(every)
+        # A window that is longer than the interval of the disk is not what a failure goes back to.
+        process = numpy.where(self._window, numpy.fmin(process, self._disk_seconds(intervals)), process)
+        return self.stall_per_second(every, intervals) + self._process * process + machine
 
     def _lost(self, trained: Array, stall: Array, until_whole: Array) -> Array:
         """Mean training since the newest whole state, or the restart, in lives that any failure ends (`Costs`)."""
@@ -137,13 +151,13 @@ def closed_form(inputs: PlannerInputs) -> tuple[int, int] | None:
     `m = sqrt(2 s_m / rate_m)`, `T = sqrt(2 (s_d - s_m) / rate_d)`. Of the two whole numbers around `T / m`, and of 1,
     which leaves no snapshot between two checkpoints, it is the cheapest by the leading terms, with the best m for it.
     That is the optimum of jobs that recompute, where failures are rare and no bound holds. None also where a snapshot
-    stalls longer than a checkpoint, or one of the two is not known.
+    stalls longer than a checkpoint, or one of the two is not known; and with windows, whose length is not planned.
 
     Args:
         inputs: of the job.
     """
     memory = inputs.memory
-    if memory is None or not inputs.stall_seconds >= memory.stall_seconds:
+    if memory is None or memory.window or not inputs.stall_seconds >= memory.stall_seconds:
         return None
     rate, disk_share = inputs.failures_per_second, inputs.disk_share
 

@@ -10,10 +10,12 @@ from cpsr.planner.objective import Costs
 from cpsr.planner.ranks import Optimum
 from cpsr.planner.snapshots import Snapshots, closed_form, per_interval
 from cpsr.planner.units import plain
+from cpsr.planner.ways import WayName, explain_ways, in_order, ways_of
 
 __all__ = ["explain_classes", "explain_memory", "recovery_per_second", "stall_per_second"]
 
 _ALL: dict[FailureScope, FailureClass] = {"everything": FailureClass(1.0, 1.0)}
+_PLACES: dict[WayName, str] = {"predicted": "disk"}  # whose checkpoints it is predicted from
 
 
 def explain_memory(job: PlannerInputs, chosen: Optimum) -> dict[str, Any] | None:
@@ -31,6 +33,7 @@ def explain_memory(job: PlannerInputs, chosen: Optimum) -> dict[str, Any] | None
     return {
         "interval_iterations": every,
         "configured_iterations": memory.interval_iterations,
+        "windows": memory.window,
         "snapshots_between_checkpoints": int(per_interval(own, disk)[0, 0]),
         "stall_seconds": plain(memory.stall_seconds),
         "disk_stall_seconds": plain(job.stall_seconds),
@@ -41,25 +44,27 @@ def explain_memory(job: PlannerInputs, chosen: Optimum) -> dict[str, Any] | None
     }
 
 
-def explain_classes(job: PlannerInputs, chosen: Optimum) -> dict[str, Any]:
-    """Of each class of failures: how often it is expected, what it goes back to, and what one costs.
+def explain_classes(job: PlannerInputs, chosen: Optimum, predictable_iterations: int | None = None) -> dict[str, Any]:
+    """Of each class of failures: how often it is expected, what one goes back to and costs, and its other ways.
 
     Args:
         job: the ranks together.
         chosen: interval and mode of the job.
+        predictable_iterations: longest interval to predict from; None: no limit is known.
     """
     found: dict[str, Any] = {}
     for scope, one in (job.classes or _ALL).items():
-        back_to, seconds = _recovered(job, chosen, scope)
-        rate = one.share * job.failures_per_second
+        ways = in_order(ways_of(job, chosen, scope, predictable_iterations), predicts=chosen.mode == "predict")
+        rate, seconds = one.share * job.failures_per_second, ways[0].loss_seconds
         found[scope] = {
             "failures_per_second": plain(rate),
             "share": plain(one.share),
             "prior_share": one.prior_share,
             "seen": one.seen,
-            "back_to": back_to,
+            "back_to": _PLACES.get(ways[0].name, ways[0].name),
             "loss_iterations": plain(seconds / job.iteration_seconds if job.iteration_seconds > 0 else numpy.nan),
             "loss_per_second": plain(rate * seconds),
+            "ways": explain_ways(ways, job),
         }
     return found
 
@@ -82,8 +87,9 @@ def recovery_per_second(job: PlannerInputs, chosen: Optimum) -> float:
         job: the ranks together.
         chosen: interval and mode of the job.
     """
-    shares = [(one.share, _recovered(job, chosen, scope)[1]) for scope, one in (job.classes or _ALL).items()]
-    return job.failures_per_second * sum(share * seconds for share, seconds in shares if share > 0)
+    predicts, classes = chosen.mode == "predict", (job.classes or _ALL).items()
+    first = [(one.share, in_order(ways_of(job, chosen, scope), predicts=predicts)[0]) for scope, one in classes]
+    return job.failures_per_second * sum(share * way.loss_seconds for share, way in first if share > 0)
 
 
 def _stall_per_second(job: PlannerInputs, chosen: Optimum) -> float:
@@ -92,15 +98,3 @@ def _stall_per_second(job: PlannerInputs, chosen: Optimum) -> float:
         return 0.0
     own = numpy.array([[float(chosen.memory_interval_iterations)]])
     return float(Snapshots([job]).stall_per_second(own, numpy.array([[float(chosen.interval_iterations)]]))[0, 0])
-
-
-def _recovered(job: PlannerInputs, chosen: Optimum, scope: FailureScope) -> tuple[str, float]:
-    """Where a failure goes back to, and its mean cost in seconds."""
-    disk = numpy.array([[float(chosen.interval_iterations)]])
-    if job.memory is not None and chosen.memory_interval_iterations is not None and scope != "everything":
-        snapshots, every = Snapshots([job]), numpy.array([[float(chosen.memory_interval_iterations)]])
-        if scope == "process":
-            return "memory", float(snapshots.process_seconds(every)[0, 0])
-        if job.memory.replica_seconds is not None:
-            return "replica", float(snapshots.machine_seconds(every, disk)[0, 0])
-    return "disk", float(Costs([job]).recovery_seconds(disk, chosen.mode)[0, 0])

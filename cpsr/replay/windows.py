@@ -139,6 +139,11 @@ class Windows:
             message = "no windows are kept in this life, and a failure goes back to the newest checkpoint"
             self._report(f"{message}: {'; '.join(problems)}", once=True)
 
+    @property
+    def iterations(self) -> int | None:
+        """Of windows that begin now, as agreed; None where none are taken."""
+        return None if self._off or self._recorder is None else self._agreed[1]
+
     def before_update(self) -> None:
         """The optimizer is about to change the state."""
         copied = None if self._recorder is None else self._recorder.finish()

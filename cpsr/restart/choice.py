@@ -6,9 +6,10 @@ from typing import Literal
 
 from cpsr.checkpoint.tiers import Decision, Source, Tier
 from cpsr.journal import Beginning
+from cpsr.planner.ways import Prices, Way, WayName, in_order
 from cpsr.restart.restored import Recomputes, Refusal
 
-__all__ = ["ATTEMPTS", "Candidate", "Choice", "Circumstances", "Mode", "all_from", "candidates", "choose"]
+__all__ = ["ATTEMPTS", "Candidate", "Choice", "Circumstances", "Mode", "all_from", "candidates", "choose", "way_of"]
 
 # From one checkpoint, over the lives of the run. A peer that is killed meanwhile shows as an error, too: a second
 # error is attributed to the state.
@@ -78,6 +79,7 @@ class Circumstances:
         last_failure: error of the last of them.
         dumps: lives that continued from an emergency dump, and have committed nothing since.
         memory_interval_iterations: between snapshots in host memory, as planned before the failure; None without.
+        prices: what the plan before the failure knew of the costs; None: nothing.
     """
 
     mode: Mode
@@ -89,6 +91,7 @@ class Circumstances:
     last_failure: str = ""
     dumps: int = 0
     memory_interval_iterations: int | None = None
+    prices: Prices | None = None
 
     @property
     def failures_allowed(self) -> int:
@@ -154,10 +157,11 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     """The candidates in the order in which they are tried.
 
     A whole state at the failure or after it comes first: nothing is lost. In mode `auto` so does an exact snapshot in
-    host memory that loses no more than these are apart, or a window: no state near the failure is exact. A window does
-    not go before what all ranks dumped. Else a state near the
-    failure, where it is allowed: the one with most ranks' state, so that only lost state is predicted. Then whole
-    states, the newest first. Weights alone come last: an older whole state has lost less.
+    host memory that loses no more than these are apart: no state near the failure is exact. So does a window, unless
+    all ranks have left a dump, which loses no iteration, or the plan finds a prediction cheaper
+    (`cpsr.planner.ways`). Else a state near the failure, where it is allowed: the one with most ranks' state, so that
+    only lost state is predicted. Then whole states, the newest first. Weights alone come last: an older whole state has
+    lost less.
 
     Args:
         there: what there is, in any order.
@@ -171,13 +175,44 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     if f is None or known.mode == "exact" or (whole and whole[0].iteration >= f):
         return Choice(tuple(whole))
     near = sorted((one for one in there if one.near_failure), key=lambda one: one.lost_ranks)
-    left = any(one.dumped and not one.lost_ranks for one in near)  # by all ranks: it loses no iteration
-    few = whole and _loses_few(whole, f, known.memory_interval_iterations) and not (left and whole[0].is_window)
-    if known.mode == "auto" and few:
-        reason = f"a snapshot in host memory is exact, and {whole[0].cost_iterations(f)} iterations older"
+    allowed, refusal = _allowed(near, known)
+    few = whole and _loses_few(whole, f, known.memory_interval_iterations)
+    if known.mode == "auto" and few and not (allowed and _goes_before_window(allowed[0], whole, known)):
+        what = "window" if whole[0].is_window else "snapshot"
+        reason = f"a {what} in host memory is exact, and {whole[0].cost_iterations(f)} iterations older"
         return Choice(tuple(whole), Refusal(Recomputes.IN_MEMORY, reason) if near else None)
-    near, refusal = _allowed(near, known)
-    return Choice((*near[:1], *whole), refusal)
+    return Choice((*allowed[:1], *whole), refusal)
+
+
+def way_of(candidate: Candidate, checkpoint_iteration: int | None, known: Circumstances) -> Way | None:
+    """What a candidate costs by the prices of the plan; None where they do not say.
+
+    Args:
+        candidate: a state.
+        checkpoint_iteration: of the disk, from which it would be predicted.
+        known: has the prices, and the iteration of the failure.
+    """
+    prices, f = known.prices, known.failure_iteration
+    if prices is None or f is None:
+        return None
+    if candidate.lost_ranks:
+        if checkpoint_iteration is None:
+            return None
+        return prices.predicted(candidate.iteration - checkpoint_iteration, candidate.lost_ranks / known.ranks)
+    name: WayName = "window" if candidate.is_window else "memory" if candidate.in_memory or candidate.dumped else "disk"
+    return prices.repeated(name, candidate.cost_iterations(f))
+
+
+def _goes_before_window(near: Candidate, whole: Sequence[Candidate], known: Circumstances) -> bool:
+    if not whole[0].is_window:
+        return False
+    if not near.lost_ranks:  # left by all ranks: it loses no iteration
+        return True
+    on_disk = next((one.iteration for one in whole if not one.in_memory), None)
+    ways = [way_of(one, on_disk, known) for one in (whole[0], near)]
+    if ways[0] is None or ways[1] is None:
+        return False
+    return in_order([way for way in ways if way is not None], predicts=True)[0].name == "predicted"
 
 
 def _loses_few(whole: Sequence[Candidate], failure_iteration: int, interval_iterations: int | None) -> bool:

@@ -63,7 +63,7 @@ def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> R
         feasible=_feasible(restored),
         expected_end_cost_iterations=None if forecast is None else forecast.expected_end_cost_iterations,
         settings={} if forecast is None else {"method": forecast.method, **forecast.settings},
-        reason=restored.reason,
+        reason="; ".join(filter(None, (restored.reason, restored.compared))),
         load_seconds=restored.load_seconds,
         predict_seconds=restored.predict_seconds,
         inject_seconds=restored.inject_seconds,

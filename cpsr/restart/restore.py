@@ -2,17 +2,22 @@
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.tiers import Source
 from cpsr.errors import RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
+from cpsr.planner.ways import Prices
 from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose
+from cpsr.restart.comparison import compared
 from cpsr.restart.engine_state import EngineState
 from cpsr.restart.ladder import Ladder
 from cpsr.restart.near_failure import FromFailure, NearFailure
@@ -94,7 +99,7 @@ class Restorer:
         checkpoint = None if isinstance(found, WeightsAlone) else found
         self._pool.occupancy.pin()  # another state that is tried, and cannot be read, must not overwrite the checkpoint
         try:
-            sources, refusal = self._choose(mode, checkpoint, weights, started)
+            sources, refusal, compare = self._choose(mode, checkpoint, weights, started)
             restored = bring(sources, refusal)
         finally:
             self._pool.occupancy.unpin()
@@ -107,11 +112,11 @@ class Restorer:
                 "'exact' does not take. Nothing was changed: start again, which looks for an older checkpoint; or with "
                 "mode 'auto'"
             )
-        return replace(restored, left=self._ladder.left)
+        return replace(restored, left=self._ladder.left, compared=compare(restored.sources))
 
     def _choose(
         self, mode: Mode, checkpoint: Snapshot | None, weights: WeightsAlone | None, started: float
-    ) -> tuple[list[StateSource], Refusal | None]:
+    ) -> tuple[list[StateSource], Refusal | None, Callable[[Sequence[Source]], str]]:
         group = self._job.group
         c = None if checkpoint is None else checkpoint.iteration
         older = None if checkpoint is None else older_experts(checkpoint, group)
@@ -145,17 +150,22 @@ class Restorer:
                 return FromFailure(candidate, restart, self._engine, self._near, checkpoint, settings)
             return FromCheckpoint(candidate, restart, self._engine, checkpoint, older, catch_up, group, self._ladder)
 
-        return [source(candidate) for candidate in choice.order], choice.refusal
+        compare = partial(compared, there, c, known)
+        return [source(candidate) for candidate in choice.order], choice.refusal, compare
 
     def _circumstances(self, mode: Mode, checkpoint: Snapshot | None, failure_iteration: int | None) -> Circumstances:
         group = self._job.group
         known = Circumstances(mode, self._inexact, failure_iteration, group.size)
-        if checkpoint is None or failure_iteration is None or mode == "exact":
+        if checkpoint is None or failure_iteration is None:
             return known
-        failures, last_failure = self._near.failures.of(checkpoint.iteration)
         # From rank 0: the other ranks do not know the plan.
         planning = Scalars.from_tree(checkpoint.scalars).planning
-        planned, every = group.broadcast([planning.get("mode"), planning.get("memory_interval_iterations")])
+        names = "mode", "memory_interval_iterations", "prices"
+        planned, every, prices = group.broadcast([planning.get(name) for name in names])
+        known = replace(known, prices=Prices.of_tree(prices))
+        if mode == "exact":
+            return known
+        failures, last_failure = self._near.failures.of(checkpoint.iteration)
         dumps, _ = self._near.dumps.of(checkpoint.iteration)
         return replace(
             known,

@@ -65,6 +65,7 @@ class Restored:
         forecast: the predictor's forecast, where one was asked for.
         guard: the guard's numbers on the state near the failure, where there was one.
         left: what the failure has left in the machines' memory; None where nobody looked.
+        compared: what was taken, and what the other states would have cost; empty where there was no choice.
         cumulative_learning_rate: the predictor's time at the restored iteration.
         load_seconds, predict_seconds, inject_seconds: wall time of the parts.
     """
@@ -83,6 +84,7 @@ class Restored:
     forecast: Forecast | None = None
     guard: dict[str, Any] = field(default_factory=dict)
     left: FailureScope | None = None
+    compared: str = ""
     cumulative_learning_rate: float = 0.0
     load_seconds: float = 0.0
     predict_seconds: float = 0.0

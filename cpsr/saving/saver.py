@@ -91,7 +91,7 @@ class Saver(Part):
         iteration = restored.restored_iteration
         keep = self.pool.occupancy.replicated if memory.windows is None else memory.windows.replicated
         turns = Turns(self.pool.occupancy, lambda: memory.sending, keep, restored.restored_iteration)
-        self._windows = WindowSnapshots(memory.windows, turns, experts)
+        self._windows = WindowSnapshots(memory.windows, turns, planner.note_window, experts)
         self.memory = MemorySnapshots(job.adapter, self.pool, job.journal, planner, turns, iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun

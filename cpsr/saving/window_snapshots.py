@@ -16,15 +16,23 @@ class WindowSnapshots:
     Args:
         windows: of this rank; None: none are wanted.
         turns: which of them all ranks send.
+        note: is told of how many iterations windows are from now on; None: none are taken.
         experts: count the tokens by which experts have their turns; None: nobody counts.
 
     Attributes:
         wanted: whether windows take the place of snapshots in memory, and of their replicas.
     """
 
-    def __init__(self, windows: Windows | None, turns: Turns, experts: ExpertSaving | None = None) -> None:
-        self._windows, self._turns, self._experts = windows, turns, experts
+    def __init__(
+        self,
+        windows: Windows | None,
+        turns: Turns,
+        note: Callable[[int | None], object],
+        experts: ExpertSaving | None = None,
+    ) -> None:
+        self._windows, self._turns, self._note, self._experts = windows, turns, note, experts
         self.wanted = windows is not None
+        note(None if windows is None else windows.iterations)
 
     def end_of(self, iteration: int, capture: Callable[[], Any]) -> Callable[[], None]:
         """Decide right after the step; returns what the iteration ends with.
@@ -60,3 +68,4 @@ class WindowSnapshots:
             if self._experts is not None:
                 self._windows.order(self._experts.popularity)
             self._windows.agree(iteration)
+            self._note(self._windows.iterations)

@@ -38,7 +38,13 @@ const LEFT = {
   machine: "replicas of what a machine held",
   everything: "the disk alone",
 };
-const PLACES = { memory: "host memory", replica: "a replica", disk: "the disk" };
+const WAYS = {
+  memory: "host memory",
+  replica: "a replica",
+  window: "replay of a window",
+  predicted: "prediction",
+  disk: "the disk",
+};
 
 function classTable(classes) {
   return table(
@@ -49,11 +55,17 @@ function classTable(classes) {
       { title: "Share", numeric: true, value: (one) => percent(one.share) },
       { title: "Prior", numeric: true, value: (one) => percent(one.prior_share) },
       { title: "Seen", numeric: true, value: (one) => number(one.seen, 9) },
-      { title: "Go back to", value: (one) => PLACES[one.back_to] ?? one.back_to },
+      { title: "Go back to", value: (one) => WAYS[one.ways?.[0]?.way ?? one.back_to] ?? one.back_to },
       { title: "Iterations lost", numeric: true, value: (one) => number(one.loss_iterations) },
+      { title: "Other ways, iterations", value: (one) => others(one.ways) },
     ],
     classes,
   );
+}
+
+function others(ways) {
+  const rest = (ways ?? []).slice(1).map((one) => `${WAYS[one.way] ?? one.way} ${number(one.loss_iterations)}`);
+  return rest.length ? rest.join(", ") : "none";
 }
 
 function every(rate) {

@@ -8,6 +8,7 @@ import torch
 
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.optimizer_state import OptimizerState, Updated
+from cpsr.state.shard import OperatorState, ParamSlice
 
 NAME = "weight"
 
@@ -25,6 +26,7 @@ class _Trained:
         )
         self.state = OptimizerState()
         self.views = FlatViews(self.state)
+        self.operators: dict[str, OperatorState] = {}
         self.step()
 
     def step(self) -> None:
@@ -32,10 +34,12 @@ class _Trained:
         self.optimizer.step()
 
     def taken(self, owned: slice = slice(None)) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return self.views.of(NAME, self.updated()[0], owned)
+        values, moments = self.views.of(NAME, self.updated()[0], owned)
+        self.operators = {NAME: OperatorState(NAME, ParamSlice(values, (values.numel(),)), moments, 0)}
+        return values, moments
 
     def unchanged(self) -> bool:
-        return self.views.unchanged(self.updated())
+        return self.views.unchanged(self.updated(), self.operators)
 
     def updated(self) -> list[Updated]:
         groups = self.optimizer.param_groups

@@ -42,7 +42,19 @@ def stored(explanation: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", ["cpsr", "young", "daly", "theorem1", "checkfreq", "gemini"])
 @pytest.mark.parametrize("mode", ["auto", "predict", "exact"])
-@pytest.mark.parametrize("tiers", [{}, {"memory": MemoryTier(0.01, 7)}, {"memory": MemoryTier(0.01, None, 2.0)}])
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        {},
+        {"memory": MemoryTier(0.01, 7)},
+        {"memory": MemoryTier(0.01, None, 2.0)},
+        {
+            "memory": MemoryTier(0.0, 6, 2.0, window=True),
+            "load_seconds": {"disk": 1.0, "memory": 2.0},
+            "lost_share": 0.5,
+        },
+    ],
+)
 def test_with_nothing_changed_the_plan_is_the_same(policy: str, mode: Any, tiers: dict[str, Any]) -> None:
     if tiers:
         tiers = {**tiers, "classes": {"process": FailureClass(0.7, 0.5, 3), "machine": FailureClass(0.3, 0.5)}}

@@ -28,6 +28,8 @@ RUNS = {
     "killed at 13": [LifeOf(13), LifeOf()],
     "killed at 14": [LifeOf(14), LifeOf()],
     "killed again": [LifeOf(15), LifeOf(11), LifeOf(13), LifeOf()],
+    # The second life replays the window from 10 to 12, and takes its own from 12 on.
+    "killed after a replay": [LifeOf(15, awaited=10), LifeOf(21, awaited=18), LifeOf()],
     "damaged": [LifeOf(15), LifeOf(damage=True)],
     "checkpoints": [LifeOf(12, 3, 11, awaited=11), LifeOf(24, 3, 11), LifeOf(None, 3, 11)],
     "another training": [LifeOf(15), LifeOf(factor=2.0), LifeOf()],
@@ -36,6 +38,8 @@ RUNS = {
     "measured": [LifeOf(17, None, 9), LifeOf(None, None, 9)],
     "mixture": [LifeOf(enabled=False, mixture=True)],
     "popular experts": [LifeOf(17, 3, 6, mixture=True), LifeOf(None, 3, 6, mixture=True)],
+    "a cheap prediction": [LifeOf(18, 3, 11, committed=11), LifeOf(None, 3, 11, mode="auto", end_cost=-100.0)],
+    "a dear prediction": [LifeOf(18, 3, 11, committed=11), LifeOf(None, 3, 11, mode="auto", end_cost=100.0)],
     "writes to weights": [LifeOf(15, shrinks=True), LifeOf(shrinks=True)],
 }
 
@@ -70,12 +74,42 @@ def test_the_state_is_that_of_a_run_that_nothing_happened_to(lives: Lives, kille
     assert killed["losses"] == {at: uninterrupted["losses"][at] for at in killed["losses"]}
     assert back["iteration"] in (7, 10)  # whether the one that ended last was sealed before the kill
     assert "window" in back["reason"]
+    repeated = f"{killed_at - back['iteration']} iterations repeated"
+    assert back["compared"] == (
+        f"taken: the window from iteration {back['iteration']} on ({repeated}); "
+        f"instead of the start of the run ({killed_at} iterations repeated)"
+    )
     require_rest(back, lives)
 
 
 def test_a_kill_during_the_replay_and_right_after_it_goes_back_to_the_same_window(lives: Lives) -> None:
     _, second, third, last = lives["killed again"]
     assert second["iteration"] == third["iteration"] == last["iteration"] == 10
+    require_rest(last, lives)
+
+
+def test_a_window_goes_before_a_prediction_that_the_plan_finds_dearer(lives: Lives) -> None:
+    _, back = lives["a dear prediction"]
+    assert back["iteration"] in (13, 16)
+    assert back["reason"].startswith("a window in host memory is exact")
+    assert (
+        "(an end cost of 100 ± 0 iterations, 1.00 s), checkpoint 11 (7 iterations repeated, 0.07 s)" in back["compared"]
+    )
+    require_rest(back, lives)
+
+
+def test_a_prediction_that_the_plan_finds_cheaper_is_tried_first_and_the_window_is_next(lives: Lives) -> None:
+    _, back = lives["a cheap prediction"]
+    assert back["iteration"] in (13, 16)
+    assert "prediction is not feasible" in back["reason"], "there is one checkpoint"
+    assert "recomputed from the window in memory" in back["reason"]
+    assert back["compared"].startswith("taken: the window")
+    require_rest(back, lives)
+
+
+def test_windows_of_a_life_that_began_with_a_replay_are_as_good(lives: Lives) -> None:
+    _, second, last = lives["killed after a replay"]
+    assert (second["iteration"], last["iteration"]) == (10, 18)
     require_rest(last, lives)
 
 

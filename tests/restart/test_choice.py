@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cpsr.checkpoint.tiers import Decision, Entry, Source
 from cpsr.journal import Beginning
-from cpsr.restart.choice import ATTEMPTS, Candidate, Choice, Circumstances, Mode, all_from, candidates, choose
+from cpsr.planner.ways import Prices
+from cpsr.restart.choice import ATTEMPTS, Candidate, Choice, Circumstances, Mode, all_from, candidates, choose, way_of
 from cpsr.restart.restored import Recomputes
 
 C, RANKS = 20, 2
@@ -33,6 +34,16 @@ def dumped(iteration: int, *left: bool) -> tuple[Source, ...]:
     )
 
 
+def in_window(iteration: int, ranks: int = RANKS) -> tuple[Source, ...]:
+    return tuple(Source(rank, "memory", iteration, entry(rank, iteration, "window")) for rank in range(ranks))
+
+
+def priced(end_cost: float, deviation: float) -> Prices:
+    """Prices of a plan that expects this end cost at any distance."""
+    rows = ((deviation**2, 0.0, 0.0), (0.0, 1e-9, 0.0), (0.0, 0.0, 1e-9))
+    return Prices(1.0, 0.5, {"disk": 2.0, "memory": 2.0}, (end_cost, 0.0, 0.0), rows)
+
+
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[Candidate], Circumstances]:
     """What `decide` can have found, and every circumstance."""
@@ -41,7 +52,8 @@ def situations(draw: st.DrawFn) -> tuple[list[Candidate], Circumstances]:
     f = draw(st.none() | st.integers(C + 1, C + 9))
     older = c is not None and draw(st.booleans())
     memory = draw(st.none() | st.integers(C + (not older), C + 9))
-    exact = in_memory(memory, ranks) if memory is not None else () if c is None else all_from("disk", C, ranks)
+    kept = draw(st.sampled_from([in_memory, in_window]))
+    exact = kept(memory, ranks) if memory is not None else () if c is None else all_from("disk", C, ranks)
     left: tuple[Source, ...] = ()
     if c is not None and f is not None and draw(st.booleans()):
         there = draw(st.lists(st.booleans(), min_size=ranks, max_size=ranks).filter(any))
@@ -59,6 +71,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Candidate], Circumstances]:
         last_failure="ValueError",
         dumps=draw(st.integers(0, 3)),
         memory_interval_iterations=draw(st.none() | st.integers(1, 9)),
+        prices=draw(st.none() | st.builds(priced, st.floats(-30, 30), st.floats(0.1, 30))),
     )
     return candidates(Decision(exact, left), c, known, older_experts=older), known
 
@@ -112,6 +125,7 @@ def test_in_mode_auto_an_exact_snapshot_that_loses_few_iterations_goes_before_wh
     there, known = situation
     f, every = known.failure_iteration, known.memory_interval_iterations
     found = [one for one in there if one.in_memory and one.beginning is Beginning.EXACT and one.iteration > C]
+    found = [one for one in found if not one.is_window]
     if known.mode != "auto" or f is None or every is None or not found or f - found[0].iteration > every:
         return
     assert choose(there, known).order[0] == found[0]
@@ -208,12 +222,52 @@ def test_an_older_snapshot_in_memory_stands_between_the_failure_and_the_checkpoi
 
 
 def test_a_window_goes_before_a_prediction_and_not_before_what_all_ranks_left() -> None:
-    parts = tuple(Source(rank, "memory", 21, entry(rank, 21, "window")) for rank in range(RANKS))
+    parts = in_window(21)
     window = Candidate(Beginning.EXACT, parts)
     assert chosen(Decision(parts), known()).order == (window, FROM_DISK)
     left = dumped(23, True, True)
     assert chosen(Decision(parts, left), known()).order[0] == Candidate(Beginning.EMERGENCY_DUMP, left)
     assert chosen(Decision(parts, left), known(mode="exact")).order == (window, FROM_DISK)
+
+
+def test_a_prediction_replaces_a_window_only_where_the_plan_finds_it_surely_cheaper() -> None:
+    parts = in_window(21)
+    window = Candidate(Beginning.EXACT, parts)
+    sure, unsure, dear = priced(-5.0, 1.0), priced(-5.0, 9.0), priced(4.0, 0.1)
+    assert chosen(Decision(parts), known(prices=sure)).order == (PREDICTED, window, FROM_DISK)
+    for prices in (unsure, dear, Prices(1.0)):
+        choice = chosen(Decision(parts), known(prices=prices))
+        assert choice.order == (window, FROM_DISK)
+        assert choice.refusal is not None
+        assert choice.refusal.reason == "a window in host memory is exact, and 2 iterations older"
+    assert chosen(Decision(parts), known(prices=sure, planned="recompute")).order == (window, FROM_DISK)
+    assert chosen(Decision(parts), known(prices=sure, mode="exact")).order == (window, FROM_DISK)
+    assert chosen(Decision(parts), known(prices=sure, failures=2)).order == (window, FROM_DISK)
+    dumps = dumped(23, True, False)
+    partly = Candidate(Beginning.PREDICTED, dumps)
+    assert chosen(Decision(parts, dumps), known(prices=sure)).order == (partly, window, FROM_DISK)
+
+
+@given(situations())
+@settings(max_examples=600)
+def test_a_window_is_passed_over_only_for_what_is_cheaper(
+    situation: tuple[list[Candidate], Circumstances],
+) -> None:
+    there, known = situation
+    order = choose(there, known).order
+    f = known.failure_iteration
+    windows = [one for one in there if one.is_window and f is not None and C < one.iteration < f]
+    if known.mode != "auto" or not windows or order[0] == windows[0]:
+        return
+    assert order[1] == windows[0]
+    assert known.planned != "recompute" or not order[0].lost_ranks
+    taken, passed = way_of(order[0], C, known), way_of(windows[0], C, known)
+    if order[0].lost_ranks:
+        assert taken is not None
+        assert passed is not None
+        assert taken.safe_seconds < passed.seconds
+    else:
+        assert order[0].dumped
 
 
 def test_a_peer_may_have_been_killed_meanwhile_and_a_rank_alone_has_none() -> None:

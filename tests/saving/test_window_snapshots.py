@@ -27,6 +27,7 @@ class Rank:
     window_iterations: int
     seal_iterations: int
     transfer_iterations: int
+    iterations: int = 1
     iteration: int = 0
     sealed_at: int = 0
     until: int = 0
@@ -37,7 +38,7 @@ class Rank:
         free = cast(Any, SimpleNamespace(is_free=True))
         link = lambda: self.sealed_at <= self.iteration < self.until  # noqa: E731
         self.turns = Turns(free, link, self.kept.append, iteration=-1)
-        self.snapshots = WindowSnapshots(cast(Any, self), self.turns)
+        self.snapshots = WindowSnapshots(cast(Any, self), self.turns, lambda iterations: None)
 
     def ends_after(self, iteration: int) -> bool:
         return iteration % self.window_iterations == 0
@@ -102,7 +103,7 @@ def test_with_a_fast_link_every_window_is_sent() -> None:
 
 
 def test_without_windows_an_iteration_ends_with_nothing() -> None:
-    snapshots = WindowSnapshots(None, cast(Any, None))
+    snapshots = WindowSnapshots(None, cast(Any, None), lambda iterations: None)
     snapshots.end_of(1, dict)()
     snapshots.before_update()
     snapshots.agree(1)

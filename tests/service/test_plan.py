@@ -99,6 +99,8 @@ def test_both_tiers_and_what_failures_leave(client: TestClient, journal: Journal
         0.3,
     )
     assert (machine["back_to"], everything["back_to"]) == ("replica", "disk")
+    assert [way["way"] for way in process["ways"]] == ["memory", "disk"]
+    assert process["ways"] == plan.explanation["classes"]["process"]["ways"]
     assert process["loss_iterations"] < machine["loss_iterations"] < everything["loss_iterations"]
     newest, first = client.get("/plan/history").json()["plans"]
     assert newest["memory_interval_iterations"] == plan.memory_interval_iterations

@@ -101,7 +101,8 @@ def test_both_tiers_and_what_failures_leave(tmp_path: Path) -> None:
         f"every {plan.interval_iterations} iterations, in memory every {plan.memory_interval_iterations}, by" in output
     )
     assert "expected failures: process every 20.0 h, 1 seen: " in output
-    assert "iterations, from replica; everything every 240.0 h: " in output
+    ways = plan.explanation["classes"]["machine"]["ways"]
+    assert f"iterations, from replica (disk {ways[1]['loss_iterations']:.1f}); everything every 240.0 h: " in output
 
 
 def test_numbers_of_ranks_in_turn(tmp_path: Path) -> None:

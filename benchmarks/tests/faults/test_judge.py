@@ -8,7 +8,7 @@ import pytest
 
 from cpsr.benchmarks.faults.judge import Judge, impossible_guard, impossible_sources
 from cpsr.benchmarks.faults.life import Life
-from cpsr.benchmarks.faults.moments import DEPARTING
+from cpsr.benchmarks.faults.moments import DEPARTING, REPLAYING
 from cpsr.benchmarks.faults.part import RANKS
 from cpsr.benchmarks.faults.remains import Remains
 from cpsr.benchmarks.faults.scenarios import INTERVAL, MOMENTS, Scenario, chosen, draw
@@ -31,9 +31,9 @@ def test_every_moment_is_drawn_where_it_can_come(seed: int) -> None:
                 assert not (fault.signal == "SIGSTOP" and len(fault.ranks) == RANKS)
 
 
-@pytest.mark.parametrize("moment", [*MOMENTS, *DEPARTING])
+@pytest.mark.parametrize("moment", [*MOMENTS, *DEPARTING, *REPLAYING])
 def test_every_moment_is_a_call_of_the_product(moment: str) -> None:
-    happening = (MOMENTS | DEPARTING)[moment]
+    happening = (MOMENTS | DEPARTING | REPLAYING)[moment]
     assert happening.owner is None or callable(getattr(happening.owner, happening.name))
 
 
@@ -70,6 +70,19 @@ def test_the_judge_finds_nothing_wrong_with_a_good_life(tmp_path: Path) -> None:
 def test_the_judge_names_a_step_with_other_bits(tmp_path: Path) -> None:
     judge = judged(tmp_path, life_of(12, 30, {20: "wrong"}))
     assert judge.differs == [f"rank {rank}: another state at 20 than in the job left alone" for rank in range(RANKS)]
+
+
+def replayed(changed: dict[int, str]) -> Life:
+    """A life that repeats the window from 9 to 12, whose state is whole after 12."""
+    life = replace(life_of(8, 30, {9: "in part", 10: "in part", **changed}), statuses=[1, 1])
+    life.notes[0][0] |= {"replayed_until": 12, "state": "in part"}
+    return life
+
+
+def test_a_state_counts_once_its_window_is_replayed(tmp_path: Path) -> None:
+    assert judged(tmp_path, replayed({})).differs == []
+    differs = judged(tmp_path, replayed({12: "in part"})).differs
+    assert differs == [f"rank {rank}: another state at 12 than in the job left alone" for rank in range(RANKS)]
 
 
 def test_the_judge_names_a_lost_checkpoint(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from cpsr.benchmarks.faults.campaign import PARTS
 from cpsr.benchmarks.faults.outcome import Outcome
+from cpsr.benchmarks.faults.replayed import REPLAYED
 from cpsr.benchmarks.faults.run import main
 from cpsr.benchmarks.faults.scenarios import FIXED
 from cpsr.benchmarks.faults.selection import AT_LEAST, SAMPLE, SAMPLED_JOBS, Selection, parts_asked_for, select
@@ -57,10 +58,16 @@ def test_a_word_stands_for_all_names_that_begin_with_it() -> None:
 def test_the_sample_names_parts_and_jobs_that_there_are() -> None:
     assert set(SAMPLE) <= set(PARTS)
     assert set(AT_LEAST) <= set(PARTS)
-    assert set(SAMPLED_JOBS) <= {scenario.name for scenario in FIXED}
+    assert set(SAMPLED_JOBS) <= {scenario.name for scenario in (*FIXED, *REPLAYED)}
     assert select("live", sample=True).parts == {}
-    assert len(select("live", sample=True).scenarios) == len(SAMPLED_JOBS)
+    assert len(select("live,replay", sample=True).scenarios) == len(SAMPLED_JOBS)
     assert select("error", sample=True).scenarios == ()
+
+
+def test_replay_stands_for_jobs_with_windows_alone() -> None:
+    found = select("replay")
+    assert (found.parts, found.scenarios) == ({}, REPLAYED)
+    assert all(scenario.window_iterations is None for scenario in select("live").scenarios)
 
 
 def test_fewer_faults_than_there_have_to_be_are_named() -> None:

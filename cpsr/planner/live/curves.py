@@ -3,8 +3,8 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -44,6 +44,8 @@ class Curves:
         loss: of the training; None if it cannot be fitted.
         predictor: error of the predictor over checkpoints; None if it cannot be fitted.
         missing: why a curve is None, for messages.
+        load_seconds: medians of restarts until the state was in the engine, and how many these were, by where it came
+            from: `disk` or `memory`.
     """
 
     iteration: int
@@ -55,6 +57,7 @@ class Curves:
     loss: LossFit | None = None
     predictor: PredictorCurve | None = None
     missing: tuple[str, ...] = ()
+    load_seconds: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
     def to_rows(self) -> Iterator[tuple[FitKind, dict[str, Any]]]:
         """Rows for the journal: kind and result of every fitted curve."""
@@ -103,6 +106,7 @@ def fit_curves(
         _loss(reader, iteration, span_iterations, missing),
         _predictor(accuracy, missing),
         tuple(missing),
+        _loads(recoveries),
     )
 
 
@@ -110,6 +114,16 @@ def prior_curves(iteration: int, config: CPSRConfig) -> Curves:
     """The curves before the journal is read."""
     planner = config.planner
     return Curves(iteration, FailureClasses(FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures), {}))
+
+
+def _loads(recoveries: Sequence[RecoveryRow]) -> dict[str, tuple[float, int]]:
+    """A prediction and an emergency dump begin with the checkpoint on the disk."""
+    found: dict[str, list[float]] = {}
+    for row in recoveries:
+        in_memory = {source.source for source in row.sources} == {"memory"}
+        if row.load_seconds is not None:
+            found.setdefault("memory" if in_memory else "disk", []).append(row.load_seconds)
+    return {place: (statistics.median(seconds), len(seconds)) for place, seconds in found.items()}
 
 
 def _drawn(fit: LossFit) -> dict[str, list[float]]:

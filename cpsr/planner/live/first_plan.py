@@ -27,7 +27,7 @@ def first_plan(config: CPSRConfig, saved: dict[str, Any]) -> Plan:
 
 
 def first_memory_interval(config: CPSRConfig, planned: int | None, interval_iterations: int) -> int | None:
-    """Between snapshots in memory until they are planned anew; None if there are none.
+    """Between snapshots in memory until they are planned anew, or the length of windows; None if there are none.
 
     Args:
         config: of the run.
@@ -36,6 +36,8 @@ def first_memory_interval(config: CPSRConfig, planned: int | None, interval_iter
     """
     if not config.checkpoint.shared_memory:
         return None
+    if config.replay.enabled:
+        return config.replay.window_iterations or planned or 1
     every = config.memory.interval_iterations or planned or config.planner.interval_min_iterations
     return min(every, interval_iterations)
 
@@ -60,7 +62,8 @@ def _first_plan(config: CPSRConfig, saved: dict[str, Any]) -> Plan:
     if interval is None:
         # Without measurements the minimum applies: lost work is then the larger risk.
         return make_plan([unmeasured_inputs(config)], Limits(low, high), "young", "exact")
-    explanation = {"rule": "as planned before the restart, until the next plan"}
+    # The prices stay with the checkpoints: the next failure may come before the next plan.
+    explanation = {"rule": "as planned before the restart, until the next plan", "prices": saved.get("prices")}
     own = tuple(saved.get("rank_interval_iterations", ())) if planner.intervals == "per_rank" else ()
     if own and low <= min(own) and max(own) <= high:
         return Plan(interval, planner.policy, explanation, saved.get("mode"), own)

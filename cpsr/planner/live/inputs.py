@@ -83,6 +83,10 @@ def planner_inputs(
         "lead_after_iterations": Origin("prior"),
         "memory_stall_seconds": saves,
         "replica_seconds": Origin("prior") if memory is None or memory.replica_seconds is None else saves,
+        **{
+            f"{place}_load_seconds": Origin.of_samples(count, fitted)
+            for place, (_, count) in curves.load_seconds.items()
+        },
         **memory_origins,
     }
     phase = _phase(costs, curves, phases)
@@ -102,6 +106,8 @@ def planner_inputs(
         origins=origins,
         classes=_classes(curves.failures),
         memory=memory,
+        load_seconds={place: seconds for place, (seconds, _) in curves.load_seconds.items()},
+        lost_share=curves.lost_share,
     )
 
 

@@ -17,7 +17,7 @@ from cpsr.planner.inputs import Origin, PlannerInputs
 from cpsr.planner.live.curves import Curves, fit_curves, prior_curves
 from cpsr.planner.live.first_plan import differs, first_memory_interval, first_plan
 from cpsr.planner.live.inputs import Situation, planner_inputs
-from cpsr.planner.live.memory_times import MEASURED_SNAPSHOTS, MemoryTimes, memory_tier
+from cpsr.planner.live.memory_times import MEASURED_SNAPSHOTS, MemoryTimes, memory_tier, window_tier
 from cpsr.planner.live.overrides import OverrideWatch, bounded, overridden, override_message, pinned_plan
 from cpsr.planner.live.predictable import Predictable, predictable
 from cpsr.planner.live.proposals import Proposals
@@ -145,6 +145,10 @@ class JobPlanner:
         with self._lock:
             self._memory.note_replica(seconds)
 
+    def note_window(self, iterations: int | None) -> None:
+        """Windows of snapshots have so many iterations now, the same on all ranks; None: none are taken."""
+        self._memory.window_iterations = iterations
+
     def consider(self, situation: Situation) -> None:
         """Check whether the plan should change; returns at once."""
         if self._thread is not None:
@@ -172,6 +176,7 @@ class JobPlanner:
                 "memory": self._memory.to_tree(),
                 "memory_interval_iterations": plan.memory_interval_iterations,
                 "mode": plan.mode,
+                "prices": plan.explanation.get("prices"),
             }
         if plan.rank_interval_iterations:
             state["rank_interval_iterations"] = list(plan.rank_interval_iterations)
@@ -392,7 +397,9 @@ class JobPlanner:
         read_at = iteration if self._others_iteration is None else self._others_iteration
         moments = Origin("measured", 1 + len(self._others) if of_all else 1, max(0, iteration - read_at))
         costs, memory = report.costs, None
-        if self._config.checkpoint.shared_memory:
+        if self._config.replay.enabled:
+            memory = window_tier(report.memory, self._memory.window_iterations)
+        elif self._config.checkpoint.shared_memory:
             memory = memory_tier(report.memory, self._config.memory.interval_iterations, costs.stall_seconds)
         return planner_inputs(
             situation, costs, self._curves, recovery, self._phases, watch, moments, memory, memory_origins

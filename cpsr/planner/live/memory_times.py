@@ -7,7 +7,7 @@ from typing import Any
 
 from cpsr.planner.inputs import MemoryTier, Origin
 
-__all__ = ["MEASURED_SNAPSHOTS", "MemoryTimes", "memory_tier"]
+__all__ = ["MEASURED_SNAPSHOTS", "MemoryTimes", "memory_tier", "window_tier"]
 
 MEASURED_SNAPSHOTS = 8  # times are medians of this many
 
@@ -17,6 +17,7 @@ class MemoryTimes:
 
     Attributes:
         noted: number of all stalls of this life.
+        window_iterations: length of windows, which take the place of snapshots; None where none are taken.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class MemoryTimes:
         self._replicas: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
         self._before: dict[str, float] = {}  # medians of the last life
         self.noted = 0
+        self.window_iterations: int | None = None
 
     @property
     def origins(self) -> dict[str, Origin]:
@@ -75,3 +77,15 @@ def memory_tier(
     """
     stall_seconds = known.get("stall_seconds", known.get("copy_seconds", checkpoint_stall_seconds))
     return MemoryTier(stall_seconds, interval_iterations, known.get("replica_seconds"))
+
+
+def window_tier(known: Mapping[str, float], window_iterations: int | None) -> MemoryTier | None:
+    """What is known of a rank's windows; they go on all the time, so that each of them stalls nothing more.
+
+    Args:
+        known: `MemoryTimes.to_tree` of the rank.
+        window_iterations: their length; None where none are taken, and failures go back to the disk.
+    """
+    if window_iterations is None:
+        return None
+    return MemoryTier(0.0, window_iterations, known.get("replica_seconds"), window=True)

@@ -21,6 +21,8 @@ from cpsr.journal import (
     JournalReader,
     PlanOverride,
     RankJournal,
+    RecoveryRow,
+    RecoverySource,
     RehearsalRow,
     StepRow,
     open_journal,
@@ -33,6 +35,7 @@ from cpsr.planner.live.predictable import EXPECTED
 from cpsr.planner.live.rank_costs import RankCosts
 from cpsr.planner.live.recovery_cost import Schedule
 from cpsr.planner.plan import Plan
+from cpsr.planner.ways import Prices, Way
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 
@@ -336,6 +339,49 @@ def test_snapshots_in_memory_are_planned_by_what_they_cost(tmp_path: Path, journ
         "copy_seconds": 2.0,
         "replica_seconds": 1.5,
     }
+
+
+def test_windows_take_the_place_of_snapshots_and_restarts_know_the_prices(tmp_path: Path, journal: RankJournal) -> None:
+    replay = {"enabled": True}
+    planner = planner_of(configured(tmp_path, replay=replay))
+    assert planner.first_plan({}).memory_interval_iterations == 1
+    sources = tuple(RecoverySource(rank=rank, source="memory", iteration=90) for rank in range(2))
+    journal.record(recovered(sources, 3.0), recovered((), 9.0))
+    planner.start(tmp_path, 1, journal)
+    planner.note(saved(100))
+    planner.note_window(6)
+    planner.consider(situation(110, planner.first_plan({})))
+    plan = proposed(planner)
+    assert plan is not None
+    process = plan.explanation["classes"]["process"]
+    assert (plan.memory_interval_iterations, process["back_to"]) == (6, "window")
+    assert process["loss_iterations"] == pytest.approx(9.0, rel=0.01)
+    assert [process["ways"][place]["load_seconds"] for place in (0, -1)] == [3.0, 9.0]
+    assert plan.explanation["origins"]["memory_load_seconds"]["samples"] == 1
+    state = planner.state_dict(plan)
+    prices = Prices.of_tree(state["prices"])
+    assert prices is not None
+    assert prices.repeated("window", 10) == Way("window", 1.0, 0.0, 3.0)
+    assert planner.first_plan(state).explanation["prices"] == state["prices"], "the next failure may come before a plan"
+    planner.note_window(None)
+    planner.consider(situation(130, plan))
+    without = proposed(planner)
+    planner.close()
+    assert without is not None
+    assert without.explanation["classes"]["process"]["back_to"] == "disk"
+
+
+def recovered(sources: tuple[RecoverySource, ...], load_seconds: float) -> RecoveryRow:
+    figures: dict[str, Any] = {"failure_iteration": 95, "checkpoint_iteration": 80, "restored_iteration": 90}
+    return RecoveryRow(
+        id=str(load_seconds),
+        life=0,
+        method="exact",
+        requested_mode="exact",
+        load_seconds=load_seconds,
+        sources=sources,
+        **figures,
+    )
 
 
 def test_replicas_of_an_earlier_life_count_while_there_are_holders(tmp_path: Path) -> None:

@@ -1,0 +1,230 @@
+"""The ways back from a failure: what each is expected to cost, and which goes first; for plans and for restarts."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy
+
+from cpsr.journal import FailureScope
+from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.objective import Costs
+from cpsr.planner.ranks import Optimum
+from cpsr.planner.recovery_curve import EndCostCurve, Row
+from cpsr.planner.snapshots import Snapshots
+from cpsr.planner.units import plain
+
+__all__ = ["WAYS", "Prices", "Way", "WayName", "explain_ways", "in_order", "ways_of"]
+
+WayName = Literal["memory", "replica", "window", "predicted", "disk"]
+
+# What each class of failures leaves, in the order of the recovery ladder: it decides between equal costs.
+WAYS: Mapping[FailureScope, tuple[WayName, ...]] = {
+    "process": ("memory", "window", "predicted", "disk"),
+    "machine": ("replica", "window", "predicted", "disk"),
+    "everything": ("predicted", "disk"),
+}
+_HOW = {
+    "memory": "exact, from the newest snapshot in host memory",
+    "replica": "exact, from the newest replica on another machine",
+    "window": "exact, by replaying the newest window that is whole",
+    "predicted": "predicted from the checkpoints, for an end cost",
+    "disk": "exact, recomputed from the newest checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way back.
+
+    Attributes:
+        name: `memory`, `replica`, `window`, `predicted` or `disk`.
+        loss_seconds: training that is repeated; or an end cost in seconds of training, and the time to predict.
+        deviation_seconds: standard deviation of an expected end cost; 0 of what is repeated.
+        load_seconds: until the state is in the engine; 0 where it was not measured.
+    """
+
+    name: WayName
+    loss_seconds: float
+    deviation_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.loss_seconds + self.load_seconds
+
+    @property
+    def safe_seconds(self) -> float:
+        """With a standard deviation more: what an exact way must cost, so that this one goes before it."""
+        return self.seconds + self.deviation_seconds
+
+
+def in_order(ways: Sequence[Way], *, predicts: bool) -> list[Way]:
+    """The ways, the one that goes first in front.
+
+    A prediction goes before a window only if it is cheaper by more than a standard deviation. It never goes before a
+    snapshot or a replica, whose interval is planned. Before the disk it goes if the plan predicts, which counts costs
+    beyond this failure. A window goes before the disk if it is cheaper.
+
+    Args:
+        ways: of one failure, in the order of the ladder, which decides between equal costs.
+        predicts: whether the plan predicts.
+    """
+    exact, predicted = list[Way](), list[Way]()
+    for way in ways:
+        (predicted if way.name == "predicted" else exact).append(way)
+    if exact and exact[0].name == "window":
+        exact.sort(key=lambda way: way.seconds)
+    if predicts and predicted and exact and _goes_before(predicted[0], exact[0]):
+        return [*predicted, *exact]
+    return [*exact[:1], *sorted([*exact[1:], *predicted], key=lambda way: way.seconds)]
+
+
+def _goes_before(predicted: Way, exact: Way) -> bool:
+    return exact.name == "disk" or (exact.name == "window" and predicted.safe_seconds < exact.seconds)
+
+
+def ways_of(
+    job: PlannerInputs, chosen: Optimum, scope: FailureScope, predictable_iterations: int | None = None
+) -> list[Way]:
+    """What the ways of a class are expected to cost; those that are not possible are left out.
+
+    Args:
+        job: the ranks together.
+        chosen: interval and mode of the job.
+        scope: the class.
+        predictable_iterations: longest interval to predict from; None: no limit is known.
+    """
+    costs, disk, loads = Costs([job]), numpy.array([[float(chosen.interval_iterations)]]), job.load_seconds
+    recomputed = float(costs.recovery_seconds(disk, "recompute")[0, 0])
+    found: dict[WayName, Way] = {"disk": Way("disk", recomputed, 0.0, loads.get("disk", 0.0))}
+    possible = predictable_iterations is None or chosen.interval_iterations <= predictable_iterations
+    if job.recovery is not None and possible:
+        horizon = float(costs.horizon_iterations(disk, "predict")[0, 0])
+        deviation = 0.0  # not known of other curves
+        if isinstance(job.recovery, EndCostCurve):
+            deviation = job.recovery.deviation_iterations(horizon, chosen.interval_iterations) * job.iteration_seconds
+        cost = float(costs.recovery_seconds(disk, "predict")[0, 0])
+        found["predicted"] = Way("predicted", cost, deviation, loads.get("disk", 0.0))
+    if job.memory is not None and chosen.memory_interval_iterations is not None:
+        snapshots, every = Snapshots([job]), numpy.array([[float(chosen.memory_interval_iterations)]])
+        load = loads.get("memory", 0.0)
+        if scope == "process":
+            name: WayName = "window" if job.memory.window else "memory"
+            found[name] = Way(name, float(snapshots.process_seconds(every)[0, 0]), 0.0, load)
+        elif job.memory.replica_seconds is not None:
+            name = "window" if job.memory.window else "replica"
+            found[name] = Way(name, float(snapshots.machine_seconds(every, disk)[0, 0]), 0.0, load)
+    return [found[name] for name in WAYS[scope] if name in found]
+
+
+def explain_ways(ways: Sequence[Way], job: PlannerInputs) -> list[dict[str, Any]]:
+    """Ways in their order as JSON values, each with how it comes back; keys name their units."""
+    second = 1 / job.iteration_seconds if job.iteration_seconds > 0 else math.nan
+    return [
+        {
+            "way": way.name,
+            "loss_iterations": plain(way.loss_seconds * second),
+            "deviation_iterations": plain(way.deviation_seconds * second),
+            "load_seconds": plain(way.load_seconds),
+            "seconds": plain(way.seconds),
+            "how": _HOW[way.name],
+        }
+        for way in ways
+    ]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a plan leaves in checkpoints, by which a restart compares the states that it finds.
+
+    Attributes:
+        iteration_seconds: of one iteration.
+        predict_seconds: of a prediction.
+        load_seconds: until a state is in the engine, by its place: `disk` or `memory`; what was not measured is left
+            out.
+        line: end cost of a prediction, `a + b u + c T_c`, where `lost_share` of the state is lost; None: not possible.
+        covariance: of its coefficients.
+        interval_iterations: T_c, between checkpoints.
+        lost_share: of the state, for which the line holds.
+    """
+
+    iteration_seconds: float
+    predict_seconds: float = 0.0
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    line: Row | None = None
+    covariance: tuple[Row, Row, Row] | None = None
+    interval_iterations: int = 1
+    lost_share: float = 1.0
+
+    @classmethod
+    def of(cls, job: PlannerInputs, interval_iterations: int) -> "Prices | None":
+        """Those of a plan; None where a time is not known."""
+        known_seconds = (job.predict_seconds, job.lost_share, *job.load_seconds.values())
+        if not (0 < job.iteration_seconds < math.inf and all(map(math.isfinite, known_seconds))):
+            return None
+        known: dict[str, Any] = {}
+        if isinstance(job.recovery, EndCostCurve):
+            rows = [_row(row) for row in job.recovery.covariance.tolist()]
+            known = {"line": job.recovery.coefficients, "covariance": (rows[0], rows[1], rows[2])}
+        return cls(
+            job.iteration_seconds,
+            job.predict_seconds,
+            dict(job.load_seconds),
+            interval_iterations=interval_iterations,
+            lost_share=job.lost_share,
+            **known,
+        )
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, Any] | None) -> "Prices | None":
+        """What `to_tree` returned; None of None, as in checkpoints of older versions."""
+        if tree is None:
+            return None
+        line, covariance = tree["line"], tree["covariance"]
+        rows = None if covariance is None else [_row(row) for row in covariance]
+        return cls(
+            float(tree["iteration_seconds"]),
+            float(tree["predict_seconds"]),
+            {str(place): float(seconds) for place, seconds in tree["load_seconds"].items()},
+            None if line is None else _row(line),
+            None if rows is None else (rows[0], rows[1], rows[2]),
+            int(tree["interval_iterations"]),
+            float(tree["lost_share"]),
+        )
+
+    def to_tree(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "iteration_seconds": self.iteration_seconds,
+            "predict_seconds": self.predict_seconds,
+            "load_seconds": dict(self.load_seconds),
+            "line": None if self.line is None else list(self.line),
+            "covariance": None if self.covariance is None else [list(row) for row in self.covariance],
+            "interval_iterations": self.interval_iterations,
+            "lost_share": self.lost_share,
+        }
+
+    def repeated(self, name: WayName, iterations: int) -> Way:
+        """An exact state that is so many iterations older than the failure."""
+        load = self.load_seconds.get("disk" if name == "disk" else "memory", 0.0)
+        return Way(name, iterations * self.iteration_seconds, 0.0, load)
+
+    def predicted(self, horizon_iterations: int, share: float) -> Way | None:
+        """A prediction over so many iterations of a share of the state; None where none was possible."""
+        if self.line is None or self.covariance is None:
+            return None
+        curve = EndCostCurve.of_estimate(self.line, numpy.array(self.covariance), 1.0)
+        interval, part = float(self.interval_iterations), share / self.lost_share
+        cost = float(curve.end_cost_iterations(numpy.array([float(horizon_iterations)]), interval)[0])
+        deviation = curve.deviation_iterations(float(horizon_iterations), interval)
+        seconds = part * self.iteration_seconds
+        loss = cost * seconds + self.predict_seconds
+        return Way("predicted", loss, deviation * seconds, self.load_seconds.get("disk", 0.0))
+
+
+def _row(values: Sequence[Any]) -> Row:
+    a, b, c = (float(value) for value in values)
+    return a, b, c
