@@ -6,6 +6,7 @@ from tests.engines.feature_cases import FEATURES, INDUCTOR
 from tests.engines.fused_adam_cases import FUSED
 from tests.engines.kernel_cases import KERNELS, REAL_KERNELS
 from tests.engines.mixture_cases import MIXTURES
+from tests.engines.repeated_cases import REPEATED
 from tests.engines.saving_cases import SAVING
 from tests.engines.sharded_cases import SHARDED
 
@@ -20,6 +21,7 @@ ALL: dict[str, dict[str, Case]] = {
     "features": FEATURES,
     "fused": FUSED,
     "mixtures": MIXTURES | SAVING,
+    "repeated": REPEATED,
     "sharded": SHARDED,
     "kernels": KERNELS,
 }

@@ -1,6 +1,6 @@
 """Both adapters under one rule: snapshot, another engine, inject, go on; bitwise what never stopped would give.
 
-The DeepSpeed and DDP cases run in four jobs of two gloo ranks each; every case is reported here on its own.
+The DeepSpeed and DDP cases run in jobs of two gloo ranks each; every case is reported here on its own.
 """
 
 import importlib
