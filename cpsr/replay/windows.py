@@ -16,7 +16,8 @@ from cpsr.engines.moe.naming import experts_of
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.copy_budget import CopyBudget
 from cpsr.job import Job
-from cpsr.replay.conversion import Conversion
+from cpsr.replay.conversion import REPEATED, VOID, Conversion
+from cpsr.replay.frozen import FrozenGradients
 from cpsr.replay.layout import WindowLayout
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
 from cpsr.replay.schedule import schedule, units_of, window_iterations
@@ -47,6 +48,7 @@ class Windows:
         self._compute = job.adapter.compute_dtypes()
         self._active = [sum(shard.operators[one].state_bytes for one in names) for names in self._units.values()]
         self._conversion: Conversion | None = None
+        self._frozen = FrozenGradients(job)
         self._layout = self._laid_out(job.config.replay.window_iterations or 1)
         self.file_bytes = PAGE_BYTES + self._layout.bytes
         files = _files(job, self.file_bytes)
@@ -92,8 +94,13 @@ class Windows:
         return path
 
     def start(self) -> None:
-        """Take the memory of the windows; where a rank has too little, it takes none, and training goes on."""
+        """Take the memory of the windows; where a rank has too little, it takes none, and training goes on.
+
+        A collective, after `settle`.
+        """
         assert self._recorder is not None
+        if self._conversion is not None:
+            self._frozen.plan(self._conversion)
         problem = None
         try:
             self._recorder.prepare(self._layout)
@@ -119,6 +126,7 @@ class Windows:
         if self._conversion is not None:
             with self._void_after_an_error():
                 self._conversion.after_step(iteration)
+        self._frozen.after_step(iteration)
 
     def ends_after(self, iteration: int) -> bool:
         """Whether a window ends with this iteration; the same on all ranks, right after the step."""
@@ -147,7 +155,7 @@ class Windows:
             return None
         step = self._step(iteration)
         if step > 0:
-            return self._recorder.take(step, iteration, send=send)
+            return self._recorder.take(step, iteration, self._frozen.outcome, send=send)
         if len(self._layout.turns) != self._iterations_from(iteration):
             self._layout = self._laid_out(self._iterations_from(iteration))
         self._first = iteration
@@ -182,6 +190,7 @@ class Windows:
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""
         self._end_conversion()
+        self._frozen.close()
         if self._recorder is not None:
             self._recorder.close(remove=remove)
 
@@ -197,25 +206,27 @@ class Windows:
 
     @contextmanager
     def _void_after_an_error(self) -> Iterator[None]:
-        """The window is not used again: the next life would fail as this one."""
+        """The window is not used again: the next life would fail as this one, unless it leaves nothing out."""
         try:
             yield
         except BaseException:
-            if self._recorder is not None:
+            if self._recorder is not None and not self._frozen.leaves_out:
                 self._recorder.forget()
             raise
 
     def _check(self, conversion: Conversion, iteration: int) -> None:
         if iteration <= conversion.last:
             with self._void_after_an_error():
-                conversion.require_same(iteration)
+                conversion.require_same(iteration, REPEATED if self._frozen.leaves_out else VOID)
         if iteration >= conversion.last:
             self._end_conversion()
             message = f"the window of iterations {conversion.first} to {conversion.last} is replayed"
-            self._job.journal.event("replayed", f"{message}: the state is whole", iteration)
+            left_out = f"layers were called {self._frozen.left_out} times without gradients of their weights"
+            self._job.journal.event("replayed", f"{message}: the state is whole; {left_out}", iteration)
 
     def _end_conversion(self) -> None:
         conversion, self._conversion = self._conversion, None
+        self._frozen.end()
         if conversion is not None:
             self._pool.obstacle = None
             conversion.close()
