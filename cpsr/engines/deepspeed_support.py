@@ -9,7 +9,12 @@ from cpsr.engines.deepspeed_refusals import refusal
 from cpsr.engines.moe.deepspeed import unsupported_experts
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["require_supported"]
+__all__ = ["UNMANAGED", "require_supported"]
+
+UNMANAGED = (
+    "with managed_gradient_accumulation=false the loop decides how many batches a step takes, so that those of steps "
+    "which were not seen cannot be counted"
+)
 
 
 def require_supported(engine: Any) -> None:

@@ -5,7 +5,8 @@ operators whose turn it was get the state of that iteration, and those whose tur
 of that iteration. So every forward and backward is that of the first time, and so is every gradient. After the last
 step of the window each operator is what a whole snapshot of that iteration would have held, bit for bit.
 
-Source: moevement, section 3.3. The paper's frozen operators take part in no update; here their update is overwritten.
+Source: moevement, section 3.3. The paper's frozen operators take part in no update; here their update is overwritten,
+and `cpsr.replay.frozen` leaves out their weight gradients where that can be done.
 """
 
 from collections.abc import Mapping
@@ -20,9 +21,11 @@ from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.replay.layout import compute_key, witness_key
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["Conversion", "load_window"]
+__all__ = ["REPEATED", "VOID", "Conversion", "load_window"]
 
 _DIFFERS = "Something in the step is not deterministic, or its data, code or libraries are others than before."
+VOID = "is not used again: the next start goes on from another state"
+REPEATED = "is used once more: the next start computes every gradient"
 _WRITES = (
     "It was given its values right after the step, and the loop has written to it since: what the loop does after a "
     "step cannot be repeated so."
@@ -57,6 +60,9 @@ class Conversion:
     Attributes:
         first: the iteration that the loop goes on from.
         last: the iteration after which the state is whole.
+        anchors: by operator, the iteration at which the window has it whole.
+        outcomes: of the steps after the first iteration, as `RepeatedSteps.outcome` gives them.
+        sealed_in_life: number of the life that took the window.
 
     Raises:
         CheckpointError: the window is no longer whole.
@@ -65,8 +71,11 @@ class Conversion:
     def __init__(self, state: MemoryState, adapter: EngineAdapter) -> None:
         self._window, self._adapter = OpenState(state), adapter
         self._name = state.path.name
-        self._anchors: Mapping[str, int] = ages_in_memory(state)
-        self.first, self.last = state.iteration, int(self._window.scalars()["last"])
+        self.anchors: Mapping[str, int] = ages_in_memory(state)
+        scalars = self._window.scalars()
+        self.first, self.last = state.iteration, int(scalars["last"])
+        self.outcomes: list[Any] = scalars.get("outcomes", [])
+        self.sealed_in_life = int(scalars.get("life", -1))
 
     def small_state(self) -> Any:
         """Of the first iteration."""
@@ -76,11 +85,15 @@ class Conversion:
         """Give the engine what the window has of this iteration; a collective where `push_down` is one."""
         with torch.no_grad():
             for name, operator in self._adapter.shard().operators.items():
-                _fill(self._window, self._anchors[name], self.first, iteration, operator, evolving=True)
+                _fill(self._window, self.anchors[name], self.first, iteration, operator, evolving=True)
         self._adapter.push_down()
 
-    def require_same(self, iteration: int) -> None:
+    def require_same(self, iteration: int, then: str = VOID) -> None:
         """Compare the weights with those of the first time, when the loop has finished a repeated iteration.
+
+        Args:
+            iteration: the finished one.
+            then: what an error says of the window.
 
         Raises:
             RecoveryError: they differ: what was repeated is not what was trained.
@@ -88,7 +101,7 @@ class Conversion:
         step = iteration - self.first
         for name, operator in self._adapter.shard().operators.items():
             values, witness = operator.parameter.values.detach(), f"other/{witness_key(step, name)}"
-            if self._anchors[name] >= iteration:
+            if self.anchors[name] >= iteration:
                 before, cause = self._weights(name, step), _WRITES
             elif self._window.has(witness):
                 before, cause = self._window.as_it_is(witness), _DIFFERS
@@ -97,12 +110,12 @@ class Conversion:
             if not _same_bits(values[: before.numel()].to(before.device), before.to(values.dtype)):
                 raise RecoveryError(
                     f"iteration {iteration} was repeated from the window of iterations {self.first} to {self.last}, "
-                    f"and {name} is not what it was the first time. {cause} The window ({self._name}) is not used "
-                    "again: the next start goes on from another state. Set replay.enabled to false if this repeats"
+                    f"and {name} is not what it was the first time. {cause} The window ({self._name}) {then}. "
+                    "Set replay.enabled to false if this repeats"
                 )
 
     def _weights(self, name: str, step: int) -> torch.Tensor:
-        whole = self._anchors[name] == self.first + step
+        whole = self.anchors[name] == self.first + step
         return self._window.as_it_is(f"param/{name}" if whole else f"other/{compute_key(step, name)}")
 
     def close(self) -> None:

@@ -16,7 +16,8 @@ from cpsr.engines.moe.naming import experts_of
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.copy_budget import CopyBudget
 from cpsr.job import Job
-from cpsr.replay.conversion import Conversion
+from cpsr.replay.conversion import REPEATED, VOID, Conversion
+from cpsr.replay.frozen import FrozenGradients
 from cpsr.replay.layout import WindowLayout
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
 from cpsr.replay.resting import Rest, rest_of
@@ -48,6 +49,7 @@ class Windows:
         self._popularity: Mapping[str, float] = {}
         self._order_units()
         self._conversion: Conversion | None = None
+        self._frozen = FrozenGradients(job)
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = PAGE_BYTES + self._layout.bytes
         files = _files(job, self.file_bytes)
@@ -121,8 +123,13 @@ class Windows:
             self._job.journal.event("stages rest", message, conversion.first)
 
     def start(self) -> None:
-        """Take the memory of the windows; where a rank has too little, it takes none, and training goes on."""
+        """Take the memory of the windows; where a rank has too little, it takes none, and training goes on.
+
+        A collective, after `settle`.
+        """
         assert self._recorder is not None
+        if self._conversion is not None:
+            self._frozen.plan(self._conversion)
         if self._rest is not None and self._rest.snapshot is not None:
             self._pool.seal(self._rest.snapshot, "departure")  # stamped with this life, which may end before its rest
         problem = None
@@ -156,6 +163,7 @@ class Windows:
         if conversion is not None and iteration <= conversion.last and not (rest is not None and rest.here):
             with self._void_after_an_error():
                 conversion.after_step(iteration)
+        self._frozen.after_step(iteration)
         if rest is not None and iteration == rest.choice.until:
             rest.end(self._job.adapter, self._pool)
             if self._traffic is not None:
@@ -188,7 +196,7 @@ class Windows:
             return None
         step = self._step(iteration)
         if step > 0:
-            return self._recorder.take(step, iteration, send=send)
+            return self._recorder.take(step, iteration, self._frozen.outcome, send=send)
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
             if self._upstream is not None:
@@ -241,6 +249,7 @@ class Windows:
             self._traffic.stop()
         if self._upstream is not None:
             self._upstream.close(remove=remove)
+        self._frozen.close()
         if self._recorder is not None:
             self._recorder.close(remove=remove)
 
@@ -256,11 +265,11 @@ class Windows:
 
     @contextmanager
     def _void_after_an_error(self) -> Iterator[None]:
-        """The window is not used again: the next life would fail as this one."""
+        """The window is not used again: the next life would fail as this one, unless it leaves nothing out."""
         try:
             yield
         except BaseException:
-            if self._recorder is not None:
+            if self._recorder is not None and not self._frozen.leaves_out:
                 self._recorder.forget()
             raise
 
@@ -279,17 +288,19 @@ class Windows:
     def _check(self, conversion: Conversion, iteration: int) -> None:
         if iteration <= conversion.last and not (self._rest is not None and self._rest.here):
             with self._void_after_an_error():
-                conversion.require_same(iteration)
+                conversion.require_same(iteration, REPEATED if self._frozen.leaves_out else VOID)
         if iteration >= self._whole_at:
             message = f"the iterations from {conversion.first + 1} to {self._whole_at} are replayed"
             self._end_conversion()
-            self._job.journal.event("replayed", f"{message}: the state is whole", iteration)
+            left_out = f"layers were called {self._frozen.left_out} times without gradients of their weights"
+            self._job.journal.event("replayed", f"{message}: the state is whole; {left_out}", iteration)
 
     def _end_conversion(self) -> None:
         conversion, rest, self._conversion, self._rest = self._conversion, self._rest, None, None
         if rest is not None and rest.snapshot is not None and self._traffic is not None:
             self._pool.release(rest.snapshot)
             self._traffic.go_on()
+        self._frozen.end()
         if conversion is not None:
             self._pool.obstacle = None
             conversion.close()
