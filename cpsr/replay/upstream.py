@@ -152,8 +152,9 @@ class Upstream:
             self._slots.append(_Slot(file, None, log.iteration))
             file.restamp(self._memory.life, self._memory.branch)
             self.bytes = max(self.bytes, found[3][0])
-            self._fitting = max(self._fitting, len(self._slots))
             kept[log.iteration] = replace(log, life=self._memory.life, branch=self._memory.branch)
+        if kept:
+            self._fit()
         return kept
 
     def forget(self) -> None:

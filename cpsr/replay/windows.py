@@ -2,27 +2,25 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
+from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import bytes_in_memory, room_in_memory
-from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, memory_state
+from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.kept_views import KeptViews
 from cpsr.engines.moe.naming import experts_of
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.copy_budget import CopyBudget
 from cpsr.job import Job
-from cpsr.replay.conversion import REPEATED, VOID, Conversion
 from cpsr.replay.frozen import FrozenGradients
 from cpsr.replay.layout import WindowLayout
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
-from cpsr.replay.resting import Rest, rest_of
+from cpsr.replay.replaying import Replaying
 from cpsr.replay.schedule import has_shifted, schedule, units_of, window_iterations
-from cpsr.replay.upstream import LoggedSteps, Upstream
+from cpsr.replay.stage_logs import StageLogs
 
 __all__ = ["Windows"]
 
@@ -48,7 +46,7 @@ class Windows:
         self._compute = job.adapter.compute_dtypes()
         self._popularity: Mapping[str, float] = {}
         self._order_units()
-        self._conversion: Conversion | None = None
+        self._replaying: Replaying | None = None
         self._frozen = FrozenGradients(job)
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = PAGE_BYTES + self._layout.bytes
@@ -60,16 +58,7 @@ class Windows:
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
         self._copies = CopyBudget()
-        self._left: MemoryState | None = None  # the window that is replayed, as the life before left it
-        self._rest: Rest | None = None
-        self._traffic = job.adapter.stage_traffic
-        self._upstream: Upstream | None = None
-        if self._traffic is not None and self._traffic.obstacle is None:
-            self._upstream = Upstream(memory, job.adapter.device, self._report_log, self._room_for_logs)
-            self._upstream.keep(files * len(self._layout.turns))  # since the first of the oldest window that is left
-            self._traffic.follow(self._upstream)
-        elif self._traffic is not None:
-            self._report(f"a lost stage replays together with all others: {self._traffic.obstacle}", once=True)
+        self._logs = StageLogs(job, memory, files * len(self._layout.turns))  # since the oldest window that is left
 
     def follow(self, on_sealed: OnSealed) -> None:
         """Call this for each window that is sealed; from another thread."""
@@ -90,37 +79,21 @@ class Windows:
             OSError: it is not there any more, or another process has it.
         """
         assert self._recorder is not None
-        self._left = memory_state(path)
+        left = memory_state(path)
         path = self._recorder.adopt(path)
         state = memory_state(path)
-        if state is None:
+        if state is None or left is None:
             raise CheckpointError(f"{path} holds no window any more")
-        conversion = self._conversion = Conversion(state, self._job.adapter)
+        replaying = self._replaying = Replaying(self._job, self._pool, state, left, self._frozen, self._logs)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
-            self._layout = self._laid_out(conversion.last - conversion.first + 1)
+            self._layout = self._laid_out(replaying.last - replaying.first + 1)
             self._agreed = -1, len(self._layout.turns)
-        self._obstruct(conversion)
         return path
 
     def rest(self) -> None:
-        """Find which stages of a pipeline need not replay; a collective, once the window is kept on all ranks."""
-        conversion, traffic = self._conversion, self._traffic
-        if traffic is None or conversion is None or self._left is None:
-            return
-        window = self._left, conversion.last, conversion.small_state()
-        rest = self._rest = rest_of(self._job, self._pool, *window, self._upstream)
-        if rest is None or self._upstream is None:
-            return
-        self._obstruct(conversion)
-        if rest.here:
-            traffic.repeat(LoggedSteps(rest.logs, rest.choice.ranks, self._upstream.forget))
-        if self._job.group.rank == 0:
-            stages = ", ".join(map(str, rest.choice.stages))
-            message = (
-                f"stages {stages} have the state of iteration {rest.choice.until} and rest: the others replay "
-                f"iterations {conversion.first + 1} to {rest.choice.until} from what these had sent"
-            )
-            self._job.journal.event("stages rest", message, conversion.first)
+        """See `Replaying.rest`; a collective, once all ranks have kept their windows."""
+        if self._replaying is not None:
+            self._replaying.rest()
 
     def start(self) -> None:
         """Take the memory of the windows; where a rank has too little, it takes none, and training goes on.
@@ -128,10 +101,8 @@ class Windows:
         A collective, after `settle`.
         """
         assert self._recorder is not None
-        if self._conversion is not None:
-            self._frozen.plan(self._conversion)
-        if self._rest is not None and self._rest.snapshot is not None:
-            self._pool.seal(self._rest.snapshot, "departure")  # stamped with this life, which may end before its rest
+        if self._replaying is not None:
+            self._replaying.start()
         problem = None
         try:
             self._recorder.prepare(self._layout)
@@ -140,7 +111,7 @@ class Windows:
         problems = [one for one in self._job.group.gather(problem) if one is not None]
         if problems:
             self._off = True
-            if self._conversion is None:
+            if self._replaying is None:
                 self._recorder.close(remove=True)
                 self._recorder = None
             message = "no windows are kept in this life, and a failure goes back to the newest checkpoint"
@@ -159,19 +130,14 @@ class Windows:
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state."""
-        conversion, rest = self._conversion, self._rest
-        if conversion is not None and iteration <= conversion.last and not (rest is not None and rest.here):
-            with self._void_after_an_error():
-                conversion.after_step(iteration)
+        if self._replaying is not None:
+            self._replaying.after_step(iteration, self._forget_windows)
         self._frozen.after_step(iteration)
-        if rest is not None and iteration == rest.choice.until:
-            rest.end(self._job.adapter, self._pool)
-            if self._traffic is not None:
-                self._traffic.go_on()
 
     def ends_after(self, iteration: int) -> bool:
         """Whether a window ends with this iteration; the same on all ranks, right after the step."""
-        if self._recorder is None or self._off or (self._conversion is not None and iteration < self._whole_at):
+        replaying = self._replaying is not None and iteration < self._replaying.until
+        if self._recorder is None or self._off or replaying:
             return False
         step = self._step(iteration)
         return self._iterations_from(iteration) == 1 if step == 0 else step + 1 == len(self._layout.turns)
@@ -190,17 +156,19 @@ class Windows:
         Raises:
             RecoveryError: an iteration was not repeated as it was; see `Conversion.require_same`.
         """
-        if self._conversion is not None:
-            self._check(self._conversion, iteration)
-        if self._conversion is not None or self._recorder is None or self._off:
+        replaying = self._replaying
+        if replaying is not None:
+            if not replaying.check(iteration, self._forget_windows):
+                return None
+            self._end_replay()
+        if self._recorder is None or self._off:
             return None
         step = self._step(iteration)
         if step > 0:
             return self._recorder.take(step, iteration, self._frozen.outcome, send=send)
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
-            if self._upstream is not None:
-                self._upstream.keep(self._recorder.files * len(self._layout.turns))
+            self._logs.keep(self._recorder.files * len(self._layout.turns))
         self._first = iteration
         return self._recorder.begin(self._layout, iteration, capture, send=send)
 
@@ -235,20 +203,15 @@ class Windows:
 
     def forget(self) -> None:
         """The run has gone back, or elsewhere: no window leads there."""
-        self._end_conversion()
+        self._end_replay()
         self._first = None
-        if self._recorder is not None:
-            self._recorder.forget()
-        if self._upstream is not None:
-            self._upstream.forget()
+        self._forget_windows()
+        self._logs.forget()
 
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""
-        self._end_conversion()
-        if self._traffic is not None:
-            self._traffic.stop()
-        if self._upstream is not None:
-            self._upstream.close(remove=remove)
+        self._end_replay()
+        self._logs.close(remove=remove)
         self._frozen.close()
         if self._recorder is not None:
             self._recorder.close(remove=remove)
@@ -263,47 +226,14 @@ class Windows:
         agreed_at, iterations = self._agreed
         return iterations if iteration > agreed_at else len(self._layout.turns)
 
-    @contextmanager
-    def _void_after_an_error(self) -> Iterator[None]:
-        """The window is not used again: the next life would fail as this one, unless it leaves nothing out."""
-        try:
-            yield
-        except BaseException:
-            if self._recorder is not None and not self._frozen.leaves_out:
-                self._recorder.forget()
-            raise
+    def _forget_windows(self) -> None:
+        if self._recorder is not None:
+            self._recorder.forget()
 
-    @property
-    def _whole_at(self) -> int:
-        """The iteration at which the state is whole again on all ranks."""
-        assert self._conversion is not None
-        return self._conversion.last if self._rest is None else self._rest.choice.until
-
-    def _obstruct(self, conversion: Conversion) -> None:
-        self._pool.obstacle = (
-            f"the state is whole again after iteration {self._whole_at}: until then the window of iterations "
-            f"{conversion.first} to {conversion.last} is replayed"
-        )
-
-    def _check(self, conversion: Conversion, iteration: int) -> None:
-        if iteration <= conversion.last and not (self._rest is not None and self._rest.here):
-            with self._void_after_an_error():
-                conversion.require_same(iteration, REPEATED if self._frozen.leaves_out else VOID)
-        if iteration >= self._whole_at:
-            message = f"the iterations from {conversion.first + 1} to {self._whole_at} are replayed"
-            self._end_conversion()
-            left_out = f"layers were called {self._frozen.left_out} times without gradients of their weights"
-            self._job.journal.event("replayed", f"{message}: the state is whole; {left_out}", iteration)
-
-    def _end_conversion(self) -> None:
-        conversion, rest, self._conversion, self._rest = self._conversion, self._rest, None, None
-        if rest is not None and rest.snapshot is not None and self._traffic is not None:
-            self._pool.release(rest.snapshot)
-            self._traffic.go_on()
-        self._frozen.end()
-        if conversion is not None:
-            self._pool.obstacle = None
-            conversion.close()
+    def _end_replay(self) -> None:
+        replaying, self._replaying = self._replaying, None
+        if replaying is not None:
+            replaying.close()
 
     def _order_units(self) -> None:
         operators = self._job.shard.operators
@@ -341,15 +271,6 @@ class Windows:
     def _compute_bytes(self, name: str) -> int:
         values = self._job.shard.operators[name].parameter.values
         return math.prod(values.shape) * int(self._compute.get(name, values.dtype).itemsize)
-
-    def _room_for_logs(self) -> int:
-        """For this rank: half of what is left is for later windows, and for others."""
-        return shared_memory_left() // (2 * len(self._job.run.local_ranks))
-
-    def _report_log(self, message: str, level: int) -> None:
-        if level == logging.INFO and self._job.group.rank != self._job.adapter.data_parallel_ranks[0]:
-            return  # the first of each stage is enough
-        self._job.journal.event("stages logged", message, level=level)
 
     def _report(self, message: str, *, once: bool = False) -> None:
         if not once or self._job.group.rank == 0:

@@ -109,15 +109,16 @@ def test_the_next_life_keeps_the_logs_and_overwrites_the_oldest(logs: Logs, tmp_
         logs.train(iteration)
     left = logs.left()
     later = Logs(tmp_path, life=2)
+    later.upstream.keep(5)
     kept = later.upstream.adopt(list(left.values()))
     assert sorted(kept) == [2, 3, 4, 5]
     assert {state.life for state in kept.values()} == {2}
     _, sent = LoggedSteps(kept, frozenset({0}), lambda: None).operations(3)
     assert sent[1] is not None
     assert torch.equal(sent[1], torch.full((3, 4), 3.0))
-    later.upstream.keep(4)
     later.train(6)
-    assert sorted(later.left()) == [3, 4, 5, 6]
+    later.train(7)
+    assert sorted(later.left()) == [3, 4, 5, 6, 7]  # there are five files now
     later.upstream.close(remove=True)
 
 
