@@ -148,7 +148,8 @@ class PlanReply(BaseModel):
     )
     ranks: list[RankPlan]
     memory_interval_iterations: int | None = Field(
-        description="Between snapshots in host memory, of which a checkpoint is one; null where there are none."
+        description="Between snapshots in host memory, of which a checkpoint is one, or the length of windows; null: "
+        "there are none."
     )
     classes: list[ClassPlan] = Field(description="Failures by what they leave; empty where the plan does not say.")
     recovery_mode: Literal["predict", "recompute"] | None = Field(

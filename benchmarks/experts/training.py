@@ -20,7 +20,7 @@ from cpsr.engines.moe.operators import Expert
 from cpsr.engines.moe.token_counts import Counted
 from cpsr.state.shard import Shard
 
-__all__ = ["Training"]
+__all__ = ["Training", "engine_of", "learning_rate"]
 
 PEAK_LEARNING_RATE, WARM_UP_ITERATIONS, SCHEDULE_ITERATIONS = 1e-3, 50, 3000  # as of the dense model of this size
 WEIGHT_DECAY, MAX_GRADIENT_NORM = 0.01, 1.0
@@ -47,7 +47,7 @@ class Training:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         torch.manual_seed(seed)
         model = MixtureGPT(mixture, rank % mixture.expert_parallel, seed)
-        self._engine = _engine(model, mixture.batch_windows // ranks)
+        self._engine = engine_of(model, mixture.batch_windows // ranks)
         self._seed = seed
         self._data = Data(mixture, rank, ranks)
         self.adapter = adapt(self._engine)
@@ -113,7 +113,8 @@ def learning_rate(iteration: int) -> float:
     return warmed * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / SCHEDULE_ITERATIONS)))
 
 
-def _engine(model: MixtureGPT, micro_batch: int) -> Any:
+def engine_of(model: MixtureGPT, micro_batch: int) -> Any:
+    """DeepSpeed at ZeRO 0 with AdamW, for so many windows a rank."""
     group = {"params": list(model.parameters()), "name": "all"}
     parameters = split_params_into_different_moe_groups_for_optimizer(group)
     engine, *_ = deepspeed.initialize(

@@ -1,11 +1,11 @@
-"""`cpsr bench replay`: what windows cost each step, and what a restart repeats at each place of a window."""
+"""`cpsr bench replay`: what windows cost each step, what a restart repeats, and the same beside checkpoints."""
 
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from rich.table import Table
 
@@ -13,18 +13,23 @@ from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
 from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring, verdict
 from cpsr.benchmarks.harness.processes import in_own_process
+from cpsr.benchmarks.replay.compared import Plan, compare
+from cpsr.benchmarks.replay.ettr import Inputs, draw, simulated
 from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.tables import print_table
 
-__all__ = ["main"]
+__all__ = ["Part", "main"]
 
 AIM = 1.03  # of a step without CPSR
 SETTLED = 0.5  # of a run's steps are left out at its begin
 WINDOW = 4  # of the failures
 DEFAULT = Shape()
+COMPARISON = Plan()
+
+Part = Literal["costs", "comparison"]
 
 _RARELY = {"interval_iterations": 100_000, "final": False, "fsync": False}
 _NO_MEMORY = {"checkpoint": {**_RARELY, "shared_memory": False}}
@@ -47,6 +52,8 @@ def main(
     steps: int = 40,
     windows: tuple[int, ...] = (2, 4, 8, 16),
     shape: Shape = DEFAULT,
+    plan: Plan = COMPARISON,
+    only: Part | None = None,
     workdir: Path | None = None,
 ) -> None:
     """Measure, print the tables, and write the JSON file.
@@ -57,18 +64,26 @@ def main(
         steps: of a run.
         windows: iterations of the windows whose cost is measured.
         shape: of the model.
+        plan: of the comparison with dense checkpoints and stale experts.
+        only: one of the two parts.
         workdir: holds the runs' directories.
 
     Raises:
         CPSRError: a life came back with another state than the run that nothing happened to.
     """
     with measuring("replay", json_path, workdir) as call:
-        step_seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
-        ratios = _ratios(call, step_seconds)
-        failures = _failures(call, shape)
+        figures, plot = dict[str, Any](), None
+        if only != "comparison":
+            step_seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
+            figures = {"shape": asdict(shape), "state_bytes": state_bytes, "rounds": rounds, "steps": steps, "aim": AIM}
+            figures |= {"step_seconds": step_seconds, "ratios": _ratios(call, step_seconds)}
+            figures["failures"] = _failures(call, shape)
+        if only != "costs":
+            figures["comparison"] = compare(call, plan)
+            figures["ettr"] = simulated(call, Inputs.of(figures["comparison"], figures.get("ratios")))
+            plot = draw(figures["ettr"])
         call.console.print(machine_text(call.machine))
-        figures = {"shape": asdict(shape), "state_bytes": state_bytes, "rounds": rounds, "steps": steps, "aim": AIM}
-        call.leave({**figures, "step_seconds": step_seconds, "ratios": ratios, "failures": failures})
+        call.leave(figures, plot)
 
 
 def _costs(

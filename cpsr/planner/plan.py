@@ -38,7 +38,7 @@ class Plan:
         mode: how a failure is expected to be recovered; None if the plan did not choose.
         rank_interval_iterations: of every rank, the base times a power of two; empty if all take the job's.
         memory_interval_iterations: between snapshots in host memory, from 1 to the interval between checkpoints of all
-            ranks; None: there are none.
+            ranks; of windows their length; None: there are none.
     """
 
     interval_iterations: int

@@ -9,7 +9,7 @@ from cpsr.benchmarks.replay.run import WINDOW, main, variants
 
 def test_every_variant_is_measured_and_every_failure_comes_back(tmp_path: Path) -> None:
     shape = Shape(width=16, layers=2, experts=2, tokens=64)
-    main(tmp_path / "replay.json", rounds=1, steps=6, windows=(2,), shape=shape, workdir=tmp_path)
+    main(tmp_path / "replay.json", rounds=1, steps=6, windows=(2,), shape=shape, only="costs", workdir=tmp_path)
     found = json.loads((tmp_path / "replay.json").read_text())
     assert set(found["ratios"]) == {"alone", *variants((2,))}
     assert len(found["failures"]) == WINDOW

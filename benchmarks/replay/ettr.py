@@ -1,0 +1,169 @@
+"""ETTR by the simulator, from what the comparison has measured: windows beside checkpoints at others' intervals."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from cpsr.benchmarks.harness.measurement import Measurement, verdict
+from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WINDOW, WINDOWS
+from cpsr.planner.baselines import Gemini, Young
+from cpsr.planner.inputs import PlannerInputs
+from cpsr.simulate.arrivals import poisson
+from cpsr.simulate.run import simulate
+from cpsr.simulate.system import Checkpoints, Job, Rollback, System
+from cpsr.tables import print_table
+
+__all__ = ["AIM", "Inputs", "draw", "simulated"]
+
+AIM = 0.97  # at the shortest time between failures
+MTBF_MINUTES = (10, 30, 60, 120)
+WALL_SECONDS = 12 * 3600.0  # as of the paper's runs
+RUNS, SEED = 1000, 0
+ASSUMED_RESTART_SECONDS = 60.0  # of a large job: its launcher, imports and collectives; nobody has measured it here
+_COLOURS = {"windows": "#1f6f8b", "young": "#c0392b", "checkfreq": "#e0a030", "gemini": "#7d5ba6", "stale": "#95a5a6"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the comparison has measured.
+
+    Attributes:
+        iteration_seconds: median step of the job that nothing happens to.
+        windows: by name, iterations of windows and the share by which they lengthen a step, 0 where they did not: of
+            the comparison, and of the job of one process whose costs were measured, if they were.
+        stall_seconds, persist_seconds: of a dense checkpoint.
+        stale_stall_seconds, stale_persist_seconds: of a checkpoint with one expert of each layer.
+        checkfreq_interval, stale_interval: by CheckFreq's rule.
+        restart_seconds: by way, median from the last step before a failure to the first one after it.
+    """
+
+    iteration_seconds: float
+    windows: Mapping[str, tuple[int, float]]
+    stall_seconds: float
+    persist_seconds: float
+    stale_stall_seconds: float
+    stale_persist_seconds: float
+    checkfreq_interval: int
+    stale_interval: int
+    restart_seconds: Mapping[str, float]
+
+    @classmethod
+    def of(cls, comparison: Mapping[str, Any], ratios: Mapping[str, Any] | None = None) -> "Inputs":
+        """From what `compare` returned, and the ratios of steps where the costs were measured."""
+        ways, every = comparison["ways"], comparison["checkfreq"]
+        step = {name: statistics.median(own["step_seconds"]) for name, own in ways.items()}
+        down = {name: [one for run in ways[name]["down_seconds"] for one in run] for name in (DENSE, STALE, WINDOWS)}
+        alone = {
+            f"{name}, one process": (int(name.rpartition(" ")[2]), max(one["value"] - 1, 0.0))
+            for name, one in (ratios or {}).items()
+            if name.startswith("windows of ")
+        }
+        return cls(
+            step[CONTROL],
+            {WINDOWS: (WINDOW, max(step[WINDOWS] / step[CONTROL] - 1, 0.0)), **alone},
+            every[DENSE]["stall_seconds"],
+            every[DENSE]["persist_seconds"],
+            every[STALE]["stall_seconds"],
+            every[STALE]["persist_seconds"],
+            every[DENSE]["interval_iterations"],
+            every[STALE]["interval_iterations"],
+            {name: statistics.median(seconds) for name, seconds in down.items()},
+        )
+
+    def systems(self, mtbf_seconds: float) -> dict[str, tuple[System, float]]:
+        """What is simulated, by name, each with the seconds of its restarts."""
+        dense = PlannerInputs(self.iteration_seconds, self.stall_seconds, self.persist_seconds, 1 / mtbf_seconds)
+        # Its copies go to memory: no time until they are durable, and the stall of a checkpoint at the most.
+        in_memory = PlannerInputs(self.iteration_seconds, self.stall_seconds, 0.0, 1 / mtbf_seconds)
+        persist, restart = self.persist_seconds, self.restart_seconds
+        young = max(Young().choose(dense).interval_iterations, int(persist / self.iteration_seconds) + 1)
+        stale = Checkpoints(self.stale_interval, self.stale_stall_seconds, self.stale_persist_seconds)
+        gemini = Checkpoints(Gemini().choose(in_memory).interval_iterations, self.stall_seconds)
+        checkfreq = Checkpoints(self.checkfreq_interval, self.stall_seconds, persist)
+        own = {name: _windows(name, self.iteration_seconds, *one) for name, one in self.windows.items()}
+        return {
+            **{name: (system, restart[WINDOWS]) for name, system in own.items()},
+            "gemini": (System("gemini", gemini, Rollback()), restart[WINDOWS]),
+            "young": (System("young", Checkpoints(young, self.stall_seconds, persist), Rollback()), restart[DENSE]),
+            "checkfreq": (System("checkfreq", checkfreq, Rollback()), restart[DENSE]),
+            "stale": (System("stale", stale, Rollback()), restart[STALE]),
+        }
+
+
+def _windows(name: str, iteration_seconds: float, iterations: int, overhead: float) -> System:
+    """A window is whole when the next one begins, and is replayed from its first iteration."""
+    seconds = iterations * iteration_seconds
+    return System(name, Checkpoints(iterations, overhead * seconds, seconds), Rollback())
+
+
+def simulated(call: Measurement, inputs: Inputs) -> list[dict[str, Any]]:
+    """ETTR at each time between failures, with measured restarts and with an assumed one; prints the table."""
+    found = []
+    for minutes in MTBF_MINUTES:
+        for name, (system, restart_seconds) in inputs.systems(60.0 * minutes).items():
+            for kind, seconds in (("measured", restart_seconds), ("assumed", ASSUMED_RESTART_SECONDS)):
+                job = Job(inputs.iteration_seconds, WALL_SECONDS, restart_seconds=seconds)
+                outcome = simulate(job, system, poisson(60.0 * minutes), RUNS, SEED)
+                ettr, error = outcome.mean_and_error(outcome.ettr)
+                found.append(
+                    {
+                        "system": name,
+                        "mtbf_minutes": minutes,
+                        "interval_iterations": system.checkpoints.interval_iterations,
+                        "restart": kind,
+                        "restart_seconds": seconds,
+                        "ettr": ettr,
+                        "standard_error": error,
+                    }
+                )
+    _show(call, found)
+    return found
+
+
+def _show(call: Measurement, found: list[dict[str, Any]]) -> None:
+    table = Table(title="ETTR, simulated from the figures above (12 h, 1000 runs)")
+    for heading in ("system", "restart", *(f"{minutes} min" for minutes in MTBF_MINUTES)):
+        table.add_column(heading)
+    rows = dict.fromkeys((one["system"], one["restart"]) for one in found)
+    for name, kind in rows:
+        own = [one for one in found if (one["system"], one["restart"]) == (name, kind)]
+        seconds = f"{own[0]['restart_seconds']:.1f} s, {kind}"
+        table.add_row(name, seconds, *(f"{one['ettr']:.4f} (every {one['interval_iterations']})" for one in own))
+    print_table(call.console, table)
+    for one in found:
+        if one["system"].startswith("windows") and (one["mtbf_minutes"], one["restart"]) == (
+            MTBF_MINUTES[0],
+            "measured",
+        ):
+            what = f"{one['system']} at {MTBF_MINUTES[0]} minutes: {one['ettr']:.4f}, aim {AIM:g}"
+            call.console.print(f"{verdict(one['ettr'] >= AIM)}  {what}")
+
+
+def draw(found: list[dict[str, Any]]) -> Figure:
+    """ETTR over the time between failures: with the measured restarts (left), and with an assumed one (right)."""
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("measured", "assumed"), strict=True):
+        for name in dict.fromkeys(one["system"] for one in found):
+            own = [one for one in found if (one["system"], one["restart"]) == (name, kind)]
+            places, values = [one["mtbf_minutes"] for one in own], [one["ettr"] for one in own]
+            windows = name.startswith("windows")
+            colour = _COLOURS["windows" if windows else name]
+            mark = "o--" if "one process" in name or name == "gemini" else "o-"  # it may lie on Young's
+            shade = min(1.0, 0.25 + 0.05 * own[0]["interval_iterations"]) if mark == "o--" and windows else 1.0
+            axes.plot(places, values, mark, ms=4, lw=1.5, label=name, color=colour, alpha=shade)
+        axes.axhline(AIM, color="black", lw=0.6, ls=":")
+        axes.set_xscale("log")
+        axes.set_xticks(MTBF_MINUTES, [f"{minutes}" for minutes in MTBF_MINUTES])
+        axes.minorticks_off()
+        axes.set_xlabel("minutes between failures")
+        axes.set_title(
+            f"restarts as {kind}" if kind == "measured" else f"restarts of {ASSUMED_RESTART_SECONDS:g} s, assumed"
+        )
+    figure.axes[0].set_ylabel("ETTR, simulated")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, ncols=5, loc="outside lower center", frameon=False)
+    return figure

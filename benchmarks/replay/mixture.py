@@ -1,0 +1,105 @@
+"""One rank of a real mixture of experts under CPSR, which kills itself when it is told to."""
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpsr.benchmarks.harness.ranks import become_rank
+
+__all__ = ["MIXTURE", "Part", "found_path", "rank_main"]
+
+# Plain data, since the launcher imports no DeepSpeed: two ranks share the experts.
+MIXTURE: dict[str, Any] = {
+    "experts": 8,
+    "expert_parallel": 2,
+    "ranks": 2,
+    "gpt": {"layers": 4, "heads": 4, "width": 96, "context": 64},
+}
+SEED = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a life of the job does.
+
+    Attributes:
+        config: CPSR's configuration.
+        result: where logs and figures go, `.<rank>` and an ending appended.
+        iterations: end of the run.
+        killed_at: iteration after which every rank kills itself; None: the job comes to its end.
+        mixture: see `MIXTURE`.
+    """
+
+    config: dict[str, Any]
+    result: Path
+    iterations: int
+    killed_at: int | None
+    mixture: dict[str, Any]
+
+
+def found_path(result: Path, rank: int) -> Path:
+    """Where a rank's figures lie: one JSON object a line, the first of the beginning, then one a step."""
+    return result.with_suffix(f".{rank}.jsonl")
+
+
+def rank_main(part: Part, rank: int, ranks: int) -> None:
+    """What a rank's process runs."""
+    become_rank(part.result.with_suffix(f".{rank}.log"), rank, ranks)
+    importlib.import_module("cpsr.benchmarks.replay.mixture").train(part, rank, ranks)
+
+
+def train(part: Part, rank: int, ranks: int) -> None:
+    """Train to the end, or to the kill."""
+    import deepspeed  # here: the process that launches does without
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from cpsr import CPSRRecovery
+    from cpsr.benchmarks.experts.data import Data
+    from cpsr.benchmarks.experts.model import MixtureGPT
+    from cpsr.benchmarks.experts.tasks import Mixture
+    from cpsr.benchmarks.experts.training import engine_of, learning_rate
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    meeting = f"file://{part.result.with_suffix('.ranks')}"  # a port that was free a moment ago may be taken by now
+    deepspeed.init_distributed(
+        "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
+    )
+    torch.set_num_threads(1)
+    mixture = Mixture.model_validate(part.mixture)
+    torch.manual_seed(SEED)
+    engine = engine_of(MixtureGPT(mixture, rank % mixture.expert_parallel, SEED), mixture.batch_windows // ranks)
+    data = Data(mixture, rank, ranks)
+    loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(part.iterations)))
+    with CPSRRecovery(engine, part.config) as recovery, found_path(part.result, rank).open("w") as found:
+
+        def note(**values: Any) -> None:
+            found.write(json.dumps(values | {"unix_seconds": time.time()}) + "\n")
+            found.flush()
+
+        guard = recovery.restored.guard
+        note(iteration=recovery.iteration, method=recovery.restored.method, lost_tokens=guard.get("lost_tokens"))
+        for (index,) in recovery.resume(loader, repeat=True):
+            if recovery.iteration >= part.iterations:
+                break
+            for group in engine.optimizer.param_groups:
+                group["lr"] = learning_rate(recovery.iteration)
+            loss = engine(data.batch(SEED, int(index)))
+            engine.backward(loss)
+            engine.step()
+            note(iteration=recovery.iteration, loss=loss.item())
+            if recovery.iteration == part.killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if recovery.iteration >= part.iterations:
+                break
+        digest = hashlib.sha256()
+        for _, tensor in sorted(recovery.life.job.adapter.shard().all_tensors()):
+            digest.update(tensor.detach().contiguous().numpy().tobytes())
+        note(digest=digest.hexdigest(), state_bytes=recovery.life.job.shard.state_bytes)
+    torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit

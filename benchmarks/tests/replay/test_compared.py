@@ -1,0 +1,43 @@
+"""The comparison under kills, small: real ranks, real kills."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cpsr.benchmarks.harness.measurement import measuring
+from cpsr.benchmarks.replay.compared import DENSE, STALE, WINDOWS, Plan, compare, lag_iterations
+from cpsr.benchmarks.replay.mixture import MIXTURE
+
+_GPT = {"layers": 2, "heads": 2, "width": 16, "context": 16}
+SMALL = Plan(48, 1, 1, MIXTURE | {"gpt": _GPT, "experts": 4}, interval_iterations=5)
+
+
+@pytest.mark.slow
+def test_every_way_meets_the_same_kills_and_only_stale_experts_lose_tokens(tmp_path: Path) -> None:
+    with measuring("replay", None, tmp_path, timed=False) as call:
+        found = json.loads(json.dumps(compare(call, SMALL)))["ways"]
+    for name in (DENSE, WINDOWS):
+        assert found[name]["methods"] == ["exact"]
+        assert found[name]["lost_tokens"] == [0.0]
+        assert found[name]["lag_iterations"] == [0.0]
+        assert found[name]["same_bits"] == [True]
+    assert found[STALE]["methods"] == ["stale"]
+    assert found[STALE]["lost_tokens"][0] > 0
+    assert found[STALE]["same_bits"] == [False]
+    ((repeated,),) = found[WINDOWS]["repeated_iterations"]
+    assert 4 <= repeated <= 8
+
+
+def test_a_lag_is_the_gap_over_what_an_iteration_is_worth() -> None:
+    control = {at: 5.0 - 0.01 * at for at in range(100)}
+    behind = {at: 5.0 - 0.01 * (at - 3) for at in range(100)}
+    assert lag_iterations(behind, control, 20) == pytest.approx((3.0, 0.03))
+    assert lag_iterations(control, control, 20) == (0.0, 0.0)
+
+
+def test_every_round_has_its_own_kills_inside_the_run() -> None:
+    plan = Plan()
+    kills = [plan.killed_at(number) for number in range(5)]
+    assert len({tuple(one) for one in kills}) > 3
+    assert all(40 <= first < second < 100 for first, second in kills)

@@ -1,0 +1,45 @@
+"""ETTR from measured inputs."""
+
+from pathlib import Path
+
+import pytest
+
+from cpsr.benchmarks.harness.measurement import measuring
+from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WINDOW, WINDOWS
+from cpsr.benchmarks.replay.ettr import Inputs, draw, simulated
+from cpsr.simulate.closed_forms import formula_ettr
+
+RESTART = 4.0
+
+
+def comparison() -> dict[str, object]:
+    """What `compare` returns, in round numbers."""
+    ways = {
+        name: {"step_seconds": [step], "down_seconds": [[RESTART]]}
+        for name, step in ((CONTROL, 0.1), (DENSE, 0.101), (STALE, 0.101), (WINDOWS, 0.102))
+    }
+    costs = {"stall_seconds": 0.02, "persist_seconds": 0.8}
+    every = {DENSE: {**costs, "interval_iterations": 9}, STALE: {**costs, "interval_iterations": 7}}
+    return {"ways": ways, "checkfreq": every}
+
+
+def test_windows_lose_one_and_a_half_of_their_length_a_failure(tmp_path: Path) -> None:
+    inputs = Inputs.of(comparison(), {"alone": {"value": 1.0}, "windows of 8": {"value": 0.99}})
+    assert inputs.windows == {WINDOWS: (WINDOW, pytest.approx(0.02)), "windows of 8, one process": (8, 0.0)}
+    with measuring("replay", None, tmp_path, timed=False) as call:
+        found = simulated(call, inputs)
+    for one in found:
+        if one["system"] not in inputs.windows:
+            continue
+        length, overhead = inputs.windows[one["system"]]
+        recovery = one["restart_seconds"] + 1.5 * length * 0.1
+        expected = formula_ettr(0.1, length, overhead * length * 0.1, recovery, 60.0 * one["mtbf_minutes"])
+        assert one["ettr"] == pytest.approx(expected, abs=0.005)
+    assert len(draw(found).axes) == 2
+
+
+def test_the_oracle_chooses_shorter_intervals_where_failures_are_frequent() -> None:
+    inputs = Inputs.of(comparison())
+    often, rarely = (inputs.systems(seconds)["gemini"][0].checkpoints for seconds in (600.0, 7200.0))
+    assert often.interval_iterations < rarely.interval_iterations
+    assert inputs.systems(600.0)[WINDOWS][1] == RESTART
