@@ -126,12 +126,13 @@ def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
     steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
+    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,failures,repeated",
     workdir: Workdir = None,
 ) -> None:
-    """What sparse windows of snapshots cost each step, and what a restart repeats."""
+    """What sparse windows of snapshots cost each step, what a restart repeats, and what a repeated step costs."""
     from cpsr.benchmarks.replay.run import main as run_replay
 
-    run_replay(json_path, rounds, steps, workdir=workdir)
+    run_replay(json_path, rounds, steps, workdir=workdir, parts=parts.split(","))
 
 
 @bench.command()

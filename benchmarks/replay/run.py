@@ -1,6 +1,6 @@
-"""`cpsr bench replay`: what windows cost each step, and what a restart repeats at each place of a window."""
+"""`cpsr bench replay`: what windows cost each step, what a restart repeats, and what a repeated step costs."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +14,18 @@ from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring, verdict
 from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
+from cpsr.benchmarks.replay.repeated import KINDS, WHOLE, step_seconds
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.tables import print_table
 
-__all__ = ["main"]
+__all__ = ["PARTS", "main"]
 
+PARTS = ("windows", "failures", "repeated")
 AIM = 1.03  # of a step without CPSR
+REPEATED_AIM = 0.75  # of a whole step, where all operators are frozen
+TOKENS = 1024  # of a repeated step
 SETTLED = 0.5  # of a run's steps are left out at its begin
 WINDOW = 4  # of the failures
 DEFAULT = Shape()
@@ -48,6 +52,8 @@ def main(
     windows: tuple[int, ...] = (2, 4, 8, 16),
     shape: Shape = DEFAULT,
     workdir: Path | None = None,
+    parts: Collection[str] = PARTS,
+    tokens: int = TOKENS,
 ) -> None:
     """Measure, print the tables, and write the JSON file.
 
@@ -58,17 +64,29 @@ def main(
         windows: iterations of the windows whose cost is measured.
         shape: of the model.
         workdir: holds the runs' directories.
+        parts: of `PARTS`, what is measured.
+        tokens: of a repeated step.
 
     Raises:
-        CPSRError: a life came back with another state than the run that nothing happened to.
+        CPSRError: a part that there is not; or a life came back with another state than the
+            run that nothing happened to.
     """
+    unknown = set(parts) - set(PARTS)
+    if unknown:
+        named = ", ".join(sorted(unknown))
+        raise CPSRError(f"there is no part {named}: nothing was measured. Parts: {', '.join(PARTS)}")
+    figures: dict[str, Any] = {"rounds": rounds, "steps": steps}
     with measuring("replay", json_path, workdir) as call:
-        step_seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
-        ratios = _ratios(call, step_seconds)
-        failures = _failures(call, shape)
+        if "windows" in parts:
+            seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
+            figures |= {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": seconds}
+            figures["ratios"] = _ratios(call, seconds)
+        if "failures" in parts:
+            figures["failures"] = _failures(call, shape)
+        if "repeated" in parts:
+            figures["repeated"] = _repeated(call, steps, tokens)
         call.console.print(machine_text(call.machine))
-        figures = {"shape": asdict(shape), "state_bytes": state_bytes, "rounds": rounds, "steps": steps, "aim": AIM}
-        call.leave({**figures, "step_seconds": step_seconds, "ratios": ratios, "failures": failures})
+        call.leave(figures)
 
 
 def _costs(
@@ -103,6 +121,28 @@ def _ratios(call: Measurement, step_seconds: Mapping[str, list[float]]) -> dict[
     best = min((name for name in found if name.startswith("windows")), key=lambda name: found[name].value)
     call.console.print(f"{verdict(found[best].value < AIM)}  {best} under {AIM:g}")
     return {name: asdict(one) for name, one in found.items()}
+
+
+def _repeated(call: Measurement, steps: int, tokens: int) -> dict[str, Any]:
+    """What steps cost that leave weight gradients out, by model and by what is frozen, over whole ones of the same."""
+    table = Table(title="a repeated step, over a whole one", title_justify="left")
+    for heading in ("model", "weights", "step, ms", "ratio"):
+        table.add_column(heading)
+    found, advance = dict[str, Any](), call.bar("models", len(KINDS))
+    for kind in KINDS:
+        seconds = in_own_process(step_seconds, kind, steps, tokens)
+        ratios = {name: median_ratio_interval(one, seconds[WHOLE]) for name, one in seconds.items() if name != WHOLE}
+        for name, ratio in ratios.items():
+            table.add_row(kind, name, f"{1e3 * median(seconds[name]):.0f}", interval_text(ratio, digits=3))
+        found[kind] = {name: {"step_seconds": median(one)} for name, one in seconds.items()}
+        for name, ratio in ratios.items():
+            found[kind][name] |= asdict(ratio)
+        advance()
+    print_table(call.console, table)
+    best = min(found, key=lambda kind: found[kind]["all frozen"]["value"])
+    met = found[best]["all frozen"]["value"] < REPEATED_AIM
+    call.console.print(f"{verdict(met)}  {best}, all frozen, under {REPEATED_AIM:g}")
+    return {"tokens": tokens, "aim": REPEATED_AIM, **found}
 
 
 def _failures(call: Measurement, shape: Shape) -> list[dict[str, Any]]:
