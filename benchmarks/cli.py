@@ -1,7 +1,7 @@
 """The `cpsr bench` commands; everything heavy is imported inside its own command."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -126,16 +126,15 @@ def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
     steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
-    only: Annotated[
-        Literal["costs", "comparison"] | None,
-        typer.Option(help="What windows cost; or killed jobs beside dense checkpoints and stale experts. Else both."),
-    ] = None,
+    parts: Annotated[
+        str, typer.Option(help="What is measured, comma-separated.")
+    ] = "windows,failures,repeated,comparison",
     workdir: Workdir = None,
 ) -> None:
     """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""
     from cpsr.benchmarks.replay.run import main as run_replay
 
-    run_replay(json_path, rounds, steps, only=only, workdir=workdir)
+    run_replay(json_path, rounds, steps, workdir=workdir, parts=parts.split(","))
 
 
 @bench.command()

@@ -1,1 +1,1 @@
-"""What sparse windows of snapshots cost while a job trains, and what a restart repeats."""
+"""What sparse windows cost while a job trains, what a restart repeats, and what a repeated iteration costs."""

@@ -1,11 +1,11 @@
-"""`cpsr bench replay`: what windows cost each step, what a restart repeats, and the same beside checkpoints."""
+"""`cpsr bench replay`: what windows cost each step, what a restart repeats, and both beside other checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from rich.table import Table
 
@@ -16,20 +16,23 @@ from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.replay.compared import Plan, compare
 from cpsr.benchmarks.replay.ettr import Inputs, draw, simulated
 from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
+from cpsr.benchmarks.replay.repeated import KINDS, WHOLE, step_seconds
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.tables import print_table
 
-__all__ = ["Part", "main"]
+__all__ = ["PARTS", "main"]
 
+PARTS = ("windows", "failures", "repeated", "comparison")
 AIM = 1.03  # of a step without CPSR
+REPEATED_AIM = 0.75  # of a whole step, where all operators are frozen
+TOKENS = 1024  # of a repeated step
 SETTLED = 0.5  # of a run's steps are left out at its begin
 WINDOW = 4  # of the failures
 DEFAULT = Shape()
 COMPARISON = Plan()
 
-Part = Literal["costs", "comparison"]
 
 _RARELY = {"interval_iterations": 100_000, "final": False, "fsync": False}
 _NO_MEMORY = {"checkpoint": {**_RARELY, "shared_memory": False}}
@@ -53,8 +56,9 @@ def main(
     windows: tuple[int, ...] = (2, 4, 8, 16),
     shape: Shape = DEFAULT,
     plan: Plan = COMPARISON,
-    only: Part | None = None,
     workdir: Path | None = None,
+    parts: Collection[str] = PARTS,
+    tokens: int = TOKENS,
 ) -> None:
     """Measure, print the tables, and write the JSON file.
 
@@ -65,20 +69,30 @@ def main(
         windows: iterations of the windows whose cost is measured.
         shape: of the model.
         plan: of the comparison with dense checkpoints and stale experts.
-        only: one of the two parts.
         workdir: holds the runs' directories.
+        parts: of `PARTS`, what is measured.
+        tokens: of a repeated step.
 
     Raises:
-        CPSRError: a life came back with another state than the run that nothing happened to.
+        CPSRError: a part that there is not; or a life came back with another state than the
+            run that nothing happened to.
     """
+    unknown = set(parts) - set(PARTS)
+    if unknown:
+        named = ", ".join(sorted(unknown))
+        raise CPSRError(f"there is no part {named}: nothing was measured. Parts: {', '.join(PARTS)}")
+    figures: dict[str, Any] = {"rounds": rounds, "steps": steps}
     with measuring("replay", json_path, workdir) as call:
-        figures, plot = dict[str, Any](), None
-        if only != "comparison":
-            step_seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
-            figures = {"shape": asdict(shape), "state_bytes": state_bytes, "rounds": rounds, "steps": steps, "aim": AIM}
-            figures |= {"step_seconds": step_seconds, "ratios": _ratios(call, step_seconds)}
+        plot = None
+        if "windows" in parts:
+            seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
+            figures |= {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": seconds}
+            figures["ratios"] = _ratios(call, seconds)
+        if "failures" in parts:
             figures["failures"] = _failures(call, shape)
-        if only != "costs":
+        if "repeated" in parts:
+            figures["repeated"] = _repeated(call, steps, tokens)
+        if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
             figures["ettr"] = simulated(call, Inputs.of(figures["comparison"], figures.get("ratios")))
             plot = draw(figures["ettr"])
@@ -118,6 +132,28 @@ def _ratios(call: Measurement, step_seconds: Mapping[str, list[float]]) -> dict[
     best = min((name for name in found if name.startswith("windows")), key=lambda name: found[name].value)
     call.console.print(f"{verdict(found[best].value < AIM)}  {best} under {AIM:g}")
     return {name: asdict(one) for name, one in found.items()}
+
+
+def _repeated(call: Measurement, steps: int, tokens: int) -> dict[str, Any]:
+    """What steps cost that leave weight gradients out, by model and by what is frozen, over whole ones of the same."""
+    table = Table(title="a repeated step, over a whole one", title_justify="left")
+    for heading in ("model", "weights", "step, ms", "ratio"):
+        table.add_column(heading)
+    found, advance = dict[str, Any](), call.bar("models", len(KINDS))
+    for kind in KINDS:
+        seconds = in_own_process(step_seconds, kind, steps, tokens)
+        ratios = {name: median_ratio_interval(one, seconds[WHOLE]) for name, one in seconds.items() if name != WHOLE}
+        for name, ratio in ratios.items():
+            table.add_row(kind, name, f"{1e3 * median(seconds[name]):.0f}", interval_text(ratio, digits=3))
+        found[kind] = {name: {"step_seconds": median(one)} for name, one in seconds.items()}
+        for name, ratio in ratios.items():
+            found[kind][name] |= asdict(ratio)
+        advance()
+    print_table(call.console, table)
+    best = min(found, key=lambda kind: found[kind]["all frozen"]["value"])
+    met = found[best]["all frozen"]["value"] < REPEATED_AIM
+    call.console.print(f"{verdict(met)}  {best}, all frozen, under {REPEATED_AIM:g}")
+    return {"tokens": tokens, "aim": REPEATED_AIM, **found}
 
 
 def _failures(call: Measurement, shape: Shape) -> list[dict[str, Any]]:
