@@ -17,4 +17,4 @@ def no_cpu_sharding() -> str:
     """
     if hasattr(torch.cpu.Stream, "record_event"):
         return ""
-    return f"torch {torch.__version__} trains with FSDP2 on GPUs only"
+    return f"torch {torch.__version__} has no FSDP2 on processors"

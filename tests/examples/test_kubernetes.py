@@ -164,6 +164,8 @@ def pods(folder: Path, name: str) -> list[Launched]:
         arguments = container["args"]
     else:
         arguments = manifest_of(name, "TrainJob")["spec"]["trainer"]["args"]
+        (container,) = job_of(manifest_of(name, "TrainingRuntime"))["spec"]["template"]["spec"]["containers"]
+        environment |= {one["name"]: one["value"] for one in container["env"]}
         environment |= {  # as Trainer sets them; but for PET_NODE_RANK, which c10d does not use
             "PET_NNODES": str(NODES),
             "PET_NPROC_PER_NODE": "1",

@@ -90,7 +90,7 @@ def test_what_an_older_torch_lacks_has_the_reason(monkeypatch: pytest.MonkeyPatc
     lost = {one.reason: one.trial.cell for one in empty if one.reason.startswith("torch ")}
     assert {reason.removeprefix(f"torch {torch.__version__} "): cell.engine for reason, cell in lost.items()} == {
         "has no Muon": "torch",
-        "trains with FSDP2 on GPUs only": "fsdp2",
+        "has no FSDP2 on processors": "fsdp2",
     }
     trials, _ = trials_of("cuda", "", 2, True, True)
     assert any(trial.cell.engine == "fsdp2" for trial in trials)
