@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,7 @@ from cpsr.qualify.kill_checks import (
     check_return_from_disk,
     check_return_from_memory,
 )
+from cpsr.qualify.older_torch import no_cpu_sharding, no_muon
 from cpsr.qualify.restart_check import check_restart
 from cpsr.qualify.scene import Scene
 from cpsr.qualify.side_group_check import check_side_group
@@ -113,7 +115,7 @@ def trials_of(
                 empty.append(NotApplicable(trial, reason or f"left out by --only {only!r}"))
             else:
                 trials.append(trial)
-    return without(_ordered(trials), empty, _missing_package)
+    return without(*without(_ordered(trials), empty, _missing_package), partial(_missing_in_torch, device))
 
 
 def without(
@@ -128,6 +130,12 @@ def without(
 
 def _missing_package(cell: Cell) -> str:
     return f"{cell.package} is not installed" if cell.package and find_spec(cell.package) is None else ""
+
+
+def _missing_in_torch(device: str, cell: Cell) -> str:
+    if cell.engine == "fsdp2" and device == "cpu":
+        return no_cpu_sharding()
+    return no_muon() if cell.optimizer == "muon+adamw" else ""
 
 
 def _reason(trial: Trial, ranks: int, restarted: bool) -> str:

@@ -1,5 +1,6 @@
 """The conformance cases of two ranks; those of one group run in one job, one after the other."""
 
+from cpsr.qualify.older_torch import no_cpu_sharding
 from tests.device import ON_CUDA
 from tests.engines.deepspeed_cases import OTHER, ZERO, Case
 from tests.engines.feature_cases import FEATURES, INDUCTOR
@@ -9,9 +10,10 @@ from tests.engines.mixture_cases import MIXTURES
 from tests.engines.saving_cases import SAVING
 from tests.engines.sharded_cases import SHARDED
 
-__all__ = ["GROUPS", "SLOW"]
+__all__ = ["GROUPS", "LACKING", "SLOW"]
 
 STAGES = ("pipeline", "receives-are-waits", "a-receive-fails", "fused-pipeline")  # gloo sends no CUDA tensors to them
+FULLY_SHARDED = ("fsdp2", "hsdp")
 SPLIT = ("fsdp2", "hsdp", "tp", "sharded")  # over gloo with CUDA tensors they are not tried
 
 ALL: dict[str, dict[str, Case]] = {
@@ -24,6 +26,10 @@ ALL: dict[str, dict[str, Case]] = {
     "kernels": KERNELS,
 }
 SLOW: dict[str, dict[str, Case]] = {"real-kernels": REAL_KERNELS, "inductor": INDUCTOR}  # minutes to build
+# Case -> why this torch cannot run it.
+LACKING = {
+    name: no_cpu_sharding() for name in SHARDED if name.startswith(FULLY_SHARDED) and no_cpu_sharding() and not ON_CUDA
+}
 GROUPS = {
     group: {name: case for name, case in cases.items() if not (ON_CUDA and name.startswith(STAGES + SPLIT))}
     for group, cases in (ALL | SLOW).items()

@@ -15,17 +15,20 @@ from typing import Any
 import pytest
 
 from cpsr.qualify.conformance import check_early_state, check_longer_steps, check_resume
+from cpsr.qualify.older_torch import no_muon
 from cpsr.qualify.torch_cases import CASES, one_thread
 from tests.device import DEVICE
-from tests.engines.groups import GROUPS, SLOW
+from tests.engines.groups import GROUPS, LACKING, SLOW
 from tests.rank_processes import become_rank, start_ranks
 
 ROOT = Path(__file__).parents[2]
 JOB_TIMEOUT_SECONDS = 800
 RANKS = 2
+NO_MUON = pytest.mark.skipif(no_muon() != "", reason=no_muon())
+ALONE = [pytest.param(name, marks=[NO_MUON] if name == "two-optimizers" else []) for name in CASES]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALONE)
 def test_torch_resumes_bitwise(name: str) -> None:
     with one_thread():
         result = check_resume(partial(CASES[name], device=DEVICE))
@@ -38,7 +41,7 @@ def test_torch_skip_ahead_equals_training(name: str) -> None:
         check_resume(partial(CASES[name], device=DEVICE), skip=3)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALONE)
 def test_torch_state_created_early_changes_nothing(name: str) -> None:
     with one_thread():
         check_early_state(partial(CASES[name], device=DEVICE))
@@ -89,6 +92,8 @@ def jobs() -> dict[str, list[dict[str, Any]]]:
 def test_two_ranks(
     group: str, name: str, jobs: dict[str, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    if name in LACKING:
+        pytest.skip(LACKING[name])
     if group not in jobs:
         jobs[group] = run_job(group, tmp_path_factory.mktemp(group))
     for rank, outcome in enumerate(jobs[group]):

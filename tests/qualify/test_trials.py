@@ -5,6 +5,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from cpsr.qualify.adam_kernels import no_kernel
 from cpsr.qualify.cells import cells_of
@@ -17,7 +18,8 @@ def test_every_place_of_the_table_is_a_check_or_has_a_reason() -> None:
     assert len(trials) + len(empty) == len(cells) * len(CHECKS)
     assert all(one.reason for one in empty)
     assert len({trial.name for trial in trials}) == len(trials)
-    here = {cell for cell in cells if not cell.package or find_spec(cell.package)}
+    absent = {one.trial.cell for one in empty if one.reason.startswith("torch ")}  # in an older torch
+    here = {cell for cell in cells if not cell.package or find_spec(cell.package)} - absent
     assert {trial.cell for trial in trials if trial.check.name == "restart"} == here
     assert {trial.check.name for trial in trials} == {check.name for check in CHECKS}
 
@@ -78,6 +80,20 @@ def test_what_needs_a_package_that_is_not_here_has_the_reason(monkeypatch: pytes
     reasons = {one.trial.cell.name: one.reason for one in empty if one.trial.check.name == "restart"}
     assert reasons["torch fp32 lion"] == "lion_pytorch is not installed"
     assert reasons["ddp fp32 adamw torchdata loader"] == "torchdata is not installed"
+
+
+def test_what_an_older_torch_lacks_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
+    trials, empty = trials_of("cpu", "", 2, True, True)
+    assert {trial.cell for trial in trials if trial.cell.engine == "fsdp2"} == set()
+    lost = {one.reason: one.trial.cell for one in empty if one.reason.startswith("torch ")}
+    assert {reason.removeprefix(f"torch {torch.__version__} "): cell.engine for reason, cell in lost.items()} == {
+        "has no Muon": "torch",
+        "has no FSDP2 on processors": "fsdp2",
+    }
+    trials, _ = trials_of("cuda", "", 2, True, True)
+    assert any(trial.cell.engine == "fsdp2" for trial in trials)
 
 
 def test_only_selects_by_name() -> None:
