@@ -1,9 +1,31 @@
 """`import cpsr` is cheap and pulls in neither an engine nor a web framework."""
 
+import pkgutil
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import cpsr
+
+# One process that saves in memory and on disk, and predicts; a second life continues it.
+TRAINING = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from cpsr import CPSRRecovery, TorchAdapter
+
+torch.manual_seed(0)
+module = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(module.parameters())
+config = {"run_dir": "run", "checkpoint": {"interval_iterations": 3}, "planner": {"mtbf_hours": 1}}
+with CPSRRecovery(TorchAdapter(module, optimizer), config) as recovery:
+    print(recovery.iteration)
+    batches = recovery.resume(DataLoader(TensorDataset(torch.randn(400, 4)), batch_size=4), repeat=True)
+    for _ in range(12):
+        module(next(batches)[0]).pow(2).mean().backward()
+        optimizer.step()
+    print(recovery.iteration)
+"""
 
 # Of the processor, beyond torch's own import, which takes some milliseconds: more is a wrong import somewhere.
 LIMIT_SECONDS = 0.3
@@ -36,3 +58,26 @@ def test_everything_in_all_is_there() -> None:
     for name in cpsr.__all__:
         assert getattr(cpsr, name) is not None
     assert set(dir(cpsr)) == set(cpsr.__all__)
+
+
+# What a user of plain torch may not have: packages that need much disk.
+ABSENT = ("deepspeed", "sklearn", "matplotlib", "accelerate", "lightning", "transformers")
+OF_THESE = re.compile(r"\.(benchmarks|demo|integrations)\b|deepspeed|\.qualify\.mixture|\.simulate\.plot|__main__")
+BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}))"
+
+
+def test_plain_torch_needs_no_heavy_package() -> None:
+    names = [one.name for one in pkgutil.walk_packages(cpsr.__path__, "cpsr.") if not OF_THESE.search(one.name)]
+    assert len(names) > 300
+    run(f"{BLOCKED}; import importlib; [importlib.import_module(name) for name in {names!r}]")
+
+
+def test_plain_torch_trains_and_returns_without_them(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{BLOCKED}\n{TRAINING}")
+    ended = [
+        subprocess.run([sys.executable, script], cwd=tmp_path, text=True, capture_output=True, check=False)
+        for _ in range(2)
+    ]
+    assert [one.returncode for one in ended] == [0, 0], ended[-1].stderr
+    assert [one.stdout.split() for one in ended] == [["0", "12"], ["12", "24"]]

@@ -18,6 +18,7 @@ from cpsr.errors import ConfigError, CPSRError
 __all__ = ["app", "main"]
 
 FAILED = 2
+EXTRAS = {"matplotlib": "plots"}  # module -> extra of this package that brings it
 
 PLAN_HELP = """Plan when a described job takes checkpoints, what that costs, and what other rules would choose.
 
@@ -62,6 +63,13 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except CPSRError as error:
             typer.echo(f"cpsr: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(FAILED) from error
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in EXTRAS:
+                raise
+            needed = f"this command needs {package}, which is not installed; nothing was done: pip install"
+            typer.echo(f"cpsr: {needed} 'cpsr[{EXTRAS[package]}]'", err=True)
             raise typer.Exit(FAILED) from error
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -13,7 +12,6 @@ from rich.table import Table
 from cpsr.errors import ConfigError
 from cpsr.simulate.arrivals import Arrivals, TraceReplay, Weibull
 from cpsr.simulate.outcome import Outcome
-from cpsr.simulate.plot import draw
 from cpsr.simulate.policies import systems
 from cpsr.simulate.run import simulate
 from cpsr.simulate.spec import SECONDS_PER_DAY, SimulationSpec, read_spec
@@ -45,6 +43,10 @@ def run_simulation(
         ConfigError: the description, the trace or a policy's name is not usable.
     """
     console, spec = Console(), read_spec(spec_path)
+    if json_path is not None:
+        import matplotlib  # at once: nothing is simulated for a plot that cannot be drawn
+
+        from cpsr.simulate.plot import draw
     trace = _trace(spec, trace_path)
     arrivals, mtbf_seconds = _arrivals(spec, trace)
     for line in () if trace is None else trace.malformed[:MALFORMED_SHOWN_MAX]:

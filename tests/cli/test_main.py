@@ -9,6 +9,15 @@ import pytest
 
 from tests.cli.commands import cpsr
 
+NO_MATPLOTLIB = "import sys; sys.modules['matplotlib'] = None"
+SIMULATION = """
+iteration_seconds: 3.0
+checkpoint: {stall_seconds: 4, persist_seconds: 60}
+failures: {mtbf_hours: 3, restart_seconds: 120, process: poisson}
+wall_days: 1
+policies: [young]
+"""
+
 
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -54,3 +63,30 @@ def test_a_missing_option_is_a_usage_error() -> None:
     code, _, errors = cpsr("serve")
     assert code == 2
     assert "--run-dir" in errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["demo"], ["bench", "plan"], ["simulate", "--spec", "SPEC", "--json", "out.json"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_what_draws_names_the_extra_before_it_does_anything(tmp_path: Path, arguments: list[str]) -> None:
+    spec = tmp_path / "simulation.yaml"
+    spec.write_text(SIMULATION)
+    given = [str(spec) if one == "SPEC" else one for one in arguments]
+    code = f"{NO_MATPLOTLIB}; sys.argv = ['cpsr', *{given!r}]; from cpsr.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("cpsr: this command needs matplotlib")
+    assert "pip install 'cpsr[plots]'" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [spec.name]
+
+
+def test_a_simulation_without_a_plot_needs_no_extra(tmp_path: Path) -> None:
+    spec = tmp_path / "simulation.yaml"
+    spec.write_text(SIMULATION)
+    given = ["simulate", "--spec", str(spec)]
+    code = f"{NO_MATPLOTLIB}; sys.argv = ['cpsr', *{given!r}]; from cpsr.cli.main import main; main()"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
