@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check test test-slow test-wheel test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
+.PHONY: demo check test test-slow test-wheel matrix test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
 
 demo: $(STAMP)
 	$(BIN)/cpsr demo --run-dir runs/demo
@@ -44,6 +44,10 @@ test-benchmarks: $(STAMP)
 # The tests against the built wheel, in an environment of its own and from another folder.
 test-wheel: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.packaging.wheel_suite -m "not slow" --numprocesses 2 --dist loadfile
+
+# By hand: each Python and torch of docs/versions.md, with what pip finds today. PYTHONS="/path/python3.12 ..."
+matrix: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.packaging.matrix $(if $(PYTHONS),--python $(PYTHONS))
 
 bench-stall: $(STAMP)
 	$(BIN)/cpsr bench stall
