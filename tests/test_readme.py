@@ -55,7 +55,8 @@ def test_the_program_comes_back_from_a_kill(tmp_path: Path, page: str, killed_at
     back = re.match(killed + r".* continue at iteration (\d+)[,:] ", lines[4])
     assert failed is not None
     assert back is not None
-    assert failed[1] == back[1]
+    # The other rank may have finished the step whose gradients the killed one had still given; its dump shows that.
+    assert int(back[1]) - int(failed[1]) in (0, 1)
     # From a checkpoint (the one before, if the newest was still being written), from memory or near the failure.
     assert killed_at - 200 <= int(back[2]) <= int(back[1])
     assert f"checkpoint {last} committed" in output
