@@ -1,6 +1,7 @@
 """Whether a checkpoint is of this code and these arguments."""
 
 import ast
+import dis
 import hashlib
 import platform
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,11 @@ from typing import Any
 import numpy
 import torch
 
+from cpsr.errors import NotResumableError
+from cpsr.hints.positions import is_iterator
 from cpsr.hints.source import FunctionSource
-from cpsr.hints.stateful import CONSTANTS, code_of
+from cpsr.hints.stateful import CONSTANTS, code_of, is_stateful
+from cpsr.hints.values import GENERATORS
 
 __all__ = ["difference", "identity_of", "name_of"]
 
@@ -35,6 +39,9 @@ def identity_of(source: FunctionSource, arguments: Mapping[str, str]) -> dict[st
     Args:
         source: of the function.
         arguments: hash of each, by name.
+
+    Raises:
+        NotResumableError: it uses a global with a state of its own; names it.
     """
     used = sorted(set(_used(source.function, set())))
     text = "\n".join([ast.dump(source.tree), *used])
@@ -68,6 +75,7 @@ def _used(function: FunctionType, seen: set[int]) -> Iterator[str]:
     seen.add(id(function))
     for name in sorted(_names(function.__code__)):
         value = function.__globals__.get(name)
+        _refuse_state(function, name, value)
         if isinstance(value, FunctionType) and value.__module__ == function.__module__:
             yield f"{name} {code_of(value)}"
             yield from _used(value, seen)
@@ -80,6 +88,18 @@ def _used(function: FunctionType, seen: set[int]) -> Iterator[str]:
             yield f"{name} {value!r}"
 
 
+def _refuse_state(function: FunctionType, name: str, value: Any) -> None:
+    """A state in a global would go on from where the process began, not from the checkpoint."""
+    is_trained = isinstance(value, torch.Tensor) and value.requires_grad
+    if isinstance(value, GENERATORS) or is_iterator(value) or is_trained or is_stateful(value):
+        code = function.__code__
+        raise NotResumableError(
+            f"{code.co_filename}:{code.co_firstlineno}: {function.__qualname__} uses the global '{name}', a "
+            f"{type(value).__name__}, whose state no checkpoint has: pass it as an argument. Nothing was run"
+        )
+
+
 def _names(code: CodeType) -> set[str]:
-    inner = (_names(one) for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*inner)
+    """Globals that a piece of code reads."""
+    own = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))

@@ -32,6 +32,19 @@ _REENTERED = (  # managers that do the same when they are entered again, with th
 )
 _LOOK_INSIDE = (builtins.locals, builtins.vars, builtins.globals, builtins.eval, builtins.exec)
 _ONE_WAY = (builtins.map, builtins.filter, builtins.open, builtins.iter)
+_CHANGING = (
+    "add",
+    "append",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "setdefault",
+    "update",
+)
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _COMPOUND = (ast.For, ast.While, ast.If, ast.Try, ast.TryStar, ast.With)
 
@@ -187,8 +200,24 @@ def _check_names(source: FunctionSource) -> None:
             raise source.refuse(node, "`hint()` is no statement of its own here: put it on a line of its own")
         if meant in _LOOK_INSIDE if callable(meant) else False:
             raise source.refuse(node, f"{ast.unparse(node)}() sees or changes variables unseen: name them")
+    _check_globals(source)
     if taken := sorted(name for name in source.variables if name.startswith(OWN)):
         raise source.refuse(source.tree, f"'{taken[0]}' begins with {OWN}: give it another name")
+
+
+def _check_globals(source: FunctionSource) -> None:
+    """Changes inside globals, as far as they can be seen: no checkpoint has them."""
+    for node in ast.walk(source.tree):
+        changed: ast.expr | None = None
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            changed = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
+            found = source.resolve(node.func.value)
+            changed = node.func.value if isinstance(found, list | dict | set | bytearray) else None
+        while isinstance(changed, ast.Subscript | ast.Attribute):
+            changed = changed.value
+        if isinstance(changed, ast.Name) and changed.id not in source.variables:
+            raise source.refuse(node, f"it changes the global '{changed.id}': pass it as an argument")
 
 
 def _check_captures(source: FunctionSource, code: CodeType) -> None:

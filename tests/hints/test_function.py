@@ -107,6 +107,11 @@ SCALE = 3
 def scaled(x):
     return SCALE * x
 
+def tick():
+    left[0] -= 1
+    if left[0] == 0:
+        raise Killed
+
 @resumable(RUN, ALLOWANCE)
 def f(n, rows):
     total = 0
@@ -114,9 +119,7 @@ def f(n, rows):
         total += scaled(i)
         rows.append(total)
         hint()
-        left[0] -= 1
-        if left[0] == 0:
-            raise Killed
+        tick()
     return total
 """
 Made = Callable[..., ModuleType]
@@ -274,10 +277,8 @@ def test_a_refused_call_does_not_end_the_one_that_runs(made: Made, tmp_path: Pat
 
 
 def test_an_error_keeps_the_checkpoints(made: Made, tmp_path: Path) -> None:
-    module = made(("            raise Killed", "            raise ValueError(total)"))
-    module.left[0] = 3
-    with pytest.raises(ValueError, match="9"):
-        module.f(6, [])
+    module = made(("class Killed(BaseException)", "class Killed(ValueError)"))
+    killed_at(module, 3, 6, [])
     assert checkpoints(tmp_path) == ["step-0000000002", "step-0000000003"]
     assert module.f(6, []) == 45
     assert module.f.report.resumed_from == 3
@@ -319,6 +320,16 @@ def test_a_loop_over_what_goes_one_way_is_refused_when_it_begins(made: Made) -> 
         ("for i in range(n)", "for i in reversed_of(n)"), ("left =", "def reversed_of(n):\n    yield n\nleft =")
     )
     with pytest.raises(NotResumableError, match=r"the loop over a builtins\.generator cannot begin in the middle"):
+        module.f(6, [])
+
+
+@pytest.mark.parametrize(
+    "made_by",
+    ["torch.nn.Linear(1, 1)", "numpy.random.default_rng(1)", "iter('ab')", "torch.ones(1, requires_grad=True)"],
+)
+def test_a_global_with_a_state_is_refused_even_in_a_helper(made: Made, made_by: str) -> None:
+    module = made(("left =", f"STATE = {made_by}\nleft ="), ("    return SCALE * x", "    STATE\n    return SCALE * x"))
+    with pytest.raises(NotResumableError, match="scaled uses the global 'STATE'"):
         module.f(6, [])
 
 
