@@ -163,6 +163,19 @@ def frozen(
 
 
 @bench.command()
+def hints(
+    json_path: JsonPath = None,
+    rounds: Annotated[int, typer.Option(min=1, help="In each, every function runs plainly and resumable.")] = 5,
+    kills: Annotated[int, typer.Option(min=1, help="Of each function and allowance.")] = 4,
+    workdir: Workdir = None,
+) -> None:
+    """What checkpoints of resumable functions cost, what a failure repeats, and the results after real kills."""
+    from cpsr.benchmarks.hints.run import main as run_hints_benchmark
+
+    run_hints_benchmark(json_path, rounds, kills, workdir)
+
+
+@bench.command()
 def upload(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=2, help="Copies of each size and way.")] = 9,

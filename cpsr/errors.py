@@ -6,6 +6,7 @@
     ├── ConfigError              a key or a value in the configuration is not usable
     │   └── RunDirectoryError        the run directory cannot be reached now; trying again may cure it
     ├── UnsupportedEngineError   state that CPSR cannot see into (an optimizer, an offload, a wrapper)
+    ├── NotResumableError        a function, or a value in it, that cannot be saved and go on later
     ├── ResourceError            host memory or disk do not hold what the configuration asks for
     ├── RunMismatchError         the run directory belongs to another model or another world size
     ├── CheckpointError
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "JournalDamagedError",
     "JournalError",
+    "NotResumableError",
     "RecoveryError",
     "ResourceError",
     "RunDirectoryError",
@@ -72,6 +74,10 @@ class RunDirectoryError(ConfigError):
 
 class UnsupportedEngineError(CPSRError):
     """The engine keeps state where CPSR cannot see it, so that a snapshot would be incomplete."""
+
+
+class NotResumableError(CPSRError):
+    """A function with hints, or a value in it, cannot be saved and go on later; the message names line and variable."""
 
 
 class ResourceError(CPSRError):

@@ -30,6 +30,7 @@ def functions_of(path: Path) -> set[str]:
         ("docs/replicas.md", 12),
         ("docs/restart.md", 15),
         ("docs/target.md", 20),
+        ("docs/resumable.md", 7),
         ("docs/interchange.md", 4),
         ("docs/doctor.md", 10),
         ("docs/how.md", 4),

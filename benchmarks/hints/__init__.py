@@ -1,0 +1,1 @@
+"""What resumable functions cost, and what a failure repeats of them."""

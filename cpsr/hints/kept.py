@@ -1,0 +1,171 @@
+"""The checkpoints of a resumable function, in a run directory as of a training, of one rank without operators."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cpsr.checkpoint.catalogue import scan, set_aside_list
+from cpsr.checkpoint.fence import SupersededError
+from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
+from cpsr.checkpoint.host_snapshot import Snapshot
+from cpsr.checkpoint.loading import load_branch
+from cpsr.checkpoint.manifest import COMMIT
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.errors import CheckpointCorruptError, CheckpointError, RunDirectoryError, RunMismatchError
+from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
+from cpsr.state.shard import Shard
+
+__all__ = ["KeptCheckpoints"]
+
+_NAME = "resumable.json"
+_KEPT = 2  # the newest, and the one before for where that is damaged
+_WRITES = 6  # a checkpoint forces some 12 names and files to the disk, a small file 2
+_COMMIT_SECONDS = 60.0  # this process is the only rank, so that nothing is waited for
+
+_log = logging.getLogger(__name__)
+
+
+class KeptCheckpoints:
+    """Opens a run directory for one call, which is then the only one that writes there.
+
+    Args:
+        run_dir: the directory; made if it is not there.
+        name: of the function, which no other one shares it with.
+        refuse: raises where the identity that was saved with the newest checkpoint is not the caller's.
+
+    Attributes:
+        first_seconds: what the first checkpoint may take, from the time for a small file.
+
+    Raises:
+        RunMismatchError: it is of another function, or of a training; nothing was changed.
+        RunDirectoryError: it cannot be written, or another call has begun at the same time.
+        CheckpointError: the file system cannot read a checkpoint now.
+    """
+
+    def __init__(self, run_dir: Path, name: str, refuse: Callable[[Any], None]) -> None:
+        try:
+            _require_own(run_dir, name)
+            # Before another call, which may still run, is told that this one has begun.
+            if (identity := _newest_identity(run_dir)) is not None:
+                refuse(identity)
+            make_directory(run_dir, fsync=True)
+            life = newest_claim(run_dir) + 1
+            claims = HeartbeatFiles(run_dir, life)
+            claims.claim()
+            claims.remove_earlier()
+            started = time.perf_counter()
+            write_bytes(run_dir / _NAME, json.dumps({"function": name}).encode(), fsync=True)
+            self.first_seconds = _WRITES * (time.perf_counter() - started)
+            self._store = CheckpointStore(run_dir, 0, 1, name, life)
+            self._store.prepare()
+        except FileExistsError as error:
+            raise RunDirectoryError(
+                f"another call of {name} has begun in {run_dir} at the same time, and goes on; this one has changed "
+                "nothing. Give each its own run_dir"
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the run directory {run_dir} of {name} cannot be used ({error}); no checkpoint in it was changed. "
+                "Make it writeable, or use another run_dir"
+            ) from error
+        self._next = 1
+
+    def newest(self) -> tuple[int, Any] | None:
+        """Number and content of the newest checkpoint that is whole; damaged ones are set aside.
+
+        Raises:
+            RunMismatchError: the checkpoints are of another function.
+            CheckpointError: the file system cannot read one now.
+        """
+        found = self._store.catalogue()
+        for info in reversed(found):
+            try:
+                content = self._store.load(info.iteration, Shard({}))
+            except CheckpointCorruptError as error:
+                _log.warning("checkpoint %d is skipped, and the one before it is used: %s", info.iteration, error)
+                self._store.quarantine(info.iteration, str(error))
+                continue
+            self._next = info.iteration + 1
+            return info.iteration, content
+        if found:
+            _log.error("no checkpoint of %s is whole; the function begins anew", self._store.directory)
+        return None
+
+    def save(self, content: Any) -> bool:
+        """Commit one more checkpoint; where that fails a line says so, and the earlier ones stay.
+
+        Args:
+            content: plain data and arrays, for the codec.
+
+        Returns:
+            Whether it is committed.
+
+        Raises:
+            SupersededError: a newer call has begun in this directory.
+        """
+        number = self._next
+        self._next += 1
+        try:
+            self._store.write(Snapshot(number, Shard({}), content))
+            result = self._store.commit(number, _COMMIT_SECONDS, threading.Event())
+            if result.committed:
+                self._remove(_KEPT)
+            else:
+                _log.warning("checkpoint %d was not committed (%s); the function goes on", number, result.reason)
+        except SupersededError:
+            raise
+        except (OSError, CheckpointError) as error:
+            _log.warning("checkpoint %d failed (%s); the ones before it stay, and the function goes on", number, error)
+            return False
+        return result.committed
+
+    def clear(self) -> None:
+        """Remove all checkpoints, the newest last: the function has returned, and its next call begins anew."""
+        try:
+            for aside in set_aside_list(self._store.directory):
+                remove_tree(aside.directory, first=COMMIT, fsync=True)
+            self._remove(0)
+        except (OSError, CheckpointError) as error:
+            _log.warning(
+                "%s stays (%s): the next call would go on from there. Remove it for a new one",
+                self._store.directory,
+                error,
+            )
+
+    def _remove(self, kept: int) -> None:
+        found = self._store.catalogue()
+        for info in found[: len(found) - kept] if kept else found:
+            remove_tree(info.directory, first=COMMIT, fsync=True)
+
+
+def _require_own(run_dir: Path, name: str) -> None:
+    try:
+        known = json.loads((run_dir / _NAME).read_bytes())["function"]
+    except FileNotFoundError:
+        if not (run_dir / "checkpoints").exists() and not (run_dir / "run.json").exists():
+            return
+        known = "a training"
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunMismatchError(
+            f"{run_dir / _NAME} is damaged ({error}); nothing was changed. Remove this file if the checkpoints are of "
+            f"{name}, or use another run_dir"
+        ) from error
+    if known != name:
+        raise RunMismatchError(
+            f"{run_dir} holds checkpoints of {known}, not of {name}; nothing was changed. Give each its own run_dir"
+        )
+
+
+def _newest_identity(run_dir: Path) -> Any:
+    """What was saved as `identity` with the newest checkpoint that can be read; None without one. Changes nothing."""
+    for info in reversed(scan(run_dir / "checkpoints").checkpoints):
+        try:
+            return load_branch(info.directory, read_manifest(info.directory), 0, ["identity"])
+        except CheckpointCorruptError:
+            continue  # `newest` says so
+    return None

@@ -1,0 +1,128 @@
+"""Variables from what `cpsr.hints.values` has saved, with everything that they shared."""
+
+import random
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from cpsr.hints.memory import Block
+from cpsr.hints.plain import value_of_plain
+from cpsr.hints.positions import MAKERS, Positions
+from cpsr.hints.stateful import load_state
+from cpsr.hints.values import GENERATORS, Arguments
+from cpsr.state.stateful import stateful
+
+__all__ = ["restored"]
+
+
+def restored(saved: Mapping[str, Any], roots: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:
+    """Variables by name; what was changed of the arguments is changed in place.
+
+    Args:
+        saved: what `Encoder.changed` returned.
+        roots: the references to the variables.
+        arguments: of this call, which are those of the one that was saved.
+    """
+    return _Decoder(saved, arguments).all(roots)
+
+
+class _Decoder:
+    def __init__(self, saved: Mapping[str, Any], arguments: Arguments) -> None:
+        self._nodes = saved["objects"]
+        self._objects: dict[int, Any] = dict(enumerate(arguments.objects))
+        self._known = len(arguments.objects)
+        self._blocks = [self._block(number, one, arguments) for number, one in enumerate(saved["blocks"])]
+        self._late: list[tuple[Any, Any]] = []  # iterators, and where they are
+
+    def all(self, roots: Mapping[str, Any]) -> dict[str, Any]:
+        for number, node in enumerate(self._nodes):
+            if node is not None and number >= self._known and node[0] in ("list", "dict", "ordered"):
+                self._objects[number] = {"list": list, "dict": dict, "ordered": OrderedDict}[node[0]]()
+        for number in range(len(self._nodes)):
+            self._object(number)
+        for number, node in enumerate(self._nodes):
+            if node is not None:
+                self._fill(self._objects[number], node)
+        for iterator, position in self._late:  # a list has its length by now
+            iterator.__setstate__(position)
+        return {name: self._value(reference) for name, reference in roots.items()}
+
+    @staticmethod
+    def _block(number: int, saved: Any, arguments: Arguments) -> Block:
+        if number >= len(arguments.blocks):
+            return Block.of_storage(torch.from_numpy(saved).clone().untyped_storage())
+        block = arguments.blocks[number]
+        if saved is not None:
+            block.bytes[...] = saved
+        return block
+
+    def _value(self, reference: Any) -> Any:
+        if type(reference) is not tuple:
+            return reference
+        kind, content = reference
+        if kind == "ref":
+            return self._object(content)
+        if kind == "tuple":
+            return tuple(self._value(one) for one in content)
+        return value_of_plain(kind, content)
+
+    def _object(self, number: int) -> Any:
+        if number not in self._objects:
+            self._objects[number] = self._made(*self._nodes[number])
+        return self._objects[number]
+
+    def _made(self, kind: str, content: Any) -> Any:
+        if kind == "tensor":
+            return self._tensor(content)
+        if kind == "array":
+            return self._array(content)
+        if kind == "generator":
+            return _generator(*content[:2])
+        if kind == "positions":
+            return Positions(self._value(content[0]), *content[1:])
+        maker, arguments, position = content
+        made = MAKERS[maker](*(self._value(one) for one in arguments))
+        if position is not None:
+            self._late.append((made, position))
+        return made
+
+    def _array(self, content: Mapping[str, Any]) -> Any:
+        shape, dtype, block = content["shape"], content["dtype"], self._blocks[content["block"]]
+        if not block.bytes.size:
+            return numpy.empty(shape, dtype)
+        return numpy.ndarray(shape, dtype, block.buffer(), content["offset"], content["strides"])
+
+    def _tensor(self, content: Mapping[str, Any]) -> torch.Tensor:
+        storage = self._blocks[content["block"]].storage()
+        made = torch.empty(0, dtype=getattr(torch, content["dtype"]), device="cpu")
+        made.set_(storage, content["offset"], content["shape"], content["strides"])
+        return nn.Parameter(made, content["trained"]) if content["parameter"] else made
+
+    def _fill(self, made: Any, node: Any) -> None:
+        """Give an object what it holds."""
+        kind, content = node
+        if kind == "list":
+            made[:] = [self._value(one) for one in content]
+        elif kind in ("dict", "ordered"):
+            made.clear()
+            made.update((self._value(key), self._value(one)) for key, one in content)
+        elif kind == "tensor":
+            made.requires_grad_(content["trained"])
+            made.grad = self._value(content["gradient"])
+        elif kind == "array":
+            made.flags.writeable = content["writeable"]
+        elif kind == "generator":
+            stateful("", made).load_state_dict(content[2])
+        elif kind == "stateful":
+            load_state(made, content)
+
+
+def _generator(name: str, bits: str) -> Any:
+    if bits:
+        return numpy.random.Generator(getattr(numpy.random, bits)(0))
+    made: Any = {one.__name__: one for one in GENERATORS if one is not numpy.random.Generator}[name]
+    return made(0) if made is random.Random or made is numpy.random.RandomState else made()

@@ -1,0 +1,131 @@
+"""Functions from text, and calls of them that are interrupted at their checkpoints, kept in memory."""
+
+import importlib.util
+import itertools
+import json
+import math
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+from cpsr.errors import NotResumableError
+from cpsr.hints.call import Call
+from cpsr.hints.liveness import live_variables
+from cpsr.hints.pace import Pace
+from cpsr.hints.refusals import refuse_live
+from cpsr.hints.rewriting import rewritten
+from cpsr.hints.source import read_source
+from cpsr.hints.values import read_arguments
+from cpsr.state.codec import decode, encode
+
+HEAD = """
+import contextlib, math, random
+import numpy, torch
+from cpsr.hints import hint
+import cpsr.hints
+"""
+
+_count = itertools.count()
+
+
+def module_of(directory: Path, text: str) -> ModuleType:
+    """A module with this text behind the usual imports."""
+    name = f"program_{next(_count)}"
+    path = directory / f"{name}.py"
+    path.write_text(HEAD + text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def seed() -> None:
+    random.seed(1)
+    numpy.random.seed(2)
+    torch.manual_seed(3)
+
+
+class Killed(BaseException):
+    """Takes the place of a kill."""
+
+
+class InMemory:
+    """Keeps the newest checkpoint as a file would, and ends the call after so many."""
+
+    def __init__(self, kill_after: int | None = None) -> None:
+        self.kill_after, self.count = kill_after, 0
+        self.text, self.tensors = "", {}  # type: ignore[var-annotated]
+
+    def save(self, content: Any) -> bool:
+        data, self.tensors = encode(content)
+        self.text = json.dumps(data)
+        self.count += 1
+        if self.count == self.kill_after:
+            raise Killed
+        return True
+
+    def newest(self) -> Any:
+        return decode(json.loads(self.text), {name: one.clone() for name, one in self.tensors.items()})
+
+
+class Program:
+    """A function with hints, every one of which is a checkpoint."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.plain = function
+        self.source = read_source(function)
+        self.live = live_variables(self.source)
+        refuse_live(self.source, self.live)
+        self.written = rewritten(self.source, self.live.everywhere)
+
+    def call(self, arguments: dict[str, Any], keeper: InMemory, saved: Any = None) -> Any:
+        known = read_arguments(arguments)
+        pace = Pace(math.inf, [], len(self.source.hints), 0.0)
+        call = Call(self.source, self.live, known, keeper, pace, saved)
+        return self.written(call, **arguments)
+
+    def interrupted(self, given: Callable[[], dict[str, Any]]) -> int:
+        """Interrupt a call after each of its checkpoints, go on from there, and compare; how many there were."""
+        seed()
+        arguments = given()
+        wanted = outcome(lambda given: self.plain(**given), arguments), arguments, states()
+        for number in itertools.count(1):
+            seed()
+            keeper = InMemory(number)
+            arguments = given()
+            try:
+                found = outcome(partial(self.call, keeper=keeper), arguments), arguments, states()
+            except Killed:
+                pass
+            else:
+                assert repr(found) == repr(wanted)
+                return number - 1
+            random.seed(9)
+            arguments, saved = given(), keeper.newest()
+            go_on = partial(self.call, keeper=InMemory(), saved=saved)
+            found = outcome(go_on, arguments), arguments, states()
+            assert repr(found) == repr(wanted), number
+        raise AssertionError
+
+
+def outcome(function: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+    try:
+        return function(arguments)
+    except NotResumableError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a program may end so
+        return repr(error)
+
+
+def states() -> Any:
+    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]

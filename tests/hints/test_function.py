@@ -1,0 +1,346 @@
+"""Resumable functions in processes that are killed, and what happens to their run directory."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cpsr.checkpoint.verify import verify_run
+from cpsr.errors import NotResumableError, RunDirectoryError, RunMismatchError
+from tests.hints.programs import module_of
+
+# Trains a network by hand; a line says when each hint is passed, and the last one what came out.
+TRAINING = """
+import hashlib, json, math, sys, time
+import numpy, torch
+from cpsr.hints import hint, resumable
+
+@resumable(sys.argv[1], allowance=math.inf)
+def train(images, digits, weights, generator, epochs):
+    losses = []
+    momentum = [torch.zeros_like(one) for one in weights]
+    for epoch in range(epochs):
+        order = generator.permutation(len(images))
+        for batch in numpy.array_split(order, 10):
+            noise = torch.randn(len(batch), images.shape[1])
+            hidden = torch.relu((images[batch] + 0.1 * noise) @ weights[0])
+            loss = torch.nn.functional.cross_entropy(hidden @ weights[1], digits[batch])
+            loss.backward()
+            with torch.no_grad():
+                for weight, move in zip(weights, momentum):
+                    move.mul_(0.9).add_(weight.grad)
+                    weight -= 0.1 * move
+                    weight.grad = None
+            losses.append(loss.item())
+            del loss, hidden
+            hint()
+            print("hint", len(losses), flush=True)
+            time.sleep(float(sys.argv[2]))
+    return losses
+
+torch.manual_seed(1)
+images, digits = torch.randn(200, 16), torch.randint(4, (200,))
+weights = [torch.randn(16, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)]
+losses = train(images, digits, weights, numpy.random.default_rng(5), 3)
+whole = b"".join(one.detach().numpy().tobytes() for one in weights) + repr(losses).encode()
+print("result", hashlib.sha256(whole).hexdigest(), len(losses), train.report.resumed_from, flush=True)
+"""
+
+
+def started(path: Path, run_dir: Path, pause: float = 0.0) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(path), str(run_dir), str(pause)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def result(process: "subprocess.Popen[str]") -> list[str]:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output.splitlines()[-1].split()[1:]
+
+
+def test_a_training_that_is_killed_again_and_again_ends_bit_for_bit_alike(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    wanted = result(started(path, tmp_path / "undisturbed"))
+    assert wanted[1:] == ["30", "None"]
+    drawn = random.Random(4)
+    for life in range(3):
+        process = started(path, tmp_path / "run", 0.02)
+        assert process.stdout is not None
+        passed = 0
+        for line in process.stdout:
+            passed += line.startswith("hint")
+            if passed == 4 + life:
+                time.sleep(drawn.random() * 0.05)  # anywhere: in a step, in a checkpoint
+                process.send_signal(signal.SIGKILL)
+                break
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+    found = result(started(path, tmp_path / "run"))
+    assert found[:2] == wanted[:2]
+    assert int(found[2]) > 10
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    assert result(started(path, tmp_path / "run")) == wanted  # anew
+
+
+TEXT = """
+from cpsr.hints import resumable
+import pathlib, time
+
+class Killed(BaseException):
+    pass
+
+left = [10**9]
+SCALE = 3
+
+def scaled(x):
+    return SCALE * x
+
+def tick():
+    left[0] -= 1
+    if left[0] == 0:
+        raise Killed
+
+@resumable(RUN, ALLOWANCE)
+def f(n, rows):
+    total = 0
+    for i in range(n):
+        total += scaled(i)
+        rows.append(total)
+        hint()
+        tick()
+    return total
+"""
+Made = Callable[..., ModuleType]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    """The module, perhaps with other text, over the same run directory."""
+
+    def make(*changes: tuple[str, str], allowance: float = math.inf) -> ModuleType:
+        text = TEXT.replace("RUN", repr(str(tmp_path / "run"))).replace("ALLOWANCE", f"float('{allowance}')")
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        module = module_of(tmp_path, text)
+        module.f.__wrapped__.__module__ = module.scaled.__module__ = "program"
+        return module
+
+    return make
+
+
+def killed_at(module: ModuleType, hint: int, *arguments: Any) -> None:
+    module.left[0] = hint
+    with pytest.raises(module.Killed):
+        module.f(*arguments)
+    module.left[0] = 10**9
+
+
+def checkpoints(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_call_goes_on_and_the_next_one_begins_anew(made: Made, tmp_path: Path) -> None:
+    killed_at(made(), 4, 6, [])
+    assert checkpoints(tmp_path) == ["step-0000000003", "step-0000000004"]
+    assert verify_run(tmp_path / "run") == []
+    module = made()
+    rows: list[int] = []
+    assert module.f(6, rows=rows) == 45
+    assert rows == [0, 3, 9, 18, 30, 45]
+    assert module.f.report.resumed_from == 4
+    assert checkpoints(tmp_path) == []
+    assert module.f(6, []) == 45
+    assert module.f.report.resumed_from is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ([("total += scaled(i)", "total -= scaled(i)")], (6, []), "its code"),
+        ([("SCALE * x", "x * SCALE")], (6, []), "its code"),
+        ([("SCALE = 3", "SCALE = 4")], (6, []), "its code"),
+        ([], (7, []), "the argument 'n'"),
+        ([], (6, [0]), "the argument 'rows'"),
+        ([], (6.0, []), "the argument 'n'"),
+    ],
+)
+def test_other_code_or_arguments_are_refused(
+    made: Made, tmp_path: Path, changes: list[tuple[str, str]], arguments: tuple[Any, ...], words: str
+) -> None:
+    killed_at(made(), 4, 6, [])
+    before = checkpoints(tmp_path)
+    with pytest.raises(RunMismatchError, match=words):
+        made(*changes).f(*arguments)
+    assert checkpoints(tmp_path) == before
+    assert made(("    total = 0", "    # a comment\n\n    total = 0")).f(6, []) == 45
+
+
+def test_a_damaged_checkpoint_is_skipped_with_a_line(
+    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed_at(made(), 4, 6, [])
+    newest = tmp_path / "run" / "checkpoints" / "step-0000000004"
+    file = newest / "rank-00000.extra.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    module, rows = made(), []  # type: ignore[var-annotated]
+    assert module.f(6, rows) == 45
+    assert rows == [0, 3, 9, 18, 30, 45]
+    assert module.f.report.resumed_from == 3
+    assert "checkpoint 4 is skipped, and the one before it is used" in caplog.text
+    assert checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["COMMIT", "manifest.json", "rank-00000.json"])
+def test_a_torn_record_is_skipped(made: Made, tmp_path: Path, name: str) -> None:
+    killed_at(made(), 4, 6, [])
+    file = tmp_path / "run" / "checkpoints" / "step-0000000004" / name
+    file.write_bytes(file.read_bytes()[:-9])
+    module = made()
+    killed_at(module, 2, 6, [])  # of which the first is the hint of the restored one
+    assert module.f.report.resumed_from == 3
+    module = made()
+    assert module.f(6, []) == 45
+    assert module.f.report.resumed_from == 4
+
+
+def test_where_no_checkpoint_is_whole_it_begins_anew(
+    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed_at(made(), 4, 6, [])
+    for file in (tmp_path / "run" / "checkpoints").glob("*/rank-00000.extra.safetensors"):
+        file.write_bytes(b"")
+    module = made()
+    assert module.f(6, []) == 45
+    assert module.f.report.resumed_from is None
+    assert "the function begins anew" in caplog.text
+
+
+def test_a_directory_of_another_function_is_refused(made: Made, tmp_path: Path) -> None:
+    killed_at(made(), 4, 6, [])
+    other = made()
+    other.f.__wrapped__.__module__ = "another"
+    with pytest.raises(RunMismatchError, match=r"holds checkpoints of program\.f, not of another\.f"):
+        other.f(6, [])
+
+
+def test_a_directory_of_a_training_is_refused(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(RunMismatchError, match="holds checkpoints of a training"):
+        made().f(6, [])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+
+
+def test_a_directory_that_cannot_be_made_is_refused(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises((RunDirectoryError, RunMismatchError), match="run"):
+        made().f(6, [])
+
+
+def test_a_newer_call_ends_the_older_one(made: Made, tmp_path: Path) -> None:
+    """A job that was taken for dead goes on beside the one that took its place."""
+    path = tmp_path / "old.py"
+    module = made()
+    path.write_text(TRAINING)
+    old = started(path, tmp_path / "shared", 0.3)
+    assert old.stdout is not None
+    assert old.stdout.readline().startswith("hint")
+    new = started(path, tmp_path / "shared")
+    assert result(new)[1] == "30"
+    output, _ = old.communicate(timeout=60)
+    assert old.returncode == 1
+    assert "result" not in output
+    assert module.f(2, []) == 3
+
+
+def test_a_refused_call_does_not_end_the_one_that_runs(made: Made, tmp_path: Path) -> None:
+    module = made()
+    killed_at(module, 2, 6, [])
+    before = sorted(str(path) for path in (tmp_path / "run").rglob("*"))
+    with pytest.raises(RunMismatchError):
+        made().f(5, [])
+    assert sorted(str(path) for path in (tmp_path / "run").rglob("*")) == before
+
+
+def test_an_error_keeps_the_checkpoints(made: Made, tmp_path: Path) -> None:
+    module = made(("class Killed(BaseException)", "class Killed(ValueError)"))
+    killed_at(module, 3, 6, [])
+    assert checkpoints(tmp_path) == ["step-0000000002", "step-0000000003"]
+    assert module.f(6, []) == 45
+    assert module.f.report.resumed_from == 3
+
+
+def test_two_at_once_in_a_process_are_refused(made: Made) -> None:
+    module = made(("total += scaled(i)", "total += f(1, [])"))
+    with pytest.raises(NotResumableError, match="while another resumable function runs"):
+        module.f(6, [])
+    fine = made(("total += scaled(i)", "total += f.__wrapped__(0, [])"))
+    assert fine.f(2, []) == 0
+
+
+def test_what_cannot_be_saved_is_refused_at_the_first_arrival_even_if_no_checkpoint_is_due(made: Made) -> None:
+    module = made(("    total = 0", "    total = 0\n    seen = dict.fromkeys('ab').keys()"), allowance=1e-9)
+    assert module.f(2, []) == 3  # not needed after the hint
+    module = made(
+        ("    total = 0", "    total = 0\n    seen = dict.fromkeys('ab').keys()"),
+        ("return total", "return total, seen"),
+        allowance=1e-9,
+    )
+    with pytest.raises(NotResumableError, match=r"the variable 'seen' cannot be saved: builtins\.dict_keys"):
+        module.f(2, [])
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_call(
+    made: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cpsr.checkpoint.rank_part.write_tensors", full)
+    assert made().f(3, []) == 9
+    assert "checkpoint 1 failed" in caplog.text
+
+
+def test_a_loop_over_what_goes_one_way_is_refused_when_it_begins(made: Made) -> None:
+    module = made(
+        ("for i in range(n)", "for i in reversed_of(n)"), ("left =", "def reversed_of(n):\n    yield n\nleft =")
+    )
+    with pytest.raises(NotResumableError, match=r"the loop over a builtins\.generator cannot begin in the middle"):
+        module.f(6, [])
+
+
+@pytest.mark.parametrize(
+    "made_by",
+    ["torch.nn.Linear(1, 1)", "numpy.random.default_rng(1)", "iter('ab')", "torch.ones(1, requires_grad=True)"],
+)
+def test_a_global_with_a_state_is_refused_even_in_a_helper(made: Made, made_by: str) -> None:
+    module = made(("left =", f"STATE = {made_by}\nleft ="), ("    return SCALE * x", "    STATE\n    return SCALE * x"))
+    with pytest.raises(NotResumableError, match="scaled uses the global 'STATE'"):
+        module.f(6, [])
+
+
+def test_it_is_called_like_the_function(made: Made) -> None:
+    module = made()
+    assert module.f.__name__ == "f"
+    with pytest.raises(TypeError, match="missing a required argument"):
+        module.f(1)
+    assert module.f.report is None
+
+
+def test_the_record_names_the_function(made: Made, tmp_path: Path) -> None:
+    made().f(1, [])
+    assert json.loads((tmp_path / "run" / "resumable.json").read_text()) == {"function": "program.f"}
