@@ -9,6 +9,8 @@ from cpsr.saving.turns import Turns
 
 __all__ = ["WindowSnapshots"]
 
+MEASURED_ITERATIONS = 10  # of a life: then enough copies were measured, and the first checkpoint may be far away
+
 
 class WindowSnapshots:
     """Does nothing where no windows are wanted.
@@ -32,6 +34,7 @@ class WindowSnapshots:
     ) -> None:
         self._windows, self._turns, self._note, self._experts = windows, turns, note, experts
         self.wanted = windows is not None
+        self._ended = 0
         note(None if windows is None else windows.iterations)
 
     def end_of(self, iteration: int, capture: Callable[[], Any]) -> Callable[[], None]:
@@ -44,6 +47,10 @@ class WindowSnapshots:
         windows = self._windows
         if windows is None:
             return lambda: None
+        self._ended += 1
+        if self._ended == MEASURED_ITERATIONS:
+            windows.agree(iteration)
+            self._note(windows.iterations)
         send = windows.ends_after(iteration) and self._turns.may_send(iteration)
 
         def take() -> None:

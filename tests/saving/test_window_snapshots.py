@@ -43,6 +43,9 @@ class Rank:
     def ends_after(self, iteration: int) -> bool:
         return iteration % self.window_iterations == 0
 
+    def agree(self, iteration: int) -> None:
+        """The number is given."""
+
     def is_pending(self) -> bool:
         return self.iteration < self.sealed_at
 
