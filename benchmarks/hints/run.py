@@ -29,6 +29,7 @@ ROUNDS = 5
 KILLS = 4
 SEED = 0
 _WAIT_SECONDS = 600.0
+_LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,11 @@ def _killed(
         run_dir = directory / f"{name}-{allowance:g}-{way}"
         for _ in range(kills if way == "killed" else 1):
             process = _begun(name, length, run_dir, allowance, *more)
-            # The control is killed late, so that there is a checkpoint to go on from.
-            seconds = plain.seconds * (float(drawn.uniform(0.2, 0.8)) if way == "killed" else 0.8)
+            seconds = plain.seconds * float(drawn.uniform(0.2, 0.8))
             time.sleep(seconds)
+            # Without a checkpoint there would be nothing to compare: the control always waits for one.
+            while way == "control" and process.poll() is None and not list(run_dir.glob("checkpoints/step-*/COMMIT")):
+                time.sleep(_LOOK_SECONDS)
             process.send_signal(signal.SIGKILL)
             process.communicate(timeout=_WAIT_SECONDS)
             after += [seconds] if way == "killed" else []

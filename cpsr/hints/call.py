@@ -63,7 +63,10 @@ class Call:
         self._checked: set[int] = set()
         self._wanted = False
         self.target = 0 if saved is None else int(saved["hint"])
-        self._variables = {} if saved is None else restored(saved["values"], saved["variables"], arguments)
+        self._variables: dict[str, Any] = {}
+        if saved is not None:
+            self._variables = restored(saved["values"], saved["variables"], arguments)
+            pace.learn(saved["costs"])
 
     def has(self, name: str) -> bool:
         """Whether a variable is restored."""
@@ -143,6 +146,7 @@ class Call:
                     "values": encoder.changed(),
                     "random": capture_host_rng(),
                     "identity": dict(self._identity or {}),
+                    "costs": self._pace.costs(),
                 }
                 self._keeper.save(content)
             else:

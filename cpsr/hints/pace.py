@@ -1,7 +1,8 @@
 """When a hint is a checkpoint, while the function runs.
 
 All checkpoints so far and the next one together may take no more than the allowed fraction of the function's own time.
-The next one is expected to take as long as the longest of the last few; before the first one, see `KeptCheckpoints`.
+The next one may take twice as long as the longest of the last few, since a disk's time varies. Before the
+first one, see `KeptCheckpoints`; a call that goes on knows the costs of the calls before.
 
 A hint is a checkpoint as soon as this allows it. In a loop whose length is known, and of which every hint was reached
 once, the placement of `cpsr.hints.placement` chooses among them instead: by the times measured so far, for the
@@ -25,6 +26,7 @@ from cpsr.hints.source import FunctionSource
 __all__ = ["Pace", "Round", "rounds_of"]
 
 _RECENT = 8  # measured costs of a checkpoint that count
+_SURPRISE = 2.0  # times the longest cost that the next one may take
 _LIKE = 1.25  # costs that differ less are taken as equal: so far apart are those of one hint
 # Failures so rare that the best places do not depend on how rare, in times of what is left of the loop.
 _RARE = 100.0
@@ -131,6 +133,15 @@ class Pace:
         self._began = self._mark = self._clock()
         self.spent_seconds = 0.0
 
+    def costs(self) -> dict[str, list[float]]:
+        """The last measured costs of checkpoints by hint, for a call that goes on."""
+        return {str(number): list(hint.costs) for number, hint in self._hints.items() if hint.costs}
+
+    def learn(self, costs: Mapping[str, Sequence[float]]) -> None:
+        """Take the costs of the call before."""
+        for number, known in costs.items():
+            self._hints[int(number)].costs.extend(known)
+
     def own_seconds(self) -> float:
         """The function's own time, without checkpoints."""
         return self._clock() - self._began - self.spent_seconds
@@ -186,7 +197,7 @@ class Pace:
 
     def _cost(self, number: int) -> float:
         own = self._hints[number].costs
-        return max(own or [one for hint in self._hints.values() for one in hint.costs] or [self._first])
+        return _SURPRISE * max(own or [one for hint in self._hints.values() for one in hint.costs] or [self._first])
 
     def _choose(self, number: int) -> None:
         """Place the checkpoints of a loop once enough is known of it; forget them where it has ended."""

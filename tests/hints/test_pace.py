@@ -60,9 +60,9 @@ def test_the_allowance_is_used_and_kept(allowance: float, rounds: list[Round]) -
     own = pace.own_seconds()
     assert own == pytest.approx(5.1)
     assert pace.spent_seconds <= allowance * own
-    assert len(taken) >= int(allowance * own / COST) - 2
+    assert len(taken) >= int(allowance * own / COST) - 3
     gaps = [after - before for before, after in itertools.pairwise([0.0, *pace.taken_seconds, own])]
-    assert max(gaps) <= 2.5 * COST / allowance
+    assert max(gaps) <= 3.5 * COST / allowance
 
 
 @given(
@@ -77,8 +77,8 @@ def test_checkpoints_never_take_more_than_the_allowance_and_one_surprise(
     clock = Clock()
     pace = Pace(allowance, [NESTED] if placed else [], 2, costs[0], clock)
     run(pace, clock, nested(*loops, 0.02, 0.1), itertools.cycle(costs))
-    # The next cost is taken to be the largest of the last ones; it can be larger.
-    assert pace.spent_seconds <= allowance * pace.own_seconds() + max(costs) - min(costs) + 1e-9
+    # The next cost is taken to be at most twice the largest of the last ones; it can be larger.
+    assert pace.spent_seconds <= allowance * pace.own_seconds() + max(0.0, max(costs) - 2 * min(costs)) + 1e-9
 
 
 @pytest.mark.parametrize("costs", [(0.2, 0.02), (0.02, 0.2), (0.04, 0.04)])
@@ -101,7 +101,7 @@ def test_the_placement_is_used_where_it_repeats_less(
                 clock.now += costs[number - 1]
                 pace.took(number, costs[number - 1], checkpoint=True)
         own = pace.own_seconds()
-        assert pace.spent_seconds <= allowance * own + 0.18
+        assert pace.spent_seconds <= allowance * own + 0.16
         lost.append(sum((after - before) ** 2 for before, after in itertools.pairwise([0.0, *pace.taken_seconds, own])))
     assert lost[1] <= 1.05 * lost[0]
 
@@ -114,8 +114,17 @@ def test_an_infinite_allowance_makes_every_hint_one() -> None:
 
 def test_the_first_one_waits_for_what_it_may_take() -> None:
     clock = Clock()
-    pace = Pace(0.1, [], 1, 0.5, clock)
+    pace = Pace(0.1, [], 1, 0.25, clock)
     assert [round(at, 3) for at in _single(pace, clock, 0.5, 100)][:2] == [5.0, 5.5]
+
+
+def test_a_call_that_goes_on_knows_what_checkpoints_cost() -> None:
+    clock = Clock()
+    before = Pace(0.1, [], 1, 0.25, clock)
+    _single(before, clock, 0.5, 20)
+    after = Pace(0.1, [], 1, 50.0, clock)
+    after.learn(before.costs())
+    assert _single(after, clock, 0.5, 100)[0] == pytest.approx(0.5)
 
 
 def _single(pace: Pace, clock: Clock, step: float, count: int) -> list[float]:
