@@ -20,7 +20,7 @@ from cpsr.checkpoint.run_directory import RunDirectory, open_run
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
-from cpsr.config import CPSRConfig
+from cpsr.config import CPSRConfig, ExpertsConfig
 from cpsr.doctor.start import report_machine
 from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
@@ -121,7 +121,7 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     group, adapter, shard = Group(), loop.adapter, loop.adapter.shard()
     opened.callback(_close_group, group, ending)
     # Mode exact restores no expert older than its checkpoint, and so saves all of them.
-    experts = None if config.mode == "exact" else ExpertSaving.of(adapter, shard, config.experts, group)
+    experts = None if config.mode == "exact" else ExpertSaving.of(adapter, shard, _repeatable(config), group)
     if experts is not None:
         opened.callback(experts.close)
     writes = _write_assignment(adapter, config, group, experts, shard)
@@ -151,6 +151,13 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     if adapter.pipeline_stage is not None:
         memory.pool.copier.copy_in(loop.learning.bubbles)
     return OpenRun(job, steps, store, memory, target, experts, writes, (life, branch), held, free_bytes)
+
+
+def _repeatable(config: CPSRConfig) -> ExpertsConfig:
+    """With windows no layer has more capacity for a while: a repeated iteration would drop other tokens."""
+    if not config.replay.enabled:
+        return config.experts
+    return config.experts.model_copy(update={"recovering_capacity_fraction": 0.0})
 
 
 def _open_directory(
