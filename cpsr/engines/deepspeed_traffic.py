@@ -43,6 +43,8 @@ _OTHERS = (
     "batch_isend_irecv",
     "gather",
     "scatter",
+    "barrier",
+    "monitored_barrier",
 )
 
 
@@ -126,8 +128,12 @@ class DeepSpeedTraffic:
         finally:
             self._open = False
         losses = torch.stack([engine.agg_train_loss.detach().float(), engine.dp_group_loss.detach().float()])
-        states = capture_random_states(self._adapter)
-        log.add(_operation("result", losses), losses, states)
+        if engine.agg_additional_losses is not None:
+            log.drop("its module has additional losses")
+        norm = engine.get_global_grad_norm()
+        norm = norm.detach().clone() if isinstance(norm, torch.Tensor) else norm
+        plain = {"states": capture_random_states(self._adapter), "norm": norm}
+        log.add(_operation("result", losses), losses, plain)
         log.end(bool(engine.was_step_applied()), self._form)
         return result
 
@@ -189,7 +195,9 @@ class DeepSpeedTraffic:
         return original(tensor=tensor, src=src, group=group, async_op=async_op)
 
     def _other(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._crossed(kwargs.get("group")) is not None and self._log is not None:
+        groups = [one for one in args if isinstance(one, torch.distributed.ProcessGroup)]
+        group = groups[0] if groups else kwargs.get("group")
+        if self._crossed(group) is not None and self._log is not None:
             self._log.drop(f"it used {name} over ranks of several stages")
         return original(*args, **kwargs)
 
@@ -241,7 +249,9 @@ class DeepSpeedTraffic:
                 elif operation.verb == "step":
                     self._count_step(applied=repeats.applied(iteration))
                 elif operation.verb == "result":
-                    restore_random_states(self._adapter, plain)
+                    restore_random_states(self._adapter, plain["states"])
+                    norm = plain["norm"]
+                    engine._global_grad_norm = norm.to(engine.device) if isinstance(norm, torch.Tensor) else norm
                     assert values is not None
                     losses = values
                 else:

@@ -70,6 +70,7 @@ class Replaying:
     def start(self) -> None:
         """Agree on what is left out; a collective, once states of the life before are void."""
         self._frozen.plan(self._conversion)
+        self._logs.pause(paused=self._frozen.leaves_out)
         if self._rest is not None and self._rest.snapshot is not None:
             self._pool.seal(self._rest.snapshot, "departure")  # stamped with this life, which may end before its rest
 
@@ -112,6 +113,7 @@ class Replaying:
             self._pool.release(self._rest.snapshot)
             self._logs.go_on()
         self._frozen.end()
+        self._logs.pause(paused=False)
         self._pool.obstacle = None
         self._conversion.close()
 

@@ -15,7 +15,6 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import CheckpointError
 from cpsr.job import Job
 from cpsr.replay.upstream import Upstream
-from cpsr.state.codec import encode
 
 __all__ = ["Choice", "Kept", "Rest", "choose", "rest_of"]
 
@@ -176,6 +175,8 @@ def rest_of(
     if problems:
         if snapshot is not None:
             pool.release(snapshot)
+        if upstream is not None:
+            upstream.forget()  # also adopted ones: this life makes those iterations again
         if job.group.rank == 0:
             logger.warning("all stages replay the window: %s", "; ".join(problems))
         return None
@@ -200,10 +201,8 @@ def _obstacle(job: Job, small: Mapping[str, Any], upstream: Upstream | None) -> 
         return "what its stages send is not logged"
     if job.shard.frozen:
         return "it has parameters outside the optimizer"
-    if any(values.is_floating_point() for values in encode(small["registered"])[1].values()):
-        return (
-            "a registered object has tensors, which the loop may make of weights: those of a stage at rest are others"
-        )
+    if small["registered"]:
+        return "the loop has registered objects, and may make them of what a stage at rest does not compute"
     return None
 
 

@@ -3,6 +3,7 @@
 import logging
 
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.job import Job
 from cpsr.replay.resting import Rest
 from cpsr.replay.upstream import LoggedSteps, Upstream
@@ -46,6 +47,11 @@ class StageLogs:
         assert self._traffic is not None
         self._traffic.repeat(LoggedSteps(rest.logs, rest.choice.ranks, self.forget))
 
+    def pause(self, *, paused: bool) -> None:
+        """Log nothing meanwhile."""
+        if self.upstream is not None:
+            self.upstream.paused = paused
+
     def go_on(self) -> None:
         """The next step is computed."""
         if self._traffic is not None:
@@ -65,7 +71,7 @@ class StageLogs:
 
     def _room(self) -> int:
         """Bytes for this rank: half of what is left is for later windows, and for others."""
-        return shared_memory_left() // (2 * len(self._job.run.local_ranks))
+        return min(available_host_bytes(), shared_memory_left()) // (2 * len(self._job.run.local_ranks))
 
     def _report(self, message: str, level: int) -> None:
         if level == logging.INFO and self._job.group.rank != self._job.adapter.data_parallel_ranks[0]:

@@ -54,6 +54,7 @@ class Upstream:
     Attributes:
         iterations: as many are wanted.
         bytes: of one iteration; 0 until the first was measured.
+        paused: nothing is logged: gradients of repeated iterations are left out, and norms are not what they were.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Upstream:
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch's stub has no types
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-upstream")
-        self.iterations, self.bytes = 0, 0
+        self.iterations, self.bytes, self.paused = 0, 0, False
         self._slots: list[_Slot] = []
         self._slot: _Slot | None = None  # that is filled
         self._off = self._dropped = False
@@ -77,15 +78,18 @@ class Upstream:
 
     def keep(self, iterations: int) -> None:
         """Keep so many from now on; without it nothing is logged."""
-        self.iterations = max(self.iterations, iterations)
+        if iterations > self.iterations:
+            self.iterations = iterations
+            if self.bytes:
+                self._fit()
 
     # TrafficLog
 
     def begin(self, iteration: int) -> None:
         """Overwrite the oldest iteration with this one."""
-        self._iteration, self._end, self._entries, self._dropped = iteration, 0, [], self._off
+        self._iteration, self._end, self._entries, self._dropped = iteration, 0, [], self._off or self.paused
         self._slot = None
-        if self._kept < LEAST or self._off:
+        if self._kept < LEAST or self._dropped:
             return
         try:
             slot = self._slot = self._next()
@@ -106,7 +110,7 @@ class Upstream:
             slot = self._slot
             if slot is not None and not self._dropped:
                 if self._end <= slot.file.bytes.numel():
-                    self._copy(slot.file.bytes[start : self._end].view(values.dtype).view(values.shape), values)
+                    self._keep(slot.file.bytes[start : self._end].view(values.dtype).view(values.shape), values)
                 else:
                     self._dropped = True  # what is sent has grown: the next file is as large
         self._entries.append(entry)
@@ -199,15 +203,22 @@ class Upstream:
     def _file(self, number: int) -> MemoryFile:
         return self._memory.file(f"{SLOT}{number}", self.bytes)
 
+    def _keep(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        try:
+            self._copy(target, source)
+        except RuntimeError as error:
+            self.drop(f"it could not be copied: {error}")
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
             if self._stream is None:
                 target.copy_(source.detach())
                 return
+            kept = source.detach().clone()  # what comes next on the present stream may change it in place
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                target.copy_(source.detach(), non_blocking=True)
-            source.record_stream(self._stream)
+                target.copy_(kept, non_blocking=True)
+            kept.record_stream(self._stream)
 
     def _seal(self, slot: _Slot, iteration: int, scalars: dict[str, Any], event: Any) -> None:
         """In the worker."""
@@ -230,7 +241,12 @@ class Upstream:
         if not self.iterations:
             return
         there = sum(slot.file.bytes.numel() for slot in self._slots)
-        self._fitting = (self._room() + there) // self.bytes
+        try:
+            self._fitting = (self._room() + there) // self.bytes
+        except OSError as error:
+            self._off = True
+            self._say(f"no logs of what stages send are kept in this life: {error}. A failure then repeats all stages")
+            return
         each, total = self.bytes / 1e6, self._kept * self.bytes / 1e6
         if self._kept < self.iterations:
             self._report(

@@ -88,6 +88,7 @@ class Windows:
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(replaying.last - replaying.first + 1)
             self._agreed = -1, len(self._layout.turns)
+            self._logs.keep(self._recorder.files * len(self._layout.turns))
         return path
 
     def rest(self) -> None:

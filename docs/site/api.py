@@ -18,6 +18,7 @@ MODULES = (
     "cpsr.integrations.accelerate",
     "cpsr.integrations.lightning",
     "cpsr.integrations.loggers",
+    "cpsr.hints",
     "cpsr.hints.placement",
 )
 HIDDEN = "\0"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpsr.qualify.adam_kernels import no_kernel
-from cpsr.qualify.cells import cells_of
+from cpsr.qualify.cells import OF_TORCH, cells_of
 from cpsr.qualify.trials import CHECKS, trials_of, without
 
 
@@ -33,7 +33,7 @@ def test_kills_follow_and_pipelines_are_the_last() -> None:
 @pytest.mark.parametrize(("device", "more"), [("cpu", set()), ("cuda", {"fused", "adamw-fused", "adamw-capturable"})])
 def test_optimizers_are_those_of_the_device(device: str, more: set[str]) -> None:
     usual = {"adamw", "sgd", "muon", "json", "adafactor", "muon+adamw", "lion", "adamw-8bit", "adamw-schedulefree"}
-    assert {cell.optimizer for cell in cells_of(device, 2, True)} == usual | more
+    assert {cell.optimizer for cell in cells_of(device, 2, True)} == usual | more | set(OF_TORCH)
 
 
 def test_gloo_sends_no_cuda_tensors_from_stage_to_stage() -> None:

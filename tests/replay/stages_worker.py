@@ -124,8 +124,8 @@ def project(embedding: nn.Embedding, hidden: torch.Tensor) -> torch.Tensor:
 
 def train(
     recovery: CPSRRecovery, engine: Any, loader: Any, options: Options, rank: int, average: dict[str, torch.Tensor]
-) -> dict[int, float]:
-    losses = {}
+) -> dict[int, list[Any]]:
+    losses: dict[int, list[Any]] = {}
     data = batches(recovery, loader)
     while recovery.iteration < options.iterations:
         if recovery.iteration == options.killed.get(rank):
@@ -135,7 +135,7 @@ def train(
         for name, values in average.items():  # before the step: in a pipeline its state is saved right after it
             values.lerp_(engine.module.get_parameter(name).detach(), 0.1)
         loss = engine.train_batch(data)
-        losses[recovery.iteration] = float(loss)
+        losses[recovery.iteration] = [float(loss), str(engine.get_global_grad_norm())]
         if recovery.iteration == options.evaluates:
             engine.eval_batch(iter([next(iter(loader))] * options.micro_batches))
     return losses
