@@ -39,8 +39,8 @@ def launched(page: str, folder: Path) -> Launched:
     [
         # 30 passes of 28 batches on each of two ranks, to the end and no further.
         ("README.md", 400, 840),
-        ("docs/start.md", 400, 1400),
-        ("docs/pipelines.md", 300, 600),
+        pytest.param("docs/start.md", 400, 1400, marks=pytest.mark.slow),
+        pytest.param("docs/pipelines.md", 300, 600, marks=pytest.mark.slow),
     ],
 )
 def test_the_program_comes_back_from_a_kill(tmp_path: Path, page: str, killed_at: int, last: int) -> None:

@@ -86,6 +86,7 @@ def last_loss(launched: Launched) -> str:
     return found[-1]
 
 
+@pytest.mark.slow
 def test_a_job_whose_time_ends_commits_and_its_next_turn_goes_on(folder: Path, job: int) -> None:
     with turn(folder, job) as first:
         first.until(lambda launched: "iteration 200:" in launched.output)
