@@ -95,7 +95,8 @@ class Examination:
                 folder = made
             except OSError as problem:
                 advice = "give the job's user the right to write there, or choose another run_dir"
-                self._of_machine(iter([error("run directory", f"cannot be written in ({problem})", advice)]))
+                found = error("run directory", f"cannot be written in ({problem})", advice, rank=group.rank)
+                self._of_machine(iter([found]))
             if group.size > 1:
                 self._check_shared(folder)
             elif folder is not None:

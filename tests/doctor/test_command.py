@@ -158,6 +158,19 @@ def test_ranks_that_are_started_again_leave_the_first_report_as_the_last(tmp_pat
     assert "in run_doctor" not in launched.output
 
 
+def test_a_rank_that_cannot_look_for_the_directory_is_named_and_no_other_waits(tmp_path: Path) -> None:
+    name = "run-$(if [ $RANK = 1 ]; then printf %0300d 1; fi)"  # a longer name than file systems have
+    script = f"exec {shlex.quote(sys.executable)} -m cpsr doctor --json --run-dir {name}"
+    command = ["torchrun", "--nproc-per-node=2", "--no-python", "sh", "-c", script]
+    with Launched(tmp_path, command) as launched:
+        assert launched.wait() == 1, launched.output
+    (line,) = [line for line in launched.output.splitlines() if line.startswith("{")]
+    errors = [one for one in json.loads(line)["findings"] if one["level"] == "error"]
+    assert [one["subject"] for one in errors] == ["run directory"] * 2
+    assert any("File name too long" in one["measured"] and one["figures"] == {"rank": 1} for one in errors)
+    assert any(one["figures"].get("blind_ranks") == [0, 1] for one in errors)
+
+
 def test_the_port_of_the_launcher_that_runs_is_not_looked_at(tmp_path: Path) -> None:
     with Launched(tmp_path, ["torchrun", "--nproc-per-node=1", "-m", "cpsr", "doctor", "--json"]) as launched:
         assert launched.wait() == 0, launched.output
