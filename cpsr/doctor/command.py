@@ -1,6 +1,8 @@
 """`cpsr doctor`: checks this machine, or as one of the ranks of a job its machines and what they share."""
 
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +24,8 @@ __all__ = ["needs_of", "run_doctor"]
 FAILED = 1
 _MEET_SECONDS = 60.0
 _REASON_CHARACTERS = 200
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+_LINE_SECONDS = 10.0  # until which a machine's first rank has printed; its end ends the others
 
 
 def needs_of(
@@ -68,6 +72,8 @@ def run_doctor(needs: Needs, *, has_run_dir: bool, as_json_text: bool) -> int:
     Raises:
         CPSRError: another rank has ended before its checks had.
     """
+    if os.environ.get(_RESTARTS, "0") != "0":
+        return _after_first_report()
     findings: list[Finding] = []
     with _met(needs.launched, findings) as group:
         try:
@@ -76,12 +82,24 @@ def run_doctor(needs: Needs, *, has_run_dir: bool, as_json_text: bool) -> int:
             raise CPSRError(f"the checks stopped: another rank is gone or hangs ({_brief(problem)})") from problem
     if os.environ.get("RANK", "0") == "0":
         _print(needs, findings, as_json_text)
-    if worst(findings) != "error":
-        return 0
+    return _failed("cpsr doctor found errors") if worst(findings) == "error" else 0
+
+
+def _after_first_report() -> int:
+    """Of ranks that a launcher has started again: nothing is looked at, since torchrun's store still has the first."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_LINE_SECONDS)
+    else:
+        text = "cpsr doctor: the launcher started the ranks again, and nothing more is looked at: see the first report"
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+    return _failed("cpsr doctor has looked once: see the first report")
+
+
+def _failed(message: str) -> int:
     launcher = report()
     if launcher is None:
         return FAILED
-    launcher.refuse("cpsr doctor found errors")  # or `cpsr run` would start the ranks again
+    launcher.refuse(message)  # or `cpsr run` would start the ranks again
     return REFUSED_STATUS
 
 
@@ -97,15 +115,18 @@ def _print(needs: Needs, findings: list[Finding], as_json_text: bool) -> None:
 @contextmanager
 def _met(launched: Launched, findings: list[Finding]) -> Iterator[Group]:
     """The ranks of the job as a group; this process alone without a launcher, or where they cannot meet."""
-    if "RANK" in os.environ and launched.ranks > 1:
+    try:
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=_MEET_SECONDS))
+            if "RANK" in os.environ and launched.ranks > 1:
+                dist.init_process_group("gloo", timeout=timedelta(seconds=_MEET_SECONDS))
+            group = Group()
         except (RuntimeError, ValueError) as problem:
+            if dist.is_initialized():
+                dist.destroy_process_group()
             place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             advice = "see the address below; gloo needs all ports between the machines; the other lines are of one rank"
             findings.append(error("ranks", f"the ranks cannot meet at {place} ({_brief(problem)})", advice))
-    try:
-        group = Group()
+            group = Group()
         yield group
         group.close()
     finally:

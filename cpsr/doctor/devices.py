@@ -1,5 +1,6 @@
 """GPUs, their driver, and NCCL, as far as torch says."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ __all__ = ["Devices", "check_devices", "find_devices"]
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 Devices = dict[str, Any]
-"""What torch and the driver say: `problem`, `torch_cuda`, `names`, `memory_bytes`, `nccl`, `driver`; None for none."""
+"""What torch and driver say: `problem`, `torch_cuda`, `names`, `memory_bytes`, `uuids`, `nccl`, `driver`, or None."""
 
 
 def find_devices(driver: Path = _DRIVER) -> Devices:
-    """What this machine has; a GPU that is found is not initialised."""
+    """What this process sees; torch initialises CUDA in it where there is a GPU."""
     import torch
 
     properties: list[Any] = []
@@ -31,17 +32,20 @@ def find_devices(driver: Path = _DRIVER) -> Devices:
         "torch_cuda": torch.version.cuda,
         "names": [one.name for one in properties],
         "memory_bytes": [one.total_memory for one in properties],
+        # A build of torch that does not say it: as if no other rank saw the GPU, rather than a false warning.
+        "uuids": [str(getattr(one, "uuid", f"{os.getpid()}-{index}")) for index, one in enumerate(properties)],
         "nccl": nccl,
         "driver": _driver_version(driver),
     }
 
 
-def check_devices(found: Devices, launched: Launched) -> Finding:
+def check_devices(found: Devices, launched: Launched, gpus: int | None = None) -> Finding:
     """Whether the ranks of this machine have a GPU each.
 
     Args:
-        found: of `find_devices`.
+        found: of `find_devices`, on the machine's first rank.
         launched: the job.
+        gpus: that all ranks of the machine see together; None: those that are found.
     """
     names, driver = found["names"], found["driver"]
     if found["problem"] is not None:
@@ -53,8 +57,10 @@ def check_devices(found: Devices, launched: Launched) -> Finding:
     text = f"{kinds} of {memory}, driver {driver or 'unknown'}, CUDA {found['torch_cuda']}, NCCL {found['nccl']}"
     if found["nccl"] is None:
         return warning("devices", text, "torch has no NCCL: ranks on GPUs cannot train together; install one that has")
-    if launched.local_ranks > len(names):
-        advice = f"{launched.local_ranks} ranks share them; start one rank a GPU"
+    gpus = len(names) if gpus is None else gpus
+    text += f"; the ranks here see {gpus} GPUs together" if gpus > len(names) else ""
+    if launched.local_ranks > gpus:
+        advice = f"{launched.local_ranks} ranks share {gpus} GPU{'s' if gpus > 1 else ''}; start one rank a GPU"
         return warning("devices", text, advice, **found)
     return ok("devices", text, **found)
 

@@ -1,5 +1,6 @@
 """All checks of `cpsr doctor` in their order: of each machine, of the disk, and of the job."""
 
+import os
 import platform
 import uuid
 from collections.abc import Callable, Iterator
@@ -7,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from cpsr.doctor.devices import check_devices, find_devices
+from cpsr.doctor.devices import Devices, check_devices, find_devices
 from cpsr.doctor.directory import check_file_system, check_files_left, check_space
 from cpsr.doctor.disk import (
     check_bandwidth,
@@ -55,8 +56,11 @@ class Examination:
 
     def run(self) -> list[Finding]:
         """All checks; a collective. Returns the findings of all ranks, on every rank."""
+        devices = find_devices()
+        seen = self._group.gather([this_node(), devices["uuids"]])  # a launcher may give each rank a GPU of its own
+        here = {uuid for node, uuids in seen if node == this_node() for uuid in uuids}
         if self._first_on_machine:
-            self._of_machine(self._machine_checks())
+            self._of_machine(self._machine_checks(devices, len(here)))
         if self._has_run_dir:
             self._try_directory()
         elif self._group.rank == 0:
@@ -69,11 +73,11 @@ class Examination:
     def _of_machine(self, found: Iterator[Finding]) -> None:
         self.findings += [replace(one, machine=this_node()) for one in found]
 
-    def _machine_checks(self) -> Iterator[Finding]:
+    def _machine_checks(self, devices: Devices, gpus: int) -> Iterator[Finding]:
         needs = self._needs
         yield check_python()
         yield check_packages()
-        yield check_devices(find_devices(), needs.launched)
+        yield check_devices(devices, needs.launched, gpus)
         yield check_host_memory(needs)
         yield check_shared_memory(needs)
         yield check_memory_kind()
@@ -94,7 +98,8 @@ class Examination:
                 folder = made
             except OSError as problem:
                 advice = "give the job's user the right to write there, or choose another run_dir"
-                self._of_machine(iter([error("run directory", f"cannot be written in ({problem})", advice)]))
+                found = error("run directory", f"cannot be written in ({problem})", advice, rank=group.rank)
+                self._of_machine(iter([found]))
             if group.size > 1:
                 self._check_shared(folder)
             elif folder is not None:
@@ -144,7 +149,7 @@ class Examination:
             check_grace(self._commit_seconds),
             check_cluster(self._commit_seconds),
             check_service_port(needs.config.service),
-            check_rendezvous() if group.size == 1 else None,
+            check_rendezvous() if "RANK" not in os.environ else None,  # a launcher holds it itself,
         ]
         self.findings += [one for one in found if one is not None]
 

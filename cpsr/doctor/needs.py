@@ -63,11 +63,13 @@ class Needs:
 
     @property
     def buffer_bytes(self) -> int | None:
-        """Host memory of all snapshot buffers on this machine, and of sparse windows of one iteration."""
-        if self.state_bytes is None:
-            return None
-        states = self.config.memory.buffers + (WINDOWS if self.config.replay.enabled else 0)
-        return states * self.state_bytes * self.launched.local_ranks
+        """Host memory of all snapshot buffers on this machine, without which a job refuses to start."""
+        return self._here(self.config.memory.buffers)
+
+    @property
+    def window_bytes(self) -> int:
+        """Host memory of all sparse windows of one iteration on this machine; a job without it goes on without them."""
+        return (self._here(WINDOWS) or 0) if self.config.replay.enabled else 0
 
     @property
     def replica_bytes(self) -> int:
@@ -90,6 +92,9 @@ class Needs:
         whole, history = kept_checkpoints(self.config)
         of_checkpoint = _FILES_OF_RANK * self.launched.ranks + _FILES_OF_CHECKPOINT
         return (whole + history) * of_checkpoint + _RANK_FILES_BESIDE * self.launched.ranks + _FILES_BESIDE
+
+    def _here(self, states: int) -> int | None:
+        return None if self.state_bytes is None else states * self.state_bytes * self.launched.local_ranks
 
     def commit_seconds(self, write_bytes_per_second: float, read_bytes_per_second: float) -> float | None:
         """How long the ranks of this machine take to write a checkpoint and read it back."""

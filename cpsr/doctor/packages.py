@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
@@ -10,25 +10,26 @@ from packaging.version import Version
 
 from cpsr.doctor.finding import Finding, error, ok, warning
 
-__all__ = ["DISTRIBUTION", "TESTED", "TESTED_PYTHON", "check_packages", "check_python", "installed_versions"]
+__all__ = ["DISTRIBUTION", "TESTED", "TESTED_PYTHONS", "TESTED_RELEASES"]
+__all__ += ["check_packages", "check_python", "installed_versions"]
 
 DISTRIBUTION = "cpsr"
-TESTED_PYTHON = "3.11"
-# Of constraints.txt; what recovery depends on most. Another release of the first two may bring other behaviour.
+# Of the matrix in docs/versions.md; another release of these may bring other behaviour.
+TESTED_PYTHONS = ("3.11", "3.12", "3.13")
+TESTED_RELEASES = {"torch": ("2.6", "2.9", "2.13"), "deepspeed": ("0.19",)}
+# Of constraints.txt; what recovery depends on most.
 TESTED = {"torch": "2.13.0", "deepspeed": "0.19.8", "numpy": "2.4.6", "safetensors": "0.8.0", "pydantic": "2.14.3"}
-WATCHED = ("torch", "deepspeed")
 
 
 def check_python(found: str = platform.python_version(), optimised: bool = bool(sys.flags.optimize)) -> Finding:
     """The interpreter."""
-    release = ".".join(found.split(".")[:2])
-    if Version(release) < Version(TESTED_PYTHON):
-        return error("python", f"Python {found}", f"CPSR needs {TESTED_PYTHON} or later", python=found)
+    if Version(_release(found)) < Version(TESTED_PYTHONS[0]):
+        return error("python", f"Python {found}", f"CPSR needs {TESTED_PYTHONS[0]} or later", python=found)
     if optimised:
         advice = "CPSR's checks of its own state are assertions; run without -O and PYTHONOPTIMIZE"
         return warning("python", f"Python {found} without assertions", advice, python=found)
-    if release != TESTED_PYTHON:
-        advice = f"CPSR is tested with {TESTED_PYTHON}; `cpsr qualify` shows what works here"
+    if _release(found) not in TESTED_PYTHONS:
+        advice = f"CPSR is tested with {_listed(TESTED_PYTHONS)}; `cpsr qualify` shows what works here"
         return warning("python", f"Python {found}", advice, python=found)
     return ok("python", f"Python {found}, as tested", python=found)
 
@@ -51,12 +52,12 @@ def check_packages(found: Mapping[str, str | None] | None = None) -> Finding:
     if wrong:
         advice = "install what is named, `pip install --constraint constraints.txt .` in a clone"
         return error("packages", "; ".join(wrong), advice, **versions)
-    other = [name for name in TESTED if _public(versions[name]) != TESTED[name]]
-    watched = [name for name in other if name in WATCHED and _minor(versions[name]) != _minor(TESTED[name])]
-    if watched:
-        tested = ", ".join(f"{name} {TESTED[name]}" for name in watched)
+    untested = [name for name, releases in TESTED_RELEASES.items() if _release(versions[name]) not in releases]
+    if untested:
+        tested = ", ".join(f"{name} {_listed(TESTED_RELEASES[name])}" for name in untested)
         advice = f"CPSR is tested with {tested}; `cpsr qualify` shows what works here"
         return warning("packages", named, advice, **versions)
+    other = [name for name in TESTED if name not in TESTED_RELEASES and _public(versions[name]) != TESTED[name]]
     tested = "" if not other else f" (tested: {', '.join(f'{name} {TESTED[name]}' for name in other)})"
     return ok("packages", f"{named}{tested or ', as tested'}", **versions)
 
@@ -97,6 +98,11 @@ def _public(text: str | None) -> str:
     return "" if text is None else Version(text).public
 
 
-def _minor(text: str | None) -> tuple[int, int]:
+def _release(text: str | None) -> str:
+    """`2.13` of `2.13.0+cpu`."""
     parsed = Version(text or "0")
-    return parsed.major, parsed.minor
+    return f"{parsed.major}.{parsed.minor}"
+
+
+def _listed(releases: Sequence[str]) -> str:
+    return " and ".join(part for part in (", ".join(releases[:-1]), releases[-1]) if part)

@@ -26,6 +26,7 @@ _LOGIND = tuple(
 _SYSTEM_USERS = 1000  # whose memory systemd leaves alone
 _LARGER = "docker: --shm-size or --ipc=host; Kubernetes: an emptyDir of medium Memory at /dev/shm; else remount it"
 _LOSES = "snapshots do not outlive their process, and a restart begins from the disk"
+_NO_WINDOWS = "the job starts, no windows are kept, and a failure goes back to the newest checkpoint"
 
 
 def check_memory_kind(directory: Path = SHARED_MEMORY) -> Finding:
@@ -38,7 +39,7 @@ def check_memory_kind(directory: Path = SHARED_MEMORY) -> Finding:
 
 
 def check_shared_memory(needs: Needs, directory: Path = SHARED_MEMORY) -> Finding:
-    """Whether the snapshot buffers of this machine's ranks fit, and can be locked."""
+    """Whether the snapshot buffers and windows of this machine's ranks fit, and can be locked."""
     subject = "shared memory"
     if not needs.config.checkpoint.shared_memory:
         return ok(subject, "turned off by checkpoint.shared_memory")
@@ -54,32 +55,40 @@ def check_shared_memory(needs: Needs, directory: Path = SHARED_MEMORY) -> Findin
         "usable_bytes": left,
         "held_by_runs_bytes": held,
         "needed_bytes": needs.buffer_bytes,
+        "window_bytes": needs.window_bytes,
     }
     text = f"{size(left)} of {size(total)} can be used in {directory}"
     text += f"; runs of CPSR hold {size(held)} of it, {size(own)} this one" if held else ""
     if needs.buffer_bytes is None:
         return ok(subject, f"{text}; not compared with a job, whose size is not given", **figures)
-    text += f"; {_ranks(needs.launched.local_ranks)} take {size(needs.buffer_bytes)}"
+    text += f"; {_takes(needs)}"
     if needs.buffer_bytes > left + own:
         release = "; `cpsr release --orphans` frees what runs have left" if held > own else ""
         return warning(subject, text, f"{_LOSES}; {_LARGER}{release}", **figures)
-    if needs.buffer_bytes + needs.replica_bytes > left + own:
+    needed = needs.buffer_bytes + needs.window_bytes
+    if needed > left + own:
+        return warning(subject, text, f"{_NO_WINDOWS}; {_LARGER}", **figures)
+    if needed + needs.replica_bytes > left + own:
         more = f"{text} and replicas of other machines up to {size(needs.replica_bytes)}"
         return warning(subject, more, f"some replicas will be missing; {_LARGER}", **figures)
     return ok(subject, text, **figures)
 
 
 def check_host_memory(needs: Needs) -> Finding:
-    """Whether the machine, or its container, has the memory that the buffers take."""
+    """Whether the machine, or its container, has the memory that the buffers and windows take."""
     available = available_host_bytes()
-    figures = {"available_bytes": available, "needed_bytes": needs.buffer_bytes}
+    needed, windows = needs.buffer_bytes, needs.window_bytes
+    figures = {"available_bytes": available, "needed_bytes": needed, "window_bytes": windows}
     text = f"{size(available)} of host memory are available"
-    if needs.buffer_bytes is None:
+    if needed is None:
         return ok("host memory", f"{text}; not compared with a job, whose size is not given", **figures)
-    text += f"; {_ranks(needs.launched.local_ranks)} take {size(needs.buffer_bytes)}"
-    if needs.buffer_bytes > available + _own_bytes(needs, SHARED_MEMORY):
-        advice = "the job refuses to start; fewer ranks on a machine, a higher limit of the container, or ZeRO"
-        return error("host memory", text, advice, **figures)
+    text += f"; {_takes(needs)}"
+    available += _own_bytes(needs, SHARED_MEMORY)
+    remedy = "fewer ranks on a machine, a higher limit of the container, or ZeRO"
+    if needed > available:
+        return error("host memory", text, f"the job refuses to start; {remedy}", **figures)
+    if needed + windows > available:
+        return warning("host memory", text, f"{_NO_WINDOWS}; {remedy}", **figures)
     return ok("host memory", text, **figures)
 
 
@@ -132,5 +141,7 @@ def _name(user: int) -> str:
         return str(user)
 
 
-def _ranks(count: int) -> str:
-    return "the buffers of 1 rank" if count == 1 else f"the buffers of {count} ranks"
+def _takes(needs: Needs) -> str:
+    count = needs.launched.local_ranks
+    windows = f", and of their windows {size(needs.window_bytes)}" if needs.window_bytes else ""
+    return f"the buffers of {count} rank{'s' if count > 1 else ''} take {size(needs.buffer_bytes or 0)}{windows}"

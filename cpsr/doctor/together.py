@@ -29,12 +29,14 @@ def check_shared(group: Group, folder: Path | None, run_dir: Path) -> Finding:
         folder: of the same name on all ranks, in the run directory; None: this rank could not make it.
         run_dir: as this rank was given it.
     """
-    subject = "run directory"
+    subject, given_here = "run directory", run_dir.absolute()
+    below = None  # what is not made yet, and the folder lies above; None: this rank cannot look
+    with suppress(OSError):
+        below = str(given_here.relative_to(existing_part(run_dir)))
     if folder is not None:
         with suppress(OSError):  # then no rank sees it
             (folder / f"token-{group.rank}").write_text(str(group.rank), encoding="utf-8")
-    # Every rank has written by then. The folder may lie above directories that are not made yet.
-    places = group.gather([str(run_dir.absolute()), str(run_dir.absolute().relative_to(existing_part(run_dir)))])
+    places = group.gather([str(given_here), below])  # every rank has written by then
     seen, seconds = _seen(folder, group.size)
     found = group.gather({"seen": seen, "seconds": seconds})
     all_ranks = list(range(group.size))

@@ -143,6 +143,40 @@ def test_ranks_with_other_run_directories_are_an_error(tmp_path: Path, launcher:
     assert started == (launcher == "cpsr run")  # an error would be the same again
 
 
+def test_ranks_that_are_started_again_leave_the_first_report_as_the_last(tmp_path: Path) -> None:
+    """torchrun starts them again after an error, at a store where they cannot meet."""
+    script = f"exec {shlex.quote(sys.executable)} -m cpsr doctor --json --run-dir run-$RANK"
+    command = ["torchrun", "--nproc-per-node=2", "--max-restarts=1", "--no-python", "sh", "-c", script]
+    with Launched(tmp_path, command) as launched:
+        assert launched.wait() == 1, launched.output
+    found = by_subject(launched.output)  # of one report
+    assert found["run directory"]["level"] == "error"
+    assert {one["level"] for subject, one in found.items() if subject in ("versions", "clocks")} == {"ok"}
+    _, after = launched.output.split('"findings"')
+    assert after.count("see the first report") == 1
+    assert "cannot meet" not in launched.output
+    assert "in run_doctor" not in launched.output
+
+
+def test_a_rank_that_cannot_look_for_the_directory_is_named_and_no_other_waits(tmp_path: Path) -> None:
+    name = "run-$(if [ $RANK = 1 ]; then printf %0300d 1; fi)"  # a longer name than file systems have
+    script = f"exec {shlex.quote(sys.executable)} -m cpsr doctor --json --run-dir {name}"
+    command = ["torchrun", "--nproc-per-node=2", "--no-python", "sh", "-c", script]
+    with Launched(tmp_path, command) as launched:
+        assert launched.wait() == 1, launched.output
+    (line,) = [line for line in launched.output.splitlines() if line.startswith("{")]
+    errors = [one for one in json.loads(line)["findings"] if one["level"] == "error"]
+    assert [one["subject"] for one in errors] == ["run directory"] * 2
+    assert any("File name too long" in one["measured"] and one["figures"] == {"rank": 1} for one in errors)
+    assert any(one["figures"].get("blind_ranks") == [0, 1] for one in errors)
+
+
+def test_the_port_of_the_launcher_that_runs_is_not_looked_at(tmp_path: Path) -> None:
+    with Launched(tmp_path, ["torchrun", "--nproc-per-node=1", "-m", "cpsr", "doctor", "--json"]) as launched:
+        assert launched.wait() == 0, launched.output
+    assert "rendezvous port" not in by_subject(launched.output)
+
+
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
     if (why := obstacle()) is not None:

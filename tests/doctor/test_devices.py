@@ -19,7 +19,7 @@ OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.133.
 def devices(count: int, **others: object) -> Devices:
     fine: Devices = {"problem": None, "torch_cuda": "12.8", "nccl": "2.27.3", "driver": "570.1"}
     names, memory = ["NVIDIA H100 80GB HBM3"] * count, [85_000_000_000] * count
-    return {**fine, "names": names, "memory_bytes": memory, **others}
+    return {**fine, "names": names, "memory_bytes": memory, "uuids": [str(one) for one in range(count)], **others}
 
 
 def test_this_machine_is_described(tmp_path: Path) -> None:
@@ -56,5 +56,9 @@ def test_gpus_are_counted_against_the_ranks() -> None:
     told = check_devices(devices(8), Launched(16, 8, 2))
     assert told.level == "ok"
     assert told.measured == "8 x NVIDIA H100 80GB HBM3 of 85 GB, driver 570.1, CUDA 12.8, NCCL 2.27.3"
-    assert "8 ranks share them" in check_devices(devices(4), Launched(16, 8, 2)).advice
+    assert "8 ranks share 4 GPUs" in check_devices(devices(4), Launched(16, 8, 2)).advice
+    found = check_devices(devices(1), Launched(16, 8, 2), 8)  # each rank sees one of its own
+    assert found.level == "ok"
+    assert found.measured.endswith("; the ranks here see 8 GPUs together")
+    assert "8 ranks share 7 GPUs" in check_devices(devices(1), Launched(16, 8, 2), 7).advice
     assert "no NCCL" in check_devices(devices(4, nccl=None), Launched()).advice

@@ -58,7 +58,9 @@ def test_ranks_that_hold_the_same_write_it_once_unless_told_otherwise() -> None:
     assert needs.buffer_bytes == 3 * 4 * 3_000_000
     assert needs.replica_bytes == 2 * 1 * 4 * 3_000_000  # of one other machine, though two replicas are configured
     replayed = CPSRConfig.load({"run_dir": "run", "replay": {"enabled": True}})
-    assert Needs(replayed, Launched(8, 4, 2), 3_000_000).buffer_bytes == 2 * 3 * 4 * 3_000_000
+    assert Needs(replayed, Launched(8, 4, 2), 3_000_000).buffer_bytes == needs.buffer_bytes
+    assert Needs(replayed, Launched(8, 4, 2), 3_000_000).window_bytes == 3 * 4 * 3_000_000
+    assert needs.window_bytes == 0
 
 
 def test_without_a_size_nothing_is_said_of_bytes() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.config import CPSRConfig
 from cpsr.doctor.needs import Launched, Needs
 from cpsr.doctor.shared_memory import check_host_memory, check_lifetime, check_memory_kind, check_shared_memory
@@ -66,6 +67,23 @@ def test_the_machine_or_its_container_must_hold_the_buffers() -> None:
     found = check_host_memory(needs(1 << 50, Launched(2, 2)))
     assert found.level == "error"
     assert "refuses to start" in found.advice
+
+
+def test_too_little_for_windows_is_a_warning_since_the_job_starts_without_them(tmp_path: Path) -> None:
+    size = available_host_bytes() // 4  # three buffers fit, and three windows more do not
+    assert check_host_memory(needs(size)).level == "ok"
+    found = check_host_memory(needs(size, replay={"enabled": True}))
+    assert found.level == "warning"
+    assert "no windows" in found.advice
+    script = IMPORT + (
+        "show(*[check_shared_memory(needs(size, replay={'enabled': True}), place) for size in (5_000_000, 12_000_000)])"
+    )
+    fits, lacks = mounted(tmp_path, "size=64m", script)
+    assert fits["level"] == "ok"
+    assert "and of their windows 15 MB" in fits["measured"]
+    assert lacks["level"] == "warning"
+    assert "no windows" in lacks["advice"]
+    assert "snapshots do not outlive" not in lacks["advice"]
 
 
 @pytest.mark.parametrize(
