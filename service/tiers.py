@@ -39,7 +39,7 @@ class WayBack(BaseModel):
     way: Literal["memory", "replica", "window", "predicted", "disk"]
     loss_iterations: float | str = Field(description="Expected: repeated, or the end cost with the time to predict.")
     deviation_iterations: float | str = Field(description="Standard deviation of an expected end cost; else 0.")
-    load_seconds: float | str = Field(description="Until the state is in the engine; 0 where it was not measured.")
+    load_seconds: float | str = Field(description="Until the state is read; 0 where it was not measured.")
     seconds: float | str = Field(description="Loss and load.")
     how: str
 
@@ -61,7 +61,9 @@ class ClassPlan(BaseModel):
     loss_iterations: float | str = Field(description="Expected loss of one such failure; below zero the run gains.")
     loss_per_second: float | str = Field(description="Seconds lost to them per second of wall time.")
     ways: list[WayBack] = Field(
-        default=[], description="Ways back in the order in which a restart takes them; empty in older plans."
+        default=[],
+        description="Ways back in the order of the plan; a restart takes a newer window before an older checkpoint. "
+        "Empty in older plans.",
     )
 
 

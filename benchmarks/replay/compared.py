@@ -1,6 +1,7 @@
 """Dense checkpoints, stale experts and windows under the same kills, beside a job that nothing happens to."""
 
 import json
+import math
 import random
 import statistics
 import time
@@ -26,7 +27,7 @@ from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.live.rank_costs import costs_of_ranks
 from cpsr.tables import print_table
 
-__all__ = ["WAYS", "Plan", "Run", "compare", "lag_iterations"]
+__all__ = ["WAYS", "Plan", "Run", "compare", "lag_iterations", "lost_tokens"]
 
 RANKS = 2
 WINDOW = 4
@@ -74,7 +75,7 @@ class Run:
     Attributes:
         losses: by iteration, of the life that trained it last; mean over the ranks.
         repeated: iterations that each failure had repeated.
-        lost_tokens: that failures took from experts, over all layers.
+        lost_tokens: that failures took from experts, over all layers, as far as no later failure undid it.
         down_seconds: of each failure, from the last step before it to the first one's begin after it.
         step_seconds: median over all lives.
         wall_seconds: from the first start of the processes to their last end.
@@ -193,7 +194,7 @@ def _read(result: Path, rank: int) -> list[dict[str, Any]]:
 def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int], wall_seconds: float) -> Run:
     """Figures of the ranks' notes, by life and rank."""
     losses: dict[int, float] = {}
-    seconds, down, tokens, methods = list[float](), list[float](), 0.0, list[str]()
+    seconds, down, tokens, methods = list[float](), list[float](), list[tuple[int, float]](), list[str]()
     for place, ranks in enumerate(lives):
         start, *steps = zip(*ranks, strict=False)
         methods.append(start[0]["method"])
@@ -203,7 +204,7 @@ def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int],
         took = [after - before for before, after in pairwise(times)]
         seconds += took
         layers = (start[0]["lost_tokens"] or {}).get("layers", [])
-        tokens += sum(layer["lost_tokens"] for layer in layers)
+        tokens.append((start[0]["iteration"], sum(layer["lost_tokens"] for layer in layers)))
         if place:
             before = max(note["unix_seconds"] for notes in lives[place - 1] for note in notes[-1:])
             down.append(times[0] - before - statistics.median(took))
@@ -212,7 +213,7 @@ def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int],
     return Run(
         losses,
         [killed - start for killed, start in zip(kills, began, strict=True)],
-        tokens,
+        lost_tokens(tokens),
         down,
         statistics.median(seconds),
         wall_seconds,
@@ -220,6 +221,21 @@ def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int],
         methods,
         ends[0]["state_bytes"],
     )
+
+
+def lost_tokens(lives: Sequence[tuple[int, float]]) -> float:
+    """Tokens that the run has lost at its end.
+
+    A life that a later one undoes, since that begins where it began or before, adds none: what it lost is lost again in
+    the account of the later one.
+
+    Args:
+        lives: of each, the iteration where it began, and the tokens that experts had lost then.
+    """
+    lasting = [
+        tokens for place, (began, tokens) in enumerate(lives) if all(later > began for later, _ in lives[place + 1 :])
+    ]
+    return math.fsum(lasting)
 
 
 def lag_iterations(losses: Mapping[int, float], control: Mapping[int, float], tail: int) -> tuple[float, float]:

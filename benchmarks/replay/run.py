@@ -26,7 +26,7 @@ __all__ = ["PARTS", "main"]
 
 PARTS = ("windows", "failures", "repeated", "comparison")
 AIM = 1.03  # of a step without CPSR
-REPEATED_AIM = 0.75  # of a whole step, where all operators are frozen
+REPEATED_AIM = 2 / 3  # of a whole step, where all operators are frozen
 TOKENS = 1024  # of a repeated step
 SETTLED = 0.5  # of a run's steps are left out at its begin
 WINDOW = 4  # of the failures
@@ -150,9 +150,9 @@ def _repeated(call: Measurement, steps: int, tokens: int) -> dict[str, Any]:
             found[kind][name] |= asdict(ratio)
         advance()
     print_table(call.console, table)
-    best = min(found, key=lambda kind: found[kind]["all frozen"]["value"])
-    met = found[best]["all frozen"]["value"] < REPEATED_AIM
-    call.console.print(f"{verdict(met)}  {best}, all frozen, under {REPEATED_AIM:g}")
+    for kind, own in found.items():
+        met = own["all frozen"]["value"] < REPEATED_AIM
+        call.console.print(f"{verdict(met)}  {kind}, all frozen, under {REPEATED_AIM:.3f}")
     return {"tokens": tokens, "aim": REPEATED_AIM, **found}
 
 

@@ -103,7 +103,7 @@ class Snapshots:
 
         Args:
             every: iterations between snapshots.
-            intervals: in iterations; the disk may be nearer than a replica over a slow network.
+            intervals: in iterations; the disk may be nearer than a replica over a slow network; not of windows.
         """
         with numpy.errstate(all="ignore"):
             trained, transfer = every * self._iteration_seconds, self._replica_seconds
@@ -112,13 +112,14 @@ class Snapshots:
             waiting = numpy.where(~self._window & (transfer > trained), trained / 2, 0.0)
             whole = transfer + numpy.where(self._window, trained, 0.0)
             replicated = self._lost(apart, numpy.zeros_like(transfer), whole) + waiting
-            return numpy.fmin(replicated, self._disk_seconds(intervals))
+            return numpy.where(self._window, replicated, numpy.fmin(replicated, self._disk_seconds(intervals)))
 
     def _disk_seconds(self, intervals: Array) -> Array:
         return numpy.asarray(intervals * self._iteration_seconds / 2 + self._persist_seconds)
 
     def _cost(self, every: Array, intervals: Array) -> Array:
-        machine = numpy.where(self._machine > 0, self._machine * self.machine_seconds(every, intervals), 0.0)
+        machine = numpy.fmin(self.machine_seconds(every, intervals), self._disk_seconds(intervals))
+        machine = numpy.where(self._machine > 0, self._machine * machine, 0.0)
         process = self.process_seconds(every)
         # A window that is longer than the interval of the disk is not what a failure goes back to.
         process = numpy.where(self._window, numpy.fmin(process, self._disk_seconds(intervals)), process)

@@ -42,7 +42,7 @@ class Way:
         name: `memory`, `replica`, `window`, `predicted` or `disk`.
         loss_seconds: training that is repeated; or an end cost in seconds of training, and the time to predict.
         deviation_seconds: standard deviation of an expected end cost; 0 of what is repeated.
-        load_seconds: until the state is in the engine; 0 where it was not measured.
+        load_seconds: until the state is read, before it goes into the engine; 0 where it was not measured.
     """
 
     name: WayName
@@ -143,8 +143,8 @@ class Prices:
     Attributes:
         iteration_seconds: of one iteration.
         predict_seconds: of a prediction.
-        load_seconds: until a state is in the engine, by its place: `disk` or `memory`; what was not measured is left
-            out.
+        load_seconds: until a state is read, before it goes into the engine, by its place: `disk` or `memory`; what was
+            not measured is left out.
         line: end cost of a prediction, `a + b u + c T_c`, where `lost_share` of the state is lost; None: not possible.
         covariance: of its coefficients.
         interval_iterations: T_c, between checkpoints.

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cpsr.benchmarks.harness.measurement import measuring
-from cpsr.benchmarks.replay.compared import DENSE, STALE, WINDOWS, Plan, compare, lag_iterations
+from cpsr.benchmarks.replay.compared import DENSE, STALE, WINDOWS, Plan, compare, lag_iterations, lost_tokens
 from cpsr.benchmarks.replay.mixture import MIXTURE
 
 _GPT = {"layers": 2, "heads": 2, "width": 16, "context": 16}
@@ -41,3 +41,9 @@ def test_every_round_has_its_own_kills_inside_the_run() -> None:
     kills = [plan.killed_at(number) for number in range(5)]
     assert len({tuple(one) for one in kills}) > 3
     assert all(40 <= first < second < 100 for first, second in kills)
+
+
+def test_tokens_are_lost_once_where_two_failures_go_back_to_the_same_checkpoint() -> None:
+    assert lost_tokens([(0, 0.0), (27, 100.0), (27, 100.0)]) == 100.0
+    assert lost_tokens([(0, 0.0), (27, 100.0), (54, 90.0)]) == 190.0
+    assert lost_tokens([(0, 0.0), (54, 90.0), (27, 100.0)]) == 100.0

@@ -44,7 +44,7 @@ class Curves:
         loss: of the training; None if it cannot be fitted.
         predictor: error of the predictor over checkpoints; None if it cannot be fitted.
         missing: why a curve is None, for messages.
-        load_seconds: medians of restarts until the state was in the engine, and how many these were, by where it came
+        load_seconds: medians of restarts until the state was read, and how many these were, by where it came
             from: `disk` or `memory`.
     """
 

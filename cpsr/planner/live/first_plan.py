@@ -43,7 +43,9 @@ def first_memory_interval(config: CPSRConfig, planned: int | None, interval_iter
 
 
 def differs(plan: Plan, current: Plan) -> bool:
-    """Whether a plan is worth adopting in place of the current one."""
+    """Whether a plan is worth adopting in place of the current one; so is the first by which a restart has prices."""
+    if plan.explanation.get("prices") and not current.explanation.get("prices"):
+        return True
     interval, before = plan.interval_iterations, current.interval_iterations
     if abs(interval - before) > REPLAN_FRACTION * before:
         return True
@@ -53,10 +55,18 @@ def differs(plan: Plan, current: Plan) -> bool:
     return abs(every - earlier) > MEMORY_REPLAN_FRACTION * min(every, earlier)
 
 
+def _fixed(interval: int, config: CPSRConfig, saved: dict[str, Any]) -> Plan:
+    """The user's interval, with the mode and the prices of the plan before the restart, if there will be others."""
+    plan, prices = fixed_plan(interval), saved.get("prices")
+    if prices is None or not config.checkpoint.shared_memory:
+        return plan
+    return replace(plan, mode=saved.get("mode"), explanation={**plan.explanation, "prices": prices})
+
+
 def _first_plan(config: CPSRConfig, saved: dict[str, Any]) -> Plan:
     fixed, planner = config.checkpoint.interval_iterations, config.planner
     if fixed is not None:
-        return fixed_plan(fixed)
+        return _fixed(fixed, config, saved)
     low, high = planner.interval_min_iterations, planner.interval_max_iterations
     interval = saved.get("interval_iterations")
     if interval is None:

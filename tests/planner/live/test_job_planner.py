@@ -287,7 +287,13 @@ def test_the_users_interval_is_never_changed(tmp_path: Path, journal: RankJourna
         time.sleep(0.01)
     found = proposed(planner)
     assert found is not None
-    assert (found.interval_iterations, found.origin, found.mode) == (33, "fixed", None)
+    assert (found.interval_iterations, found.origin, found.mode) == (33, "fixed", "recompute")
+    state = planner.state_dict(found)
+    assert state["prices"] is not None
+    again = planner.first_plan(state)
+    assert (again.explanation["prices"], again.mode) == (state["prices"], found.mode), (
+        "a failure may come before a plan"
+    )
     assert found.memory_interval_iterations in range(1, 34)
     assert found.explanation["classes"]["process"]["back_to"] == "memory"
     planner.close()
