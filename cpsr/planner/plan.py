@@ -108,7 +108,7 @@ def with_memory(
     limits: Limits,
     recovery_mode: Literal["auto", "predict", "exact"] = "auto",
 ) -> Plan:
-    """A plan of a fixed interval, with the best interval in memory beside it, the mode, and what failures then cost.
+    """A plan of a fixed interval, with the best interval in memory beside it, and what failures then cost.
 
     Where the disk needs longer than the interval, the costs are those at the interval that it manages.
 
@@ -128,7 +128,6 @@ def with_memory(
     found = {name: planned.explanation[name] for name in ("expected", "classes", "prices")}
     return replace(
         plan,
-        mode=planned.mode,
         memory_interval_iterations=planned.memory_interval_iterations,
         explanation={**plan.explanation, **found, "memory": memory},
     )

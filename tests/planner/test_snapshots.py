@@ -154,7 +154,6 @@ def test_beside_a_fixed_interval_that_the_disk_cannot_keep_snapshots_lie_inside_
 def test_beside_a_fixed_interval_failures_are_predicted_where_that_is_possible() -> None:
     inputs = two_tiers(recovery=end_cost(0.0, 0.1))
     near, far = (with_memory(fixed_plan(50), [inputs], Limits(1, 1000, longest)) for longest in (200, 40))
-    assert (near.mode, far.mode) == ("predict", "recompute")
     near_loss, far_loss = (plan.explanation["classes"]["everything"]["loss_iterations"] for plan in (near, far))
     assert near_loss < 0.5 * far_loss
 

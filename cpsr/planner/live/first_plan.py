@@ -56,11 +56,11 @@ def differs(plan: Plan, current: Plan) -> bool:
 
 
 def _fixed(interval: int, config: CPSRConfig, saved: dict[str, Any]) -> Plan:
-    """The user's interval, with the mode and the prices of the plan before the restart, if there will be others."""
+    """The user's interval, with the prices of the plan before the restart, if there will be others."""
     plan, prices = fixed_plan(interval), saved.get("prices")
     if prices is None or not config.checkpoint.shared_memory:
         return plan
-    return replace(plan, mode=saved.get("mode"), explanation={**plan.explanation, "prices": prices})
+    return replace(plan, explanation={**plan.explanation, "prices": prices})
 
 
 def _first_plan(config: CPSRConfig, saved: dict[str, Any]) -> Plan:

@@ -287,7 +287,7 @@ def test_the_users_interval_is_never_changed(tmp_path: Path, journal: RankJourna
         time.sleep(0.01)
     found = proposed(planner)
     assert found is not None
-    assert (found.interval_iterations, found.origin, found.mode) == (33, "fixed", "recompute")
+    assert (found.interval_iterations, found.origin, found.mode) == (33, "fixed", None)
     state = planner.state_dict(found)
     assert state["prices"] is not None
     again = planner.first_plan(state)
