@@ -323,6 +323,16 @@ def test_a_loop_over_what_goes_one_way_is_refused_when_it_begins(made: Made) -> 
         module.f(6, [])
 
 
+@pytest.mark.parametrize("over", ["enumerate(range(n))", "zip(range(n), range(n))", "enumerate(made_of(n))"])
+def test_inner_loops_of_unknown_length_run_with_a_finite_allowance(made: Made, over: str) -> None:
+    module = made(
+        ("        hint()", f"        for j, _ in {over}:\n            hint()"),
+        ("left =", "def made_of(n):\n    return list(range(n))\nleft ="),
+        allowance=0.05,
+    )
+    assert module.f(6, []) == 45
+
+
 @pytest.mark.parametrize(
     "made_by",
     ["torch.nn.Linear(1, 1)", "numpy.random.default_rng(1)", "iter('ab')", "torch.ones(1, requires_grad=True)"],
