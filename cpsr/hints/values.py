@@ -284,12 +284,14 @@ def _advice(value: Any) -> str:
 
 
 def _described(value: Any) -> Any:
-    """What must be the same after a restart of an object with a state, which the codec must take."""
+    """What must be the same when the call begins again: the kind of an object, and its state, bit for bit."""
     try:
-        encode(state_of(value))
+        data, tensors = encode(state_of(value))
     except UnsupportedEngineError as error:
         raise UnsavableError(str(error)) from None
-    return stateful_description(value)
+    bits = {name: one.detach().contiguous().reshape(-1).view(torch.uint8) for name, one in tensors.items()}
+    state = [data, {name: xxhash.xxh3_128(one.numpy()).hexdigest() for name, one in bits.items()}]
+    return [*stateful_description(value), json.dumps(state)]
 
 
 def _text(node: Any) -> str:

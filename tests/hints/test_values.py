@@ -292,6 +292,21 @@ def test_a_module_and_its_optimizer_go_on_with_everything() -> None:
     assert again["schedule"].state_dict() == first["schedule"].state_dict()
 
 
+def test_modules_differ_by_weights_gradients_and_modes() -> None:
+    def identity(seed: int, kind: torch.dtype = torch.float32, gradient: bool = False, training: bool = True) -> str:
+        torch.manual_seed(seed)
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()).to(kind).train(training)
+        if gradient:
+            module[0].weight.grad = torch.ones(2, 2, dtype=kind)
+        return read_arguments({"m": module}).identity["m"]
+
+    kinds: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "kind": torch.bfloat16}]
+    kinds += [{"seed": 2, "kind": torch.bfloat16}, {"seed": 1, "gradient": True}, {"seed": 1, "training": False}]
+    identities = [identity(**one) for one in kinds]
+    assert len(set(identities)) == len(kinds)
+    assert identities == [identity(**one) for one in kinds]
+
+
 def test_a_tensor_that_shares_memory_with_a_module_is_refused() -> None:
     module = torch.nn.Linear(2, 2)
     known = read_arguments({"module": module})
