@@ -122,7 +122,7 @@ def resumable(
     """Make a function with `hint()` in it go on after a kill, where it is called again with the same arguments.
 
     Args:
-        run_dir: directory of its checkpoints, which no other function uses.
+        run_dir: directory of its checkpoints, which no other function and no other call uses.
         allowance: time for checkpoints as a fraction of the function's own; `math.inf`: every hint is a checkpoint.
 
     Raises:
@@ -131,4 +131,4 @@ def resumable(
     """
     if math.isnan(allowance) or allowance <= 0:
         raise ConfigError(f"allowance is {allowance}: give a positive fraction of the time, 0.05 say, or math.inf")
-    return lambda function: Resumable(function, Path(run_dir), allowance)
+    return lambda function: Resumable(function, Path(run_dir).absolute(), allowance)

@@ -4,6 +4,7 @@ import ast
 import dis
 import hashlib
 import platform
+import random
 from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,7 +26,9 @@ _WORDS = {
     "python": "the version of Python",
     "numpy": "the version of NumPy",
     "torch": "the version of torch",
+    "random": "the global random states at its begin: another seed, or another one of several calls",
 }
+_HIDDEN = ("code", "random")  # whose values say nothing
 
 
 def name_of(function: FunctionType) -> str:
@@ -51,15 +54,31 @@ def identity_of(source: FunctionSource, arguments: Mapping[str, str]) -> dict[st
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "torch": torch.__version__,
+        "random": _random_states(),
         "arguments": dict(arguments),
     }
+
+
+def _random_states() -> list[str]:
+    """Hashes; but those without a seed or a draw, which differ from start to start, are all alike."""
+    states = _hashes()
+    return ["as at the start" if now == then else now for now, then in zip(states, _AT_START, strict=True)]
+
+
+def _hashes() -> list[str]:
+    state: Any = numpy.random.get_state()
+    drawn = [repr(random.getstate()).encode(), state[1].tobytes() + repr((state[0], *state[2:])).encode()]
+    return [hashlib.sha256(one).hexdigest() for one in (*drawn, torch.get_rng_state().numpy().tobytes())]
+
+
+_AT_START = _hashes()
 
 
 def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     """In words, the first thing that differs; None if all is the same."""
     for key, words in _WORDS.items():
         if saved.get(key) != here[key]:
-            values = "" if key == "code" else f" ({saved.get(key)} there, {here[key]} here)"
+            values = "" if key in _HIDDEN else f" ({saved.get(key)} there, {here[key]} here)"
             return f"{words}{values}"
     before = saved.get("arguments", {})
     for name in [*here["arguments"], *before]:
