@@ -413,6 +413,15 @@ def test_the_directory_stays_where_the_program_goes_elsewhere(tmp_path: Path, mo
     assert (tmp_path / "run" / "resumable.json").exists()
 
 
+def test_a_helper_that_changes_a_global_is_refused_at_the_next_hint(made: Made, tmp_path: Path) -> None:
+    module = made(
+        ("left =", "SEEN = {}\nleft ="), ("    return SCALE * x", "    SEEN[x % 3] = 1\n    return SCALE * x")
+    )
+    with pytest.raises(NotResumableError, match=r"no checkpoint is possible .* has changed the global 'SEEN'"):
+        module.f(6, [])
+    assert checkpoints(tmp_path) == []
+
+
 def test_it_is_called_like_the_function(made: Made) -> None:
     module = made()
     assert module.f.__name__ == "f"
