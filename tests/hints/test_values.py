@@ -165,6 +165,22 @@ def test_random_generators_go_on(make: Any) -> None:
     assert draw(found["g"]) == draw(generator)
 
 
+@pytest.mark.parametrize("seed", [3, None, [1, 2], numpy.random.SeedSequence(7, spawn_key=(2,))])
+def test_a_generator_of_numpy_spawns_the_same_others(seed: Any) -> None:
+    generator = numpy.random.default_rng(seed)
+    generator.spawn(2)
+    found = there_and_back({"g": generator})["g"]
+    assert [one.random() for one in found.spawn(2)] == [one.random() for one in generator.spawn(2)]
+
+
+def test_a_generator_that_was_given_spawns_the_same_others() -> None:
+    generator, again = numpy.random.default_rng(3), numpy.random.default_rng(3)
+    known = read_arguments({"g": generator})
+    generator.spawn(2)
+    there_and_back({}, known, {"g": again})
+    assert again.spawn(1)[0].random() == generator.spawn(1)[0].random()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -331,6 +347,10 @@ def test_an_argument_that_was_given_other_memory_is_refused() -> None:
         (lambda: math.pi, None),
         (Path("/tmp"), None),
         (object(), "builtins.object is not plain data"),
+        (random.Random(1).random, "builtin_function_or_method is not plain data"),
+        ([].append, "builtin_function_or_method is not plain data"),
+        (torch.relu, None),
+        (dict.fromkeys, None),
         ({"a": {1, 2}}, "the argument 'x'[a] cannot be saved"),
     ],
 )
