@@ -81,7 +81,7 @@ class _Decoder:
         if kind == "array":
             return self._array(content)
         if kind == "generator":
-            return _generator(*content[:2], content[3])
+            return _generator(content[0], content[1], content[3])
         if kind == "positions":
             return Positions(self._value(content[0]), *content[1:])
         maker, arguments, position = content
