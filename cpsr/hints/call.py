@@ -2,7 +2,7 @@
 
 import builtins
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import length_hint
 from time import perf_counter
@@ -39,7 +39,7 @@ class Call:
         keeper: of its checkpoints.
         pace: which hints are checkpoints.
         saved: content of the checkpoint to go on from; None: from the begin.
-        identity: of code and arguments, for the checkpoints.
+        identity: of code and arguments, for the checkpoints; raises where the call has changed a global.
 
     Attributes:
         target: number of the hint to go on from, until the function has come there; else 0.
@@ -56,7 +56,7 @@ class Call:
         keeper: Keeper,
         pace: Pace,
         saved: Mapping[str, Any] | None = None,
-        identity: Mapping[str, Any] | None = None,
+        identity: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._source, self._live, self._arguments = source, live, arguments
         self._keeper, self._pace, self._saved, self._identity = keeper, pace, saved, identity
@@ -133,6 +133,7 @@ class Call:
         """
         started = perf_counter()
         try:
+            identity = self._identity()
             encoder = Encoder(self._arguments)
             names = sorted(self._live.at[hint])
             roots = {name: encoder.add(variables[name], self._named(name)) for name in names if name in variables}
@@ -145,7 +146,7 @@ class Call:
                     "lacks": lacks,
                     "values": encoder.changed(),
                     "random": capture_host_rng(),
-                    "identity": dict(self._identity or {}),
+                    "identity": dict(identity),
                     "costs": self._pace.costs(),
                 }
                 self._keeper.save(content)

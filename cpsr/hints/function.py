@@ -19,6 +19,7 @@ from cpsr.hints.pace import Pace, rounds_of
 from cpsr.hints.refusals import refuse_live
 from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import read_source
+from cpsr.hints.used import Used
 from cpsr.hints.values import read_arguments
 
 __all__ = ["Report", "Resumable", "resumable"]
@@ -89,13 +90,19 @@ class Resumable(Generic[Arguments, Result]):
     def _call(self, bound: inspect.BoundArguments) -> Result:
         name = name_of(self._source.function)
         arguments = read_arguments(bound.arguments)
-        identity = identity_of(self._source, arguments.identity)
+        used = Used(self._source.function)
+        identity = identity_of(self._source, used.texts, arguments.identity)
         kept = KeptCheckpoints(self._run_dir, name, functools.partial(self._refuse_other, identity))
         number, saved = kept.newest() or (None, None)
         if saved is not None:  # an older one than that whose identity was looked at before, perhaps
             self._refuse_other(identity, saved["identity"])
         pace = Pace(self._allowance, self._rounds, len(self._source.hints), kept.first_seconds)
-        call = Call(self._source, self._live, arguments, kept, pace, saved, identity)
+
+        def identity_now() -> dict[str, Any]:
+            used.require_unchanged()
+            return identity
+
+        call = Call(self._source, self._live, arguments, kept, pace, saved, identity_now)
         if saved is not None:
             line = self._source.hints[call.target - 1].lineno
             _log.info("%s goes on from checkpoint %d, at the hint in line %d", name, number, line)
@@ -122,7 +129,7 @@ def resumable(
     """Make a function with `hint()` in it go on after a kill, where it is called again with the same arguments.
 
     Args:
-        run_dir: directory of its checkpoints, which no other function uses.
+        run_dir: directory of its checkpoints, which no other function and no other call uses.
         allowance: time for checkpoints as a fraction of the function's own; `math.inf`: every hint is a checkpoint.
 
     Raises:
@@ -131,4 +138,4 @@ def resumable(
     """
     if math.isnan(allowance) or allowance <= 0:
         raise ConfigError(f"allowance is {allowance}: give a positive fraction of the time, 0.05 say, or math.inf")
-    return lambda function: Resumable(function, Path(run_dir), allowance)
+    return lambda function: Resumable(function, Path(run_dir).absolute(), allowance)

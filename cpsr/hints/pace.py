@@ -214,13 +214,18 @@ class Pace:
         started = self._clock()
         self._next = 2 * self._reached
         lengths = [self._lengths.get(one.loop, 0) for one in _all(current)]
-        left = lengths[0] - self._reached // self._hints_in(current)
-        if all(lengths) and left > 0:
-            self._every = self._placed(current, left)
-            for part in current.parts:
-                if isinstance(part, int):
-                    self._hints[part].since = 0
+        if all(lengths):
+            self._place_rest(current, lengths[0] - self._reached // self._hints_in(current))
         self._spend(self._clock() - started)
+
+    def _place_rest(self, current: Round, left: int) -> None:
+        """Place the checkpoints of the repetitions that are left."""
+        if left <= 0:
+            return
+        self._every = self._placed(current, left)
+        for part in current.parts:
+            if isinstance(part, int):
+                self._hints[part].since = 0
 
     def _hints_in(self, one: Round) -> int:
         """Hints that one repetition comes to."""

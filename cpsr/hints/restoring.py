@@ -12,7 +12,7 @@ from torch import nn
 from cpsr.hints.memory import Block
 from cpsr.hints.plain import value_of_plain
 from cpsr.hints.positions import MAKERS, Positions
-from cpsr.hints.stateful import load_state
+from cpsr.hints.stateful import load_state, spawn_to
 from cpsr.hints.values import GENERATORS, Arguments
 from cpsr.state.stateful import stateful
 
@@ -81,7 +81,7 @@ class _Decoder:
         if kind == "array":
             return self._array(content)
         if kind == "generator":
-            return _generator(*content[:2])
+            return _generator(content[0], content[1], content[3])
         if kind == "positions":
             return Positions(self._value(content[0]), *content[1:])
         maker, arguments, position = content
@@ -117,12 +117,14 @@ class _Decoder:
             made.flags.writeable = content["writeable"]
         elif kind == "generator":
             stateful("", made).load_state_dict(content[2])
+            spawn_to(made, content[3])
         elif kind == "stateful":
             load_state(made, content)
 
 
-def _generator(name: str, bits: str) -> Any:
+def _generator(name: str, bits: str, seeds: Any) -> Any:
     if bits:
-        return numpy.random.Generator(getattr(numpy.random, bits)(0))
+        seed = numpy.random.SeedSequence(seeds[0], spawn_key=seeds[1], pool_size=seeds[2]) if seeds else 0
+        return numpy.random.Generator(getattr(numpy.random, bits)(seed))
     made: Any = {one.__name__: one for one in GENERATORS if one is not numpy.random.Generator}[name]
     return made(0) if made is random.Random or made is numpy.random.RandomState else made()

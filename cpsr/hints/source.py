@@ -2,7 +2,12 @@
 
 import ast
 import builtins
+import decimal
 import inspect
+import locale
+import os
+import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -44,6 +49,14 @@ _CHANGING = (
     "remove",
     "setdefault",
     "update",
+)
+_SETTERS = (  # of what holds for the whole process, and is set anew by no checkpoint
+    *(torch.set_default_dtype, torch.set_default_device, torch.set_default_tensor_type, torch.set_grad_enabled),
+    *(torch.set_num_threads, torch.use_deterministic_algorithms, torch.set_deterministic_debug_mode),
+    *(torch.set_float32_matmul_precision, torch.set_flush_denormal, torch.set_printoptions),
+    *(numpy.seterr, numpy.seterrcall, numpy.setbufsize, numpy.set_printoptions, decimal.setcontext),
+    *(os.chdir, os.umask, os.putenv, os.unsetenv, locale.setlocale, sys.setrecursionlimit),
+    *(warnings.simplefilter, warnings.filterwarnings),
 )
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _COMPOUND = (ast.For, ast.While, ast.If, ast.Try, ast.TryStar, ast.With)
@@ -159,8 +172,22 @@ def _parsed(function: FunctionType) -> ast.FunctionDef:
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) and _first_line(node) == first and node.name == code.co_name:
             node.decorator_list = []
+            _check_private(function, module, node)
             return node
     raise _refused(function, first, "it is no `def`: write it as one")
+
+
+def _check_private(function: FunctionType, module: ast.Module, tree: ast.FunctionDef) -> None:
+    """Names that Python writes otherwise within a class, where the rewritten function does not stand."""
+    classes = [one for one in ast.walk(module) if isinstance(one, ast.ClassDef)]
+    if not any(node is tree for one in classes for node in ast.walk(one)):
+        return
+    for node in ast.walk(tree):
+        for name in (getattr(node, key, None) for key in ("id", "attr", "arg", "name")):
+            if isinstance(name, str) and name.startswith("__") and not name.endswith("__"):
+                raise _refused(
+                    function, getattr(node, "lineno", tree.lineno), f"'{name}' is a private name of a class: rename it"
+                )
 
 
 def _first_line(node: ast.FunctionDef) -> int:
@@ -190,6 +217,8 @@ def _check_names(source: FunctionSource) -> None:
     if not source.hints:
         raise source.refuse(source.tree, "it has no `hint()`: write one in its loops, or between its steps")
     names = {id(one.value.func) for one in source.hints if isinstance(one.value, ast.Call)}
+    calls = [item.context_expr for one in ast.walk(source.tree) if isinstance(one, ast.With) for item in one.items]
+    managers = {id(one.func) for one in calls if isinstance(one, ast.Call)}
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Global | ast.Nonlocal):
             raise source.refuse(node, f"it assigns the global '{node.names[0]}': return the value instead")
@@ -200,6 +229,8 @@ def _check_names(source: FunctionSource) -> None:
             raise source.refuse(node, "`hint()` is no statement of its own here: put it on a line of its own")
         if meant in _LOOK_INSIDE if callable(meant) else False:
             raise source.refuse(node, f"{ast.unparse(node)}() sees or changes variables unseen: name them")
+        if callable(meant) and meant in _SETTERS and id(node) not in managers:
+            raise source.refuse(node, f"{ast.unparse(node)} sets what no checkpoint has: call it before the function")
     _check_globals(source)
     if taken := sorted(name for name in source.variables if name.startswith(OWN)):
         raise source.refuse(source.tree, f"'{taken[0]}' begins with {OWN}: give it another name")

@@ -12,7 +12,7 @@ from torch import nn
 from cpsr.hints.memory import UnsavableError
 
 __all__ = ["CONSTANTS", "code_of", "fixed_description", "is_fixed", "is_stateful", "load_state", "state_of"]
-__all__ += ["stateful_description", "tensors_of"]
+__all__ += ["seeds_of", "spawn_to", "stateful_description", "tensors_of"]
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, EllipsisType)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -25,7 +25,9 @@ def is_stateful(value: Any) -> bool:
 
 def is_fixed(value: Any) -> bool:
     """Whether it is a function, a class or a module: without a state that a call could change."""
-    return isinstance(value, FunctionType | BuiltinFunctionType | type | ModuleType | numpy.ufunc)
+    if isinstance(value, BuiltinFunctionType):  # of an object, it changes or shows the object
+        return value.__self__ is None or isinstance(value.__self__, ModuleType | type)
+    return isinstance(value, FunctionType | type | ModuleType | numpy.ufunc)
 
 
 def fixed_description(value: Any) -> str:
@@ -107,6 +109,29 @@ def load_state(value: Any, state: Any) -> None:
         parameter.grad = state["gradients"][name]
     for module, training in zip(value.modules(), state["training"], strict=True):
         module.training = training
+
+
+def seeds_of(generator: Any) -> Any:
+    """What a generator of NumPy makes others from in `spawn`: entropy, key, size, and how many; None without any."""
+    sequence = _sequence(generator)
+    if sequence is None:
+        return None
+    entropy: Any = sequence.entropy
+    whole = entropy if entropy is None or isinstance(entropy, int) else [int(one) for one in numpy.ravel(entropy)]
+    return [whole, [int(one) for one in sequence.spawn_key], sequence.pool_size, sequence.n_children_spawned]
+
+
+def spawn_to(generator: Any, seeds: Any) -> None:
+    """Let it make as many others as `seeds_of` counted."""
+    sequence = _sequence(generator)
+    if sequence is not None and seeds is not None and seeds[3] > sequence.n_children_spawned:
+        sequence.spawn(seeds[3] - sequence.n_children_spawned)
+
+
+def _sequence(generator: Any) -> numpy.random.SeedSequence | None:
+    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else None
+    found = getattr(bits, "seed_seq", getattr(bits, "_seed_seq", None))
+    return found if isinstance(found, numpy.random.SeedSequence) else None
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -24,7 +24,15 @@ from cpsr.errors import NotResumableError, UnsupportedEngineError
 from cpsr.hints.memory import Block, Memory, UnsavableError
 from cpsr.hints.plain import OBJECT, plain_value
 from cpsr.hints.positions import Positions, is_iterator
-from cpsr.hints.stateful import fixed_description, is_fixed, is_stateful, state_of, stateful_description, tensors_of
+from cpsr.hints.stateful import (
+    fixed_description,
+    is_fixed,
+    is_stateful,
+    seeds_of,
+    state_of,
+    stateful_description,
+    tensors_of,
+)
 from cpsr.state.codec import encode
 from cpsr.state.stateful import stateful
 
@@ -206,7 +214,7 @@ class Encoder:
             return ("array", self._array(value))
         if kind in GENERATORS:
             bits = type(value.bit_generator).__name__ if kind is numpy.random.Generator else ""
-            return ("generator", [kind.__name__, bits, stateful("", value).state_dict()])
+            return ("generator", [kind.__name__, bits, stateful("", value).state_dict(), seeds_of(value)])
         if is_iterator(value):
             return self._iterator(value, number)
         return self._of_arguments(value, number)
@@ -284,12 +292,14 @@ def _advice(value: Any) -> str:
 
 
 def _described(value: Any) -> Any:
-    """What must be the same after a restart of an object with a state, which the codec must take."""
+    """What must be the same when the call begins again: the kind of an object, and its state, bit for bit."""
     try:
-        encode(state_of(value))
+        data, tensors = encode(state_of(value))
     except UnsupportedEngineError as error:
         raise UnsavableError(str(error)) from None
-    return stateful_description(value)
+    bits = {name: one.detach().contiguous().reshape(-1).view(torch.uint8) for name, one in tensors.items()}
+    state = [data, {name: xxhash.xxh3_128(one.numpy().data).hexdigest() for name, one in bits.items()}]
+    return [*stateful_description(value), json.dumps(state)]
 
 
 def _text(node: Any) -> str:

@@ -32,6 +32,8 @@ from cpsr.hints import hint
 import cpsr.hints
 """
 
+left = [10**9]  # steps until a program of a test ends as if it were killed
+
 _count = itertools.count()
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from cpsr.checkpoint.verify import verify_run
 from cpsr.errors import NotResumableError, RunDirectoryError, RunMismatchError
+from cpsr.hints import resumable
+from tests.hints import programs
 from tests.hints.programs import module_of
 
 # Trains a network by hand; a line says when each hint is passed, and the last one what came out.
@@ -97,19 +99,20 @@ def test_a_training_that_is_killed_again_and_again_ends_bit_for_bit_alike(tmp_pa
 TEXT = """
 from cpsr.hints import resumable
 import pathlib, time
+from tests.hints import programs
 
 class Killed(BaseException):
     pass
 
-left = [10**9]
+left = programs.left
 SCALE = 3
 
 def scaled(x):
     return SCALE * x
 
 def tick():
-    left[0] -= 1
-    if left[0] == 0:
+    programs.left[0] -= 1
+    if programs.left[0] == 0:
         raise Killed
 
 @resumable(RUN, ALLOWANCE)
@@ -323,6 +326,16 @@ def test_a_loop_over_what_goes_one_way_is_refused_when_it_begins(made: Made) -> 
         module.f(6, [])
 
 
+@pytest.mark.parametrize("over", ["enumerate(range(n))", "zip(range(n), range(n))", "enumerate(made_of(n))"])
+def test_inner_loops_of_unknown_length_run_with_a_finite_allowance(made: Made, over: str) -> None:
+    module = made(
+        ("        hint()", f"        for j, _ in {over}:\n            hint()"),
+        ("left =", "def made_of(n):\n    return list(range(n))\nleft ="),
+        allowance=0.05,
+    )
+    assert module.f(6, []) == 45
+
+
 @pytest.mark.parametrize(
     "made_by",
     ["torch.nn.Linear(1, 1)", "numpy.random.default_rng(1)", "iter('ab')", "torch.ones(1, requires_grad=True)"],
@@ -331,6 +344,82 @@ def test_a_global_with_a_state_is_refused_even_in_a_helper(made: Made, made_by: 
     module = made(("left =", f"STATE = {made_by}\nleft ="), ("    return SCALE * x", "    STATE\n    return SCALE * x"))
     with pytest.raises(NotResumableError, match="scaled uses the global 'STATE'"):
         module.f(6, [])
+
+
+SEVERAL = """
+import random
+from cpsr.hints import hint, resumable
+
+def score(n):
+    total = 0.0
+    for i in range(n):
+        total += random.random()
+        hint()
+        tick()
+    return total
+
+def tick():
+    if programs.left[0] == 0:
+        raise Killed
+    programs.left[0] -= 1
+
+class Killed(BaseException):
+    pass
+"""
+
+
+def test_one_of_several_calls_does_not_go_on_from_another_one(tmp_path: Path) -> None:
+    module = module_of(tmp_path, "from tests.hints import programs\n" + SEVERAL)
+    score = resumable(tmp_path / "run", math.inf)(module.score)
+    programs.left[0] = 10
+    random.seed(1)
+    with pytest.raises(module.Killed):
+        [score(4) for _ in range(3)]
+    programs.left[0] = 10**9
+    random.seed(1)
+    with pytest.raises(RunMismatchError, match="the global random states at its begin"):
+        score(4)
+    random.seed(1)
+    wanted = [module.score(4) for _ in range(3)]
+    random.seed(1)
+    before = [module.score(4) for _ in range(2)]
+    assert [*before, score(4)] == wanted
+
+
+def test_calls_with_a_directory_each_go_on(tmp_path: Path) -> None:
+    module = module_of(tmp_path, "from tests.hints import programs\n" + SEVERAL)
+
+    def scores() -> list[float]:
+        random.seed(1)
+        return [resumable(tmp_path / f"{i}", math.inf)(module.score)(4) for i in range(3)]
+
+    programs.left[0] = 10
+    with pytest.raises(module.Killed):
+        scores()
+    programs.left[0] = 10**9
+    random.seed(1)
+    wanted = [module.score(4) for _ in range(3)]
+    assert scores() == wanted
+
+
+def test_the_directory_stays_where_the_program_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(tmp_path, "from tests.hints import programs\n" + SEVERAL)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    score = resumable("run", math.inf)(module.score)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    programs.left[0] = 10**9
+    score(1)
+    assert (tmp_path / "run" / "resumable.json").exists()
+
+
+def test_a_helper_that_changes_a_global_is_refused_at_the_next_hint(made: Made, tmp_path: Path) -> None:
+    module = made(
+        ("left =", "SEEN = {}\nleft ="), ("    return SCALE * x", "    SEEN[x % 3] = 1\n    return SCALE * x")
+    )
+    with pytest.raises(NotResumableError, match=r"no checkpoint is possible .* has changed the global 'SEEN'"):
+        module.f(6, [])
+    assert checkpoints(tmp_path) == []
 
 
 def test_it_is_called_like_the_function(made: Made) -> None:

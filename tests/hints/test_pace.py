@@ -112,6 +112,20 @@ def test_an_infinite_allowance_makes_every_hint_one() -> None:
     assert len(run(pace, clock, nested(2, 3, 0.1, 0.1), itertools.repeat(COST))) == 8
 
 
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)])
+def test_loops_of_unknown_length_are_paced_by_the_allowance_alone(lengths: tuple[int, int]) -> None:
+    clock = Clock()
+    pace = Pace(0.05, [Round(1, (Round(2, (1,)),))], 1, COST, clock)
+    events = (
+        (kind, number, lengths[number - 1] if kind == "loop" else value)
+        for kind, number, value in nested(40, 5, 0.1, 0.1)
+        if (kind, number) != ("hint", 2)
+    )
+    taken = run(pace, clock, events, itertools.repeat(COST))
+    assert taken
+    assert pace.spent_seconds <= 0.05 * pace.own_seconds()
+
+
 def test_the_first_one_waits_for_what_it_may_take() -> None:
     clock = Clock()
     pace = Pace(0.1, [], 1, 0.25, clock)

@@ -53,6 +53,9 @@ REFUSED = {
         "'g' holds a generator",
     ),
     "set": ("def f(x):\n    g = {x}\n    hint()\n    return g", 2, "'g' holds a set"),
+    "default type": ("def f():\n    torch.set_default_dtype(torch.float64)\n    hint()", 2, "torch.set_default_dtype"),
+    "gradients off": ("def f():\n    torch.set_grad_enabled(False)\n    hint()", 2, "call it before the function"),
+    "NumPy's errors": ("def f():\n    old = numpy.seterr(all='raise')\n    hint()", 2, "numpy.seterr sets what"),
     "own names": ("def f(_cpsr_1):\n    hint()", 1, "'_cpsr_1' begins with"),
 }
 
@@ -87,6 +90,18 @@ def test_what_is_not_needed_after_a_hint_may_be_anything(tmp_path: Path) -> None
     """
     module = module_of(tmp_path, textwrap.dedent(text))
     assert Program(module.f).interrupted(lambda: {"xs": [1.5, 2.5]}) == 2
+
+
+@pytest.mark.parametrize("name", ["self.__n", "__n"])
+def test_private_names_of_a_class_are_refused(tmp_path: Path, name: str) -> None:
+    module = module_of(tmp_path, f"class A:\n    def f(self):\n        hint()\n        return {name}")
+    with pytest.raises(NotResumableError, match="'__n' is a private name of a class"):
+        read_source(module.A.f)
+
+
+def test_a_setting_as_a_manager_is_fine(tmp_path: Path) -> None:
+    text = "def f():\n    with torch.set_grad_enabled(False):\n        hint()\n    return torch.is_grad_enabled()"
+    assert Program(module_of(tmp_path, text).f).interrupted(dict) == 1
 
 
 def test_a_file_that_was_edited_since_is_refused(tmp_path: Path) -> None:

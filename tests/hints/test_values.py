@@ -165,6 +165,22 @@ def test_random_generators_go_on(make: Any) -> None:
     assert draw(found["g"]) == draw(generator)
 
 
+@pytest.mark.parametrize("seed", [3, None, [1, 2], numpy.random.SeedSequence(7, spawn_key=(2,))])
+def test_a_generator_of_numpy_spawns_the_same_others(seed: Any) -> None:
+    generator = numpy.random.default_rng(seed)
+    generator.spawn(2)
+    found = there_and_back({"g": generator})["g"]
+    assert [one.random() for one in found.spawn(2)] == [one.random() for one in generator.spawn(2)]
+
+
+def test_a_generator_that_was_given_spawns_the_same_others() -> None:
+    generator, again = numpy.random.default_rng(3), numpy.random.default_rng(3)
+    known = read_arguments({"g": generator})
+    generator.spawn(2)
+    there_and_back({}, known, {"g": again})
+    assert again.spawn(1)[0].random() == generator.spawn(1)[0].random()
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -292,6 +308,21 @@ def test_a_module_and_its_optimizer_go_on_with_everything() -> None:
     assert again["schedule"].state_dict() == first["schedule"].state_dict()
 
 
+def test_modules_differ_by_weights_gradients_and_modes() -> None:
+    def identity(seed: int, kind: torch.dtype = torch.float32, gradient: bool = False, training: bool = True) -> str:
+        torch.manual_seed(seed)
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()).to(kind).train(training)
+        if gradient:
+            module[0].weight.grad = torch.ones(2, 2, dtype=kind)
+        return read_arguments({"m": module}).identity["m"]
+
+    kinds: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": 1, "kind": torch.bfloat16}]
+    kinds += [{"seed": 2, "kind": torch.bfloat16}, {"seed": 1, "gradient": True}, {"seed": 1, "training": False}]
+    identities = [identity(**one) for one in kinds]
+    assert len(set(identities)) == len(kinds)
+    assert identities == [identity(**one) for one in kinds]
+
+
 def test_a_tensor_that_shares_memory_with_a_module_is_refused() -> None:
     module = torch.nn.Linear(2, 2)
     known = read_arguments({"module": module})
@@ -316,6 +347,10 @@ def test_an_argument_that_was_given_other_memory_is_refused() -> None:
         (lambda: math.pi, None),
         (Path("/tmp"), None),
         (object(), "builtins.object is not plain data"),
+        (random.Random(1).random, "builtin_function_or_method is not plain data"),
+        ([].append, "builtin_function_or_method is not plain data"),
+        (torch.relu, None),
+        (dict.fromkeys, None),
         ({"a": {1, 2}}, "the argument 'x'[a] cannot be saved"),
     ],
 )

@@ -1,0 +1,211 @@
+"""What a function uses of its module, as text: to tell other code, and globals that a call has changed."""
+
+import builtins
+import datetime
+import decimal
+import dis
+import enum
+import fractions
+import functools
+import logging
+import pathlib
+import re
+import types
+import typing
+from argparse import Namespace
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy
+import torch
+import xxhash
+
+from cpsr.errors import NotResumableError
+from cpsr.hints.positions import is_iterator
+from cpsr.hints.stateful import CONSTANTS, code_of, is_stateful
+from cpsr.hints.values import GENERATORS
+
+__all__ = ["Used"]
+
+_WRITTEN = (  # what never changes, and is written the same in every process
+    *(range, slice, re.Pattern, pathlib.PurePath, torch.dtype, torch.device, torch.Size, numpy.generic, numpy.dtype),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
+    *(typing.TypeVar, typing.ParamSpec, types.GenericAlias, types.UnionType),
+)
+_SKIPPED = ("_abc_impl",)  # of a class
+
+
+class Used:
+    """Functions, classes and other globals of its module that a function names, and what those name.
+
+    Args:
+        function: of which they are.
+
+    Attributes:
+        texts: what tells each from another one, by name, when the call begins.
+
+    Raises:
+        NotResumableError: one has a state that no checkpoint has, or cannot be described; names it.
+    """
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+        self.texts = _Walk(function).found
+
+    def require_unchanged(self) -> None:
+        """Refuse globals that the call has changed: a later one would begin without the change.
+
+        Raises:
+            NotResumableError: names it.
+        """
+        now = _Walk(self._function).found
+        for name in [*self.texts, *now]:
+            if now.get(name) != self.texts.get(name):
+                raise NotResumableError(
+                    f"the call has changed the global '{name}', of which no checkpoint has the content: pass it as an "
+                    "argument"
+                )
+
+
+class _Walk:
+    def __init__(self, function: FunctionType) -> None:
+        self._scope, self._inside = function.__globals__, {id(function)}
+        self._user = function
+        self.found: dict[str, str] = {}
+        self._globals_of(function)
+
+    def _globals_of(self, function: FunctionType) -> None:
+        user, self._user = self._user, function
+        for name in sorted(_names(function.__code__)):
+            if name in self.found or (name not in self._scope and hasattr(builtins, name)):
+                continue
+            self.found[name] = ""
+            text = self._text(self._scope[name], name) if name in self._scope else "missing"
+            self.found[name] = repr(text)
+        self._user = user
+
+    def _refused(self, name: str, value: Any) -> NotResumableError:
+        code = self._user.__code__
+        return NotResumableError(
+            f"{code.co_filename}:{code.co_firstlineno}: {self._user.__qualname__} uses the global '{name}', a "
+            f"{type(value).__name__}, whose state no checkpoint has: pass it as an argument, or let a function with "
+            "functools.cache make it if it never changes. Nothing was run"
+        )
+
+    def _text(self, value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind in CONSTANTS or isinstance(value, _WRITTEN) or kind.__module__ == "typing" or kind is object:
+            return "object" if kind is object else f"{kind.__name__} {value!r}"
+        if isinstance(value, types.ModuleType | logging.Logger):
+            return f"{kind.__name__} {getattr(value, '__name__', None) or getattr(value, 'name', '')}"
+        if id(value) in self._inside:
+            return "within itself"
+        self._inside.add(id(value))
+        try:
+            return [kind.__qualname__, self._called(value, name) if callable(value) else self._content(value, name)]
+        finally:
+            if not isinstance(value, FunctionType | type):  # these are described once
+                self._inside.discard(id(value))
+
+    def _called(self, value: Any, name: str) -> Any:
+        if isinstance(value, type):
+            return self._class(value, name)
+        if isinstance(value, functools.partial):
+            return [self._text(one, name) for one in (value.func, value.args, value.keywords)]
+        if isinstance(value, FunctionType) and value.__globals__ is self._scope:
+            return self._function_text(value, name)
+        if (wrapped := getattr(value, "__wrapped__", None)) is not None:
+            return self._text(wrapped, name)
+        if isinstance(value, FunctionType | numpy.ufunc):
+            return f"{getattr(value, '__module__', '')}.{value.__name__}"
+        owner = getattr(value, "__self__", None)
+        if hasattr(value, "__self__"):
+            known = owner is None or isinstance(owner, types.ModuleType | type)
+            return [value.__name__, str(owner) if known else self._text(owner, name)]
+        return self._content(value, name)
+
+    def _function_text(self, value: FunctionType, name: str) -> Any:
+        cells = [one.cell_contents for one in value.__closure__ or ()]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        inner = [self._text(one, f"{name}: {value.__name__}") for one in [*cells, *defaults]]
+        self._globals_of(value)
+        return [value.__qualname__, code_of(value), inner]
+
+    def _class(self, value: type, name: str) -> Any:
+        if value.__module__ != self._scope.get("__name__"):
+            return f"{value.__module__}.{value.__qualname__}"
+        is_enum = issubclass(value, enum.Enum)
+        members = (
+            [[one.name, self._text(one.value, name)] for one in vars(value)["_member_map_"].values()] if is_enum else []
+        )
+        for key, one in vars(value).items():
+            if key in _SKIPPED or (is_enum and not isinstance(one, FunctionType)):
+                continue
+            members += [[key, self._text(part, f"{name}.{key}")] for part in _parts(key, one)]
+        return [value.__qualname__, members, [self._text(one, name) for one in value.__mro__[1:]]]
+
+    def _content(self, value: Any, name: str) -> Any:
+        trained = isinstance(value, torch.Tensor) and value.requires_grad
+        moves = isinstance(value, GENERATORS) or is_iterator(value) or hasattr(value, "__next__")
+        if trained or moves or is_stateful(value):
+            raise self._refused(name, value)
+        if isinstance(value, list | tuple | deque):
+            return [self._text(one, name) for one in value]
+        if isinstance(value, set | frozenset):
+            return sorted(repr(self._text(one, name)) for one in value)
+        if isinstance(value, dict | types.MappingProxyType):
+            return [[self._text(key, name), self._text(one, f"{name}[{key!s:.40}]")] for key, one in value.items()]
+        if isinstance(value, enum.Enum):
+            return f"{value.name} {value.value!r}"
+        if (memory := _memory(value)) is not None:
+            return memory
+        own = type(value).__module__ == self._scope.get("__name__")
+        if own or is_dataclass(value) or isinstance(value, Namespace | types.SimpleNamespace):
+            slots = [key for one in type(value).__mro__ for key in _as_tuple(getattr(one, "__slots__", ()))]
+            state = {key: getattr(value, key) for key in slots if hasattr(value, key)} | getattr(value, "__dict__", {})
+            state = {key: one for key, one in state.items() if not key.startswith("__")}
+            parts = [[key, self._text(one, f"{name}.{key}")] for key, one in state.items()]
+            return [parts, self._text(type(value), name)]
+        raise self._refused(name, value)
+
+
+def _parts(key: str, value: Any) -> Iterator[Any]:
+    """What is to be described of an attribute of a class."""
+    if isinstance(value, property):
+        yield from (one for one in (value.fget, value.fset, value.fdel) if one is not None)
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    else:
+        code = isinstance(value, FunctionType | type) or hasattr(value, "__wrapped__")
+        if code or not (hasattr(type(value), "__get__") or key.startswith("__")):
+            yield value
+
+
+def _memory(value: Any) -> Any:
+    """Kind, shape and hash of a tensor, an array or bytes; None for anything else."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return [str(value.dtype), list(value.shape), xxhash.xxh3_128(bits.numpy().data).hexdigest()]
+    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        return [value.dtype.str, list(value.shape), xxhash.xxh3_128(value.tobytes()).hexdigest()]
+    if isinstance(value, bytearray | memoryview | array):
+        return xxhash.xxh3_128(bytes(value)).hexdigest()
+    return None
+
+
+def _as_tuple(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: CodeType) -> frozenset[str]:
+    """Globals that a piece of code reads or writes."""
+    wanted = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+    own = frozenset(one.argval for one in dis.get_instructions(code) if one.opname in wanted)
+    return own.union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
