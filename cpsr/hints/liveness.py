@@ -92,12 +92,15 @@ class _Backwards:
         own = _NONE
         if self._source.numbers([node]) != (0, -1):
             own = frozenset([self._source.iterator(node)])
+        first, last = self._source.numbers(node.body)
         ended = self.block(node.orelse, after, exits)
         head = ended | own
         while True:
             inner = replace(exits, broken=after, next=head)
             grown = head | _read(node.target) | (self.block(node.body, head, inner) - _written(node.target))
             if grown == head:
+                for hint in range(first, last + 1):  # the loop is entered with it, even if it is left after the hint
+                    self._at[hint] |= own
                 return _read(node.iter) | (head - own)
             head = grown
 

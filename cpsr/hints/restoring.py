@@ -47,7 +47,7 @@ class _Decoder:
         for number, node in enumerate(self._nodes):
             if node is not None:
                 self._fill(self._objects[number], node)
-        for iterator, position in self._late:  # a list has its length by now
+        for iterator, position in self._late:  # lists and mappings are filled by now
             iterator.__setstate__(position)
         return {name: self._value(reference) for name, reference in roots.items()}
 
@@ -83,9 +83,11 @@ class _Decoder:
         if kind == "generator":
             return _generator(content[0], content[1], content[3])
         if kind == "positions":
-            return Positions(self._value(content[0]), *content[1:])
-        maker, arguments, position = content
-        made = MAKERS[maker](*(self._value(one) for one in arguments))
+            source, view, position = content
+            made: Any = Positions(self._value(source), view)
+        else:
+            maker, arguments, position = content
+            made = MAKERS[maker](*(self._value(one) for one in arguments))
         if position is not None:
             self._late.append((made, position))
         return made

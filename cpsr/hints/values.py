@@ -279,7 +279,7 @@ class Encoder:
         if self._arguments is None:
             raise UnsavableError("the next call would be given an iterator that begins anew: pass what it goes over")
         if type(value) is Positions:
-            return ("positions", [self._reference(value.source, number, None), value.view, value.position])
+            return ("positions", [self._reference(value.source, number, None), value.view, value.state()])
         maker, arguments, *state = value.__reduce__()
         made = [self._reference(one, number, None) for one in arguments]
         return ("iterator", [maker.__name__, made, state[0] if state else None])

@@ -7,6 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -69,12 +70,19 @@ class InMemory:
         self.text, self.tensors = "", {}  # type: ignore[var-annotated]
 
     def save(self, content: Any) -> bool:
+        if self.killed:  # a `finally` has put another exception, or a return, in the place of the kill
+            raise Killed
         data, self.tensors = encode(content)
         self.text = json.dumps(data)
         self.count += 1
-        if self.count == self.kill_after:
+        if self.killed:
             raise Killed
         return True
+
+    @property
+    def killed(self) -> bool:
+        """Whether the call has ended, as far as its checkpoints know."""
+        return self.count == self.kill_after
 
     def newest(self) -> Any:
         return decode(json.loads(self.text), {name: one.clone() for name, one in self.tensors.items()})
@@ -105,18 +113,18 @@ class Program:
             seed()
             keeper = InMemory(number)
             arguments = given()
-            try:
+            with suppress(Killed):
                 found = outcome(partial(self.call, keeper=keeper), arguments), arguments, states()
-            except Killed:
-                pass
-            else:
-                assert repr(found) == repr(wanted)
+            if not keeper.killed:
+                assert found[2] == wanted[2]
+                assert repr(found[:2]) == repr(wanted[:2])
                 return number - 1
             random.seed(9)
             arguments, saved = given(), keeper.newest()
             go_on = partial(self.call, keeper=InMemory(), saved=saved)
             found = outcome(go_on, arguments), arguments, states()
-            assert repr(found) == repr(wanted), number
+            assert found[2] == wanted[2], number
+            assert repr(found[:2]) == repr(wanted[:2]), number
         raise AssertionError
 
 
@@ -130,4 +138,6 @@ def outcome(function: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]
 
 
 def states() -> Any:
-    return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    """The random states: some thousand numbers, as bytes, since they are compared after each interruption."""
+    numbers = numpy.random.get_state()[1].tobytes()  # type: ignore[index]
+    return random.getstate(), numbers, torch.get_rng_state().numpy().tobytes()

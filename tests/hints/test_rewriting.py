@@ -4,9 +4,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
+from cpsr.errors import NotResumableError
 from tests.hints.programs import Program, module_of
 
 SIMPLE = [
@@ -35,7 +36,9 @@ def block(statements: list[str]) -> str:
 
 def loops(inner: st.SearchStrategy[list[str]]) -> st.SearchStrategy[str]:
     """Compound statements around others."""
-    ends = st.sampled_from(["", "", "if a % 3 == 0: break", "if b % 2: continue", "if len(xs) > 9: return a, xs, d"])
+    ends = st.sampled_from(
+        ["", "", "break", "if a % 3 == 0: break", "if b % 2: continue", "if len(xs) > 9: return a, xs, d"]
+    )
     name = st.integers(0, 99)
     over = st.sampled_from(
         ["range(3)", "[1, 2, 2]", "list(xs[:3])", "enumerate(xs[-2:], b)", "zip(range(2), 'ab')", "d.items()", "ys[:2]"]
@@ -78,12 +81,18 @@ PROGRAM = st.lists(STATEMENT, min_size=1, max_size=6).filter(lambda found: any(H
 BEGIN = ["b, c = 1, 2", "ys = xs", "d = {0: xs, 1: []}", "z = 0", "it = iter(range(4))"]
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+# A failing program is printed as it is: to shorten one with a hundred checkpoints takes minutes.
+@settings(
+    max_examples=80,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
 @given(PROGRAM)
 def test_generated_programs_end_alike_wherever_they_are_interrupted(
     tmp_path_factory: pytest.TempPathFactory, statements: list[str]
 ) -> None:
     body = block([*BEGIN, *statements, "return a, b, c, xs, ys, d, xs is ys"])
+    note(f"def program(a, xs):\n{body}")
     module = module_of(tmp_path_factory.mktemp("program"), f"def program(a, xs):\n{body}\n")
     Program(module.program).interrupted(lambda: {"a": 4, "xs": [5, 6]})
 
@@ -131,6 +140,105 @@ def test_a_mapping_whose_values_change_while_it_is_gone_over(tmp_path: Path) -> 
         return out
     """
     assert run(tmp_path, text, d="{'a': 1, 'b': 2, 'c': 3}") == 3
+
+
+@pytest.mark.parametrize("kind", ["dict", "OrderedDict"])
+@pytest.mark.parametrize("over", ["d", "d.values()", "enumerate(d.items())", "zip(d, range(9))"])
+def test_a_mapping_that_grows_while_it_is_gone_over_ends_the_loop_as_python_does(
+    tmp_path: Path, kind: str, over: str
+) -> None:
+    """With an error; for an `OrderedDict` whose last item was taken, without one."""
+    text = f"""
+    from collections import OrderedDict
+    def f(d, last):
+        d, out = {kind}(d), []
+        for one in {over}:
+            out.append(one)
+            hint()
+            if len(out) == last:
+                d["new"] = 1
+                hint()
+        return out, d
+    """
+    for last in (1, 3):
+        run(tmp_path, text, d="{'a': 1, 'b': 2, 'c': 3}", last=str(last))
+
+
+def test_a_mapping_that_grows_before_the_loop_is_left(tmp_path: Path) -> None:
+    text = """
+    def f(d):
+        for key in d:
+            d[key * 2] = 1
+            hint()
+            break
+        return d
+    """
+    assert run(tmp_path, text, d="{'a': 1, 'b': 2}") == 1
+
+
+def test_a_mapping_that_has_its_length_again_is_not_gone_over_otherwise(tmp_path: Path) -> None:
+    text = """
+    def f(d):
+        out = []
+        for key in d:
+            out.append(key)
+            d["new"] = 1
+            hint()
+            del d["new"]
+        return out
+    """
+    with pytest.raises(NotResumableError, match=r"has as many items again as before.*list\("):
+        run(tmp_path, text, d="{'a': 1, 'b': 2}")
+
+
+@pytest.mark.parametrize("removed", ["a", "b"])
+def test_a_mapping_with_other_keys_is_refused_where_python_may_miss_some(tmp_path: Path, removed: str) -> None:
+    text = f"""
+    def f(d):
+        out = []
+        for key in d:
+            out.append(key)
+            if key == "b":
+                del d["{removed}"]
+                d["new"] = 1
+            hint()
+        return out
+    """
+    with pytest.raises(NotResumableError, match=r"line 9 .*lost keys that the loop has taken.*list\("):
+        run(tmp_path, text, d="{'a': 1, 'b': 2, 'c': 3, 'd': 4}")
+
+
+def test_a_key_that_is_still_to_come_may_become_another(tmp_path: Path) -> None:
+    text = """
+    def f(d):
+        out = []
+        for key in d:
+            out.append(key)
+            if key == "b":
+                del d["c"]
+                d["new"] = 1
+            hint()
+        return out
+    """
+    assert run(tmp_path, text, d="{'a': 1, 'b': 2, 'c': 3, 'd': 4}") == 4
+
+
+def test_a_tensor_that_is_given_other_memory_while_it_is_gone_over(tmp_path: Path) -> None:
+    """Python goes on over the rows of before."""
+    text = """
+    def f(n):
+        w, out = torch.arange(n), []
+        for row in w:
+            out.append(int(row))
+            if early: w.data = w.data * 10
+            hint()
+            w.data = w.data * 10
+        return out
+    """
+    with pytest.raises(NotResumableError, match=r"other memory.*list\("):
+        run(tmp_path, text.replace("early", "True"), n="3")
+    with pytest.raises(NotResumableError, match=r"other memory.*list\("):
+        run(tmp_path, text.replace("early", "False"), n="3")
 
 
 def test_a_finally_runs_once_where_the_call_goes_on_in_its_try(tmp_path: Path) -> None:
@@ -246,3 +354,33 @@ def test_arguments_of_every_kind(tmp_path: Path) -> None:
     program = Program(module.f)
     assert program.written.__kwdefaults__ is None
     assert program.plain(1, 2, 3, c=4, e=5) == (4, 16, (3, 0, 1, 2), {"e": 5, "i": 4})
+
+
+@pytest.mark.parametrize("left", ["break", "return out, 1", "raise ValueError"])
+def test_a_loop_that_is_left_behind_its_hint(tmp_path: Path, left: str) -> None:
+    """Its iterator gives nothing more, and the loop is entered with it all the same."""
+    text = f"""
+    def f(n):
+        out = []
+        for i in range(n):
+            for j in range(n):
+                out.append((i, j))
+                hint()
+                {left}
+        return out
+    """
+    assert run(tmp_path, text, n=2) == (2 if left == "break" else 1)
+
+
+def test_a_kill_runs_no_finally(tmp_path: Path) -> None:
+    text = """
+    def f(out):
+        for i in range(3):
+            try:
+                hint()
+                out.append(i)
+            finally:
+                if i == 1: return out, "left"
+        return out
+    """
+    assert run(tmp_path, text, out="[]") == 2
