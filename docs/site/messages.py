@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections import defaultdict
+from functools import cache
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ FOLDERS = ("cpsr", "predictor", "fitter", "service")
 WORDS = re.compile(r"[A-Za-z]{3,}")
 
 
+@cache
 def found() -> dict[str, list[str]]:
     """Messages by the class of `cpsr.errors` whose section explains them; in angle brackets what is filled in."""
     modules = [ast.parse(path.read_text(encoding="utf-8")) for path in _sources()]

@@ -102,6 +102,7 @@ def test_a_refusal_of_direct_transfers_is_a_warning(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_journal_without_room_is_an_error(tmp_path: Path) -> None:
     (found,) = mounted(tmp_path, "size=16k", IMPORT + "show(check_journal(place))")
     assert found["level"] == "error"

@@ -71,6 +71,7 @@ def result(process: "subprocess.Popen[str]") -> list[str]:
     return output.splitlines()[-1].split()[1:]
 
 
+@pytest.mark.slow
 def test_a_training_that_is_killed_again_and_again_ends_bit_for_bit_alike(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(TRAINING)
