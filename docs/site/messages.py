@@ -4,8 +4,8 @@ import ast
 import inspect
 import re
 from collections import defaultdict
-from functools import cache
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from cpsr import errors
