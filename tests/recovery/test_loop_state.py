@@ -143,7 +143,8 @@ def test_what_nobody_saves_is_refused_when_the_loop_has_used_it_once(tmp_path: P
     job = Job(tmp_path)
     refused = case(keeps, own_epochs=OWN).launch(job)
     assert refused.statuses == [1]
-    last = refused.output[0].strip().splitlines()[-1]
+    last, section = refused.output[0].strip().splitlines()[-2:]
+    assert section == "[docs/errors.md#unsupportedengineerror]"
     assert last.startswith("cpsr.errors.UnsupportedEngineError: ")
     assert re.search(names, last), last
     assert max(losses(job, 1)) < (10, 0)

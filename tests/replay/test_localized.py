@@ -75,7 +75,9 @@ def left_by(job: Job, rank: int, *kinds: str) -> list[MemoryState]:
         ),
         pytest.param(3, {"precision": "bf16"}, {0: 24}, "stages 1, 2 ", marks=pytest.mark.slow, id="the first one"),
         pytest.param(4, {"stages": 2, "precision": "bf16"}, {3: 21}, "stages 0 ", id="two ranks of a stage"),
-        pytest.param(4, {"stages": 4}, {1: 22, 2: 22}, "stages 0, 3 ", id="neighbours, together"),
+        pytest.param(
+            4, {"stages": 4}, {1: 22, 2: 22}, "stages 0, 3 ", marks=pytest.mark.slow, id="neighbours, together"
+        ),
         pytest.param(
             4, {"stages": 4}, {0: 22, 2: 22}, "stages 1, 3 ", marks=pytest.mark.slow, id="apart, each for itself"
         ),
@@ -99,7 +101,7 @@ def test_a_stage_that_lost_its_state_replays_alone(
     ("rank", "at", "until"),
     [
         pytest.param(1, 18, 22, id="the one that computes, in the window"),
-        pytest.param(0, 19, 22, id="one that rests"),
+        pytest.param(0, 19, 22, marks=pytest.mark.slow, id="one that rests"),
         pytest.param(2, 22, 22, marks=pytest.mark.slow, id="one that has rested, at its end"),
         pytest.param(1, 24, 24, id="the same again, before the next window"),
     ],
