@@ -92,6 +92,7 @@ def test_ranks_that_cannot_meet_are_an_error() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_job_is_read_from_where_users_keep_it(tmp_path: Path) -> None:
     own, deepspeed = tmp_path / "cpsr.yaml", tmp_path / "ds.json"
     own.write_text("run_dir: runs/a\nmemory: {buffers: 4}\n")
@@ -126,7 +127,9 @@ def test_under_torchrun_the_ranks_look_together(tmp_path: Path) -> None:
     assert found["shared memory"]["figures"]["needed_bytes"] == 6_000_000
 
 
-@pytest.mark.parametrize(("launcher", "status"), [("cpsr run", REFUSED_STATUS), ("torchrun", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "status"), [("cpsr run", REFUSED_STATUS), pytest.param("torchrun", 1, marks=pytest.mark.slow)]
+)
 def test_ranks_with_other_run_directories_are_an_error(tmp_path: Path, launcher: str, status: int) -> None:
     """Each on a machine of its own, by name."""
     script = f"CPSR_NODE=node-$RANK exec {shlex.quote(sys.executable)} -m cpsr doctor --json --run-dir run-$RANK"
@@ -158,6 +161,7 @@ def test_ranks_that_are_started_again_leave_the_first_report_as_the_last(tmp_pat
     assert "in run_doctor" not in launched.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_look_for_the_directory_is_named_and_no_other_waits(tmp_path: Path) -> None:
     name = "run-$(if [ $RANK = 1 ]; then printf %0300d 1; fi)"  # a longer name than file systems have
     script = f"exec {shlex.quote(sys.executable)} -m cpsr doctor --json --run-dir {name}"
@@ -171,6 +175,7 @@ def test_a_rank_that_cannot_look_for_the_directory_is_named_and_no_other_waits(t
     assert any(one["figures"].get("blind_ranks") == [0, 1] for one in errors)
 
 
+@pytest.mark.slow
 def test_the_port_of_the_launcher_that_runs_is_not_looked_at(tmp_path: Path) -> None:
     with Launched(tmp_path, ["torchrun", "--nproc-per-node=1", "-m", "cpsr", "doctor", "--json"]) as launched:
         assert launched.wait() == 0, launched.output
@@ -199,6 +204,7 @@ def on_machines(machines: Machines, directory: Path, run_dir: Path) -> tuple[lis
     return statuses, "\n".join(log.read_text() for log in logs)
 
 
+@pytest.mark.slow
 def test_two_machines_see_one_directory_and_each_is_looked_at(machines: Machines, tmp_path: Path) -> None:
     statuses, output = on_machines(machines, tmp_path, tmp_path / "run")
     assert statuses == [0, 0], output
