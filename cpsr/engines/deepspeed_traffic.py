@@ -174,25 +174,25 @@ class DeepSpeedTraffic:
     def _all_reduce(
         self, original: Callable[..., Any], tensor: torch.Tensor, op: Any, group: Any = None, async_op: bool = False
     ) -> Any:
-        where = self._crossed(group)
-        if where is not None and self._log is not None:
-            if where:
-                # Its name, which torch's enumeration shows as `RedOpType.SUM`.
-                self._log.add(_operation("all_reduce", tensor, where, str(op).rpartition(".")[2]), tensor)
-            else:
-                self._log.drop("it reduced over a group of several stages that is not one of the engine's")
+        # The operator's name, which torch's enumeration shows as `RedOpType.SUM`.
+        self._cross("all_reduce", tensor, group, str(op).rpartition(".")[2])
         return original(tensor, op, group, async_op)
 
     def _broadcast(
         self, original: Callable[..., Any], tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False
     ) -> Any:
-        where = self._crossed(group)
-        if where is not None and self._log is not None:
-            if where:
-                self._log.add(_operation("broadcast", tensor, where, str(src)), tensor)
-            else:
-                self._log.drop("it broadcast to a group of several stages that is not one of the engine's")
+        self._cross("broadcast", tensor, group, str(src))
         return original(tensor=tensor, src=src, group=group, async_op=async_op)
+
+    def _cross(self, verb: Verb, tensor: torch.Tensor, group: Any, detail: str) -> None:
+        """Log what this rank gives to a collective with ranks of other stages."""
+        where = self._crossed(group)
+        if where is None or self._log is None:
+            return
+        if where:
+            self._log.add(_operation(verb, tensor, where, detail), tensor)
+        else:
+            self._log.drop(f"it used {verb} over a group of several stages that is not one of the engine's")
 
     def _other(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         groups = [one for one in args if isinstance(one, torch.distributed.ProcessGroup)]
@@ -296,7 +296,7 @@ class DeepSpeedTraffic:
                 f"{what} came from rank {other} with other values than the first time (a tensor of shape "
                 f"{list(operation.shape)} between two stages): something in that rank's layers is not deterministic, "
                 "or its data, code or libraries are others than before. Nothing is lost: the next start repeats these "
-                "iterations on all stages, and checks the weights"
+                "iterations on this rank's stage, too, and checks the weights"
             )
 
     def _rank_of(self, stage: int) -> int:

@@ -20,6 +20,8 @@ __all__ = ["Choice", "Kept", "Rest", "choose", "rest_of"]
 
 logger = logging.getLogger(__name__)
 
+_ByIteration = dict[int, MemoryState]
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -76,8 +78,8 @@ def choose(kept: Sequence[Kept], last: int) -> Choice | None:
     return best
 
 
-def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, dict[int, MemoryState]]:
-    """What this rank has, verified; and where its states and logs lie, by iteration, logs as negative ones.
+def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _ByIteration, _ByIteration]:
+    """What this rank has, verified; and where its whole states and its logs lie.
 
     Args:
         job: of this rank.
@@ -100,8 +102,7 @@ def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, di
     logged = window.iteration
     while logged + 1 in logs:
         logged += 1
-    found = states | {-iteration: log for iteration, log in logs.items() if iteration <= logged}
-    return Kept(stage.index, tuple(sorted(states)), logged, obstacle), found
+    return Kept(stage.index, tuple(sorted(states)), logged, obstacle), states, logs
 
 
 def _is_whole(state: MemoryState) -> bool:
@@ -157,7 +158,7 @@ def rest_of(
     Returns:
         None where all stages replay; a warning then says why.
     """
-    kept, found = _kept(job, window, _obstacle(job, small, upstream))
+    kept, states, logged = _kept(job, window, _obstacle(job, small, upstream))
     everyone = [Kept(**one) for one in job.group.gather(vars(kept))]
     choice = choose(everyone, last)
     if choice is None:
@@ -167,8 +168,8 @@ def rest_of(
     snapshot, logs, problem = None, dict[int, MemoryState](), None
     if job.group.rank in choice.ranks and upstream is not None:
         try:
-            snapshot = _loaded(pool, found[choice.until])
-            logs = upstream.adopt([log for at, log in found.items() if at < 0 and -at <= choice.until])
+            snapshot = _loaded(pool, states[choice.until])
+            logs = upstream.adopt([log for at, log in logged.items() if at <= choice.until])
         except (CheckpointError, OSError) as error:
             problem = f"rank {job.group.rank}: {error}"
     problems = [one for one in job.group.gather(problem) if one is not None]

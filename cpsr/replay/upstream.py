@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.device_copy import new_event
+from cpsr.checkpoint.loading import dtype_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import OpenState
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe
@@ -105,7 +106,7 @@ class Upstream:
         if values is not None:
             start = -(-self._end // _ALIGNED) * _ALIGNED
             self._end = start + values.numel() * values.element_size()
-            kept = [start, list(values.shape), str(values.dtype).removeprefix("torch.")]
+            kept = [start, list(values.shape), dtype_name(values.dtype)]
             entry["values"] = kept
             slot = self._slot
             if slot is not None and not self._dropped:
