@@ -146,6 +146,7 @@ def test_ranks_with_other_run_directories_are_an_error(tmp_path: Path, launcher:
     assert started == (launcher == "cpsr run")  # an error would be the same again
 
 
+@pytest.mark.slow
 def test_ranks_that_are_started_again_leave_the_first_report_as_the_last(tmp_path: Path) -> None:
     """torchrun starts them again after an error, at a store where they cannot meet."""
     script = f"exec {shlex.quote(sys.executable)} -m cpsr doctor --json --run-dir run-$RANK"

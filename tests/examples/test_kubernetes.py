@@ -186,7 +186,8 @@ def pods(folder: Path, name: str) -> list[Launched]:
     return [Launched(folder, ["cpsr", *arguments], environment) for _ in range(NODES)]
 
 
-@pytest.mark.parametrize("name", ["jobset.yaml", pytest.param("trainjob.yaml", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
 def test_when_a_pod_is_evicted_all_leave_and_new_ones_go_on(tmp_path: Path, name: str) -> None:
     first, second = pods(tmp_path, name)
     with first, second:

@@ -19,7 +19,7 @@ WORKER = "tests.integrations.ranks_worker"
     [
         ("Trainer", "transformers"),
         ("Trainer with DeepSpeed", "transformers"),
-        ("Trainer with FSDP", "transformers"),
+        pytest.param("Trainer with FSDP", "transformers", marks=pytest.mark.slow),
         ("accelerate", "accelerate"),
         pytest.param("accelerate with DeepSpeed", "accelerate", marks=pytest.mark.slow),  # as the Trainer's, underneath
         pytest.param("accelerate with FSDP", "accelerate", marks=pytest.mark.slow),
@@ -68,7 +68,7 @@ WITHIN, BETWEEN, GROWING = ((2, 2), (1, 4), (2, 8)), ((2, 6), (1, 8)), ((2, 2), 
         pytest.param("accelerate unseeded", "accelerate", GROWING, marks=pytest.mark.slow),
         pytest.param("accelerate with DeepSpeed", "accelerate", WITHIN, marks=pytest.mark.slow),
         pytest.param("accelerate with FSDP", "accelerate", WITHIN, marks=pytest.mark.slow),
-        ("Lightning", "lightning", WITHIN),
+        pytest.param("Lightning", "lightning", WITHIN, marks=pytest.mark.slow),
         pytest.param("Lightning", "lightning", BETWEEN, marks=pytest.mark.slow),
     ],
 )
