@@ -106,22 +106,34 @@ class CPSRRecovery:
 
     @property
     def iteration(self) -> int:
-        """Optimizer steps taken; authoritative also after a restart or a roll-back."""
+        """Optimizer steps taken over all lives of the run; skipped ones (fp16) count. A roll-back sets it back."""
         return self._loop.adapter.iteration
 
     @property
     def epoch(self) -> int:
-        """Complete passes over the data: begin your own loop over passes here."""
+        """Complete passes over the data in the whole run: begin your own loop over passes here."""
         return self._loop.state.position.epoch
 
     @property
     def restored(self) -> Restored:
-        """How this life began."""
+        """How this life began, with all details for tools: its parts may change with any version.
+
+        The event `Restored` of `cpsr` has what a loop needs.
+
+        Raises:
+            ConfigError: outside the `with` block.
+        """
         return self.life.restored
 
     @property
     def plan(self) -> Plan:
-        """The current checkpoint interval, with its explanation."""
+        """The current plan: `interval_iterations`, `memory_interval_iterations`, `origin`, `explanation`.
+
+        The explanation is plain data with units in its keys, as in `GET /plan` (docs/service.md).
+
+        Raises:
+            ConfigError: outside the `with` block.
+        """
         return self.life.saver.plan
 
     def resume(self, loader: Iterable[Any], *, epochs: int | None = None, repeat: bool = False) -> ResumableLoader:

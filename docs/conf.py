@@ -22,6 +22,8 @@ exclude_patterns = [".venv", "build", "benchmarks", "cpsr", "node_modules", "run
 
 html_theme = "furo"
 html_title = "CPSR"
+html_static_path = ["site/static"]
+html_css_files = ["site.css"]
 html_extra_path = ["site/index.html"]  # leads to the page of that name in docs
 html_show_sourcelink = False
 html_copy_source = False

@@ -66,11 +66,20 @@ class Client:
         return self._ask("GET", "/plan")
 
     def plan_history(self, **window: float) -> dict[str, Any]:
-        """Plans in force; `window`, here and below: `limit`, `since_unix_seconds`, `until_unix_seconds`."""
+        """Plans in force, the newest first.
+
+        Args:
+            window: here and below `limit` (100 rows, at most 1000), `since_unix_seconds`, `until_unix_seconds`.
+        """
         return self._ask("GET", "/plan/history", window)
 
     def preview(self, **changes: float) -> dict[str, Any]:
-        """The plan for other `mtbf_hours`, `state_bytes`, `snapshot_` or `persist_bytes_per_second`."""
+        """The plan for other inputs; nothing of the job is changed.
+
+        Args:
+            changes: `mtbf_hours`, `state_bytes` (of a rank's checkpoint), `snapshot_bytes_per_second`,
+                `persist_bytes_per_second`.
+        """
         return self._ask("POST", "/plan/preview", body=changes)
 
     def override(
@@ -82,7 +91,15 @@ class Client:
         interval_max_iterations: int | None = None,
         expires_in_seconds: float = 3600.0,
     ) -> dict[str, Any]:
-        """Pin or bound the interval for a while."""
+        """Pin or bound the interval for a while; rank 0 reads it within a second.
+
+        Args:
+            reason: one sentence, for the journal.
+            interval_iterations: between checkpoints; alone, or else both bounds.
+            interval_min_iterations: the planner chooses no shorter one.
+            interval_max_iterations: nor a longer one.
+            expires_in_seconds: from now.
+        """
         bounds = {
             "interval_iterations": interval_iterations,
             "interval_min_iterations": interval_min_iterations,
@@ -114,7 +131,15 @@ class Client:
         return self._ask("GET", "/failures", window)
 
     def report_failure(self, description: str, failed_unix_seconds: float | None = None) -> dict[str, Any]:
-        """Report a failure without a restart of the job; by default at the present time."""
+        """Report a failure that no restart of the job shows, for the failure rate of the planner.
+
+        Args:
+            description: one sentence, for the journal.
+            failed_unix_seconds: when; now by default, and not later than now.
+
+        Raises:
+            ServiceError: also where more than 1000 were reported within an hour.
+        """
         when = {} if failed_unix_seconds is None else {"failed_unix_seconds": failed_unix_seconds}
         return self._ask("POST", "/failures", body={"description": description, **when})
 

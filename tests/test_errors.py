@@ -14,6 +14,7 @@ import pytest
 
 from cpsr import errors
 from cpsr.errors import CPSRError, ServiceError, TooManyReportsError
+from cpsr.launch.agent import HOW_IT_ENDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 SECTION = re.compile(r"^## (\w+)$", re.MULTILINE)
@@ -69,6 +70,12 @@ def test_errors_with_arguments_of_their_own_have_one_note_also_as_copies() -> No
 
 def test_one_line_is_one_line() -> None:
     assert CPSRError("two\n  lines").one_line() == "two lines [docs/errors.md#cpsrerror]"
+
+
+def test_the_section_of_the_launchers_last_line_exists() -> None:
+    page, _, anchor = HOW_IT_ENDS.strip("[]").partition("#")
+    headings = re.findall(r"^## (.+)$", (PAGE.parents[1] / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert anchor in {heading.lower().replace(" ", "-") for heading in headings}
 
 
 def test_the_command_line_prints_it(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ def launched(page: str, folder: Path) -> Launched:
 @pytest.mark.parametrize(
     ("page", "killed_at", "last"),
     [
-        # 30 passes of 28 batches on each of two ranks, to the end and no further.
-        ("README.md", 400, 840),
-        pytest.param("docs/start.md", 400, 1400, marks=pytest.mark.slow),
+        # 100 passes of 28 batches on each of two ranks, to the end and no further.
+        ("README.md", 400, 2800),
+        pytest.param("docs/start.md", 400, 8400, marks=pytest.mark.slow),
         pytest.param("docs/pipelines.md", 300, 600, marks=pytest.mark.slow),
     ],
 )

@@ -37,7 +37,7 @@ __all__ = ["CPSRConfig"]
 
 
 class CPSRConfig(Section):
-    """The whole configuration.
+    """The whole configuration: every key with its unit, bounds and default is in docs/configuration.md.
 
     >>> CPSRConfig.load({"run_dir": "runs/gpt", "checkpoint": {"interval_iterations": 50}}).mode
     'auto'

@@ -33,7 +33,7 @@ from cpsr.engines.resharded_optimizer import resharded_optimizer
 from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import data_parallel_ranks, require_supported, require_whole_experts, unwrapped
-from cpsr.errors import UnsupportedEngineError
+from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -69,6 +69,7 @@ class TorchAdapter:
         experts: how the module's layers of experts are read; None treats them as any other part.
 
     Raises:
+        ConfigError: `micro_batches_per_iteration` is below 1.
         UnsupportedEngineError: a part that is none (a wrapper of another package), or FSDP1; parameters that overlap
             in memory, lie outside the module, are in two optimizers, or of which a rank holds no block. The message
             names it.
@@ -84,7 +85,9 @@ class TorchAdapter:
         experts: MixtureOfExperts | None = None,
     ) -> None:
         if micro_batches_per_iteration < 1:
-            raise ValueError(f"micro_batches_per_iteration must be at least 1, not {micro_batches_per_iteration}")
+            raise ConfigError(
+                f"micro_batches_per_iteration must be at least 1, not {micro_batches_per_iteration}. Nothing began"
+            )
         optimizers, schedulers = _listed(optimizer), [] if scheduler is None else _listed(scheduler)
         require_parts(module, optimizers, schedulers, grad_scaler)
         self._called = module

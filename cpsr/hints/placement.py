@@ -38,8 +38,12 @@ LADDER = [4.0**power for power in range(-12, 13)]  # prices around that of a blo
 class Task:
     """A task, or a loop over a body of tasks, with a hint after each repetition.
 
-    `seconds` is of one repetition, and counts only if there is no body. `cost_seconds` is of a checkpoint at the hint;
-    None: there is no hint.
+    Attributes:
+        name: for people, and in `hints_of`.
+        seconds: of one repetition; counts only if there is no body.
+        cost_seconds: of a checkpoint at the hint; None: there is no hint.
+        repetitions: of the task or the whole body.
+        body: tasks of the loop, in order; empty: it is no loop.
     """
 
     name: str
@@ -61,9 +65,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A hint that is a checkpoint in every k-th repetition, `count` times in the program.
+    """A hint that is a checkpoint in every k-th repetition.
 
-    `hint` is its place among `hints_of` the tasks.
+    Attributes:
+        hint: its place among `hints_of` the tasks, from 0.
+        every: k.
+        count: checkpoints there in the whole program.
     """
 
     hint: int
@@ -73,7 +80,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class EvenPlacement:
-    """Checkpoints at the hints nearest to equal distances in time, as many as the same allowance has."""
+    """Checkpoints at the hints nearest to equal distances in time, as many as the same allowance has.
+
+    Attributes:
+        count: of checkpoints.
+        cost_seconds: of all of them together.
+        recovery_seconds: expected, of the whole program.
+    """
 
     count: int
     cost_seconds: float
@@ -84,8 +97,16 @@ class EvenPlacement:
 class Placement:
     """The chosen checkpoints, and what they cost; all times are expected seconds of the whole program.
 
-    `least_recovery_seconds` is what no schedule is below, also of those that differ from repetition to repetition.
-    `even` is None if there are too many hints to unroll.
+    Attributes:
+        checkpoints: in the order of the program.
+        program_seconds: without checkpoints and failures.
+        allowed_seconds: for checkpoints.
+        cost_seconds: of the chosen ones.
+        recovery_seconds: with the chosen ones.
+        least_recovery_seconds: what no schedule is below, also of those that differ from repetition to repetition.
+        unprotected_recovery_seconds: without any checkpoint.
+        longest_block_seconds: between two of the chosen ones.
+        even: evenly spaced ones beside it; None if there are too many hints to unroll.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -100,7 +121,7 @@ class Placement:
 
 
 def place(tasks: Sequence[Task], allowance: float, mtbf_seconds: float) -> Placement:
-    """The hints that should be checkpoints.
+    """The hints that should be checkpoints, where the expected recovery time is least (CheckHint; docs/hints.md).
 
     Args:
         tasks: the program, in order.
@@ -148,7 +169,15 @@ def _ideal(failures: Failures, seconds: float, allowed_seconds: float, costs: se
 
 
 def hints_of(tasks: Sequence[Task], prefix: str = "") -> list[tuple[str, Task]]:
-    """The tasks with a hint in the order of the program, each body once, with the names of the loops around them."""
+    """The tasks with a hint in the order of the program, each body once.
+
+    Args:
+        tasks: the program, in order.
+        prefix: put before every name.
+
+    Returns:
+        Pairs of a name, `epoch / batch` within a loop, and the task.
+    """
     found = []
     for task in tasks:
         name = f"{prefix}{task.name}"

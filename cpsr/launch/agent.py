@@ -22,10 +22,11 @@ from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of,
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.ranks.link import JOB, REFUSED_STATUS, Opened, Report
 
-__all__ = ["Failures", "JobEndedError", "agent_that_recovers", "job_at"]
+__all__ = ["HOW_IT_ENDS", "Failures", "JobEndedError", "agent_that_recovers", "job_at"]
 
 logger = logging.getLogger(__name__)
 
+HOW_IT_ENDS = "[docs/launching.md#how-it-ends]"  # what explains a last line
 BACK_OFF_SECONDS_MAX = 60.0
 SLOW_START_SECONDS = 60.0  # after which the cause is reported, if it is visible
 SHUTDOWN_SECONDS = 30  # torchrun's own
@@ -97,7 +98,7 @@ class Failures:
             after = f", after {in_vain} failures without a new iteration" if in_vain > 1 else ""
             why = f"The job is not started again{after} (--max-restarts={self._restarts_max})"
             kept = "" if self._opened is None else f"; `cpsr release {self._opened.run_dir}` frees its host memory"
-            raise JobEndedError(1, f"{message}. {why}{kept}")
+            raise JobEndedError(1, f"{message}. {why}{kept} {HOW_IT_ENDS}")
         if not in_vain:
             self.print_line(f"{message}. All ranks start again")
             return 0.0
@@ -136,7 +137,7 @@ class Failures:
             raise JobEndedError(
                 REFUSED_STATUS,
                 f"Another job has begun life {newest} of the run in {before.run_dir}, and goes on with it; this one, "
-                f"which had life {before.life}, is not started again. What it has committed stays",
+                f"which had life {before.life}, is not started again. What it has committed stays {HOW_IT_ENDS}",
             )
 
     def look(self) -> None:

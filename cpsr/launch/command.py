@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from cpsr.launch.agent import Failures, JobEndedError, agent_that_recovers
+from cpsr.launch.agent import HOW_IT_ENDS, Failures, JobEndedError, agent_that_recovers
 from cpsr.ranks.link import LAUNCHER, VERBOSE, Report
 
 __all__ = ["run_job"]
@@ -42,7 +42,7 @@ def run_job(arguments: Sequence[str]) -> int:
     """
     parsed = _parser().parse_args(list(arguments))
     if not (parsed.module or parsed.no_python or Path(parsed.training_script).is_file()):
-        _report(f"There is no script {parsed.training_script}; name one, or give -m for a module")
+        _report(f"There is no script {parsed.training_script}; name one, or give -m for a module {HOW_IT_ENDS}")
         return NO_SCRIPT_STATUS
     _restartable(parsed)
     for name, value in ENVIRONMENT.items():
@@ -67,11 +67,12 @@ def run_job(arguments: Sequence[str]) -> int:
             return 128 + int(error.sigval)
         except RendezvousError as error:
             _report(
-                f"This node cannot join the others ({error}): the launcher of another one has ended, or is out of reach"
+                f"This node cannot join the others ({error}): the launcher of another one has ended, or is out of "
+                f"reach {HOW_IT_ENDS}"
             )
             return 1
         except ChildFailedError as error:  # ranks that nothing can end, in the kernel
-            _report(f"The job failed: {error.get_first_failure()[1].message}")
+            _report(f"The job failed: {error.get_first_failure()[1].message} {HOW_IT_ENDS}")
             return 1
     return 0
 

@@ -7,7 +7,9 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
 
-__all__ = ["MODULES", "setup", "text"]
+from cpsr.engines.adapter import EngineAdapter
+
+__all__ = ["MODULES", "internal", "setup", "text"]
 
 # What a page or an example imports from. Everything else may change without notice: docs/versions.md.
 MODULES = (
@@ -22,6 +24,8 @@ MODULES = (
     "cpsr.hints.placement",
 )
 HIDDEN = "\0"
+BUILT = ("TorchAdapter", "MixtureOfExperts")  # given to CPSR, which calls the rest
+INTERFACE = {name for name in vars(EngineAdapter) if name[0] != "_"} | {"operators", "token_counts"}
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +49,15 @@ def _sign(app: Sphinx, what: str, name: str, value: object, *_: object) -> tuple
     return ("(...)", "") if what == "class" and isinstance(value, type) and issubclass(value, BaseModel) else None
 
 
-def _skip(app: Sphinx, what: str, name: str, *_: object) -> bool | None:
-    """Pydantic's own attribute is none of ours."""
-    return True if name == "model_config" else None
+def internal(name: str, value: object) -> bool:
+    """Whether a member of a public class is for CPSR alone, or pydantic's."""
+    function = value.fget if isinstance(value, property) else value
+    owner = getattr(function, "__qualname__", "").partition(".")[0]
+    return name == "model_config" or (owner in BUILT and name in INTERFACE)
+
+
+def _skip(app: Sphinx, what: str, name: str, value: object, *_: object) -> bool | None:
+    return True if internal(name, value) else None
 
 
 def _hide(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:

@@ -1,7 +1,8 @@
 """What the site adds to the pages of the repository: its menu, generated text, and links to folders."""
 
+import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from docutils import nodes
@@ -10,11 +11,12 @@ from sphinx.application import Sphinx
 
 from docs.site import api, commands, configuration, diagrams, messages
 
-__all__ = ["menu", "setup"]
+__all__ = ["menu", "setup", "titled"]
 
 INDEX = "docs/index"
 GENERATED = re.compile(r"^```\{generated\} (\w+)\n```$", re.MULTILINE)
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+FILE = re.compile(r"(?:\.\./)?[\w/]+\.md")
 PAGE = re.compile(r"\]\(((?:\.\./)?[\w/]+)\.md\)")
 WRITERS: dict[str, Callable[[], str]] = {
     "api": api.text,
@@ -62,6 +64,25 @@ def _unlink(app: Sphinx, document: nodes.document) -> None:
             link.replace_self(link.children)
 
 
+def titled(doctree: nodes.document, page: str, titles: Mapping[str, nodes.Element]) -> None:
+    """A link whose text is the file of a page shows the page's title: `launching.md` becomes *Launching a job*.
+
+    Args:
+        doctree: of a page, with its links resolved.
+        page: its name, `docs/start`.
+        titles: of all pages, by their names.
+    """
+    for link in list(doctree.findall(nodes.reference)):
+        if FILE.fullmatch(link.astext()):
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(page), link["refuri"].partition("#")[0]))
+            if target.removesuffix(".html") in titles:
+                link.children = [nodes.inline("", titles[target.removesuffix(".html")].astext())]
+
+
+def _title(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    titled(doctree, page, app.env.titles)
+
+
 def _outdated(app: Sphinx, *_: object) -> list[str]:
     """Pages with generated text: what it is made of is none of Sphinx's files."""
     return [f"docs/{name}" for name in WRITERS]
@@ -72,4 +93,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("env-get-outdated", _outdated)
     app.connect("source-read", _read)
     app.connect("doctree-read", _unlink)
+    app.connect("doctree-resolved", _title)
     return {"parallel_read_safe": True}

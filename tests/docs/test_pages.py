@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from docs.site.pages import menu
+from docutils import nodes
+
+from docs.site.pages import menu, titled
 
 DOCS = Path(__file__).parents[2] / "docs"
 INDEX = """# Title
@@ -40,3 +42,16 @@ def test_every_page_is_in_the_menu_once() -> None:
 
 def test_the_text_of_the_index_stays() -> None:
     assert menu(INDEX, []).startswith(INDEX)
+
+
+def test_a_link_whose_text_is_a_file_shows_the_title_of_the_page() -> None:
+    document = nodes.document(None, None)
+    for text, target in [
+        ("launching.md", "launching.html#torchrun"),
+        ("README", "../README.html"),
+        ("no.md", "no.html"),
+    ]:
+        document += nodes.reference("", text, refuri=target)
+    titles = {"docs/launching": nodes.title("", "Launching a job"), "README": nodes.title("", "CPSR")}
+    titled(document, "docs/start", titles)
+    assert [link.astext() for link in document.findall(nodes.reference)] == ["Launching a job", "README", "no.md"]

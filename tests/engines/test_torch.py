@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cpsr.engines import TorchAdapter, adapt
-from cpsr.errors import UnsupportedEngineError
+from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.qualify.conformance import BEFORE, run, seed
 from cpsr.qualify.models import TinyConvNet, TinyLM, image_batch, lay_out, token_batch
 from cpsr.qualify.recorder import Recorder
@@ -357,7 +357,7 @@ class TestRefusals:
 
     def test_micro_batches(self) -> None:
         module = TinyLM()
-        with pytest.raises(ValueError, match="micro_batches_per_iteration must be at least 1"):
+        with pytest.raises(ConfigError, match="micro_batches_per_iteration must be at least 1"):
             TorchAdapter(module, optimizer_of("sgd", module), micro_batches_per_iteration=0)
 
 

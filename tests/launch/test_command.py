@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.launch.agent import HOW_IT_ENDS
 from tests.launch.jobs import SCRIPT, Launched, has_printed, has_reached, iterations
 
 REFUSED = """
@@ -47,7 +48,7 @@ def test_a_refused_configuration_is_shown_once_and_not_started_again(tmp_path: P
 def test_a_script_that_is_not_there_is_not_tried(tmp_path: Path) -> None:
     with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=2", "nowhere.py"]) as launched:
         assert launched.wait() == 2
-        assert launched.lines() == ["There is no script nowhere.py; name one, or give -m for a module"]
+        assert launched.lines() == [f"There is no script nowhere.py; name one, or give -m for a module {HOW_IT_ENDS}"]
 
 
 def test_a_script_that_always_fails_is_given_up_and_gets_its_arguments(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_script_that_always_fails_is_given_up_and_gets_its_arguments(tmp_path:
         "Rank 0 ended with status 3 before a run was opened. All ranks start again in 1 s (restart 1 of 1 without a "
         "new iteration)",
         "Rank 0 ended with status 3 before a run was opened. The job is not started again, after 2 failures without a "
-        "new iteration (--max-restarts=1)",
+        f"new iteration (--max-restarts=1) {HOW_IT_ENDS}",
     ]
     assert (tmp_path / "starts").read_text() == '["--verbose", "--help"]0 ["--verbose", "--help"]1 '
 

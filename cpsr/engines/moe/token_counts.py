@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.hooks import RemovableHandle
 
 from cpsr.engines.moe.measures import Routed
+from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["Counted", "HookedTokenCounts", "ProbabilitiesOf", "RoutingLayer", "TokenCounts"]
 
@@ -193,9 +194,9 @@ class HookedTokenCounts:
             )
             raise
         if counts.shape != (layer.experts,):
-            raise ValueError(
+            raise UnsupportedEngineError(
                 f"layer {layer.name!r} reported the tokens of {tuple(counts.shape)} experts and has {layer.experts}; "
-                "one number for each expert over all ranks is needed"
+                "counts_of has to return one number for each expert over all ranks. This step was not trained"
             )
         _add(self._open.tokens, place, counts.detach().to(torch.int64))
         if self._probabilities_of is not None:

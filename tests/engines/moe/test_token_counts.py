@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cpsr.engines.moe.measures import HardCount, TimeDecayed
 from cpsr.engines.moe.token_counts import Counted, HookedTokenCounts, RoutingLayer, TokenCounts
+from cpsr.errors import UnsupportedEngineError
 from tests.engines.moe.mixtures import mixture
 
 EXPERTS = (3, 2)
@@ -184,7 +185,7 @@ def test_counts_of_other_experts_are_refused() -> None:
     model = Model()
     counts = HookedTokenCounts([RoutingLayer("moe", model.layers[0], 4)], counts_of)
     counts.begin_forward()
-    with pytest.raises(ValueError, match=r"layer 'moe' reported the tokens of \(3,\) experts and has 4"):
+    with pytest.raises(UnsupportedEngineError, match=r"layer 'moe' reported the tokens of \(3,\) experts and has 4"):
         model(torch.ones(4, 2))
 
 
