@@ -57,12 +57,12 @@ class BoundaryBuffers:
     """
 
     def __init__(self, others: Mapping[str, torch.Tensor]) -> None:
-        self._others = dict(others)
+        self._others = {name: tensor.detach() for name, tensor in others.items()}  # also if `.data` is exchanged
         small = [name for name, tensor in others.items() if tensor.numel() * tensor.element_size() <= SMALL_BYTES]
-        self._small = {name: (others[name].detach(), others[name].detach().clone()) for name in small}
+        self._small = {name: (self._others[name], self._others[name].clone()) for name in small}
         self._small_sources = [source for source, _ in self._small.values()]
         self._small_copies = [copy for _, copy in self._small.values()]
-        self._large = {name: tensor for name, tensor in others.items() if name not in self._small}
+        self._large = {name: tensor for name, tensor in self._others.items() if name not in self._small}
         self._versions = {name: _version(tensor) for name, tensor in self._large.items()}
         self._at_first = FrozenWeights(dict(self._large).copy)
         self._at_first.settle()
@@ -99,7 +99,7 @@ class BoundaryBuffers:
         """From now on also copy these tensors whenever they have changed at a boundary."""
         for name, tensor in changing.items():
             if name not in self._others:
-                self._others[name] = self._large[name] = tensor
+                self._others[name] = self._large[name] = tensor.detach()
                 self._versions[name] = _version(tensor)
                 self._watched_since.add(name)
 

@@ -66,3 +66,14 @@ def test_a_value_that_was_overwritten_uncounted_is_not_guessed() -> None:
     written(mask, 1, "through .data")
     with pytest.raises(SaveError, match=r"the buffer 'mask' was written to where torch does not count it"):
         buffers.at_boundary({"mask": mask})
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_a_buffer_whose_memory_was_exchanged_is_refused(size: int) -> None:
+    """The tensor is the same, and its copies are of what it was."""
+    mean = torch.zeros(size, device=DEVICE)
+    buffers = BoundaryBuffers({"mean": mean})
+    mean.data = torch.ones(size, device=DEVICE)
+    buffers.keep()
+    with pytest.raises(SaveError, match="the buffer 'mean' was replaced since the start of this life"):
+        buffers.at_boundary({"mean": mean})
