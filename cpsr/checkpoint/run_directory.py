@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.adoption import is_pending, require_importable
-from cpsr.checkpoint.files import write_bytes
+from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.config import ElasticConfig
 from cpsr.errors import ConfigError, CPSRError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.group import Group, this_node
@@ -190,7 +190,7 @@ def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _Here) -> dict[str, Any]:
     """What rank 0 broadcasts: the identity, or why the directory is refused."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path, fsync=True)
         known = _read_json(path / IDENTITY)
         if known is None:
             known = {"run_id": uuid.uuid4().hex}

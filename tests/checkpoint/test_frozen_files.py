@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.checkpoint import files, frozen_files
+from cpsr.checkpoint import frozen_files
 from cpsr.checkpoint.commit import CommitResult
-from cpsr.checkpoint.direct_file import PIECE_BYTES
+from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import holds_frozen, step_name
 from cpsr.checkpoint.memory import SharedMemory
@@ -214,15 +214,15 @@ def test_one_that_changes_while_others_are_written_fails_the_save_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = {"embed": torch.zeros(PIECE_BYTES // 4), "scale": torch.zeros(8)}
-    run, write = Run(tmp_path, weights), files.write_piece
+    run = Run(tmp_path, weights)
 
     def change(descriptor: int, piece: memoryview, path: Path) -> None:
         if "frozen" in path.name:
             weights["scale"].fill_(1)
-        write(descriptor, piece, path)
+        write_piece(descriptor, piece, path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "write_piece", change)
+        patched.setattr("cpsr.checkpoint.files.write_piece", change)
         with pytest.raises(SaveError, match="'scale' outside the optimizer was written to before its values were on"):
             run.save(10)
         assert not run.files(10)
