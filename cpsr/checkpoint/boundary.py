@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from cpsr.errors import SaveError
+from cpsr.state.frozen import FrozenWeights, hash_of
 from cpsr.state.shard import Shard
 
 __all__ = ["BoundaryBuffers", "EarlierStep"]
 
 # Running statistics and counters are copied at every boundary: torch changes them without a new version. Larger ones
-# (attention masks) are copied when their version has changed.
+# (attention masks) are copied when their version has changed; or always, once they were found to change without one,
+# as codebooks do that a forward writes to through `.data`. That is looked for at the boundaries 1, 2, 4, 8 and so on.
 SMALL_BYTES = 1 << 16
 
 
@@ -55,13 +57,17 @@ class BoundaryBuffers:
     """
 
     def __init__(self, others: Mapping[str, torch.Tensor]) -> None:
-        self._others = dict(others)
+        self._others = {name: tensor.detach() for name, tensor in others.items()}  # also if `.data` is exchanged
         small = [name for name, tensor in others.items() if tensor.numel() * tensor.element_size() <= SMALL_BYTES]
-        self._small = {name: (others[name].detach(), others[name].detach().clone()) for name in small}
+        self._small = {name: (self._others[name], self._others[name].clone()) for name in small}
         self._small_sources = [source for source, _ in self._small.values()]
         self._small_copies = [copy for _, copy in self._small.values()]
-        self._large = {name: tensor for name, tensor in others.items() if name not in self._small}
+        self._large = {name: tensor for name, tensor in self._others.items() if name not in self._small}
         self._versions = {name: _version(tensor) for name, tensor in self._large.items()}
+        self._at_first = FrozenWeights(dict(self._large).copy)
+        self._at_first.settle()
+        self._uncounted: frozenset[str] = frozenset()  # replaced, as dumps are made by other threads
+        self._watched_since: set[str] = set()  # since the last boundary
         self._copies: dict[str, torch.Tensor] = {}
         self._boundary = 0
         self._copied: dict[str, tuple[int, int]] = {}  # boundaries at which a large one was first and last copied
@@ -74,9 +80,13 @@ class BoundaryBuffers:
         with torch.no_grad():
             if self._small:
                 torch._foreach_copy_(self._small_copies, self._small_sources)
+            if self._boundary & (self._boundary - 1) == 0:
+                for name in self._large.keys() - self._uncounted:
+                    self._notice(name)
+            always, self._watched_since = self._uncounted | self._watched_since, set()
             for name, tensor in self._large.items():
                 version = _version(tensor)
-                if version == self._versions[name]:
+                if version == self._versions[name] and name not in always:
                     continue
                 self._versions[name] = version
                 self._copied[name] = self._copied.get(name, (self._boundary, 0))[0], self._boundary
@@ -89,8 +99,9 @@ class BoundaryBuffers:
         """From now on also copy these tensors whenever they have changed at a boundary."""
         for name, tensor in changing.items():
             if name not in self._others:
-                self._others[name] = self._large[name] = tensor
+                self._others[name] = self._large[name] = tensor.detach()
                 self._versions[name] = _version(tensor)
+                self._watched_since.add(name)
 
     def at_boundary(
         self, others: Mapping[str, torch.Tensor], earlier: EarlierStep | None = None
@@ -99,7 +110,7 @@ class BoundaryBuffers:
 
         Raises:
             SaveError: a tensor was replaced; a large one has changed for the first time and has no copy; or one on the
-                host has the value of a later step.
+                host has the value of a later step, or was written to where torch does not count it.
         """
         return {name: self._value(name, tensor, earlier) for name, tensor in others.items()}
 
@@ -113,11 +124,26 @@ class BoundaryBuffers:
             raise SaveError(f"the buffer '{name}' is on the host, and of a later step than the device has completed")
         if name in self._small:
             return self._small[name][1]
-        if boundary >= last and _version(tensor) == self._versions[name]:
+        if boundary >= last and _version(tensor) == self._versions[name] and name not in self._uncounted:
+            if not tensor.is_cuda and self._notice(name):  # a device that hangs must not be waited for
+                raise SaveError(
+                    f"the buffer '{name}' was written to where torch does not count it, through .data: its value at "
+                    "the step is not known; change it inside torch.no_grad() instead"
+                )
             return tensor
         if name not in self._copies or boundary < first:
             raise SaveError(f"the buffer '{name}' has changed in the step that was interrupted, for the first time")
         return self._copies[name]
+
+    def _notice(self, name: str) -> bool:
+        """Whether a large one has other bytes than at the last change that torch has counted; reads all of it."""
+        tensor, kept = self._large[name], self._copies.get(name)
+        if _version(tensor) != self._versions[name]:
+            return False
+        found = bool(self._at_first.altered([name])) if kept is None else hash_of(kept) != hash_of(tensor)
+        if found:
+            self._uncounted |= {name}
+        return found
 
 
 def _version(tensor: torch.Tensor) -> int:

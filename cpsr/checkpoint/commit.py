@@ -185,6 +185,7 @@ def seal(
         remove_entry(path)  # markers and temporary files of an attempt before this one
     if fsync:  # the ranks forced their files; on some file systems only this makes their names visible after a crash
         sync_directory(directory)
+        sync_directory(directory.parent)  # a save that was skipped may have made the directory
     write_bytes(directory / MANIFEST, manifest, fsync=fsync)
     refuse_superseded(directory.parents[1], attempt.life)  # again: forcing files to a disk takes a while
     write_bytes(directory / COMMIT, commit_record(manifest), fsync=fsync)

@@ -268,16 +268,23 @@ class FrozenFiles:
     def _write(self, path: Path, content: Mapping[str, str]) -> FileRecord:
         tensors = {}
         for name, xxh3_128 in content.items():
-            values = self.weights.tensors[name].detach().contiguous().cpu()
-            if hash_of(values) != xxh3_128:
-                self.weights.forget([name])
-                raise SaveError(
-                    f"{path}: the parameter {name!r} outside the optimizer was written to before its values were on "
-                    "the disk; from the next checkpoint on its values are saved as they are then"
-                )
-            tensors[f"frozen/{name}"] = values
+            tensors[f"frozen/{name}"] = self.weights.tensors[name].detach().contiguous().cpu()
+            self._refuse_changed(path, name, tensors[f"frozen/{name}"], xxh3_128)
         digest = write_tensors(path, tensors, fsync=self.fsync)
+        for name, xxh3_128 in content.items():  # of the host these are no copies
+            if not self.weights.tensors[name].is_cuda:
+                self._refuse_changed(path, name, tensors[f"frozen/{name}"], xxh3_128)
         return FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128, pieces=digest.pieces)
+
+    def _refuse_changed(self, path: Path, name: str, values: torch.Tensor, xxh3_128: str) -> None:
+        """Raise SaveError where a parameter has other values than the file is to have; the file is then gone."""
+        if hash_of(values) != xxh3_128:
+            path.unlink(missing_ok=True)
+            self.weights.forget([name])
+            raise SaveError(
+                f"{path}: the parameter {name!r} outside the optimizer was written to before its values were on "
+                "the disk; from the next checkpoint on its values are saved as they are then"
+            )
 
     # Loading
 

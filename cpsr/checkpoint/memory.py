@@ -38,6 +38,7 @@ from cpsr.checkpoint.memory_states import (
     Kind,
     describe,
     digest_of,
+    read_at,
     size_of,
     write_at,
 )
@@ -159,8 +160,7 @@ class MemoryFile:
         _, stamp, _, (_, length, _) = found
         text = json.dumps({**stamp, "life": life, "branch": branch}).encode()
         end = PAGE_BYTES + self._tensor_bytes
-        saved = os.pread(self._descriptor, os.fstat(self._descriptor).st_size - end - length, end + length)
-        self._put(text, saved[: found[3][2]])
+        self._put(text, read_at(self._descriptor, found[3][2], end + length))
 
     def _put(self, description: bytes, saved: bytes) -> None:
         """Write description and scalars, and declare the state complete."""

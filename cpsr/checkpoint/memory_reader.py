@@ -21,6 +21,7 @@ from cpsr.state.shard import OperatorState, ParamSlice, Shard
 __all__ = [
     "OpenState",
     "ages_in_memory",
+    "holds_whole_operators",
     "load_memory_state",
     "owned_word",
     "owned_word_in_memory",
@@ -98,6 +99,16 @@ def ages_in_memory(state: MemoryState) -> dict[str, int]:
         return {}
     taken_at = found[1]["taken_at"]
     return {name: int(taken_at[part]) for name, (_, _, part) in found[1]["operators"].items()}
+
+
+def holds_whole_operators(state: MemoryState) -> bool:
+    """Whether a state has all elements of each of its operators; nothing is verified. False where it is gone."""
+    found = describe(state.path)
+    if found is None or found[0] != state:
+        return False
+    layout, operators = found[1]["layout"], found[1]["operators"]
+    sizes = ((shape, layout[f"param/{name}"][2]) for name, (shape, _, _) in operators.items())
+    return all(math.prod(whole) == math.prod(held) for whole, held in sizes)
 
 
 def owned_word(shard: Shard) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "files_of",
     "memory_state",
     "memory_states",
+    "read_at",
     "size_of",
     "write_at",
 ]
@@ -166,3 +167,12 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     while left:
         written = os.pwrite(descriptor, left, offset)
         left, offset = left[written:], offset + written
+
+
+def read_at(descriptor: int, size: int, offset: int) -> bytes:
+    """Read so many bytes, fewer only at the end of the file: one call takes 2 GiB at most."""
+    pieces, left = list[bytes](), size
+    while left and (piece := os.pread(descriptor, left, offset + size - left)):
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)

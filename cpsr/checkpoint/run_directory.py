@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.adoption import is_pending, require_importable
-from cpsr.checkpoint.files import write_bytes
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.files import make_directory, write_bytes
+from cpsr.checkpoint.verify import read_manifest
 from cpsr.config import ElasticConfig
 from cpsr.errors import ConfigError, CPSRError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.group import Group, this_node
@@ -26,6 +28,7 @@ _WRONG_PATH = frozenset([errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, 
 IDENTITY = "run.json"
 _PIPELINE = "PipelineEngine"
 ENDED = "ended.json"
+_FROM_A_COPY = "put it back from a copy, or use another run_dir"
 
 
 @dataclass(frozen=True)
@@ -190,10 +193,10 @@ def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _Here) -> dict[str, Any]:
     """What rank 0 broadcasts: the identity, or why the directory is refused."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_directory(path, fsync=True)
         known = _read_json(path / IDENTITY)
         if known is None:
-            known = {"run_id": uuid.uuid4().hex}
+            known = _told_by_checkpoints(path) or {"run_id": uuid.uuid4().hex}
         elif is_pending(known):
             require_importable(path, known["imported"], description, here.tensors)
         else:
@@ -210,9 +213,27 @@ def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _H
         return {"mismatch": str(error)}
     except CPSRError as error:
         return {"unusable": f"the run directory {path} cannot be used: {error}"}
+    except (KeyError, TypeError, AttributeError) as error:  # on this rank alone: the others wait for it
+        return {"unusable": f"{path / IDENTITY} is damaged ({error!r}); {_FROM_A_COPY}"}
     except OSError as error:
         kind = "unusable" if error.errno in _WRONG_PATH else "unreachable"
         return {kind: f"the run directory {path} cannot be used: {error}"}
+
+
+def _told_by_checkpoints(path: Path) -> dict[str, Any] | None:
+    """The identity of a run whose file of it is gone, by the newest checkpoint; None where nothing is committed."""
+    newest = max(scan(path / "checkpoints").checkpoints, key=lambda info: info.sequence, default=None)
+    if newest is None:
+        return None
+    manifest = read_manifest(newest.directory)
+    logger.warning(
+        "%s holds checkpoints of the run %s and no %s, which is written anew: the run goes on, if its newest "
+        "checkpoint is of this job's model",
+        path,
+        manifest.run_id,
+        IDENTITY,
+    )
+    return {"run_id": manifest.run_id, "world_size": manifest.world_size}
 
 
 def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here: _Here) -> None:
@@ -291,9 +312,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CPSRError(f"{path} is damaged ({error}); put it back from a copy, or use another run_dir") from error
+        raise CPSRError(f"{path} is damaged ({error}); {_FROM_A_COPY}") from error
     if not isinstance(data, dict):
-        raise CPSRError(f"{path} is damaged (not a mapping); put it back from a copy, or use another run_dir")
+        raise CPSRError(f"{path} is damaged (not a mapping); {_FROM_A_COPY}")
     return data
 
 

@@ -8,6 +8,7 @@ Emergency dumps count, too: the rest of their small state comes from the checkpo
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -16,11 +17,13 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.frozen_links import FrozenLinks
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_reader import (
+    holds_whole_operators,
     owned_word_in_memory,
     room_for_memory_state,
     verify_memory_state,
 )
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.missing_ranges import lacking_among
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.resharding import read_small_state
 from cpsr.checkpoint.snapshot import Snapshot
@@ -56,6 +59,9 @@ class Rescue:
         self._first = first
         self._node = this_node()
         self._nodes: list[str] = job.group.gather(self._node)
+        # Experts have other names where other ranks have them.
+        named = job.shard.operators if job.adapter.expert_naming() is None else {}
+        self._operators = {name for part in job.group.gather(sorted(named)) for name in part}
 
     def save(self) -> None:
         """Commit the newest state that is whole and newer than every whole checkpoint; the journal says how it went.
@@ -124,10 +130,12 @@ class Rescue:
                 from there.
         """
         group, ranks = self._job.group, self._job.run.previous_ranks
-        reported = group.gather([vars(entry) for entry in self._entries(newest)])
+        here, whole = self._entries(newest)
+        reported = group.gather([vars(entry) for entry in here])
         entries = [Entry(**entry) for part in reported for entry in part]
         usable = [entry for entry in entries if based or entry.kind != "departure"]
-        if self._job.run.replicated and self._job.adapter.expert_naming() is None:  # ranks may have shared experts
+        # Ranks may have shared experts; and those before may have held parts where these hold all.
+        if group.all(whole) and self._job.run.replicated and self._job.adapter.expert_naming() is None:
             order = sorted(
                 (entry for entry in usable if entry.kind != "small"),
                 key=lambda entry: (-entry.iteration, entry.kind != "snapshot", entry.rank, entry.node),
@@ -150,10 +158,10 @@ class Rescue:
             return None
         return None if progress is None else progress.iteration
 
-    def _entries(self, newest: int) -> list[Entry]:
-        """This rank's share of the states in its machine's memory, verified."""
+    def _entries(self, newest: int) -> tuple[list[Entry], bool]:
+        """This rank's share of the states in its machine's memory, verified; whether these have whole operators."""
         local = [rank for rank, node in enumerate(self._nodes) if node == self._node]
-        found = []
+        found, whole = list[Entry](), True
         for state in memory_states(self._job.run.run_id):
             mine = local[state.rank % len(local)] == self._job.group.rank
             old = (state.life, state.branch) < self._first or state.oldest_iteration < state.iteration
@@ -161,11 +169,12 @@ class Rescue:
                 continue
             problem = verify_memory_state(state)
             if problem is None:
+                whole &= holds_whole_operators(state)
                 owned = state.owned if state.kind == "small" else owned_word_in_memory(state)
                 found.append(Entry(state.rank, state.iteration, state.kind, self._node, state.path.name, owned))
             else:
                 logger.warning("a state in shared memory is not used: %s", problem)
-        return found
+        return found, whole
 
     def _written(self, sources: Sequence[Source], checkpoint: int) -> str | None:
         """Write this rank's share of the parts; returns what went wrong."""
@@ -191,8 +200,10 @@ class Rescue:
 
     def _store(self, rank: int, ranks: int) -> CheckpointStore:
         job = self._job
-        fsync = job.config.checkpoint.fsync
-        return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, job.journal.life, fsync=fsync)
+        fsync, life = job.config.checkpoint.fsync, job.journal.life
+        # A state does not tell whether its slices are blocks.
+        lacking = partial(lacking_among, self._operators)
+        return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, life, fsync=fsync, missing=lacking)
 
     def _links(self, source: Source, parts: int) -> FrozenLinks | None:
         """Where a part takes its parameters outside the optimizer from; None: no rank has any."""

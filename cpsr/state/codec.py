@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import DeviceNumber, DeviceValues
@@ -39,7 +40,8 @@ def encode(tree: Any, prefix: str = "tree", later: DeviceValues | None = None) -
 
     Args:
         tree: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, tensors, numpy scalars and arrays,
-            nested freely. Other containers (named tuples, default dicts) would change their type.
+            nested freely. What would change its type is refused: other containers (named tuples, default dicts),
+            subclasses of arrays, and tensors that are no block of memory (sparse, distributed, nested, quantized).
         prefix: start of the tensors' keys, so that several trees can share one file.
         later: takes tensors and numbers of a CUDA device, for `decode`; such a value is for memory, not for a file.
             Without it tensors of a device are waited for, and a `DeviceNumber` is refused.
@@ -62,18 +64,14 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], later: Devi
         return value
     if isinstance(value, bytes):
         return {_TAG: "bytes", "data": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, numpy.generic):
+    if isinstance(value, numpy.generic) and value.dtype.kind != "V":
         return {_TAG: "scalar", "dtype": value.dtype.str, "data": base64.b64encode(value.tobytes()).decode("ascii")}
     if isinstance(value, DeviceNumber):
         return _encode_number(value, path, later)
-    if isinstance(value, torch.Tensor | numpy.ndarray):
-        index = later.take(value) if later is not None and isinstance(value, torch.Tensor) else None
-        if index is not None:
-            return {_TAG: "later", "index": index}
-        tensor = torch.from_numpy(value) if isinstance(value, numpy.ndarray) else value.detach()
-        # A copy: the caller may change the original while the tree is written in the background.
-        tensors[path] = tensor.to("cpu", copy=True).contiguous()
-        return {_TAG: "array" if isinstance(value, numpy.ndarray) else "tensor", "key": path}
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path, tensors, later)
+    if type(value) in (numpy.ndarray, numpy.memmap):
+        return {_TAG: "array", "key": _put(tensors, path, _of_array(value, path))}
     if type(value) in (list, tuple):
         plain = _PLAIN.issuperset(map(type, value))
         items = list(value) if plain else _encode_items(value, path, tensors, later)
@@ -84,6 +82,48 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], later: Devi
         f"cannot save {path}: {type(value).__module__}.{type(value).__qualname__} is not plain data "
         "(numbers, strings, bytes, lists, tuples, dicts, tensors); CPSR never pickles"
     )
+
+
+def _encode_tensor(
+    value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None
+) -> dict[str, Any]:
+    if (why := _more_than_bytes(value)) is not None:
+        raise UnsupportedEngineError(
+            f"cannot save {path}: a tensor that is no block of memory ({why}); keep plain tensors in its place"
+        )
+    index = later.take(value) if later is not None else None
+    if index is not None:
+        return {_TAG: "later", "index": index}
+    # A copy: the caller may change the original while the tree is written in the background.
+    return {_TAG: "tensor", "key": _put(tensors, path, value.detach().to("cpu", copy=True).contiguous())}
+
+
+def _more_than_bytes(value: torch.Tensor) -> str | None:
+    """What a tensor is that its elements in the order of its shape do not tell; None: they tell all."""
+    if value.is_nested or value.layout is not torch.strided:
+        return "nested" if value.is_nested else str(value.layout)
+    if value.is_quantized or value.is_meta:
+        return f"{value.dtype} on {value.device}"
+    return type(value).__qualname__ if hasattr(value, "__tensor_flatten__") else None  # distributed ones, too
+
+
+def _of_array(value: NDArray[Any], path: str) -> torch.Tensor:
+    """A copy, whatever the strides; torch has neither texts nor dates, structures or another order of bytes."""
+    try:
+        return torch.from_numpy(numpy.array(value, order="C"))
+    except (TypeError, ValueError) as error:
+        raise UnsupportedEngineError(f"cannot save {path}: a numpy array of {value.dtype!r}: {error}") from error
+
+
+def _put(tensors: dict[str, torch.Tensor], path: str, tensor: torch.Tensor) -> str:
+    """The key under which it is put: the path, with a number where that is taken, as by a name with a dot in it."""
+    if not path.isascii():
+        path = path.encode(errors="backslashreplace").decode()  # a file holds no lone surrogates
+    key, number = path, 0
+    while key in tensors:
+        key, number = f"{path}~{number}", number + 1
+    tensors[key] = tensor
+    return key
 
 
 def _encode_items(

@@ -12,6 +12,7 @@ import torch
 
 from cpsr.checkpoint import frozen_files
 from cpsr.checkpoint.commit import CommitResult
+from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import holds_frozen, step_name
 from cpsr.checkpoint.memory import SharedMemory
@@ -29,7 +30,7 @@ from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError, SaveError
 from cpsr.state.frozen import FrozenWeights, word_of
 from tests.checkpoint.conftest import make_shard, make_snapshot
-from tests.device import DEVICE
+from tests.device import DEVICE, cpu_only
 
 Tensors = dict[str, torch.Tensor]
 RUN = "0f" * 16
@@ -206,6 +207,29 @@ def test_one_that_changes_before_it_is_on_the_disk_fails_the_save_alone(run: Run
     again = Run(tmp_path, base_weights(1), life=2)
     again.load(20)
     assert same(again.weights, run.weights)
+
+
+@cpu_only("of a GPU's weights a copy is written")
+def test_one_that_changes_while_others_are_written_fails_the_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"embed": torch.zeros(PIECE_BYTES // 4), "scale": torch.zeros(8)}
+    run = Run(tmp_path, weights)
+
+    def change(descriptor: int, piece: memoryview, path: Path) -> None:
+        if "frozen" in path.name:
+            weights["scale"].fill_(1)
+        write_piece(descriptor, piece, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cpsr.checkpoint.files.write_piece", change)
+        with pytest.raises(SaveError, match="'scale' outside the optimizer was written to before its values were on"):
+            run.save(10)
+        assert not run.files(10)
+    run.save(20)
+    again = Run(tmp_path, {name: values + 2 for name, values in weights.items()}, life=2)
+    again.load(20)
+    assert same(again.weights, weights)
 
 
 def test_one_that_is_changed_past_the_count_of_versions_is_found_at_the_next_checkpoint(run: Run) -> None:

@@ -67,6 +67,21 @@ def test_the_memory_of_a_killed_process_is_found_bit_for_bit(run_id: str) -> Non
     assert scalars["rng"].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read gives 2 GiB at most, and small states may be larger."""
+    state, pread = hold(run_id), os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 100), offset))
+    memory = SharedMemory(run_id, 0, 5)
+    file = memory.file("0", HostBuffer(live_shard(0), pinned=False).content.numel())
+    file.restamp(memory.life, 1)
+    (found,) = memory_states(run_id)
+    assert (found.life, found.branch, found.iteration) == (5, 1, state.iteration)
+    into = make_shard(0)
+    assert load_memory_state(found, into)["rng"].tolist() == [0, 1, 2, 3, 4]
+    assert_same_bits(into, make_shard(3))
+    file.close(remove=True)
+
+
 def test_only_the_user_may_read_it(run_id: str) -> None:
     state = hold(run_id)
     assert stat.S_IMODE(state.path.stat().st_mode) == 0o600

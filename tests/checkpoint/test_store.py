@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,26 @@ def test_set_aside_names_do_not_collide(store: CheckpointStore) -> None:
     assert store.catalogue() == []
     names = sorted(path.name for path in store.directory.iterdir())
     assert names == [f"{kind}-{n}" for kind in ("abandoned-step-0000000010", "damaged-step-0000000020") for n in "012"]
+
+
+def test_the_name_of_the_directory_is_on_the_disk_before_the_commit_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of this iteration that was skipped has made the directory, without forcing its name."""
+    store = CheckpointStore(tmp_path / "run", 0, 1, "run", 1)
+    store.prepare()
+    store.skip(10, "no buffer was free")
+    store.attempt += 1
+    fsync, forced = os.fsync, list[str]()
+
+    def force(descriptor: int) -> None:
+        forced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", force)
+    save(store, 10)
+    (record,) = [place for place, path in enumerate(forced) if "COMMIT" in path]
+    assert str(store.directory) in forced[:record]
 
 
 @pytest.mark.parametrize("committed", [True, False])

@@ -250,6 +250,19 @@ def test_what_is_left_in_host_memory_is_rescued(job: Job, engine: str, ranks: in
     assert started["whole"] == expected.result()["ended"]["whole"]
 
 
+@pytest.mark.usefixtures("freed")
+def test_one_survivor_of_ranks_that_held_parts_is_no_checkpoint(job: Job) -> None:
+    """What the ranks hold now, all of it on each, does not tell what those before held."""
+    options: dict[str, Any] = {"worker": WORKER, "settings": {**IN_MEMORY, "peers": {"replicas": 0}}}
+    parts = options | ENGINES["fsdp2"]
+    killed = job.launch(ranks=2, iterations=9, fault="step:1:6", in_memory=5, nodes=["here", "gone"], **parts)
+    assert killed.statuses[1] == -9, killed.output
+    back = job.launch(ranks=1, iterations=8, nodes=["here"], survivor_seconds=60.0, **options | ENGINES["ddp"])
+    assert back.statuses == [0], back.output[0][-3000:]
+    assert "a checkpoint now" not in back.output[0]
+    assert back.result()["started"]["iteration"] == 0
+
+
 LINKED: dict[str, Any] = {**IN_MEMORY, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
 
 
