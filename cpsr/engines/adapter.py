@@ -47,8 +47,8 @@ class StepObserver(Protocol):
     def before_external_load(self) -> None:
         """The user's own `load_checkpoint` is about to overwrite the state."""
 
-    def after_external_load(self, iteration: int) -> None:
-        """The user's own `load_checkpoint` left the engine at `iteration`."""
+    def after_external_load(self, iteration: int | None) -> None:
+        """The user's own `load_checkpoint` left the engine at `iteration`; None: it has found and changed nothing."""
 
     def wait_begins(self, place: str) -> None:
         """The thread is about to wait for another pipeline stage.

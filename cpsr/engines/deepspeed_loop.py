@@ -38,7 +38,7 @@ class _Unobserved:
     def before_external_load(self) -> None:
         pass
 
-    def after_external_load(self, iteration: int) -> None:
+    def after_external_load(self, iteration: int | None) -> None:
         pass
 
     def wait_begins(self, place: str) -> None:
@@ -199,6 +199,7 @@ class DeepSpeedLoop:
         self._watching().before_external_load()
         result = original(*args, **kwargs)
         if result[0] is None:  # DeepSpeed found no checkpoint, and has changed nothing
+            self._watching().after_external_load(None)
             return result
         self.forget_step()
         self._watching().after_external_load(self._engine.global_steps)
@@ -214,4 +215,4 @@ class DeepSpeedLoop:
             self.gives_loss = loss is not None
             self._given_loss = None if loss is None else (TensorWeakRef(loss), loss._version)
             if loss is not None and not self._backward_seen:
-                self._forward_losses.append(loss.detach())  # for loops that call loss.backward() themselves
+                self._forward_losses.append(loss.detach().clone())  # for loops that call loss.backward() themselves

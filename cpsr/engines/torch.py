@@ -16,6 +16,7 @@ from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.foreign import require_parts
 from cpsr.engines.fully_sharded import FullySharded
 from cpsr.engines.grad_scaler import advance_scaler, scaler_state
+from cpsr.engines.gradient_buckets import GradientBuckets
 from cpsr.engines.imported_state import IMPORTED, imported_optimizer
 from cpsr.engines.learning_rate_schedule import Schedules
 from cpsr.engines.moe.naming import Naming
@@ -32,7 +33,13 @@ from cpsr.engines.optimizer_state import OptimizerState, Updated
 from cpsr.engines.resharded_optimizer import resharded_optimizer
 from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
-from cpsr.engines.torch_support import data_parallel_ranks, require_supported, require_whole_experts, unwrapped
+from cpsr.engines.torch_support import (
+    data_parallel_ranks,
+    require_supported,
+    require_whole_experts,
+    unwrapped,
+    wrapper_of,
+)
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -117,6 +124,7 @@ class TorchAdapter:
         self.world_size: int = torch.distributed.get_world_size() if distributed else 1
         self.device: torch.device = self._fully_sharded.device or local(self._masters()[0]).device
         self._data_parallel_ranks = data_parallel_ranks(module, self._parameters, self._fully_sharded)
+        self._buckets = GradientBuckets(wrapper_of(module), optimizers)
         self._loop = TorchLoop(module, optimizers, schedulers, grad_scaler)
 
     @property
@@ -272,6 +280,7 @@ class TorchAdapter:
             "param_groups": [group for one in self._optimizers for group in optimizer_state.hyperparameters(one)],
             "schedule": self._schedule.state(),
             "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
+            **self._buckets.state(),
         }
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
@@ -314,6 +323,7 @@ class TorchAdapter:
             groups = groups[len(own) :]
         if self._scaler is not None and scalars["grad_scaler"]:
             self._scaler.load_state_dict(scalars["grad_scaler"])
+        self._buckets.load(scalars)
         self._loop.iteration = int(scalars["iteration"])
         self._loop.forget_step()
 
@@ -370,15 +380,17 @@ class TorchAdapter:
         return False
 
     def attach(self, observer: StepObserver) -> None:
-        """Install the hooks.
+        """Install the hooks; with DDP over three ranks or more a collective of them.
 
         Raises:
             RuntimeError: an observer is attached already.
         """
         self._loop.attach(observer)
+        self._buckets.attach(self.iteration)
 
     def detach(self) -> None:
         """Remove the hooks; without any it does nothing. A step that is not complete by then is not reported."""
+        self._buckets.detach()
         self._loop.detach()
 
     def rehearsal_obstacle(self, loss_given: bool) -> str | None:

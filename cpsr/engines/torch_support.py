@@ -11,16 +11,17 @@ from cpsr.engines.sharded import Part, is_distributed, layout_of, local
 from cpsr.engines.state_tree import flat_view
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["data_parallel_ranks", "require_supported", "require_whole_experts", "unwrapped"]
+__all__ = ["data_parallel_ranks", "require_supported", "require_whole_experts", "unwrapped", "wrapper_of"]
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside DistributedDataParallel, or the module itself."""
-    wrapper = _wrapper(module)
+    wrapper = wrapper_of(module)
     return module if wrapper is None else wrapper.module
 
 
-def _wrapper(module: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel | None:
+def wrapper_of(module: torch.nn.Module) -> torch.nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel that a loop calls; None where it calls another module."""
     inner = getattr(module, "_orig_mod", module)  # torch.compile around DDP
     return inner if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else None
 
@@ -41,7 +42,7 @@ def data_parallel_ranks(
         return fully_sharded.ranks
     if not any(map(is_distributed, parameters)):
         return list(range(torch.distributed.get_world_size()))
-    wrapper = _wrapper(module)
+    wrapper = wrapper_of(module)
     if wrapper is None:
         return [torch.distributed.get_rank()]
     return torch.distributed.get_process_group_ranks(wrapper.process_group)

@@ -34,11 +34,13 @@ class Boundary(Part):
         emergency_dump: dumps the state when this rank leaves a broken group.
         liveness: watches the other ranks.
         may_dump: False while the state may still be discarded.
+        changing: whether an update or another change of the state has begun, and not ended.
     """
 
     def __init__(self, job: Job, pool: SnapshotPool, state: RunState) -> None:
         self._job, self._pool, self._state = job, pool, state
         self.may_dump = True
+        self.changing = False
         state.frozen.on_moved = self._on_frozen_moved
         config, rank = job.config, job.group.rank
         counter, copier = ProgressCounter(progress_path(config.run_dir, rank)), pool.copier
@@ -72,6 +74,7 @@ class Boundary(Part):
 
     def begin_change(self) -> None:
         """From here on the state belongs to no iteration, until the next `publish` or `rewound`."""
+        self.changing = True
         self.emergency_dump.begin_update()
 
     def before_update(self) -> None:
@@ -85,6 +88,7 @@ class Boundary(Part):
 
     def end_change(self, iteration: int) -> None:
         """The state is again that after `iteration`."""
+        self.changing = False
         self.emergency_dump.end_update(iteration)
 
     def sign(self) -> None:
@@ -113,7 +117,7 @@ class Boundary(Part):
 
     def _mark(self, iteration: int) -> None:
         self._publication.step(iteration, self._state.batches, self._pool.mark_boundary())
-        self.emergency_dump.end_update(iteration)
+        self.end_change(iteration)
 
     def busy(self) -> AbstractContextManager[None]:
         """No step ends inside, on purpose."""

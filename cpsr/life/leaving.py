@@ -1,6 +1,7 @@
 """Leaves by agreement: after SIGTERM on any rank, all ranks commit their state and end."""
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -46,8 +47,14 @@ class StopRequest:
             logger.warning("not on the main thread: SIGTERM will not commit the state before leaving")
             return
 
+        rank, before = os.getpid(), signal.getsignal(signal.SIGTERM)
+
         def on_sigterm(number: int, frame: FrameType | None) -> None:
-            self.made = True
+            if os.getpid() == rank:
+                self.made = True
+            else:  # a process that the loop has forked: it ends as it would without this handler
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+                os.kill(os.getpid(), number)
 
         handlers.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, on_sigterm))
         boundary.emergency_dump.watch_sigterm()
@@ -83,6 +90,21 @@ class Leaving:
         self._tail = tail
         self._capture = capture
         self._ending = ending
+
+    def save_last(self, iteration: int) -> None:
+        """The loop has ended on all ranks: commit its state, unless it was left inside a step; a collective."""
+        if not self._job.group.all(not self._boundary.changing):
+            newest = "nothing is" if self._saver.saved_iteration is None else "the newest checkpoint is"
+            self._job.journal.event(
+                "left inside a step",
+                f"the loop was left inside step {iteration + 1}, when a part of it had changed the state: that is the "
+                f"state of no iteration, and is not saved; {newest} what a restart has on the disk. Leave the loop "
+                "after the last call of a step (see docs/engines.md), or let the error of a step end the job",
+                iteration,
+                logging.ERROR,
+            )
+        elif self._job.config.checkpoint.final and iteration > 0:
+            self._ending.last_state_is_safe = self._saver.save_now(iteration, self._capture)
 
     def begin(self, iteration: int) -> None:
         """Commit this iteration at once, and leave when the loop has finished it; a collective."""

@@ -252,12 +252,15 @@ class Life:
 
     def before_external_load(self) -> None:
         """The user's load_checkpoint is about to overwrite state that a snapshot may still be copying."""
+        self._tail.finish()  # it may find nothing to load
         self.boundary.begin_change()
-        self._tail.drop()
         self.saver.finish()
 
-    def after_external_load(self, iteration: int) -> None:
+    def after_external_load(self, iteration: int | None) -> None:
         """The committed checkpoints do not lead to the loaded state: set later ones aside, and save this state."""
+        if iteration is None:
+            self.boundary.end_change(self.job.adapter.iteration)
+            return
         replaced = "the user's load_checkpoint replaced the state"
         if self._probation.active:
             self._end_probation("kept", {"status": "ended", "iteration": iteration, "reason": replaced})
@@ -289,8 +292,7 @@ class Life:
         self.loop.learning.at_step(self.saver.saved_iteration, self.loop.state.history_start)
         self._copies.at_step()
         self.loop.events.at_step(iteration, self.saver.saved_iteration)
-        failure = self.planner.failure()
-        if failure is not None:
+        if (failure := self.planner.failure()) is not None:
             self.job.journal.event("planning ended", failure, level=logging.ERROR)
 
     def _follow_up(self, iteration: int) -> None:
@@ -432,8 +434,7 @@ class Life:
         self.boundary.leave_in_order()
         self.saver.finish()
         iteration = self.job.adapter.iteration
-        if self.job.config.checkpoint.final and iteration > 0:
-            self._ending.last_state_is_safe = self.saver.save_now(iteration, self._capture)
+        self._leaving.save_last(iteration)
         self.loop.events.at_step(iteration, self.saver.saved_iteration)
         self._ending.how = "clean"
         self._end_unfinished_probation()
@@ -445,6 +446,5 @@ class Life:
 
     def _end_unfinished_probation(self) -> None:
         if self._probation.active:
-            reason = "the life ended before the watch"
-            iteration = self.job.adapter.iteration
-            self._end_probation("kept", {"status": "unfinished", "iteration": iteration, "reason": reason})
+            watch = {"status": "unfinished", "iteration": self.job.adapter.iteration}
+            self._end_probation("kept", {**watch, "reason": "the life ended before the watch"})

@@ -46,7 +46,7 @@ class Recorder:
         """The user loads a checkpoint of the engine's own."""
         self.events.append(("before_external_load",))
 
-    def after_external_load(self, iteration: int) -> None:
+    def after_external_load(self, iteration: int | None) -> None:
         """That checkpoint is loaded."""
         self.events.append(("after_external_load", iteration))
 

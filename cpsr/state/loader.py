@@ -30,7 +30,7 @@ from cpsr.state.loader_parts import (
     length_of,
     with_epochs,
 )
-from cpsr.state.loader_skipping import skipped
+from cpsr.state.loader_skipping import after_failure, load_again, skipped
 from cpsr.state.loader_state import LoaderState, has_more
 from cpsr.state.loader_workers import prepared_workers, seeding_generator
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
@@ -163,8 +163,10 @@ class ResumableLoader(Iterator[Any]):
             except StopIteration:
                 self._end_pass()
                 continue
-            position = self.position
-            self.position = position.after_a_batch()
+            except Exception as error:
+                self.position = after_failure(self._loader, self.position, error)
+                raise
+            self.position = self.position.after_a_batch()
             self._hooks.on_batch(batch)
             return batch
 
@@ -370,7 +372,7 @@ class ResumableLoader(Iterator[Any]):
         self._workers = getattr(iterator, "follower", None)
         if self._workers is not None and self._workers is not follower:
             self._workers.begin_pass()
-        next(islice(iterator, skip - first, skip - first), None)
+        load_again(iterator, skip - first)
         return iterator
 
     def _rest_of_pass(self, epoch: int) -> tuple[int, RestOfPass] | None:

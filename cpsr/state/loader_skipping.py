@@ -1,15 +1,55 @@
 """A map-style DataLoader without its first batches, which the sampler deals and nobody loads."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from cpsr.state.loader_parts import index_sampler
+from cpsr.state.loader_parts import index_sampler, is_plain
 from cpsr.state.loader_workers import seeding_generator
+from cpsr.state.scalars import DataPosition
 
-__all__ = ["skipped"]
+__all__ = ["after_failure", "load_again", "skipped"]
+
+logger = logging.getLogger(__name__)
+
+
+def after_failure(loader: Iterable[Any], position: DataPosition, error: Exception) -> DataPosition:
+    """The position where a loop goes on that catches an error of its loader.
+
+    The sampler of a map-style loader has dealt the batch, which therefore counts as taken; not so where torch itself
+    gives up waiting for a worker. Of other loaders it is not known whether they have gone on, and the log says so.
+
+    Args:
+        loader: has raised it.
+        position: before the batch.
+        error: what was raised.
+    """
+    if is_plain(loader):
+        waits = isinstance(error, RuntimeError) and str(error).startswith("DataLoader ")
+        return position if waits else position.after_a_batch()
+    logger.warning(
+        "the %s raised %s after batch %d. If your loop goes on without that batch, a restart may continue at another "
+        "one: whether it counts is known of a DataLoader over a map-style dataset alone. Catch the error in the "
+        "dataset instead",
+        type(loader).__name__,
+        type(error).__name__,
+        position.batches,
+    )
+    return position
+
+
+def load_again(batches: Iterator[Any], count: int) -> None:
+    """Load and drop batches, also those without which the loop has gone on because they raised an error."""
+    for _ in range(count):
+        try:
+            next(batches)
+        except StopIteration:
+            return
+        except Exception as error:  # of the user's dataset; the loop has had it before
+            logger.debug("a batch that is loaded again raised %s", type(error).__name__, exc_info=True)
 
 
 def skipped(loader: DataLoader[Any], skip: int, sampler: Iterable[Any] | None = None) -> Iterator[Any]:

@@ -95,7 +95,7 @@ class LossRecorder:
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the detached loss of one micro-batch."""
-        self._micro.append(loss)
+        self._micro.append(loss.clone())  # a loop may change its own in place, and a CUDA graph writes the next there
 
     def end_iteration(self, step: Step) -> list[Step]:
         """Close an iteration; returns finished iterations whose losses have arrived (often none)."""

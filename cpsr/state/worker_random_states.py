@@ -161,9 +161,10 @@ class InTurn:
                     unpack(resumed.pop())
 
         def load_batch(fetcher: Any, index: Any) -> Any:
-            batch = load(fetcher, index)
-            note(fetcher)
-            return batch
+            try:
+                return load(fetcher, index)
+            finally:  # a loop may catch the error, and go on without the batch
+                note(fetcher)
 
         kind.__init__, kind.fetch = begin_pass, load_batch
 

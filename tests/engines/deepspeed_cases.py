@@ -254,6 +254,9 @@ def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM, optimiz
     job, recorder = DeepSpeedJob(initialize(model(), configuration(stage, "bf16", 1), optimizer)), Recorder()
     job.adapter.attach(recorder)
     job.adapter.shard()
+    assert job.engine.load_checkpoint(f"{paths[0]}/nothing")[0] is None
+    assert recorder.events == [("before_external_load",), ("after_external_load", None)]
+    recorder.events.clear()
     path, _ = job.engine.load_checkpoint(paths[0])
     assert path is not None
     assert Path(path).exists()

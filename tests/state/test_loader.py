@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from cpsr.errors import RecoveryError
 from cpsr.state import codec
 from cpsr.state.loader import LoaderHooks, ResumableLoader
+from cpsr.state.loader_skipping import after_failure
 from cpsr.state.loader_workers import prepared_workers
 from cpsr.state.scalars import DataPosition, capture_rng, restore_rng
 
@@ -326,3 +327,66 @@ def test_without_random_states_a_pass_that_has_not_begun_is_drawn_anew(kind: str
     assert (position.epoch, position.batch) == (1, 0)
     back = ResumableLoader(LOADERS[kind](), position, until_epoch=2)
     assert len(list(back)) == length
+
+
+class Corrupt(TensorDataset):
+    """Augments each item, and cannot read those of two batches."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if index in (5, 13):
+            raise OSError(f"item {index} is corrupt")
+        return (self.tensors[0][index] + torch.rand(()),)
+
+
+def take(stream: ResumableLoader, batches: int) -> list[Any]:
+    """As a loop that goes on without the batches that raise."""
+    taken: list[Any] = []
+    while len(taken) < batches:
+        try:
+            taken.append(next(stream))
+        except OSError:
+            taken.append("corrupt")
+    return taken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 9])
+def test_a_batch_that_raises_counts_as_taken(workers: int, steps: int) -> None:
+    def stream(position: DataPosition) -> ResumableLoader:
+        dataset = Corrupt(torch.arange(ITEMS))
+        return ResumableLoader(DataLoader(dataset, 4, num_workers=workers), position, until_epoch=None)
+
+    torch.manual_seed(4)
+    whole = stream(DataPosition())
+    expected = take(whole, 15)
+    assert [place for place, batch in enumerate(expected) if batch == "corrupt"] == [1, 3, 7, 9, 13]
+    torch.manual_seed(4)
+    first = stream(DataPosition())
+    assert codec.same(take(first, steps), expected[:steps])
+    saved, trained = first.saved_position(), torch.get_rng_state()
+    torch.manual_seed(5)
+    back = ResumableLoader(
+        DataLoader(Corrupt(torch.arange(ITEMS)), 4, num_workers=workers),
+        saved,
+        until_epoch=None,
+        hooks=LoaderHooks(on_positioned=lambda: torch.set_rng_state(trained)),
+    )
+    assert codec.same(take(back, 15 - steps), expected[steps:])
+
+
+def test_it_is_said_where_nobody_knows_whether_a_batch_counts(caplog: pytest.LogCaptureFixture) -> None:
+    class Stops(Stream):
+        def __iter__(self) -> Iterator[int]:
+            yield 0
+            raise OSError("gone")
+
+    stream = ResumableLoader(DataLoader(Stops()), DataPosition(), until_epoch=None)
+    next(stream)
+    with pytest.raises(OSError, match="gone"):
+        next(stream)
+    assert "raised OSError after batch 1. If your loop goes on without that batch" in caplog.text
+
+
+def test_a_worker_that_is_waited_for_in_vain_gives_no_batch() -> None:
+    error = RuntimeError("DataLoader timed out after 5 seconds")
+    assert after_failure(DataLoader(DATA), DataPosition(), error).batches == 0

@@ -34,6 +34,16 @@ def test_micro_batches_are_averaged_and_flushed_together() -> None:
     assert recorder.latest() == 5.0, "known also right after a flush"
 
 
+def test_a_loss_that_the_loop_changes_in_place_stays_what_it_was() -> None:
+    recorder, own = LossRecorder(flush_iterations=10), loss(4.0)
+    recorder.add(own)
+    own /= 2  # by the micro-batches of a step
+    recorder.end_iteration(step(1))
+    own += 7.0  # a sum over steps
+    assert recorder.latest() == 4.0
+    assert [done.loss for done in recorder.flush(wait=True)] == [4.0]
+
+
 def test_an_iteration_without_a_loss_has_none() -> None:
     recorder = LossRecorder(flush_iterations=10)
     recorder.end_iteration(step(1))

@@ -1,0 +1,151 @@
+"""How a life ends: a loop that is left inside a step, SIGTERM to processes that it has forked."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.journal import JournalReader
+from tests.recovery.test_faults import Loop, config, loader, same
+
+FORK = multiprocessing.get_context("fork")
+SECONDS = 30.0  # the machine may be busy
+
+
+def end_by_sigterm(work: Callable[[], object]) -> int | None:
+    """Exit status of a process that is forked, gets SIGTERM when it works, and is waited for."""
+    ready, working = FORK.Pipe(duplex=False)
+
+    def run() -> None:
+        working.send(os.getpid())
+        work()
+
+    process = FORK.Process(target=run)
+    process.start()
+    assert ready.poll(SECONDS)
+    process.terminate()
+    process.join(SECONDS)
+    status = process.exitcode
+    process.kill()
+    return status
+
+
+def test_a_process_that_the_loop_has_forked_ends_by_it(tmp_path: Path) -> None:
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
+        assert end_by_sigterm(lambda: time.sleep(10 * SECONDS)) == -signal.SIGTERM
+        assert recovery.restored.method == "scratch"
+
+
+def test_it_has_the_handler_that_was_there_before(tmp_path: Path) -> None:
+    rank, loop = os.getpid(), Loop()
+
+    def leave(number: int, frame: object) -> None:
+        assert os.getpid() != rank
+        os._exit(5)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with CPSRRecovery(loop.adapter, config(tmp_path)):
+            assert end_by_sigterm(lambda: time.sleep(10 * SECONDS)) == 5
+        assert signal.getsignal(signal.SIGTERM) is leave
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def weights(loop: Loop) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in loop.model.parameters()]
+
+
+def scheduled() -> tuple[Loop, TorchAdapter, torch.optim.lr_scheduler.StepLR]:
+    loop = Loop()
+    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 2, 0.5)
+    return loop, TorchAdapter(loop.model, loop.optimizer, schedule), schedule
+
+
+def left_inside_a_step(run_dir: Path, final: bool = True) -> dict[int, list[torch.Tensor]]:
+    """The weights after each step of a loop that ends between the optimizer and the schedule of the fifth."""
+    loop, adapter, schedule = scheduled()
+    after = {}
+    with CPSRRecovery(adapter, config(run_dir, checkpoint={"final": final})) as recovery:
+        for x, y in recovery.resume(loader(), epochs=1):
+            loop.step(loop.model(x, y))
+            if recovery.iteration == 4:
+                break
+            schedule.step()
+            after[recovery.iteration] = weights(loop)
+        recovery.life.saver.drain(30)
+    return after
+
+
+def test_a_state_inside_a_step_is_not_saved_as_that_of_the_step_before(tmp_path: Path) -> None:
+    after = left_inside_a_step(tmp_path)
+    with JournalReader(tmp_path / "journal.db") as journal:
+        told = [event for event in journal.events() if event.kind == "left inside a step"]
+    assert [event.iteration for event in told] == [4]
+    assert "left inside step 5" in told[0].message
+    loop, adapter, _ = scheduled()
+    with CPSRRecovery(adapter, config(tmp_path)) as recovery:
+        restored = recovery.restored.restored_iteration
+        assert restored == 3
+        assert recovery.life.loop.state.batches == 3
+        assert same(weights(loop), after[restored])
+
+
+class Interrupted(torch.optim.AdamW):
+    """The user interrupts the fifth step, after it has changed the weights."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.steps += 1
+        if self.steps == 5:
+            raise KeyboardInterrupt
+
+
+def test_an_error_of_a_step_that_the_loop_catches(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.optimizer = Interrupted(loop.model.parameters())
+    with CPSRRecovery(TorchAdapter(loop.model, loop.optimizer), config(tmp_path)) as recovery:
+        for x, y in recovery.resume(loader(), epochs=1):
+            try:
+                loop.step(loop.model(x, y))
+            except KeyboardInterrupt:
+                break
+    loop.optimizer = Interrupted(loop.model.parameters())
+    with CPSRRecovery(TorchAdapter(loop.model, loop.optimizer), config(tmp_path)) as recovery:
+        assert recovery.restored.restored_iteration == 3
+
+
+def test_a_life_without_a_step_saves_what_it_has_restored(tmp_path: Path) -> None:
+    left_inside_a_step(tmp_path)
+    for _ in range(2):
+        _, adapter, _ = scheduled()
+        with CPSRRecovery(adapter, config(tmp_path)) as recovery:
+            assert recovery.restored.restored_iteration == 3
+    with JournalReader(tmp_path / "journal.db") as journal:
+        assert [event.kind for event in journal.events()].count("left inside a step") == 1
+
+
+def test_a_load_that_finds_nothing_changes_nothing(tmp_path: Path) -> None:
+    """Also not the checkpoint that waits for the end of the iteration."""
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint={"final": False})) as recovery:
+        for x, y in recovery.resume(loader(), epochs=1):
+            loop.step(loop.model(x, y))
+            if recovery.iteration == 3:
+                recovery.life.before_external_load()
+                recovery.life.after_external_load(None)
+                assert not recovery.life.boundary.changing
+            if recovery.iteration == 4:
+                break
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
+        assert recovery.restored.restored_iteration == 3
