@@ -140,7 +140,9 @@ def qualify(
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Option(help="The job's, or DeepSpeed's with a cpsr block.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="In place of the configured one; its disk is tried out.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(readable=False, help="In place of the configured one; its disk is tried out.")
+    ] = None,
     parameters: Annotated[
         int | None, typer.Option(min=1, help="Parameters of which a rank holds weights and moments: 12 bytes each.")
     ] = None,

@@ -3,9 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,17 +11,15 @@ import torch.distributed as dist
 from cpsr.config import CPSRConfig
 from cpsr.doctor.examination import Examination
 from cpsr.doctor.finding import Finding, error, worst
+from cpsr.doctor.meeting import Meeting, MissingRankError, meet
 from cpsr.doctor.needs import BYTES_PER_PARAMETER, Launched, Needs
 from cpsr.doctor.report import as_json, lines
-from cpsr.errors import ConfigError, CPSRError
-from cpsr.ranks.group import Group
+from cpsr.errors import ConfigError
 from cpsr.ranks.link import REFUSED_STATUS, report
 
 __all__ = ["needs_of", "run_doctor"]
 
 FAILED = 1
-_MEET_SECONDS = 60.0
-_REASON_CHARACTERS = 200
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 _LINE_SECONDS = 10.0  # until which a machine's first rank has printed; its end ends the others
 
@@ -69,20 +65,49 @@ def run_doctor(needs: Needs, *, has_run_dir: bool, as_json_text: bool) -> int:
     Returns:
         The exit status: 0, or 1 if there is an error; of a rank of `cpsr run` one after which it does not restart.
 
-    Raises:
-        CPSRError: another rank has ended before its checks had.
     """
     if os.environ.get(_RESTARTS, "0") != "0":
         return _after_first_report()
-    findings: list[Finding] = []
-    with _met(needs.launched, findings) as group:
-        try:
-            findings += Examination(group, needs, has_run_dir=has_run_dir).run()
-        except RuntimeError as problem:  # of gloo
-            raise CPSRError(f"the checks stopped: another rank is gone or hangs ({_brief(problem)})") from problem
-    if os.environ.get("RANK", "0") == "0":
+    reports = os.environ.get("RANK", "0") == "0"
+    try:
+        meeting = meet() if "RANK" in os.environ and needs.launched.ranks > 1 else Meeting()
+        findings = Examination(meeting, needs, has_run_dir=has_run_dir).run()
+    except MissingRankError as missing:
+        _leave()
+        if not reports:
+            return _stopped(missing)
+        meeting = Meeting()
+        findings = [_missing(missing), *Examination(meeting, needs, has_run_dir=has_run_dir).run()]
+    if reports:
         _print(needs, findings, as_json_text)
+    with suppress(MissingRankError):  # all has been said
+        meeting.barrier()  # the end of one rank may end the others, of which one prints
+    _leave()
     return _failed("cpsr doctor found errors") if worst(findings) == "error" else 0
+
+
+def _missing(missing: MissingRankError) -> Finding:
+    """The line about it, above those of rank 0 alone."""
+    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    advice = (
+        f"see its log and its machine; the ranks meet at {place}, and gloo needs all ports between the machines; the "
+        "other lines are of rank 0 alone"
+    )
+    return error("ranks", str(missing), advice, missing_ranks=list(missing.ranks))
+
+
+def _stopped(missing: MissingRankError) -> int:
+    """Of a rank that prints no report: a line where rank 0 cannot say it."""
+    if 0 in missing.ranks:
+        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        advice = f"look at rank 0, its log, and whether {place} can be reached from here"
+        print(f"cpsr doctor: {missing}; {advice}", file=sys.stderr, flush=True)  # noqa: T201
+    return _failed(f"cpsr doctor stopped: {missing}")
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _after_first_report() -> int:
@@ -90,7 +115,10 @@ def _after_first_report() -> int:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_LINE_SECONDS)
     else:
-        text = "cpsr doctor: the launcher started the ranks again, and nothing more is looked at: see the first report"
+        text = (
+            "cpsr doctor: the launcher started the ranks again, and nothing more is looked at: see the first report; "
+            "without one a rank ended before it, see the launcher's lines"
+        )
         print(text, file=sys.stderr, flush=True)  # noqa: T201
     return _failed("cpsr doctor has looked once: see the first report")
 
@@ -110,29 +138,3 @@ def _print(needs: Needs, findings: list[Finding], as_json_text: bool) -> None:
         return
     for line in lines(findings):
         print(line, flush=True)  # noqa: T201
-
-
-@contextmanager
-def _met(launched: Launched, findings: list[Finding]) -> Iterator[Group]:
-    """The ranks of the job as a group; this process alone without a launcher, or where they cannot meet."""
-    try:
-        try:
-            if "RANK" in os.environ and launched.ranks > 1:
-                dist.init_process_group("gloo", timeout=timedelta(seconds=_MEET_SECONDS))
-            group = Group()
-        except (RuntimeError, ValueError) as problem:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-            advice = "see the address below; gloo needs all ports between the machines; the other lines are of one rank"
-            findings.append(error("ranks", f"the ranks cannot meet at {place} ({_brief(problem)})", advice))
-            group = Group()
-        yield group
-        group.close()
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def _brief(problem: Exception) -> str:
-    return " ".join(str(problem).split())[:_REASON_CHARACTERS]

@@ -22,7 +22,7 @@ from cpsr.checkpoint.direct_file import (
 )
 from cpsr.checkpoint.files import sync_directory, write_bytes
 from cpsr.checkpoint.resources import existing_part
-from cpsr.doctor.finding import Finding, error, ok, size, warning
+from cpsr.doctor.finding import FULL, Finding, error, ok, size, warning
 from cpsr.doctor.needs import Needs
 from cpsr.errors import JournalError
 from cpsr.journal import Journal
@@ -32,6 +32,8 @@ __all__ += ["scratch_folder"]
 
 FOLDER = ".cpsr-doctor-"  # and a name of its own
 FILE_BYTES = 4 * PIECE_BYTES
+_FIRST_BYTES = 1 << 20
+_SECONDS = 5.0  # that a check takes at most on a slow disk, while the other ranks wait
 _FREE_SHARE = 8  # at most this part of the free space is written
 _DURABLE_WRITES = 20
 _SLOW_SECONDS = 0.1  # a commit forces four files and two folders in a row
@@ -60,7 +62,11 @@ def scratch_folder(run_dir: Path, name: str) -> Iterator[Path]:
 
 
 def check_operations(folder: Path) -> Finding:
-    """What the files of a run need: appends, renames, links, exclusive folders, mappings, locks."""
+    """What the files of a run need: appends, renames, links, exclusive folders, mappings, locks.
+
+    Raises:
+        OSError: there is no room.
+    """
     refused = {}
     for name, attempt in _OPERATIONS.items():
         place = folder / name.replace(" ", "-")
@@ -68,6 +74,8 @@ def check_operations(folder: Path) -> Finding:
         try:
             attempt(place)
         except OSError as problem:
+            if problem.errno in FULL:
+                raise
             refused[name] = f"{name} ({problem.strerror or problem})"
     if set(refused) == {_LINKS}:
         advice = "what a checkpoint could share with an older one is copied; nothing else depends on them"
@@ -96,8 +104,10 @@ def check_direct(folder: Path) -> Finding:
 
 def check_durable(folder: Path) -> Finding:
     """How long a small file takes until it is on the disk, as the commit record of a checkpoint does."""
-    taken = []
+    taken: list[float] = []
     for number in range(_DURABLE_WRITES):
+        if sum(taken) > _SECONDS:
+            break
         began = time.perf_counter()
         write_bytes(folder / f"durable-{number}", b"x" * BLOCK_BYTES, fsync=True)
         taken.append(time.perf_counter() - began)
@@ -120,7 +130,8 @@ def check_bandwidth(folder: Path, needs: Needs) -> Finding:
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize // _FREE_SHARE
-    count = max(1, min(FILE_BYTES, room) // BLOCK_BYTES) * BLOCK_BYTES
+    slowest = min(_rates(folder / "bandwidth", _blocks(min(_FIRST_BYTES, room))))
+    count = _blocks(int(min(FILE_BYTES, room, max(_FIRST_BYTES, _SECONDS * slowest))))
     write, read = _rates(folder / "bandwidth", count)
     seconds = needs.commit_seconds(write, read)
     figures = {
@@ -160,6 +171,11 @@ def check_journal(folder: Path) -> Finding:
     with closing(sqlite3.connect(path)) as connection:
         (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
     return ok("journal", f"SQLite writes there in mode {mode}, opened in {1e3 * seconds:.3g} ms", mode=mode)
+
+
+def _blocks(count: int) -> int:
+    """Bytes of whole blocks, one at least."""
+    return max(1, count // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _rates(path: Path, count: int) -> tuple[float, float]:

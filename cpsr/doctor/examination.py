@@ -18,15 +18,16 @@ from cpsr.doctor.disk import (
     check_operations,
     scratch_folder,
 )
-from cpsr.doctor.finding import Finding, error, ok, warning
+from cpsr.doctor.finding import FULL, Finding, failed, ok, warning
 from cpsr.doctor.launcher import check_cluster, check_elastic, check_grace, check_launcher
 from cpsr.doctor.limits import check_locked_memory, check_open_files
+from cpsr.doctor.meeting import Meeting
 from cpsr.doctor.needs import Launched, Needs
 from cpsr.doctor.packages import check_packages, check_python, installed_versions
 from cpsr.doctor.ports import check_address, check_rendezvous, check_service_port
 from cpsr.doctor.shared_memory import check_host_memory, check_lifetime, check_memory_kind, check_shared_memory
 from cpsr.doctor.together import check_clocks, check_locks, check_shared, check_versions, clock_rounds
-from cpsr.ranks.group import Group, this_node
+from cpsr.ranks.group import this_node
 
 __all__ = ["Examination"]
 
@@ -43,7 +44,7 @@ class Examination:
         findings: of this rank, in the order of the checks.
     """
 
-    def __init__(self, group: Group, needs: Needs, *, has_run_dir: bool) -> None:
+    def __init__(self, group: Meeting, needs: Needs, *, has_run_dir: bool) -> None:
         self._group = group
         nodes = group.gather(this_node())
         if group.size > 1:
@@ -56,9 +57,11 @@ class Examination:
 
     def run(self) -> list[Finding]:
         """All checks; a collective. Returns the findings of all ranks, on every rank."""
+        self._group.doing("its GPUs")
         devices = find_devices()
         seen = self._group.gather([this_node(), devices["uuids"]])  # a launcher may give each rank a GPU of its own
         here = {uuid for node, uuids in seen if node == this_node() for uuid in uuids}
+        self._group.doing("its memory and limits")
         if self._first_on_machine:
             self._of_machine(self._machine_checks(devices, len(here)))
         if self._has_run_dir:
@@ -89,6 +92,7 @@ class Examination:
     def _try_directory(self) -> None:
         """The run directory: from all ranks together, and its disk from each machine."""
         needs, group = self._needs, self._group
+        group.doing("the run directory")
         name = group.broadcast(uuid.uuid4().hex[:12])
         with ExitStack() as opened:
             folder = None
@@ -97,8 +101,7 @@ class Examination:
                 (made / f"rank-{group.rank}").mkdir()
                 folder = made
             except OSError as problem:
-                advice = "give the job's user the right to write there, or choose another run_dir"
-                found = error("run directory", f"cannot be written in ({problem})", advice, rank=group.rank)
+                found = failed("run directory", "cannot be written in", problem, rank=group.rank)
                 self._of_machine(iter([found]))
             if group.size > 1:
                 self._check_shared(folder)
@@ -106,12 +109,14 @@ class Examination:
                 self.findings.append(
                     ok("run directory", f"{needs.run_dir} can be written in, seen from this process alone")
                 )
+            group.doing("the disk of the run directory")
             if folder is not None and self._first_on_machine:
                 self._of_machine(self._disk_checks(folder / f"rank-{group.rank}"))
             group.barrier()  # the folder is removed once nobody needs it
-        if group.rank == 0:
-            self.findings += self._tried("disk space", lambda: check_space(needs))
-            self.findings += self._tried("inodes", lambda: check_files_left(needs))
+            group.doing("the removal of its scratch folder")
+        if group.rank == 0 and folder is not None:
+            self._try("disk space", lambda: check_space(needs))
+            self._try("inodes", lambda: check_files_left(needs))
 
     def _check_shared(self, folder: Path | None) -> None:
         shared = check_shared(self._group, folder, self._needs.run_dir)
@@ -124,11 +129,20 @@ class Examination:
 
     def _disk_checks(self, folder: Path) -> Iterator[Finding]:
         yield check_file_system(self._needs.run_dir)
-        yield from self._tried("operations", lambda: check_operations(folder))
-        yield from self._tried("direct I/O", lambda: check_direct(folder))
-        yield from self._tried("fsync", lambda: check_durable(folder))
-        yield from self._tried("bandwidth", lambda: self._bandwidth(folder))
-        yield from self._tried("journal", lambda: check_journal(folder))
+        checks: dict[str, Callable[[Path], Finding]] = {
+            "operations": check_operations,
+            "direct I/O": check_direct,
+            "fsync": check_durable,
+            "bandwidth": self._bandwidth,
+            "journal": check_journal,
+        }
+        for subject, check in checks.items():
+            try:
+                yield check(folder)
+            except OSError as problem:  # of a file system that fails meanwhile
+                yield failed(subject, "the file system failed", problem)
+                if problem.errno in FULL:  # the others would say the same
+                    return
 
     def _bandwidth(self, folder: Path) -> Finding:
         found = check_bandwidth(folder, self._needs)
@@ -137,6 +151,7 @@ class Examination:
 
     def _check_job(self) -> None:
         needs, group = self._needs, self._group
+        group.doing("packages and clocks")
         found: list[Finding | None] = []
         if group.size > 1:
             versions = {"python": platform.python_version(), **installed_versions()}
@@ -153,10 +168,8 @@ class Examination:
         ]
         self.findings += [one for one in found if one is not None]
 
-    @staticmethod
-    def _tried(subject: str, check: Callable[[], Finding]) -> list[Finding]:
-        """What a check finds; a file system that fails meanwhile is a finding, too."""
+    def _try(self, subject: str, check: Callable[[], Finding]) -> None:
         try:
-            return [check()]
+            self.findings.append(check())
         except OSError as problem:
-            return [error(subject, f"the file system failed ({problem})", "look at its disk, its mount and its quota")]
+            self.findings.append(failed(subject, "the file system failed", problem))

@@ -1,14 +1,28 @@
 """What a check has found."""
 
-from collections.abc import Iterable, Mapping
+import errno
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Finding", "Level", "error", "ok", "size", "warning", "worst"]
+__all__ = ["FULL", "Finding", "Level", "error", "failed", "named", "ok", "size", "warning", "worst"]
 
 Level = Literal["ok", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "error")  # each worse than those before it
 UNIT_BYTES = 1000.0
+_SHOWN = 8  # ranks that a line names
+FULL = frozenset([errno.ENOSPC, errno.EDQUOT])
+_REMEDIES = {
+    **dict.fromkeys(FULL, "make room: its space, its inodes or a quota are used up"),
+    **dict.fromkeys(
+        [errno.EACCES, errno.EPERM], "give the job's user the right to write there, or choose another run_dir"
+    ),
+    errno.EROFS: "mount it with the right to write, or choose another run_dir",
+    **dict.fromkeys(
+        [errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG], "no folder can be there: choose another run_dir"
+    ),
+    errno.EFBIG: "files may not be that large: raise `ulimit -f`",
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,12 @@ def error(subject: str, measured: str, advice: str, **figures: Any) -> Finding:
     return Finding(subject, "error", measured, advice, figures)
 
 
+def failed(subject: str, measured: str, problem: OSError, **figures: Any) -> Finding:
+    """What a file system refused to do, and the remedy for that."""
+    advice = _REMEDIES.get(problem.errno or 0, "look at its disk, its mount and its quota")
+    return error(subject, f"{measured} ({problem})", advice, **figures)
+
+
 def worst(findings: Iterable[Finding]) -> Level:
     """The worst level of all; `ok` where there are none."""
     return max((one.level for one in findings), key=LEVELS.index, default="ok")
@@ -73,3 +93,9 @@ def size(count: float) -> str:
             break
         count /= UNIT_BYTES
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def named(ranks: Sequence[int | str]) -> str:
+    """Ranks for people: `1, 2`, or the first eight and how many more."""
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"{', '.join(map(str, ranks[:_SHOWN]))}{more}"

@@ -3,6 +3,7 @@
 import os
 import pwd
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from cpsr.checkpoint.file_lock import FileLock
@@ -108,7 +109,7 @@ def check_lifetime(
         return ok(subject, "no systemd that removes shared memory at a logout")
     if user < _SYSTEM_USERS:
         return ok(subject, "systemd leaves the shared memory of a system user alone")
-    if _setting("RemoveIPC", files) in ("no", "false", "0", "off") or (linger / _name(user)).exists():
+    if _setting("RemoveIPC", files) in ("no", "false", "0", "off") or _lingers(linger / _name(user)):
         return ok(subject, "systemd leaves shared memory alone at a logout")
     advice = "a restart after it begins from the disk; `loginctl enable-linger`, or RemoveIPC=no in logind.conf"
     return warning(subject, "systemd may remove a user's shared memory at the last logout (RemoveIPC)", advice)
@@ -122,15 +123,24 @@ def _own_bytes(needs: Needs, directory: Path) -> int:
         return 0
 
 
+def _lingers(file: Path) -> bool:
+    """Whether the file is there, as far as this process may see it."""
+    try:
+        return file.exists()
+    except OSError:
+        return False
+
+
 def _setting(name: str, patterns: Sequence[str]) -> str:
-    """The last value of a setting in files of INI lines; empty where there is none."""
+    """The last value of a setting in files of INI lines; empty where there is none, or it may not be read."""
     value = ""
     for pattern in patterns:
         path = Path(pattern)
         for file in sorted(path.parent.glob(path.name)):
-            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-                key, _, given = line.partition("=")
-                value = given.strip().lower() if key.strip() == name else value
+            with suppress(OSError):
+                for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                    key, _, given = line.partition("=")
+                    value = given.strip().lower() if key.strip() == name else value
     return value
 
 

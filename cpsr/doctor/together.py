@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cpsr.checkpoint.resources import existing_part
-from cpsr.doctor.finding import Finding, error, ok, warning
+from cpsr.doctor.finding import Finding, error, named, ok, warning
 from cpsr.ranks.group import Group
 
 __all__ = ["check_clocks", "check_locks", "check_shared", "check_versions", "clock_rounds"]
@@ -18,7 +18,7 @@ _LOOK_SECONDS = 10.0  # a network file system may show another machine's file la
 _PAUSE_SECONDS = 0.05
 _ROUNDS = 9
 _SKEW_SECONDS = 1.0  # ranks that fail together do so within seconds, and the first one is found by its clock
-_SHOWN = 8  # ranks that a line names
+_SHOWN = 8  # paths and problems that a line names
 
 
 def check_shared(group: Group, folder: Path | None, run_dir: Path) -> Finding:
@@ -49,7 +49,7 @@ def check_shared(group: Group, folder: Path | None, run_dir: Path) -> Finding:
         )
     given = sorted({path for path, _ in places})
     figures = {"blind_ranks": blind, "run_dirs": given}
-    text = f"ranks {_named(blind)} do not see the files of all ranks"
+    text = f"ranks {named(blind)} do not see the files of all ranks"
     text += f"; the ranks were given {' and '.join(given[:_SHOWN])}" if len(given) > 1 else f" in {given[0]}"
     advice = "run_dir must be one directory, on storage that all machines mount"
     return error(subject, text, advice, **figures)
@@ -77,7 +77,7 @@ def check_locks(group: Group, folder: Path) -> Finding:
     ignored = [rank for rank, one in enumerate(answers) if one["given"]]
     if ignored:
         advice = "readers on those machines may disturb the journal: mount it without nolock or local_lock"
-        return warning("locks", f"ranks {_named(ignored)} were given a lock that rank 0 holds", advice, ranks=ignored)
+        return warning("locks", f"ranks {named(ignored)} were given a lock that rank 0 holds", advice, ranks=ignored)
     return ok("locks", f"a lock of rank 0 holds for all {group.size} ranks")
 
 
@@ -150,9 +150,4 @@ def _is_given(descriptor: int) -> bool:
 
 def _by_version(versions: Sequence[str | None]) -> str:
     kinds = {one: [rank for rank, other in enumerate(versions) if other == one] for one in dict.fromkeys(versions)}
-    return ", ".join(f"{one or 'none'} on ranks {_named(ranks)}" for one, ranks in kinds.items())
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"{', '.join(map(str, ranks[:_SHOWN]))}{more}"
+    return ", ".join(f"{one or 'none'} on ranks {named(ranks)}" for one, ranks in kinds.items())

@@ -27,16 +27,19 @@ class Group:
     """A gloo group of all ranks, or of this process alone where torch.distributed is not initialised.
 
     Every method is a collective: all ranks call it, on the training thread, in the same order.
+
+    Args:
+        timeout_seconds: for connecting, and for whatever waits without a timeout of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self._group: SideGroup | None = None
         self._broken = False
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             # A group of its own: its collectives cannot mix with, or queue behind, those of the training.
-            self._group = SideGroup(group_name(), range(self.size), TIMEOUT_SECONDS)
+            self._group = SideGroup(group_name(), range(self.size), timeout_seconds)
 
     def close(self) -> None:
         """Leave the group; the training group is untouched. A group that broke is not destroyed."""

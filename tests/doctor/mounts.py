@@ -37,7 +37,7 @@ def obstacle() -> str | None:
     return None if ended.returncode == 0 else f"mounting needs root: {ended.stderr.strip()}"
 
 
-def mounted(place: Path, options: str, script: str, more: str = "") -> list[dict[str, Any]]:
+def mounted(place: Path, options: str, script: str, more: str = "", within: str = "") -> list[dict[str, Any]]:
     """What a script shows that has a tmpfs at a place, as `show` has it.
 
     Args:
@@ -45,10 +45,13 @@ def mounted(place: Path, options: str, script: str, more: str = "") -> list[dict
         options: of the tmpfs, as `size=1m`.
         script: sees `place`, `needs`, `show` and what it imports.
         more: a command of the shell after the mount.
+        within: a command that runs the script, as `setpriv`.
     """
     if (why := obstacle()) is not None:
         pytest.skip(why)
-    command = f'mount -t tmpfs -o {options} tmpfs {shlex.quote(str(place))} && {more or "true"} && exec "$0" -c "$1"'
+    command = (
+        f'mount -t tmpfs -o {options} tmpfs {shlex.quote(str(place))} && {more or "true"} && exec {within} "$0" -c "$1"'
+    )
     ended = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command, sys.executable, PRELUDE.format(place=str(place)) + script],
         capture_output=True,

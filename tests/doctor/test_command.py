@@ -84,11 +84,40 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert "Read-only file system" in found["measured"]
 
 
+def test_a_full_disk_is_one_error_that_says_to_make_room(tmp_path: Path) -> None:
+    if (why := mount_obstacle()) is not None:
+        pytest.skip(why)
+    place = shlex.quote(str(tmp_path))
+    fill = f'mount -t tmpfs -o size=8m tmpfs {place} && head -c 8388608 /dev/zero > {place}/fill && exec "$@"'
+    wanted = [sys.executable, "-m", "cpsr", "doctor", "--run-dir", str(tmp_path / "run"), "--json"]
+    ended = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", fill, "sh", *wanted],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+        env=environment(),
+    )
+    assert ended.returncode == 1, ended.stderr
+    found = by_subject(ended.stdout)
+    assert [subject for subject, one in found.items() if one["level"] == "error"] == ["operations"]
+    assert found["operations"]["advice"].startswith("make room")
+
+
+def test_a_path_that_cannot_be_a_folder_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = doctor("--run-dir", tmp_path / "file" / "run")
+    assert ended.returncode == 1
+    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("error")]
+    assert line.endswith("no folder can be there: choose another run_dir")
+
+
 def test_ranks_that_cannot_meet_are_an_error() -> None:
     ended = doctor(RANK="0", WORLD_SIZE="2")
     assert ended.returncode == 1
     assert any(
-        line.startswith("error    ranks            the ranks cannot meet at ?:?") for line in ended.stdout.splitlines()
+        line.startswith("error    ranks            the launcher's variables do not say where the ranks meet")
+        for line in ended.stdout.splitlines()
     )
 
 

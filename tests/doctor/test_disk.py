@@ -102,6 +102,52 @@ def test_a_refusal_of_direct_transfers_is_a_warning(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_is_no_refusal(tmp_path: Path) -> None:
+    script = (
+        IMPORT
+        + """
+from cpsr.doctor.finding import failed
+(place / "fill").write_bytes(bytes((1 << 20) - 4096))
+try:
+    show(check_operations(place))
+except OSError as problem:
+    show(failed("operations", "the file system failed", problem))
+"""
+    )
+    (found,) = mounted(tmp_path, "size=1m", script)
+    assert found["level"] == "error"
+    assert "No space left" in found["measured"]
+    assert found["advice"].startswith("make room")
+
+
+@pytest.mark.parametrize("bytes_per_second", [100_000.0, 4e6, 1e9])
+def test_a_slow_disk_is_measured_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_per_second: float
+) -> None:
+    written = []
+
+    def slow(_: int, piece: memoryview, __: Path) -> None:
+        written.append(len(piece) / bytes_per_second)
+
+    monkeypatch.setattr(disk, "write_piece", slow)
+    now = time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + sum(written))
+    found = check_bandwidth(tmp_path, needs(tmp_path))
+    assert sum(written) < 2 * (1 << 20) / bytes_per_second + 6
+    assert 1 << 20 <= found.figures["measured_bytes"] <= min(64 << 20, max(1 << 20, 5 * bytes_per_second))
+
+
+def test_a_disk_that_takes_seconds_for_a_small_file_is_not_asked_for_twenty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced = []
+    now = time.perf_counter
+    monkeypatch.setattr(disk, "write_bytes", lambda *_, **__: forced.append(2.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + sum(forced))
+    assert check_durable(tmp_path).level == "warning"
+    assert len(forced) == 3
+
+
 @pytest.mark.slow
 def test_a_journal_without_room_is_an_error(tmp_path: Path) -> None:
     (found,) = mounted(tmp_path, "size=16k", IMPORT + "show(check_journal(place))")

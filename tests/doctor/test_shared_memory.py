@@ -113,6 +113,20 @@ def test_systemd_may_remove_it_at_a_logout(
     assert check_lifetime(user, tmp_path / "no-systemd", linger, files).level == "ok"
 
 
+def test_what_a_user_may_not_read_of_systemd_is_not_taken_for_granted(tmp_path: Path) -> None:
+    script = """
+from cpsr.doctor.shared_memory import check_lifetime
+conf, linger = place / "logind.conf", place / "linger"
+show(check_lifetime(54321, place, linger, [str(conf)]))
+"""
+    # Root without the right to read what others own, as users are.
+    linger, conf = tmp_path / "linger", tmp_path / "logind.conf"
+    make = f"mkdir -m 700 {linger} && echo RemoveIPC=no > {conf} && chmod 600 {conf} && chown 54321 {linger} {conf}"
+    drop = "setpriv --bounding-set -dac_override,-dac_read_search"
+    (found,) = mounted(tmp_path, "size=1m", script, make, drop)
+    assert (found["subject"], found["level"]) == ("memory lifetime", "warning")
+
+
 def test_nothing_is_left_in_shared_memory() -> None:
     check_shared_memory(needs())
     assert not list(Path("/dev/shm").glob(f"cpsr-doctor-{os.getpid()}*"))
