@@ -27,9 +27,9 @@ becomes
 
 import ast
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cpsr.hints.compiled import compiled_function
 from cpsr.hints.source import OWN, FunctionSource
@@ -40,7 +40,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 _VIEWS = ("keys", "values", "items")
 
 
-def rewritten(source: FunctionSource, variables: Sequence[str]) -> Callable[..., Any]:
+def rewritten(source: FunctionSource, variables: Sequence[str]) -> FunctionType:
     """The function with one more argument before the others, a `cpsr.hints.call.Call`.
 
     Args:

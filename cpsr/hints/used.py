@@ -8,6 +8,7 @@ import enum
 import fractions
 import functools
 import logging
+import math
 import pathlib
 import re
 import types
@@ -26,8 +27,14 @@ import xxhash
 
 from cpsr.errors import NotResumableError
 from cpsr.hints.positions import is_iterator
-from cpsr.hints.stateful import CONSTANTS, code_of, is_stateful
-from cpsr.hints.values import GENERATORS
+from cpsr.hints.stateful import (
+    CONSTANTS,
+    GENERATORS,
+    GLOBAL_GENERATORS,
+    code_of,
+    is_global_generator,
+    is_stateful,
+)
 
 __all__ = ["Used"]
 
@@ -55,6 +62,19 @@ class Used:
     def __init__(self, function: FunctionType) -> None:
         self._function = function
         self.texts = _Walk(function).found
+
+    def values(self, rewritten: FunctionType) -> dict[str, Any]:
+        """What variables can be without that an argument holds it: by words for messages, alike in every process.
+
+        Args:
+            rewritten: the function that is run.
+        """
+        scope = self._function.__globals__
+        found = {f"the global '{name}'": scope[name] for name in sorted(self.texts) if name in scope}
+        codes = {name: one.__code__ for name, one in found.items() if isinstance(one, FunctionType)}
+        codes["the function"] = rewritten.__code__
+        found |= {f"the constants of {name}": tuple(_constants(code)) for name, code in codes.items()}
+        return found | {"the global random generators": GLOBAL_GENERATORS, "not a number": (math.nan, numpy.nan)}
 
     def require_unchanged(self) -> None:
         """Refuse globals that the call has changed: a later one would begin without the change.
@@ -102,6 +122,8 @@ class _Walk:
             return "object" if kind is object else f"{kind.__name__} {value!r}"
         if isinstance(value, types.ModuleType | logging.Logger):
             return f"{kind.__name__} {getattr(value, '__name__', None) or getattr(value, 'name', '')}"
+        if is_global_generator(value):  # every checkpoint has its state
+            return f"the global {kind.__name__}"
         if id(value) in self._inside:
             return "within itself"
         self._inside.add(id(value))
@@ -201,6 +223,14 @@ def _memory(value: Any) -> Any:
 
 def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _constants(code: CodeType) -> Iterator[Any]:
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _constants(one)
+        else:
+            yield one
 
 
 @functools.lru_cache(maxsize=1024)
