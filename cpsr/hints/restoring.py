@@ -18,6 +18,7 @@ from cpsr.state.stateful import stateful
 
 __all__ = ["restored"]
 
+_NO_ROWS: list[Any] = []
 _EMPTY: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "ordered": OrderedDict}
 
 
@@ -40,7 +41,7 @@ class _Decoder:
         leaves = [value_of_plain(*one) if type(one) is tuple else one for one in saved["leaves"]]
         self._leaves = [*arguments.leaves, *leaves]
         self._blocks = [self._block(number, one, arguments) for number, one in enumerate(saved["blocks"])]
-        self._late: list[tuple[Any, Any]] = []  # iterators, and where they are
+        self._late: list[tuple[Any, Any, list[Any]]] = []  # iterators, where they are, and the list they go over
 
     def all(self, roots: Mapping[str, Any]) -> dict[str, Any]:
         for number, node in enumerate(self._nodes):
@@ -51,8 +52,12 @@ class _Decoder:
         for number, node in enumerate(self._nodes):
             if node is not None:
                 self._fill(self._objects[number], node)
-        for iterator, position in self._late:  # lists and mappings are filled by now
+        for iterator, position, rows in self._late:  # lists and mappings are filled by now
+            # Python takes no position beyond the end of a list, where an iterator is once the list was shortened.
+            length = len(rows)
+            rows += [None] * (position + 1 - length if rows is not _NO_ROWS else 0)
             iterator.__setstate__(position)
+            del rows[length:]
         return {name: self._value(number) for name, number in roots.items()}
 
     @staticmethod
@@ -99,7 +104,7 @@ class _Decoder:
             given = list(map(self._value, arguments))
             made = MAKERS[maker](*given)
         if position is not None:
-            self._late.append((made, position))
+            self._late.append((made, position, given[0] if type(given[0]) is list else _NO_ROWS))
         return made
 
     def _array(self, content: Mapping[str, Any]) -> Any:

@@ -129,6 +129,27 @@ def test_a_list_that_grows_while_it_is_gone_over(tmp_path: Path) -> None:
     assert run(tmp_path, text, xs="[5, 4]") == 7
 
 
+@pytest.mark.parametrize("over", ["xs", "reversed(xs)", "enumerate(xs)", "zip(xs, reversed(xs))", "zip(xs, range(9))"])
+@pytest.mark.parametrize("change", ["xs.clear()", "xs *= 0; xs += [7]", "del xs[1:]", "del xs[:2]", "xs.pop()"])
+def test_a_list_that_is_emptied_and_filled_again_while_it_is_gone_over(tmp_path: Path, over: str, change: str) -> None:
+    text = f"""
+    def f(xs):
+        out = []
+        for x in {over}:
+            out.append(x)
+            hint()
+            if len(out) == 3:
+                {change}
+                hint()
+                xs += [len(out), 8, 9, 10, 11, 12, 13]
+                hint()
+                xs.pop(0)
+                hint()
+        return out, xs
+    """
+    assert run(tmp_path, text, xs="[1, 2, 3, 4, 5]") >= 6
+
+
 def test_a_mapping_whose_values_change_while_it_is_gone_over(tmp_path: Path) -> None:
     text = """
     def f(d):
