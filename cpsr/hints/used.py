@@ -14,7 +14,6 @@ import re
 import types
 import typing
 from argparse import Namespace
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -23,9 +22,9 @@ from typing import Any
 
 import numpy
 import torch
-import xxhash
 
 from cpsr.errors import NotResumableError
+from cpsr.hints.memory import memory_text
 from cpsr.hints.positions import is_iterator
 from cpsr.hints.stateful import (
     CONSTANTS,
@@ -183,7 +182,7 @@ class _Walk:
             return [[self._text(key, name), self._text(one, f"{name}[{key!s:.40}]")] for key, one in value.items()]
         if isinstance(value, enum.Enum):
             return f"{value.name} {value.value!r}"
-        if (memory := _memory(value)) is not None:
+        if (memory := memory_text(value)) is not None:
             return memory
         own = type(value).__module__ == self._scope.get("__name__")
         if own or is_dataclass(value) or isinstance(value, Namespace | types.SimpleNamespace):
@@ -207,18 +206,6 @@ def _parts(key: str, value: Any) -> Iterator[Any]:
         code = isinstance(value, FunctionType | type) or hasattr(value, "__wrapped__")
         if code or not (hasattr(type(value), "__get__") or key.startswith("__")):
             yield value
-
-
-def _memory(value: Any) -> Any:
-    """Kind, shape and hash of a tensor, an array or bytes; None for anything else."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return [str(value.dtype), list(value.shape), xxhash.xxh3_128(bits.numpy().data).hexdigest()]
-    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        return [value.dtype.str, list(value.shape), xxhash.xxh3_128(value.tobytes()).hexdigest()]
-    if isinstance(value, bytearray | memoryview | array):
-        return xxhash.xxh3_128(bytes(value)).hexdigest()
-    return None
 
 
 def _as_tuple(slots: Any) -> tuple[str, ...]:

@@ -2,8 +2,8 @@
 
 Every value has a number, by which others refer to it: two names of one list are two names of one list after a restart,
 and a NaN is found again in a list that holds it. Objects that may change, and tuples, have numbers from 0 on. The rest
-are leaves, with numbers from -1 down. Nothing is nested in what is written, however deep the values are. The memory under
-tensors and arrays is saved in blocks (see `cpsr.hints.memory`), so that views stay views.
+are leaves, with numbers from -1 down. Nothing is nested in what is written, however deep the values are. The memory
+under tensors and arrays is saved in blocks (see `cpsr.hints.memory`), so that views stay views.
 
 What the call was given comes first (see `cpsr.hints.arguments`). Objects of it that are as they were when it began are
 not saved: the call after a kill is given the same ones again. Others are restored in place.
@@ -23,6 +23,7 @@ import xxhash
 from torch import nn
 
 from cpsr.errors import NotResumableError
+from cpsr.hints.attributes import attributes_of, require_same_attributes
 from cpsr.hints.memory import Block, Memory, UnsavableError
 from cpsr.hints.plain import OBJECT, plain_value
 from cpsr.hints.positions import Positions, is_iterator
@@ -47,7 +48,7 @@ class Arguments:
         blocks: memory of the objects.
         digests: hash of each block.
         identity: hash of each argument, by name.
-        before: of each object, what tells it from what it may become: its items, or text; None: it cannot change.
+        before: of each object, its items, text or attributes, which tell whether it has changed; None: it cannot.
     """
 
     objects: list[Any]
@@ -171,7 +172,7 @@ class Encoder:
         if (items := _items(value)) is not None:
             return items
         if is_stateful(value):
-            return ""
+            return attributes_of(value)
         try:
             return text_of(self._node(value, number))
         except UnsavableError as error:
@@ -183,6 +184,7 @@ class Encoder:
         if before is None:
             return None
         if is_stateful(value):
+            require_same_attributes(value, before)
             return ("stateful", state_of(value))
         if (items := _items(value)) is not None:
             same = len(items) == len(before) and all(map(is_, items, before))
