@@ -105,6 +105,6 @@ def _held(value: Any, depth: int) -> Any:
         return kind, {repr(one) for one in value}
     if isinstance(value, dict):
         return kind, [(_content(key, depth + 1), _content(one, depth + 1)) for key, one in value.items()]
-    if hasattr(value, "__dict__"):
+    if hasattr(value, "__dict__") and not kind.__module__.startswith("torch."):
         return _Itself(value), [(key, _content(one, depth + 1)) for key, one in vars(value).items()]
     return _Itself(value)

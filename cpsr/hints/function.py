@@ -91,6 +91,7 @@ class Resumable(Generic[Arguments, Result]):
         name = name_of(self._source.function)
         used = Used(self._source.function)
         arguments = read_arguments(bound.arguments, used.values(self._function))
+        used.watch(arguments.objects)
         identity = identity_of(self._source, used.texts, arguments.identity)
         kept = KeptCheckpoints(self._run_dir, name, functools.partial(self._refuse_other, identity))
         number, saved = kept.newest() or (None, None)
