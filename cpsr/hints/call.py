@@ -13,6 +13,7 @@ from cpsr.hints.liveness import Liveness
 from cpsr.hints.pace import Pace
 from cpsr.hints.positions import one_way, positions_of
 from cpsr.hints.restoring import restored
+from cpsr.hints.settings import require_unchanged, settings_of_blocks, settings_of_process
 from cpsr.hints.source import FunctionSource
 from cpsr.hints.values import Arguments, Encoder
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
@@ -61,6 +62,7 @@ class Call:
         self._source, self._live, self._arguments = source, live, arguments
         self._keeper, self._pace, self._saved, self._identity = keeper, pace, saved, identity
         self._checked: set[int] = set()
+        self._settings, self._blocks = settings_of_process(), {0: settings_of_blocks()}
         self._wanted = False
         self.target = 0 if saved is None else int(saved["hint"])
         self._variables: dict[str, Any] = {}
@@ -110,6 +112,22 @@ class Call:
         """What a loop goes over; where it goes on in its body, one item more, which is not used."""
         return chain((None,), iterator) if first <= self.target <= last else iterator
 
+    def entering(self, depth: int, line: int) -> None:
+        """A `with` with hints in it is entered, inside so many others.
+
+        Raises:
+            NotResumableError: the call has changed a setting that the `with` may set.
+        """
+        try:
+            require_unchanged(self._blocks[depth], settings_of_blocks())
+        except NotResumableError as error:
+            file = self._source.function.__code__.co_filename
+            raise NotResumableError(f"{file}:{line}: no checkpoint is possible in this `with`: {error}") from None
+
+    def entered(self, depth: int) -> None:
+        """It was, and so many are around now."""
+        self._blocks[depth] = settings_of_blocks()
+
     def due(self, hint: int) -> bool:
         """Whether `save` is to be called at this hint."""
         if self.target:
@@ -125,8 +143,13 @@ class Call:
         self._wanted = self._pace.due(hint)
         return self._wanted or hint not in self._checked
 
-    def save(self, hint: int, variables: dict[str, Any]) -> None:
+    def save(self, hint: int, depth: int, variables: dict[str, Any]) -> None:
         """Make a checkpoint; at the first arrival at a hint at least find out whether it is possible.
+
+        Args:
+            hint: its number.
+            depth: how many `with` are around it.
+            variables: of the function, by name.
 
         Raises:
             NotResumableError: a variable cannot be saved; names it, and the line.
@@ -134,6 +157,8 @@ class Call:
         started = perf_counter()
         try:
             identity = self._identity()
+            require_unchanged(self._settings, settings_of_process())
+            require_unchanged(self._blocks[depth], settings_of_blocks())
             encoder = Encoder(self._arguments)
             names = sorted(self._live.at[hint])
             roots = {name: encoder.add(variables[name], self._named(name)) for name in names if name in variables}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from cpsr.errors import ConfigError, NotResumableError, RunMismatchError
+from cpsr.hints.arguments import read_arguments
 from cpsr.hints.call import Call
 from cpsr.hints.identity import difference, identity_of, name_of
 from cpsr.hints.kept import KeptCheckpoints
@@ -20,7 +21,6 @@ from cpsr.hints.refusals import refuse_live
 from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import read_source
 from cpsr.hints.used import Used
-from cpsr.hints.values import read_arguments
 
 __all__ = ["Report", "Resumable", "resumable"]
 
@@ -89,8 +89,9 @@ class Resumable(Generic[Arguments, Result]):
 
     def _call(self, bound: inspect.BoundArguments) -> Result:
         name = name_of(self._source.function)
-        arguments = read_arguments(bound.arguments)
         used = Used(self._source.function)
+        arguments = read_arguments(bound.arguments, used.values(self._function))
+        used.watch(arguments.objects)
         identity = identity_of(self._source, used.texts, arguments.identity)
         kept = KeptCheckpoints(self._run_dir, name, functools.partial(self._refuse_other, identity))
         number, saved = kept.newest() or (None, None)

@@ -1,6 +1,7 @@
 """The memory under tensors and arrays: saved once, however many of them share it."""
 
 import ctypes
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["Block", "Memory", "UnsavableError"]
+__all__ = ["Block", "Memory", "UnsavableError", "memory_text"]
 
 Bytes = NDArray[numpy.uint8]
 
@@ -55,6 +56,18 @@ class Block:
     def digest(self) -> str:
         """Hash of its bytes."""
         return xxhash.xxh3_128(self.bytes.data).hexdigest()
+
+
+def memory_text(value: Any) -> Any:
+    """Kind, shape and hash of a tensor, an array or bytes; None for anything else."""
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+        bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        return [str(value.dtype), list(value.shape), xxhash.xxh3_128(bits.numpy().data).hexdigest()]
+    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+        return [value.dtype.str, list(value.shape), xxhash.xxh3_128(value.tobytes()).hexdigest()]
+    if isinstance(value, bytearray | memoryview | array):
+        return xxhash.xxh3_128(bytes(value)).hexdigest()
+    return None
 
 
 class Memory:

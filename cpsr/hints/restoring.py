@@ -2,7 +2,7 @@
 
 import random
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -12,11 +12,14 @@ from torch import nn
 from cpsr.hints.memory import Block
 from cpsr.hints.plain import value_of_plain
 from cpsr.hints.positions import MAKERS, Positions
-from cpsr.hints.stateful import load_state, spawn_to
-from cpsr.hints.values import GENERATORS, Arguments
+from cpsr.hints.stateful import GENERATORS, load_state, spawn_to
+from cpsr.hints.values import Arguments
 from cpsr.state.stateful import stateful
 
 __all__ = ["restored"]
+
+_NO_ROWS: list[Any] = []
+_EMPTY: dict[str, Callable[[], Any]] = {"list": list, "dict": dict, "ordered": OrderedDict}
 
 
 def restored(saved: Mapping[str, Any], roots: Mapping[str, Any], arguments: Arguments) -> dict[str, Any]:
@@ -35,21 +38,27 @@ class _Decoder:
         self._nodes = saved["objects"]
         self._objects: dict[int, Any] = dict(enumerate(arguments.objects))
         self._known = len(arguments.objects)
+        leaves = [value_of_plain(*one) if type(one) is tuple else one for one in saved["leaves"]]
+        self._leaves = [*arguments.leaves, *leaves]
         self._blocks = [self._block(number, one, arguments) for number, one in enumerate(saved["blocks"])]
-        self._late: list[tuple[Any, Any]] = []  # iterators, and where they are
+        self._late: list[tuple[Any, Any, list[Any]]] = []  # iterators, where they are, and the list they go over
 
     def all(self, roots: Mapping[str, Any]) -> dict[str, Any]:
         for number, node in enumerate(self._nodes):
-            if node is not None and number >= self._known and node[0] in ("list", "dict", "ordered"):
-                self._objects[number] = {"list": list, "dict": dict, "ordered": OrderedDict}[node[0]]()
+            if number >= self._known and node[0] in _EMPTY:
+                self._objects[number] = _EMPTY[node[0]]()
         for number in range(len(self._nodes)):
-            self._object(number)
+            self._make(number)
         for number, node in enumerate(self._nodes):
             if node is not None:
                 self._fill(self._objects[number], node)
-        for iterator, position in self._late:  # lists and mappings are filled by now
+        for iterator, position, rows in self._late:  # lists and mappings are filled by now
+            # Python takes no position beyond the end of a list, where an iterator is once the list was shortened.
+            length = len(rows)
+            rows += [None] * (position + 1 - length if rows is not _NO_ROWS else 0)
             iterator.__setstate__(position)
-        return {name: self._value(reference) for name, reference in roots.items()}
+            del rows[length:]
+        return {name: self._value(number) for name, number in roots.items()}
 
     @staticmethod
     def _block(number: int, saved: Any, arguments: Arguments) -> Block:
@@ -60,22 +69,26 @@ class _Decoder:
             block.bytes[...] = saved
         return block
 
-    def _value(self, reference: Any) -> Any:
-        if type(reference) is not tuple:
-            return reference
-        kind, content = reference
-        if kind == "ref":
-            return self._object(content)
-        if kind == "tuple":
-            return tuple(self._value(one) for one in content)
-        return value_of_plain(kind, content)
+    def _value(self, number: int) -> Any:
+        return self._objects[number] if number >= 0 else self._leaves[-1 - number]
 
-    def _object(self, number: int) -> Any:
-        if number not in self._objects:
-            self._objects[number] = self._made(*self._nodes[number])
-        return self._objects[number]
+    def _make(self, number: int) -> None:
+        """Make an object, after those that it is made of."""
+        waiting = [number]
+        while waiting:
+            number = waiting[-1]
+            missing = [] if number in self._objects else [one for one in _parts(self._nodes[number]) if one >= 0]
+            missing = [one for one in missing if one not in self._objects]
+            waiting += missing
+            if missing:
+                continue
+            waiting.pop()
+            if number not in self._objects:
+                self._objects[number] = self._made(*self._nodes[number])
 
     def _made(self, kind: str, content: Any) -> Any:
+        if kind == "tuple":
+            return tuple(map(self._value, content))
         if kind == "tensor":
             return self._tensor(content)
         if kind == "array":
@@ -83,13 +96,15 @@ class _Decoder:
         if kind == "generator":
             return _generator(content[0], content[1], content[3])
         if kind == "positions":
-            source, view, position = content
-            made: Any = Positions(self._value(source), view)
+            (source,), view, position = content
+            given = [self._value(source)]
+            made: Any = Positions(given[0], view)
         else:
             maker, arguments, position = content
-            made = MAKERS[maker](*(self._value(one) for one in arguments))
+            given = list(map(self._value, arguments))
+            made = MAKERS[maker](*given)
         if position is not None:
-            self._late.append((made, position))
+            self._late.append((made, position, given[0] if type(given[0]) is list else _NO_ROWS))
         return made
 
     def _array(self, content: Mapping[str, Any]) -> Any:
@@ -108,13 +123,13 @@ class _Decoder:
         """Give an object what it holds."""
         kind, content = node
         if kind == "list":
-            made[:] = [self._value(one) for one in content]
+            made[:] = map(self._value, content)
         elif kind in ("dict", "ordered"):
             made.clear()
-            made.update((self._value(key), self._value(one)) for key, one in content)
+            made.update(zip(*(map(self._value, one) for one in content), strict=True))
         elif kind == "tensor":
             made.requires_grad_(content["trained"])
-            made.grad = self._value(content["gradient"])
+            made.grad = self._value(*content["gradient"])
         elif kind == "array":
             made.flags.writeable = content["writeable"]
         elif kind == "generator":
@@ -122,6 +137,14 @@ class _Decoder:
             spawn_to(made, content[3])
         elif kind == "stateful":
             load_state(made, content)
+
+
+def _parts(node: Any) -> Sequence[int]:
+    """Numbers of what an object is made of, and not only filled with."""
+    kind, content = node
+    if kind == "tuple":
+        return content  # type: ignore[no-any-return]  # plain data
+    return content[0] if kind == "positions" else content[1] if kind == "iterator" else ()
 
 
 def _generator(name: str, bits: str, seeds: Any) -> Any:

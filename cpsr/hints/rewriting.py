@@ -22,14 +22,14 @@ becomes
             x = _cpsr_item
             step(x)
         if _cpsr.due(1):
-            _cpsr.save(1, _cpsr.locals())
+            _cpsr.save(1, 0, _cpsr.locals())
 """
 
 import ast
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from cpsr.hints.compiled import compiled_function
 from cpsr.hints.source import OWN, FunctionSource
@@ -40,7 +40,7 @@ _Node = TypeVar("_Node", bound=ast.AST)
 _VIEWS = ("keys", "values", "items")
 
 
-def rewritten(source: FunctionSource, variables: Sequence[str]) -> Callable[..., Any]:
+def rewritten(source: FunctionSource, variables: Sequence[str]) -> FunctionType:
     """The function with one more argument before the others, a `cpsr.hints.call.Call`.
 
     Args:
@@ -102,7 +102,8 @@ class _Writer:
         """One statement with hints in it."""
         if id(statement) in self._numbers:
             number = self._numbers[id(statement)]
-            return _statements(f"if {OWN}.due({number}):\n    {OWN}.save({number}, {OWN}.locals())", statement)
+            depth = self._source.depth(statement)
+            return _statements(f"if {OWN}.due({number}):\n    {OWN}.save({number}, {depth}, {OWN}.locals())", statement)
         match statement:
             case ast.For():
                 return self._for(statement)
@@ -114,7 +115,11 @@ class _Writer:
                 kind = type(statement)
                 return [_located(kind(test, self._block(statement.body), self._block(statement.orelse)), statement)]
             case ast.With():
-                return [_located(ast.With(statement.items, self._block(statement.body)), statement)]
+                depth = self._source.depth(statement)
+                entering = _statements(f"{OWN}.entering({depth}, {statement.lineno})", statement)
+                entered = _statements(f"{OWN}.entered({depth + 1})", statement)
+                body = [*entered, *self._block(statement.body)]
+                return [*entering, _located(ast.With(statement.items, body), statement)]
             case ast.Try() | ast.TryStar():
                 first, last = self._source.numbers(statement.body)
                 body = self._only_if(f"{OWN}.enters({first}, {last})", self._block(statement.body), statement)

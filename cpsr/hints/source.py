@@ -102,6 +102,11 @@ class FunctionSource:
         found = [number for number, one in enumerate(self.hints, 1) if id(one) in inside]
         return (found[0], found[-1]) if found else (0, -1)
 
+    def depth(self, statement: ast.stmt) -> int:
+        """How many `with` are around a statement with hints in it."""
+        found = [one for one in ast.walk(self.tree) if isinstance(one, ast.With) and one is not statement]
+        return sum(any(inner is statement for inner in ast.walk(one)) for one in found)
+
     def refuse(self, node: ast.AST | int, what: str) -> NotResumableError:
         """The error about a node, or a line."""
         return _refused(self.function, node if isinstance(node, int) else getattr(node, "lineno", 0), what)

@@ -1,8 +1,9 @@
 """Arguments that a call is given again after a kill: objects with a state of their own, and what never changes."""
 
+import random
 import re
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -11,9 +12,14 @@ from torch import nn
 
 from cpsr.hints.memory import UnsavableError
 
-__all__ = ["CONSTANTS", "code_of", "fixed_description", "is_fixed", "is_stateful", "load_state", "state_of"]
-__all__ += ["seeds_of", "spawn_to", "stateful_description", "tensors_of"]
+__all__ = ["CONSTANTS", "GENERATORS", "GLOBAL_GENERATORS", "bits_of", "code_of", "fixed_description", "is_fixed"]
+__all__ += ["is_global_generator", "is_stateful", "load_state", "seeds_of", "spawn_to", "state_of"]
+__all__ += ["stateful_description", "tensors_of"]
 
+GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+# Those behind the functions of the modules, which every checkpoint has as the global random states.
+_OF_MODULES: tuple[Any, ...] = (random.random, numpy.random.rand)
+GLOBAL_GENERATORS: tuple[Any, ...] = (*(one.__self__ for one in _OF_MODULES), torch.default_generator)
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, EllipsisType)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -24,10 +30,24 @@ def is_stateful(value: Any) -> bool:
 
 
 def is_fixed(value: Any) -> bool:
-    """Whether it is a function, a class or a module: without a state that a call could change."""
-    if isinstance(value, BuiltinFunctionType):  # of an object, it changes or shows the object
-        return value.__self__ is None or isinstance(value.__self__, ModuleType | type)
+    """Whether it is a function, a class or a module: without a state that a call could change and no checkpoint has."""
+    if is_global_generator(value):
+        return True
+    if isinstance(value, BuiltinFunctionType | MethodType):  # of an object, it changes or shows the object
+        owner = value.__self__
+        known = isinstance(value, BuiltinFunctionType) and (owner is None or isinstance(owner, ModuleType | type))
+        return known or is_global_generator(owner)
     return isinstance(value, FunctionType | type | ModuleType | numpy.ufunc)
+
+
+def is_global_generator(value: Any) -> bool:
+    """Whether it is one of the random generators behind the functions of Python's, NumPy's and torch's modules."""
+    return any(value is one for one in GLOBAL_GENERATORS)
+
+
+def bits_of(generator: Any) -> Any:
+    """From what a random generator draws: itself, or a bit generator of NumPy, which others may share."""
+    return getattr(generator, "bit_generator", getattr(generator, "_bit_generator", generator))
 
 
 def fixed_description(value: Any) -> str:
@@ -40,7 +60,8 @@ def fixed_description(value: Any) -> str:
         if value.__closure__:
             raise UnsavableError(f"it keeps hold of the variable '{value.__code__.co_freevars[0]}': pass that, too")
         return f"{value.__module__}.{value.__qualname__} {code_of(value)}"
-    return f"{type(value).__name__} {getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+    name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
+    return f"{type(value).__name__} {getattr(value, '__module__', '')}.{name}"
 
 
 def code_of(function: FunctionType) -> str:
@@ -129,7 +150,7 @@ def spawn_to(generator: Any, seeds: Any) -> None:
 
 
 def _sequence(generator: Any) -> numpy.random.SeedSequence | None:
-    bits = generator.bit_generator if isinstance(generator, numpy.random.Generator) else None
+    bits = bits_of(generator)
     found = getattr(bits, "seed_seq", getattr(bits, "_seed_seq", None))
     return found if isinstance(found, numpy.random.SeedSequence) else None
 

@@ -8,26 +8,33 @@ import enum
 import fractions
 import functools
 import logging
+import math
 import pathlib
 import re
 import types
 import typing
 from argparse import Namespace
-from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
+from operator import is_
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy
 import torch
-import xxhash
 
 from cpsr.errors import NotResumableError
+from cpsr.hints.memory import memory_text
 from cpsr.hints.positions import is_iterator
-from cpsr.hints.stateful import CONSTANTS, code_of, is_stateful
-from cpsr.hints.values import GENERATORS
+from cpsr.hints.stateful import (
+    CONSTANTS,
+    GENERATORS,
+    GLOBAL_GENERATORS,
+    code_of,
+    is_global_generator,
+    is_stateful,
+)
 
 __all__ = ["Used"]
 
@@ -36,6 +43,7 @@ _WRITTEN = (  # what never changes, and is written the same in every process
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
     *(typing.TypeVar, typing.ParamSpec, types.GenericAlias, types.UnionType),
 )
+_MISSING = object()
 _SKIPPED = ("_abc_impl",)  # of a class
 
 
@@ -54,7 +62,33 @@ class Used:
 
     def __init__(self, function: FunctionType) -> None:
         self._function = function
-        self.texts = _Walk(function).found
+        self._walks = [_Walk([function])]
+        self.texts = self._walks[0].found
+
+    def watch(self, given: Iterable[Any]) -> None:
+        """Watch the globals of functions that are arguments, as far as they can be described.
+
+        Args:
+            given: all objects of the arguments.
+        """
+        scopes: dict[int, list[FunctionType]] = {}
+        for one in given:
+            if isinstance(one, FunctionType):
+                scopes.setdefault(id(one.__globals__), []).append(one)
+        self._walks += [_Walk(functions, lenient=True) for functions in scopes.values()]
+
+    def values(self, rewritten: FunctionType) -> dict[str, Any]:
+        """What variables can be without that an argument holds it: by words for messages, alike in every process.
+
+        Args:
+            rewritten: the function that is run.
+        """
+        scope = self._function.__globals__
+        found = {f"the global '{name}'": scope[name] for name in sorted(self.texts) if name in scope}
+        codes = {name: one.__code__ for name, one in found.items() if isinstance(one, FunctionType)}
+        codes["the function"] = rewritten.__code__
+        found |= {f"the constants of {name}": tuple(_constants(code)) for name, code in codes.items()}
+        return found | {"the global random generators": GLOBAL_GENERATORS, "not a number": (math.nan, numpy.nan)}
 
     def require_unchanged(self) -> None:
         """Refuse globals that the call has changed: a later one would begin without the change.
@@ -62,21 +96,63 @@ class Used:
         Raises:
             NotResumableError: names it.
         """
-        now = _Walk(self._function).found
-        for name in [*self.texts, *now]:
-            if now.get(name) != self.texts.get(name):
-                raise NotResumableError(
-                    f"the call has changed the global '{name}', of which no checkpoint has the content: pass it as an "
-                    "argument"
-                )
+        for place, walk in enumerate(self._walks):
+            if walk.is_unchanged():
+                continue
+            self._walks[place] = again = walk.again()
+            before, now = walk.found, again.found
+            for name in [*before, *now]:
+                if now.get(name) != before.get(name):
+                    raise NotResumableError(
+                        f"the call has changed the global '{name}', of which no checkpoint has the content: pass it as "
+                        "an argument"
+                    )
 
 
 class _Walk:
-    def __init__(self, function: FunctionType) -> None:
-        self._scope, self._inside = function.__globals__, {id(function)}
-        self._user = function
+    """Describes what functions of one module name, by text.
+
+    Args:
+        functions: of the module.
+        lenient: what cannot be described is known by what it is.
+    """
+
+    def __init__(self, functions: Sequence[FunctionType], *, lenient: bool = False) -> None:
+        self._functions, self._lenient = functions, lenient
+        self._scope, self._inside = functions[0].__globals__, set(map(id, functions))
+        self._user = functions[0]
+        self._watched: list[tuple[Any, list[Any]]] = []  # everything that may change, and what it held
+        self._hashed: list[tuple[Any, Any]] = []  # the same of memory
         self.found: dict[str, str] = {}
-        self._globals_of(function)
+        for function in functions:
+            self._watch(function)
+            try:
+                self._globals_of(function)
+            except RecursionError:
+                raise self._too_deep(function) from None
+        self._values = {name: self._scope.get(name, _MISSING) for name in self.found}
+
+    def again(self) -> "_Walk":
+        """The same, as it is now."""
+        return _Walk(self._functions, lenient=self._lenient)
+
+    def is_unchanged(self) -> bool:
+        """Whether everything holds the very objects that it held; if not it may still be equal."""
+        return (
+            all(self._scope.get(name, _MISSING) is value for name, value in self._values.items())
+            and all(_same_objects(_held(value), before) for value, before in self._watched)
+            and all(memory_text(value) == before for value, before in self._hashed)
+        )
+
+    def _watch(self, value: Any) -> None:
+        self._watched.append((value, _held(value)))
+
+    def _too_deep(self, function: FunctionType) -> NotResumableError:
+        code = function.__code__
+        return NotResumableError(
+            f"{code.co_filename}:{code.co_firstlineno}: {function.__qualname__} uses a global with values too deep "
+            "within each other to be described: pass it as an argument. Nothing was run"
+        )
 
     def _globals_of(self, function: FunctionType) -> None:
         user, self._user = self._user, function
@@ -88,9 +164,11 @@ class _Walk:
             self.found[name] = repr(text)
         self._user = user
 
-    def _refused(self, name: str, value: Any) -> NotResumableError:
+    def _unknown(self, name: str, value: Any) -> Any:
+        if self._lenient:
+            return f"{type(value).__qualname__} {id(value)}"
         code = self._user.__code__
-        return NotResumableError(
+        raise NotResumableError(
             f"{code.co_filename}:{code.co_firstlineno}: {self._user.__qualname__} uses the global '{name}', a "
             f"{type(value).__name__}, whose state no checkpoint has: pass it as an argument, or let a function with "
             "functools.cache make it if it never changes. Nothing was run"
@@ -102,9 +180,12 @@ class _Walk:
             return "object" if kind is object else f"{kind.__name__} {value!r}"
         if isinstance(value, types.ModuleType | logging.Logger):
             return f"{kind.__name__} {getattr(value, '__name__', None) or getattr(value, 'name', '')}"
+        if is_global_generator(value):  # every checkpoint has its state
+            return f"the global {kind.__name__}"
         if id(value) in self._inside:
             return "within itself"
         self._inside.add(id(value))
+        self._watch(value)
         try:
             return [kind.__qualname__, self._called(value, name) if callable(value) else self._content(value, name)]
         finally:
@@ -152,7 +233,7 @@ class _Walk:
         trained = isinstance(value, torch.Tensor) and value.requires_grad
         moves = isinstance(value, GENERATORS) or is_iterator(value) or hasattr(value, "__next__")
         if trained or moves or is_stateful(value):
-            raise self._refused(name, value)
+            return self._unknown(name, value)
         if isinstance(value, list | tuple | deque):
             return [self._text(one, name) for one in value]
         if isinstance(value, set | frozenset):
@@ -161,16 +242,17 @@ class _Walk:
             return [[self._text(key, name), self._text(one, f"{name}[{key!s:.40}]")] for key, one in value.items()]
         if isinstance(value, enum.Enum):
             return f"{value.name} {value.value!r}"
-        if (memory := _memory(value)) is not None:
+        if (memory := memory_text(value)) is not None:
+            self._hashed.append((value, memory))
             return memory
         own = type(value).__module__ == self._scope.get("__name__")
         if own or is_dataclass(value) or isinstance(value, Namespace | types.SimpleNamespace):
-            slots = [key for one in type(value).__mro__ for key in _as_tuple(getattr(one, "__slots__", ()))]
-            state = {key: getattr(value, key) for key in slots if hasattr(value, key)} | getattr(value, "__dict__", {})
+            slots = {key: getattr(value, key) for key in _slots(type(value)) if hasattr(value, key)}
+            state = slots | getattr(value, "__dict__", {})
             state = {key: one for key, one in state.items() if not key.startswith("__")}
             parts = [[key, self._text(one, f"{name}.{key}")] for key, one in state.items()]
             return [parts, self._text(type(value), name)]
-        raise self._refused(name, value)
+        return self._unknown(name, value)
 
 
 def _parts(key: str, value: Any) -> Iterator[Any]:
@@ -187,20 +269,39 @@ def _parts(key: str, value: Any) -> Iterator[Any]:
             yield value
 
 
-def _memory(value: Any) -> Any:
-    """Kind, shape and hash of a tensor, an array or bytes; None for anything else."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
-        bits = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return [str(value.dtype), list(value.shape), xxhash.xxh3_128(bits.numpy().data).hexdigest()]
-    if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        return [value.dtype.str, list(value.shape), xxhash.xxh3_128(value.tobytes()).hexdigest()]
-    if isinstance(value, bytearray | memoryview | array):
-        return xxhash.xxh3_128(bytes(value)).hexdigest()
-    return None
-
-
 def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _held(value: Any) -> list[Any]:
+    """What an object holds and may come to hold others for."""
+    if isinstance(value, FunctionType):
+        cells = [one.cell_contents for one in value.__closure__ or ()]
+        defaults = value.__kwdefaults__ or {}
+        return [value.__code__, value.__defaults__, *defaults, *defaults.values(), *cells]
+    if isinstance(value, list | tuple | deque | set | frozenset):
+        return list(value)
+    if isinstance(value, dict | types.MappingProxyType):
+        return [*value, *value.values()]
+    slots = [getattr(value, key, None) for key in _slots(type(value))]
+    state = getattr(value, "__dict__", {})
+    return [*slots, *state, *state.values()]
+
+
+def _slots(kind: type) -> list[str]:
+    return [key for one in kind.__mro__ for key in _as_tuple(getattr(one, "__slots__", ()))]
+
+
+def _same_objects(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _constants(code: CodeType) -> Iterator[Any]:
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _constants(one)
+        else:
+            yield one
 
 
 @functools.lru_cache(maxsize=1024)

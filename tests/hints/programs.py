@@ -10,20 +10,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
 import torch
 
 from cpsr.errors import NotResumableError
+from cpsr.hints.arguments import read_arguments
 from cpsr.hints.call import Call
 from cpsr.hints.liveness import live_variables
 from cpsr.hints.pace import Pace
 from cpsr.hints.refusals import refuse_live
 from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import read_source
-from cpsr.hints.values import read_arguments
+from cpsr.hints.used import Used
 from cpsr.state.codec import decode, encode
 
 HEAD = """
@@ -91,7 +92,7 @@ class InMemory:
 class Program:
     """A function with hints, every one of which is a checkpoint."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: FunctionType) -> None:
         self.plain = function
         self.source = read_source(function)
         self.live = live_variables(self.source)
@@ -99,7 +100,7 @@ class Program:
         self.written = rewritten(self.source, self.live.everywhere)
 
     def call(self, arguments: dict[str, Any], keeper: InMemory, saved: Any = None) -> Any:
-        known = read_arguments(arguments)
+        known = read_arguments(arguments, Used(self.plain).values(self.written))
         pace = Pace(math.inf, [], len(self.source.hints), 0.0)
         call = Call(self.source, self.live, known, keeper, pace, saved)
         return self.written(call, **arguments)

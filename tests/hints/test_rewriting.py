@@ -129,6 +129,27 @@ def test_a_list_that_grows_while_it_is_gone_over(tmp_path: Path) -> None:
     assert run(tmp_path, text, xs="[5, 4]") == 7
 
 
+@pytest.mark.parametrize("over", ["xs", "reversed(xs)", "enumerate(xs)", "zip(xs, reversed(xs))", "zip(xs, range(9))"])
+@pytest.mark.parametrize("change", ["xs.clear()", "xs *= 0; xs += [7]", "del xs[1:]", "del xs[:2]", "xs.pop()"])
+def test_a_list_that_is_emptied_and_filled_again_while_it_is_gone_over(tmp_path: Path, over: str, change: str) -> None:
+    text = f"""
+    def f(xs):
+        out = []
+        for x in {over}:
+            out.append(x)
+            hint()
+            if len(out) == 3:
+                {change}
+                hint()
+                xs += [len(out), 8, 9, 10, 11, 12, 13]
+                hint()
+                xs.pop(0)
+                hint()
+        return out, xs
+    """
+    assert run(tmp_path, text, xs="[1, 2, 3, 4, 5]") >= 6
+
+
 def test_a_mapping_whose_values_change_while_it_is_gone_over(tmp_path: Path) -> None:
     text = """
     def f(d):
@@ -384,3 +405,45 @@ def test_a_kill_runs_no_finally(tmp_path: Path) -> None:
         return out
     """
     assert run(tmp_path, text, out="[]") == 2
+
+
+def test_values_stay_the_very_objects_that_they_are(tmp_path: Path) -> None:
+    """Those of the program, of its module and of its arguments; `in` asks for them first."""
+    text = """
+    MISSING, PAIR, TABLE = float("nan"), (1, ["x"]), [[1], [2]]
+    def pair():
+        return "a pair", 2.5
+    def f(rows, key):
+        seen, mine, again = [MISSING, math.nan, rows[0], float("nan")], PAIR, pair()
+        last, text, row = seen[-1], "some text", TABLE[1]
+        for i in range(2):
+            hint()
+            rows.append(row)
+        flags = [MISSING in seen, math.nan in seen, rows[0] in seen, last in seen, mine is PAIR, again is pair()]
+        return flags, text is "some text", row is TABLE[1], mine[1] is PAIR[1], key is rows[1], again[0] is pair()[0]
+    """
+    module = module_of(tmp_path, textwrap.dedent(text))
+
+    def given() -> dict[str, object]:
+        key = ("k", float("nan"))
+        return {"rows": [float("nan"), key], "key": key}
+
+    assert Program(module.f).interrupted(given) == 2
+    assert module.f(**given()) == ([True] * 6, *[True] * 5)
+
+
+def test_global_random_generators_by_another_name(tmp_path: Path) -> None:
+    """Drawn from as an argument, as a variable, and by the functions of their modules."""
+    text = """
+    from random import random as draw
+    def f(own, functions):
+        mine, his, out = torch.default_generator, random._inst, []
+        arrays = numpy.random.mtrand._rand
+        for i in range(3):
+            out += [float(torch.rand(1, generator=mine)), his.random(), float(arrays.rand()), draw()]
+            hint()
+            out += [float(torch.rand(1)), random.random(), float(numpy.random.rand()), own[0].random()]
+            out += [float(one()) for one in functions]
+        return out, own[0] is his
+    """
+    assert run(tmp_path, text, own="[random._inst]", functions="[random.random, numpy.random.rand]") == 3

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from cpsr.errors import NotResumableError
 from cpsr.hints.used import Used
@@ -90,6 +91,34 @@ def test_a_global_that_a_helper_changes_is_refused(tmp_path: Path, kind: str) ->
     module.f()
     with pytest.raises(NotResumableError, match="the call has changed the global 'N"):
         used.require_unchanged()
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_global_that_an_argument_changes_is_refused(tmp_path: Path, kind: str) -> None:
+    """A function of another module."""
+    module = module_of(tmp_path, CHANGED[kind] + "\nS = torch.Generator()\ndef f():\n    S\n    g()\n    return 1")
+    used = Used(module_of(tmp_path, "def f(g): g()").f)
+    used.watch([3, module.f, torch.nn.functional.cross_entropy])
+    used.require_unchanged()
+    module.f()
+    with pytest.raises(NotResumableError, match="the call has changed the global 'N"):
+        used.require_unchanged()
+
+
+def test_a_global_that_is_replaced_by_an_equal_one_is_unchanged(tmp_path: Path) -> None:
+    module = module_of(tmp_path, "N, M = [1.5], {'a': [2.5]}\ndef f():\n    return N, M")
+    used = Used(module.f)
+    vars(module)["N"], module.M["a"] = [float("1.5")], [float("2.5")]
+    used.require_unchanged()
+    module.M["a"].append(1)
+    with pytest.raises(NotResumableError, match="the call has changed the global 'M"):
+        used.require_unchanged()
+
+
+def test_a_global_that_is_too_deep_is_refused(tmp_path: Path) -> None:
+    module = module_of(tmp_path, "N = []\nfor _ in range(9999):\n    N = [N]\ndef f():\n    return N")
+    with pytest.raises(NotResumableError, match="f uses a global with values too deep"):
+        Used(module.f)
 
 
 @pytest.mark.parametrize(
