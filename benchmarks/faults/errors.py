@@ -15,7 +15,7 @@ from cpsr.benchmarks.faults.stage import Stage
 from cpsr.benchmarks.faults.tracing import NO_LINKS, READING, Call
 from cpsr.config import CheckpointConfig
 
-__all__ = ["FAULTS", "LINK_FAULTS", "Fault", "inject_everywhere", "judge_saves", "save_all"]
+__all__ = ["FAULTS", "LINK_FAULTS", "Fault", "first_save", "inject_everywhere", "judge_saves", "save_all"]
 
 HANDED_OVER_SECONDS = 5.0  # a copy of a few kilobytes, also where other processes take turns; no waiting for a disk
 MISSED = "the save ended before that call"
@@ -112,7 +112,7 @@ def inject_everywhere(fault: Fault, directory: Path, every: int = 1, saves: Save
     always = [NO_LINKS] if fault.no_links else []
     stage.traced(work, always, reading=True)
     calls = stage.calls()
-    for call in _first_save(calls, fault, saves)[::every]:
+    for call in first_save(calls, fault, saves)[::every]:
         status, notes = stage.traced(work, [*always, *_injections(fault, call, calls)], reading=True)
         if stage.injected(besides="linkat" if fault.no_links else None):
             yield judge_saves(saves, stage, fault, str(call), status, notes)
@@ -165,10 +165,15 @@ def _ending(notes: dict[str, Any], save: int) -> tuple[str, str]:
     return outcomes[0][1], outcomes[0][2]
 
 
-def _first_save(calls: Sequence[Call], fault: Fault, saves: Saves) -> list[Call]:
-    """The calls of the first save that the fault can befall: those until the second one's directory is touched."""
+def first_save(calls: Sequence[Call], fault: Fault, saves: Saves) -> list[Call]:
+    """The calls of the first save that the fault can befall: those until the second one begins.
+
+    It looks first whether its life is still the newest, then at its directory.
+    """
     second = f"step-{saves.iterations[1]:010d}"
     end = next(place for place, call in enumerate(calls) if second in call.arguments)
+    while calls[end - 1].file == "progress":
+        end -= 1
     return [call for call in calls[:end] if call.name in fault.calls and call.changes != fault.reads]
 
 

@@ -18,7 +18,8 @@ from cpsr.errors import ConfigError, CPSRError
 __all__ = ["app", "main"]
 
 FAILED = 2
-EXTRAS = {"matplotlib": "plots"}  # module -> extra of this package that brings it
+# Module -> extra of this package that brings it.
+EXTRAS = {"matplotlib": "plots", "sklearn": "bench", "torchdata": "bench"}
 
 PLAN_HELP = """Plan when a described job takes checkpoints, what that costs, and what other rules would choose.
 

@@ -319,6 +319,13 @@ class _Standing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Torch's own; at ZeRO 0 in fp32 DeepSpeed has no wrapper around it."""
+        bare = isinstance(self._optimizer, torch.optim.Optimizer)
+        inner: torch.optim.Optimizer = self._optimizer if bare else self._optimizer.optimizer
+        return inner
+
     def step(self, *_: Any, **__: Any) -> None:
         """Nothing."""
 

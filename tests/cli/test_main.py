@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.commands import cpsr
 
-NO_MATPLOTLIB = "import sys; sys.modules['matplotlib'] = None"
+WITHOUT = "import sys; sys.modules[{!r}] = None"
 SIMULATION = """
 iteration_seconds: 3.0
 checkpoint: {stall_seconds: 4, persist_seconds: 60}
@@ -66,21 +66,29 @@ def test_a_missing_option_is_a_usage_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["demo"], ["bench", "plan"], ["simulate", "--spec", "SPEC", "--json", "out.json"]],
-    ids=lambda arguments: arguments[0],
+    ("module", "extra", "arguments"),
+    [
+        ("matplotlib", "plots", ["demo"]),
+        ("matplotlib", "plots", ["bench", "plan"]),
+        ("matplotlib", "plots", ["simulate", "--spec", "SPEC", "--json", "out.json"]),
+        ("sklearn", "bench", ["bench", "recovery", "--quick"]),
+        ("sklearn", "bench", ["bench", "hints"]),
+        ("torchdata", "bench", ["bench", "loader"]),
+    ],
 )
-def test_what_draws_names_the_extra_before_it_does_anything(tmp_path: Path, arguments: list[str]) -> None:
+def test_what_needs_an_extra_names_it_before_it_does_anything(
+    tmp_path: Path, module: str, extra: str, arguments: list[str]
+) -> None:
     spec = tmp_path / "simulation.yaml"
     spec.write_text(SIMULATION)
     given = [str(spec) if one == "SPEC" else one for one in arguments]
-    code = f"{NO_MATPLOTLIB}; sys.argv = ['cpsr', *{given!r}]; from cpsr.cli.main import main; main()"
+    code = f"{WITHOUT.format(module)}; sys.argv = ['cpsr', *{given!r}]; from cpsr.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
     )
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("cpsr: this command needs matplotlib")
-    assert "pip install 'cpsr[plots]'" in done.stderr
+    assert done.stderr.startswith(f"cpsr: this command needs {module}")
+    assert f"pip install 'cpsr[{extra}]'" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == [spec.name]
 
 
@@ -88,5 +96,5 @@ def test_a_simulation_without_a_plot_needs_no_extra(tmp_path: Path) -> None:
     spec = tmp_path / "simulation.yaml"
     spec.write_text(SIMULATION)
     given = ["simulate", "--spec", str(spec)]
-    code = f"{NO_MATPLOTLIB}; sys.argv = ['cpsr', *{given!r}]; from cpsr.cli.main import main; main()"
+    code = f"{WITHOUT.format('matplotlib')}; sys.argv = ['cpsr', *{given!r}]; from cpsr.cli.main import main; main()"
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)

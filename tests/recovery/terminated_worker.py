@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import cpsr.checkpoint.rank_part as part_module
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.demo.ranks import join_ranks
-from tests.device import DEVICE, ON_CUDA, compute_exactly
+from tests.device import DEVICE, compute_exactly
 
 ITEMS, BATCH, FEATURES, WIDTH = 64, 4, 6, 16
 AFTER = 6  # iterations are complete when the moment comes, but where it is the first step
@@ -179,8 +179,7 @@ class Job:
     def in_deepspeed(self, optimizer: torch.optim.Optimizer) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         import deepspeed
 
-        if ON_CUDA:  # two ranks on one GPU; on the CPU DeepSpeed joins them by itself
-            join_ranks()
+        join_ranks()  # DeepSpeed by itself would compile a kernel into a folder that all jobs of the user share
         config = {
             "train_micro_batch_size_per_gpu": BATCH,
             "zero_optimization": {"stage": 1},

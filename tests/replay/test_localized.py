@@ -73,6 +73,7 @@ def left_by(job: Job, rank: int, *kinds: str) -> list[MemoryState]:
         pytest.param(
             3, {"precision": "fp16", "zero": 0}, {2: 23}, "stages 0, 1 ", id="the last one, after an overflow"
         ),
+        pytest.param(2, {"stages": 2, "zero": 0}, {0: 23}, "stages 1 ", id="the first one, a plain optimizer at rest"),
         pytest.param(3, {"precision": "bf16"}, {0: 24}, "stages 1, 2 ", marks=pytest.mark.slow, id="the first one"),
         pytest.param(4, {"stages": 2, "precision": "bf16"}, {3: 21}, "stages 0 ", id="two ranks of a stage"),
         pytest.param(
