@@ -34,4 +34,6 @@ myst_enable_extensions = ["colon_fence"]
 
 default_role = "code"  # docstrings say `name`
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # names of defaults, not what they hold
+python_use_unqualified_type_names = True
 maximum_signature_line_length = 88

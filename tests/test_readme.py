@@ -41,6 +41,7 @@ def launched(page: str, folder: Path) -> Launched:
         ("README.md", 400, 2800),
         pytest.param("docs/start.md", 400, 8400, marks=pytest.mark.slow),
         pytest.param("docs/pipelines.md", 300, 600, marks=pytest.mark.slow),
+        pytest.param("docs/engines.md", 300, 1600, marks=pytest.mark.slow),
     ],
 )
 def test_the_program_comes_back_from_a_kill(tmp_path: Path, page: str, killed_at: int, last: int) -> None:

@@ -45,8 +45,9 @@ def text() -> str:
 
 
 def _sign(app: Sphinx, what: str, name: str, value: object, *_: object) -> tuple[str, str] | None:
-    """A model of the configuration shows no arguments: docs/configuration.md has its keys."""
-    return ("(...)", "") if what == "class" and isinstance(value, type) and issubclass(value, BaseModel) else None
+    """No arguments where they stand elsewhere: keys in docs/configuration.md, attributes with their types below."""
+    told = isinstance(value, type) and (issubclass(value, BaseModel) or value.__name__ == "MixtureOfExperts")
+    return ("(...)", "") if what == "class" and told else None
 
 
 def internal(name: str, value: object) -> bool:
