@@ -14,10 +14,10 @@ from typing import Literal
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory_removal import remove_memory_states
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of
 from cpsr.checkpoint.owner import OWNER_NAME, Owner, owner_of
 
-__all__ = ["HeldRun", "free_orphans", "free_run", "runs_in_memory"]
+__all__ = ["HeldRun", "copied_from", "free_orphans", "free_run", "runs_in_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,21 @@ def free_run(run_id: str, directory: Path = SHARED_MEMORY) -> int:
         _lock(paths, locked)  # no process can begin to use them now
         remove_memory_states(run_id, directory)
     return size
+
+
+def copied_from(run_id: str, run_dir: Path, directory: Path = SHARED_MEMORY) -> Path | None:
+    """The directory to which a run's files in this machine's memory belong, where that is not `run_dir`.
+
+    Both have the identity of the run, as one that was copied. None where there are no such files, or that is unclear.
+    """
+    owner = owner_of(run_id, directory)
+    if owner is None or owner.run_dir == run_dir.resolve() or next(files_of(run_id, directory), None) is None:
+        return None
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(owner.is_beside(run_dir)), name="cpsr-copied", daemon=True)
+    thread.start()
+    thread.join(LOOK_SECONDS)
+    return owner.run_dir if any(found) else None
 
 
 _UNKNOWN: tuple[Standing, str] = "unknown", "an older version of CPSR has left it, which did not say whose it is"

@@ -75,6 +75,21 @@ class Owner:
         other = self.run_dir.parent if parent != self.parent else self.run_dir
         return "unclear", f"{other} is another directory than it was: a disk is not mounted now, or in a container"
 
+    def is_beside(self, run_dir: Path) -> bool:
+        """Whether its run directory is there and another one than this, as that of which this is a copy.
+
+        One directory has the same inode under each path, also where a mount gives it another device. Waits for a file
+        system that hangs.
+        """
+        try:
+            if self.look()[0] != "there":
+                return False
+            return any(
+                (self.run_dir / name).stat().st_ino != (run_dir / name).stat().st_ino for name in (".", IDENTITY)
+            )
+        except OSError:
+            return False
+
     def _is_removed(self) -> bool:
         """Whether the nearest existing ancestor is the recorded one, with no mount between."""
         if not self._is_entry(None):

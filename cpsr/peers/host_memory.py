@@ -7,13 +7,13 @@ from pathlib import Path
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import remove_unused, room_in_memory
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
-from cpsr.checkpoint.orphans import free_orphans
+from cpsr.checkpoint.orphans import copied_from, free_orphans
 from cpsr.checkpoint.owner import mark_owner
 from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tiers import Source
-from cpsr.errors import CheckpointError, RecoveryError
+from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.job import Job
 from cpsr.peers.fetch import fetched_path
 from cpsr.peers.replicator import OwnBuffers, Replicator
@@ -32,7 +32,19 @@ def claim_memory(run: RunDirectory, group: Group, *, shared: bool) -> None:
         run: that is about to take memory.
         group: the ranks.
         shared: whether its buffers are to lie in shared memory.
+
+    Raises:
+        RunMismatchError: states there are of the directory of which this one is a copy.
     """
+    original = None
+    if group.rank == run.local_ranks[0]:
+        original = copied_from(run.run_id, run.path)
+    if found := [one for one in group.gather(None if original is None else str(original)) if one is not None]:
+        raise RunMismatchError(
+            f"{run.path} is a copy of {found[0]}, of which states are in the memory of a machine of this job: it would "
+            f"go on from them, and overwrite them. Nothing was trained. Go on in {found[0]}; where that run has ended, "
+            f"`cpsr release {found[0]}` on each machine frees its memory, and the copy goes on from its checkpoints"
+        )
     if group.rank == run.local_ranks[0]:
         try:
             for orphan in free_orphans():

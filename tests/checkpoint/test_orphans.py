@@ -14,7 +14,7 @@ import pytest
 from cpsr.checkpoint import orphans
 from cpsr.checkpoint.file_lock import FileInUseError
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.orphans import free_orphans, free_run, runs_in_memory
+from cpsr.checkpoint.orphans import copied_from, free_orphans, free_run, runs_in_memory
 from cpsr.checkpoint.owner import Owner, mark_owner, owner_of, owner_path
 
 BUFFER_BYTES = 10_000
@@ -289,3 +289,17 @@ def test_the_owner_file_is_for_its_user_alone_and_written_anew(memory: Path, run
     mark_owner("0123abcd", run_dir / ".." / "first", "node-2", memory)
     assert owner_path("0123abcd", memory).stat().st_mode & 0o777 == 0o600
     assert (owner_in(memory).run_dir, owner_in(memory).node) == (run_dir, "node-2")
+
+
+def test_a_copy_is_told_from_the_directory_that_the_memory_belongs_to(memory: Path, run_dir: Path) -> None:
+    copy, link, moved = (run_dir.with_name(name) for name in ("copy", "link", "moved"))
+    shutil.copytree(run_dir, copy)
+    link.symlink_to(run_dir)
+    mark_owner("0123abcd", run_dir, "node-1", memory)
+    assert copied_from("0123abcd", copy, memory) is None, "nothing of it is in memory"
+    dead(memory, "0123abcd", run_dir)
+    assert copied_from("0123abcd", copy, memory) == run_dir
+    assert [copied_from("0123abcd", one, memory) for one in (run_dir, link)] == [None, None]
+    assert copied_from("of another", copy, memory) is None
+    run_dir.rename(moved)
+    assert [copied_from("0123abcd", one, memory) for one in (moved, copy)] == [None, None]

@@ -18,6 +18,7 @@ from cpsr.checkpoint.memory_states import SHARED_MEMORY, memory_states
 from cpsr.checkpoint.owner import owner_of
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.run_directory import IDENTITY
+from cpsr.errors import RunMismatchError
 from cpsr.journal.reader import JournalReader
 from cpsr.service.plan import plan_of
 from tests.committed import wait_until_committed
@@ -257,6 +258,34 @@ def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path) -> 
     life(27, "auto", crash=False)
     assert scan(tmp_path / "checkpoints").checkpoints[-1].label == "predicted"
     remove_memory_states(run_id_of(tmp_path))
+
+
+def test_a_copy_of_a_run_directory_does_not_go_on_from_the_memory_of_the_original(tmp_path: Path) -> None:
+    """The state there is of a later step than the copy, and would be lost to the original."""
+    original, copy = tmp_path / "run", tmp_path / "copy"
+    own = config(original, checkpoint=IN_MEMORY["checkpoint"])
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, own) as recovery:
+        train(recovery, loop, 8)
+    shutil.copytree(original, copy)
+    loop = Loop()
+    with contextlib.suppress(CrashError), CPSRRecovery(loop.adapter, own) as recovery:
+        train(recovery, loop, 12, crash=True)
+    left = files_of(run_id_of(original))
+    loop = Loop()
+    with (
+        pytest.raises(RunMismatchError, match=rf"{copy} is a copy of {original}, of which states are in the memory"),
+        CPSRRecovery(loop.adapter, config(copy, checkpoint=IN_MEMORY["checkpoint"])) as recovery,
+    ):
+        raise AssertionError(f"begun at {recovery.restored}")
+    assert files_of(run_id_of(original)) == left
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, own) as recovery:
+        assert recovery.iteration == 11, "a snapshot in memory"
+        train(recovery, loop, 13)
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, config(copy, checkpoint=IN_MEMORY["checkpoint"])) as recovery:
+        assert recovery.iteration == 8
 
 
 def crashed(run_dir: Path, **settings: object) -> str:
