@@ -1,4 +1,4 @@
-"""Wrapping methods of one instance, and taking the wrappers off again without a trace."""
+"""Wrapping methods of one instance, and taking the wrappers off again without a trace; no copy of it is watched."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hooks", "StepHooks"]
+__all__ = ["Hooks", "ModuleHook", "StepHooks"]
 
 _ABSENT = object()  # the instance had no attribute of its own: the class's method was visible
 
@@ -62,7 +62,13 @@ class Hooks:
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             return wrapper(lambda *a, **k: original(self, *a, **k), *args, **kwargs)
 
-        namespace = {name: wrapped, "__module__": original_class.__module__}
+        def reduced(self: Any, protocol: Any) -> Any:
+            """How it is copied and pickled: as an instance of its own class."""
+            reduce: Callable[..., Any] = original_class.__reduce_ex__
+            _, (_, *more), *state = reduce(self, max(2, int(protocol)))
+            return object.__new__, (original_class, *more), *state
+
+        namespace = {name: wrapped, "__reduce_ex__": reduced, "__module__": original_class.__module__}
         instance.__class__ = type(original_class.__name__, (original_class,), namespace)
 
         def undo() -> None:
@@ -74,6 +80,26 @@ class Hooks:
         """Remove everything, the last one first."""
         while self._undo:
             self._undo.pop()()
+
+
+class ModuleHook:
+    """A forward hook of a module. In a copy of the module, also a pickled one, it does nothing.
+
+    A loop copies its module for an average of the weights. Without this it would copy, with the hook, the whole run.
+
+    Args:
+        act: what the hook does; None: nothing.
+    """
+
+    def __init__(self, act: Callable[..., Any] | None = None) -> None:
+        self._act = act
+
+    def __call__(self, *given: Any) -> Any:
+        """What torch calls."""
+        return None if self._act is None else self._act(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, ()
 
 
 class StepHooks:

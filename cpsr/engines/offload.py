@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from cpsr.config import EnginesConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.fully_sharded import FullySharded
+from cpsr.engines.hooks import ModuleHook
 from cpsr.engines.sharded import local
 from cpsr.errors import ConfigError
 
@@ -113,8 +114,8 @@ class ActivationOffload:
     def __enter__(self) -> "ActivationOffload":
         """Install the hooks on the module."""
         self._handles = [
-            self._module.register_forward_pre_hook(self._before, prepend=True),
-            self._module.register_forward_hook(self._after, always_call=True),  # also after an exception
+            self._module.register_forward_pre_hook(ModuleHook(self._before), prepend=True),
+            self._module.register_forward_hook(ModuleHook(self._after), always_call=True),  # also after an exception
         ]
         return self
 

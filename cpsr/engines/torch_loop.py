@@ -8,7 +8,7 @@ import torch
 
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.evaluation import loss_of
-from cpsr.engines.hooks import Hooks, StepHooks
+from cpsr.engines.hooks import Hooks, ModuleHook, StepHooks
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["TorchLoop"]
@@ -54,8 +54,8 @@ class TorchLoop:
             raise RuntimeError("this adapter already has an observer; detach it first")
         self._observer = observer
         hooks = self._hooks
-        hooks.add(self._module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
-        hooks.add(self._module.register_forward_hook(self._after_forward))
+        hooks.add(self._module.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True))
+        hooks.add(self._module.register_forward_hook(ModuleHook(self._after_forward)))
         self._step_hooks = [
             StepHooks(one, self._before_optimizer_step, self._after_optimizer_step) for one in self._optimizers
         ]

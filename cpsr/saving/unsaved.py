@@ -60,6 +60,7 @@ class Unsaved:
         self._report = report
         self._candidates: list[tuple[weakref.ref[Any], _Uses]] | None = None
         self._done = False
+        self._versions = _versions(adapter) if isinstance(adapter, TorchAdapter) and adapter.iteration else {}
         self._hook = StepHooks(adapter.optimizers[0], self._before_step)
 
     def close(self) -> None:
@@ -84,6 +85,7 @@ class Unsaved:
             self._second_search(self._candidates)
 
     def _first_search(self) -> None:
+        self._warn_of_written()
         in_use = _alive(self._in_use)
         found = self._unsaved(in_use)
         self._candidates = [
@@ -91,6 +93,19 @@ class Unsaved:
         ]
         scalers = [self._description(one) for one in found if isinstance(one, torch.amp.GradScaler)]
         self._refuse_or_warn(scalers + self._marked(in_use), "this life has trained nothing yet")
+
+    def _warn_of_written(self) -> None:
+        """A script that loads weights by itself, after CPSR has restored its own, takes these away again."""
+        before, now = self._versions, _versions(self._adapter) if self._versions else {}
+        written = [name for name, version in before.items() if now.get(name, version) != version]
+        if written:
+            message = (
+                f"{len(written)} parameters (the first is {written[0]!r}) were written to after iteration "
+                f"{self._adapter.iteration} had been restored and before the first step. If the script loads or "
+                "initialises weights there, these have replaced the restored ones: do it before CPSRRecovery, or only "
+                "where recovery.iteration is 0. If they were put back, as after an evaluation, nothing is wrong"
+            )
+            self._report("weights written", message, self._adapter.iteration, logging.WARNING)
 
     def _second_search(self, candidates: "list[tuple[weakref.ref[Any], _Uses]]") -> None:
         alive = [(one, uses) for reference, uses in candidates if (one := reference()) is not None]
@@ -270,6 +285,12 @@ def _attributes(one: Any) -> Iterator[Any]:
         for slot in slots if "__slots__" in vars(kind) else ():
             with contextlib.suppress(AttributeError):  # a slot that was never set
                 yield slot.__get__(one, kind)
+
+
+def _versions(adapter: EngineAdapter) -> dict[str, int]:
+    """How often each parameter was changed in place."""
+    named = adapter.module.named_parameters()
+    return {name: one._version for name, one in named if not one.is_inference()}
 
 
 def _shapes(module: torch.nn.Module) -> list[torch.Size]:

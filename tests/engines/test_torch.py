@@ -2,12 +2,16 @@
 
 import copy
 import logging
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
+from cpsr import CPSRRecovery
 from cpsr.engines import TorchAdapter, adapt
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.qualify.conformance import BEFORE, run, seed
@@ -376,3 +380,40 @@ def test_plateau_schedule_is_left_and_logged(caplog: pytest.LogCaptureFixture) -
         assert adapter.skip_ahead(3) == [0.1, 0.1, 0.1]
     assert adapter.scalars()["schedule"] == before
     assert [record.message.split()[0] for record in caplog.records] == ["ReduceLROnPlateau"]
+
+
+def test_a_copy_of_what_is_watched_is_not_watched() -> None:
+    """As a loop makes it for an average of its weights."""
+    seed(1)
+    job, recorder = build("fp32", "adamw", "cosine"), Recorder()
+    job.adapter.attach(recorder)
+    run(job, 0, 1)
+    assert job.scheduler is not None
+    rates = job.scheduler.get_last_lr()
+    copies = [copy.deepcopy(job.called), pickle.loads(pickle.dumps(job.called))]
+    schedules = [copy.deepcopy(job.scheduler), pickle.loads(pickle.dumps(job.scheduler))]
+    recorder.events.clear()
+    for one in copies:
+        one(*token_batch(0, 0, 0))
+    for schedule in schedules:
+        assert type(schedule) is torch.optim.lr_scheduler.CosineAnnealingLR
+        schedule.step()
+    assert recorder.events == []
+    assert job.scheduler.get_last_lr() == rates
+    run(job, 1, 1)
+    assert recorder.steps() == [(2, True)]
+    job.adapter.detach()
+    assert not job.called._forward_pre_hooks
+    assert not job.called._forward_hooks
+
+
+def test_an_average_that_is_made_inside_of_a_run(tmp_path: Path) -> None:
+    seed(1)
+    job = build("fp32", "adamw", "cosine")
+    with CPSRRecovery(job.adapter, {"run_dir": tmp_path, "mode": "exact"}) as recovery:
+        run(job, 0, 1)
+        averaged = AveragedModel(job.called)
+        averaged.train()
+        averaged(*token_batch(0, 0, 0))
+        run(job, 1, 1)
+        assert recovery.iteration == 2

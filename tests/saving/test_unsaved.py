@@ -318,3 +318,33 @@ def test_nothing_else_is_found(kind: str, fused: bool) -> None:
     loop = Loop(fused)
     SAVED[kind](loop)
     assert loop.step() == []
+
+
+def first_step(iteration: int, between: Callable[[Loop], object]) -> list[str]:
+    """What is said of a loop that does something between the restore and its first step."""
+    loop, messages = Loop(), list[str]()
+    adapter = TorchAdapter(loop.module, loop.optimizer)
+    adapter.load_scalars({**adapter.scalars(), "iteration": iteration})
+    unsaved = Unsaved(adapter, list, False, lambda kind, message, *_: messages.append(message))
+    between(loop)
+    loop.module(torch.ones(4, 3)).sum().backward()
+    loop.optimizer.step()
+    loop.optimizer.step()
+    unsaved.close()
+    return messages
+
+
+def load_own_weights(loop: Loop) -> None:
+    loop.module.load_state_dict(Loop().module.state_dict())
+
+
+def test_weights_that_the_script_loads_after_the_restore_are_reported_once() -> None:
+    (message,) = first_step(40, load_own_weights)
+    assert message.startswith("4 parameters (the first is '0.weight') were written to after iteration 40 had been")
+
+
+@pytest.mark.parametrize(
+    ("iteration", "between"), [(0, load_own_weights), (40, lambda loop: loop.module(torch.ones(1, 3)))]
+)
+def test_a_run_that_begins_may_load_them(iteration: int, between: Callable[[Loop], object]) -> None:
+    assert first_step(iteration, between) == []

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.hooks import RemovableHandle
 
+from cpsr.engines.hooks import ModuleHook
 from cpsr.engines.moe.measures import Routed
 from cpsr.errors import UnsupportedEngineError
 
@@ -113,7 +114,7 @@ class HookedTokenCounts:
         self._open = _Sums()
         self._ended: list[tuple[int, _Sums]] = []
         self._handles: list[RemovableHandle] = [
-            layer.module.register_forward_hook(partial(self._after_forward, place))
+            layer.module.register_forward_hook(ModuleHook(partial(self._after_forward, place)))
             for place, layer in enumerate(self._layers)
             if layer.module is not None
         ]
