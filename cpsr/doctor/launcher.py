@@ -14,6 +14,7 @@ _SHUTDOWN_SECONDS = 30.0  # torchrun's, and `cpsr run`'s where the user has not 
 _KILL_SECONDS = 30.0  # Slurm's KillWait and Kubernetes' terminationGracePeriodSeconds, unless set otherwise
 _SHARE = 0.5  # of the time that may be needed: another step ends first, and disks are busy when all leave at once
 _ASKED_SECONDS = 120.0  # what is advised at least
+_SLURM = "after its time limit only `scontrol requeue` in the batch script continues the job (docs/recipes.md)"
 _RUN = "start the job with `cpsr run`"
 
 
@@ -77,12 +78,12 @@ def check_cluster(commit_seconds: float | None, environment: Mapping[str, str] =
     if "SLURM_JOB_ID" in environment:
         count = environment.get("SLURM_RESTART_COUNT", "0")
         text = f"job {environment['SLURM_JOB_ID']}, requeued {count} times; how early it sends SIGTERM is not visible"
-        advice = f"#SBATCH --signal=TERM@{asked:.0f} --requeue --open-mode=append, unless the job has them"
-        return _in_time("Slurm", text, advice, "KillWait of 30 s", commit_seconds)
+        advice = f"#SBATCH --signal=TERM@{asked:.0f} --requeue --open-mode=append, unless the job has them; {_SLURM}"
+        return _in_time("Slurm", text, advice, "KillWait, of 30 s unless the site has set it,", _SLURM, commit_seconds)
     if "KUBERNETES_SERVICE_HOST" in environment:
         advice = f"terminationGracePeriodSeconds: {asked:.0f}, unless the pod has more"
         text = "the grace period of the pod is not visible from inside"
-        return _in_time("Kubernetes", text, advice, "default of 30 s", commit_seconds)
+        return _in_time("Kubernetes", text, advice, "default of 30 s", "", commit_seconds)
     return None
 
 
@@ -108,13 +109,13 @@ def check_grace(
     return ok("grace", text, **figures)
 
 
-def _in_time(subject: str, text: str, advice: str, default: str, commit_seconds: float | None) -> Finding:
+def _in_time(subject: str, text: str, advice: str, default: str, more: str, commit_seconds: float | None) -> Finding:
     figures = {"commit_seconds": commit_seconds}
     if commit_seconds is None:
         return warning(subject, text, advice, **figures)
     text += f"; a checkpoint takes about {commit_seconds:.3g} s"
     if commit_seconds <= _SHARE * _KILL_SECONDS:
-        return ok(subject, f"{text}, for which the {default} suffices", **figures)
+        return ok(subject, f"{text}, for which the {default} suffices{'; ' if more else ''}{more}", **figures)
     return warning(subject, text, advice, **figures)
 
 

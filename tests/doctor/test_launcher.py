@@ -88,6 +88,7 @@ def test_what_a_cluster_must_be_told(environment: dict[str, str], subject: str, 
     soon = check_cluster(3.0, environment)
     assert soon is not None
     assert soon.level == "ok"
+    assert ("scontrol requeue" in soon.measured) == (subject == "Slurm")  # a commit in time does not continue the job
     unknown = check_cluster(None, environment)
     assert unknown is not None
     assert unknown.level == "warning"
