@@ -20,6 +20,8 @@ class Held:
     def __init__(self) -> None:
         self._collections: list[Collection[Any]] = []
         self._mappings: list[Mapping[Any, Any]] = []
+        self._full: list[Mapping[Any, Any]] = []
+        self._empty: list[Mapping[Any, Any]] = []
         self._functions: list[FunctionType] = []
         self._cells: list[CellType] = []
         self._others: list[Any] = []
@@ -42,20 +44,24 @@ class Held:
 
     def remember(self) -> None:
         """Take what they hold now as what they held."""
+        self._full = [one for one in self._mappings if one]
+        self._empty = [one for one in self._mappings if not one]
         self._before = self._now()
 
     def is_unchanged(self) -> bool:
         """Whether each holds the very objects that it held; if not they may still be equal."""
+        if any(self._empty):
+            return False
         (sizes, objects), (sizes_before, objects_before) = self._now(), self._before
         return sizes == sizes_before and all(map(is_, objects, objects_before))
 
     def _now(self) -> tuple[list[int], list[Any]]:
         others = [_parts(one) for one in self._others]
-        sizes = [*map(len, self._collections), *map(len, self._mappings), *map(len, others)]
+        sizes = [*map(len, self._collections), *map(len, self._full), *map(len, others)]
         objects = [
             *chain.from_iterable(self._collections),
-            *chain.from_iterable(self._mappings),
-            *chain.from_iterable(one.values() for one in self._mappings),
+            *chain.from_iterable(self._full),
+            *chain.from_iterable(one.values() for one in self._full),
             *chain.from_iterable(map(_OF_FUNCTION, self._functions)),
             *map(_OF_CELL, self._cells),
             *chain.from_iterable(others),
