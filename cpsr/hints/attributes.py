@@ -8,11 +8,12 @@ import numpy
 import torch
 from torch import nn
 
+from cpsr.hints.held import Held
 from cpsr.hints.memory import UnsavableError, memory_text
 from cpsr.hints.stateful import CONSTANTS, GENERATORS
 from cpsr.state.stateful import stateful
 
-__all__ = ["attributes_of", "require_same_attributes"]
+__all__ = ["Attributes"]
 
 _STATE = ("_parameters", "_buffers", "_modules", "training")
 _KNOWN_BY_ITSELF = (nn.Module, nn.Parameter, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -32,30 +33,66 @@ class _Itself:
     __hash__ = None  # type: ignore[assignment]
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """What a module or an optimizer holds beside its state, by name; of other objects nothing."""
-    if isinstance(value, nn.Module):
-        return {key: one for name, module in value.named_modules() for key, one in _of_module(name, module)}
-    if isinstance(value, torch.optim.Optimizer):
-        groups = [[_Itself(one) for one in group["params"]] for group in value.param_groups]
-        return {"param_groups": groups} | {key: _hooks(one) for key, one in vars(value).items() if "_hooks" in key}
-    return {}
+class Attributes:
+    """What a module or an optimizer holds beside its state when this is made; of other objects nothing.
 
-
-def require_same_attributes(value: Any, before: dict[str, Any]) -> None:
-    """Refuse what the call has changed beside the state: the caller's own object will not have it after a restart.
-
-    Raises:
-        UnsavableError: names the attribute.
+    Args:
+        value: the object.
     """
-    now = attributes_of(value)
-    if now == before:
-        return
-    name = next(name for name in [*before, *now] if name not in now or name not in before or now[name] != before[name])
-    raise UnsavableError(
-        f"the call has changed '{name}' of it, which is no part of its state: change it before the call, or keep it in "
-        "a variable"
-    )
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._modules = dict(value.named_modules()) if isinstance(value, nn.Module) else {}
+        self._held = Held()  # everything that can be replaced
+        self._changing: list[tuple[nn.Module, str, Any]] = []  # what may change more deeply, and its content
+        for module in self._modules.values():
+            self._held.add(vars(module))
+            for key, one in vars(module).items():
+                if key in ("_parameters", "_modules") or "_hooks" in key or _is_flat(one):
+                    self._held.add(one)
+                elif key not in _STATE and type(one) not in CONSTANTS:
+                    self._changing.append((module, key, _content(one, 0)))
+        self._held.remember()
+        self._layouts, self._described = self._layouts_now(), self._describe()
+
+    def require_same(self) -> None:
+        """Refuse what the call has changed: the caller's own object will not have it after a restart.
+
+        Raises:
+            UnsavableError: names the attribute.
+        """
+        same = self._held.is_unchanged() and self._layouts_now() == self._layouts
+        if same and all(_content(vars(module)[key], 0) == before for module, key, before in self._changing):
+            return
+        now, before = self._describe(), self._described
+        for name in [*before, *now]:
+            if name not in now or name not in before or now[name] != before[name]:
+                raise UnsavableError(
+                    f"the call has changed '{name}' of it, which is no part of its state: change it before the call, "
+                    "or keep it in a variable"
+                )
+        self._held.remember()  # it is in another mode, say
+
+    def _layouts_now(self) -> list[Any]:
+        if not self._modules:
+            return [_of_optimizer(self._value)]
+        parameters = [one for module in self._modules.values() for one in module._parameters.values()]
+        buffers = [one for module in self._modules.values() for one in module._buffers.items()]
+        types = list(map(type, self._modules.values()))
+        return [*types, *map(_layout, parameters), *map(_hooks_of, parameters), *((k, *_layout(b)) for k, b in buffers)]
+
+    def _describe(self) -> dict[str, Any]:
+        """The same by name."""
+        if not isinstance(self._value, nn.Module):
+            return _of_optimizer(self._value)
+        return {key: one for name, module in self._value.named_modules() for key, one in _of_module(name, module)}
+
+
+def _of_optimizer(value: Any) -> dict[str, Any]:
+    if not isinstance(value, torch.optim.Optimizer):
+        return {}
+    groups = [[_Itself(one) for one in group["params"]] for group in value.param_groups]
+    return {"param_groups": groups} | {key: _hooks(one) for key, one in vars(value).items() if "_hooks" in key}
 
 
 def _of_module(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -66,10 +103,21 @@ def _of_module(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if key not in _STATE and not ("_hooks" in key and not one):
             yield prefix + key, _hooks(one) if "_hooks" in key else _content(one, 0)
     for key, parameter in module._parameters.items():
-        hooks = parameter is not None and (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        yield prefix + key, [_Itself(parameter), *_layout(parameter), *map(_hooks, hooks or ())]
+        yield prefix + key, [_Itself(parameter), *_layout(parameter), *_hooks_of(parameter)]
     for key, buffer in module._buffers.items():
         yield prefix + key, _layout(buffer)
+
+
+def _hooks_of(parameter: Any) -> list[Any]:
+    if parameter is None:
+        return []
+    hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return [_hooks(one) for one in hooks if one]
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether it holds constants alone."""
+    return type(value) in (list, tuple, set) and all(type(one) in CONSTANTS for one in value)
 
 
 def _layout(value: torch.Tensor | None) -> list[Any]:

@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import is_dataclass
+from itertools import repeat
 from operator import is_
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,6 +26,7 @@ import numpy
 import torch
 
 from cpsr.errors import NotResumableError
+from cpsr.hints.held import Held, slots_of
 from cpsr.hints.memory import memory_text
 from cpsr.hints.positions import is_iterator
 from cpsr.hints.stateful import (
@@ -121,16 +123,17 @@ class _Walk:
         self._functions, self._lenient = functions, lenient
         self._scope, self._inside = functions[0].__globals__, set(map(id, functions))
         self._user = functions[0]
-        self._watched: list[tuple[Any, list[Any]]] = []  # everything that may change, and what it held
-        self._hashed: list[tuple[Any, Any]] = []  # the same of memory
+        self._held = Held()  # everything that may change
+        self._hashed: list[tuple[Any, Any]] = []  # memory, and its hash
         self.found: dict[str, str] = {}
         for function in functions:
-            self._watch(function)
+            self._held.add(function)
             try:
                 self._globals_of(function)
             except RecursionError:
                 raise self._too_deep(function) from None
-        self._values = {name: self._scope.get(name, _MISSING) for name in self.found}
+        self._held.remember()
+        self._values = self._globals()
 
     def again(self) -> "_Walk":
         """The same, as it is now."""
@@ -138,14 +141,11 @@ class _Walk:
 
     def is_unchanged(self) -> bool:
         """Whether everything holds the very objects that it held; if not it may still be equal."""
-        return (
-            all(self._scope.get(name, _MISSING) is value for name, value in self._values.items())
-            and all(_same_objects(_held(value), before) for value, before in self._watched)
-            and all(memory_text(value) == before for value, before in self._hashed)
-        )
+        same = all(map(is_, self._globals(), self._values)) and self._held.is_unchanged()
+        return same and all(memory_text(value) == before for value, before in self._hashed)
 
-    def _watch(self, value: Any) -> None:
-        self._watched.append((value, _held(value)))
+    def _globals(self) -> list[Any]:
+        return list(map(self._scope.get, self.found, repeat(_MISSING)))
 
     def _too_deep(self, function: FunctionType) -> NotResumableError:
         code = function.__code__
@@ -185,7 +185,7 @@ class _Walk:
         if id(value) in self._inside:
             return "within itself"
         self._inside.add(id(value))
-        self._watch(value)
+        self._held.add(value)
         try:
             return [kind.__qualname__, self._called(value, name) if callable(value) else self._content(value, name)]
         finally:
@@ -247,7 +247,7 @@ class _Walk:
             return memory
         own = type(value).__module__ == self._scope.get("__name__")
         if own or is_dataclass(value) or isinstance(value, Namespace | types.SimpleNamespace):
-            slots = {key: getattr(value, key) for key in _slots(type(value)) if hasattr(value, key)}
+            slots = {key: getattr(value, key) for key in slots_of(type(value)) if hasattr(value, key)}
             state = slots | getattr(value, "__dict__", {})
             state = {key: one for key, one in state.items() if not key.startswith("__")}
             parts = [[key, self._text(one, f"{name}.{key}")] for key, one in state.items()]
@@ -267,33 +267,6 @@ def _parts(key: str, value: Any) -> Iterator[Any]:
         code = isinstance(value, FunctionType | type) or hasattr(value, "__wrapped__")
         if code or not (hasattr(type(value), "__get__") or key.startswith("__")):
             yield value
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _held(value: Any) -> list[Any]:
-    """What an object holds and may come to hold others for."""
-    if isinstance(value, FunctionType):
-        cells = [one.cell_contents for one in value.__closure__ or ()]
-        defaults = value.__kwdefaults__ or {}
-        return [value.__code__, value.__defaults__, *defaults, *defaults.values(), *cells]
-    if isinstance(value, list | tuple | deque | set | frozenset):
-        return list(value)
-    if isinstance(value, dict | types.MappingProxyType):
-        return [*value, *value.values()]
-    slots = [getattr(value, key, None) for key in _slots(type(value))]
-    state = getattr(value, "__dict__", {})
-    return [*slots, *state, *state.values()]
-
-
-def _slots(kind: type) -> list[str]:
-    return [key for one in kind.__mro__ for key in _as_tuple(getattr(one, "__slots__", ()))]
-
-
-def _same_objects(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _constants(code: CodeType) -> Iterator[Any]:

@@ -23,7 +23,7 @@ import xxhash
 from torch import nn
 
 from cpsr.errors import NotResumableError
-from cpsr.hints.attributes import attributes_of, require_same_attributes
+from cpsr.hints.attributes import Attributes
 from cpsr.hints.memory import Block, Memory, UnsavableError
 from cpsr.hints.plain import OBJECT, plain_value
 from cpsr.hints.positions import Positions, is_iterator
@@ -172,7 +172,7 @@ class Encoder:
         if (items := _items(value)) is not None:
             return items
         if is_stateful(value):
-            return attributes_of(value)
+            return Attributes(value)
         try:
             return text_of(self._node(value, number))
         except UnsavableError as error:
@@ -184,7 +184,7 @@ class Encoder:
         if before is None:
             return None
         if is_stateful(value):
-            require_same_attributes(value, before)
+            before.require_same()
             return ("stateful", state_of(value))
         if (items := _items(value)) is not None:
             same = len(items) == len(before) and all(map(is_, items, before))
