@@ -170,8 +170,6 @@ def hints(
     workdir: Workdir = None,
 ) -> None:
     """What checkpoints of resumable functions cost, what a failure repeats, and the results after real kills."""
-    import sklearn.datasets  # noqa: F401 - at once: later a child would miss it
-
     from cpsr.benchmarks.hints.run import main as run_hints_benchmark
 
     run_hints_benchmark(json_path, rounds, kills, workdir)

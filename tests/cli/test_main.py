@@ -71,8 +71,6 @@ def test_a_missing_option_is_a_usage_error() -> None:
         ("matplotlib", "plots", ["demo"]),
         ("matplotlib", "plots", ["bench", "plan"]),
         ("matplotlib", "plots", ["simulate", "--spec", "SPEC", "--json", "out.json"]),
-        ("sklearn", "bench", ["bench", "recovery", "--quick"]),
-        ("sklearn", "bench", ["bench", "hints"]),
         ("torchdata", "bench", ["bench", "loader"]),
     ],
 )
