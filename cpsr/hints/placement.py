@@ -129,8 +129,12 @@ def place(tasks: Sequence[Task], allowance: float, mtbf_seconds: float) -> Place
         mtbf_seconds: mean time between failures.
 
     Raises:
-        ConfigError: with this allowance a block would be 700 mean times between failures long, so that it never ends.
+        ConfigError: a number is negative, zero or not finite where it cannot be, and the message names it; or with this
+            allowance a block would be 700 mean times between failures long, so that it never ends.
     """
+    _require("mtbf_seconds", mtbf_seconds, mtbf_seconds > 0, "above 0")
+    _require("allowance", allowance, 0 <= allowance < math.inf, "finite, 0 or larger")
+    _require_tasks(tasks)
     failures = Failures(1 / mtbf_seconds)
     seconds = math.fsum(task.total_seconds for task in tasks)
     costs = {task.cost_seconds for _, task in hints_of(tasks) if task.cost_seconds is not None}
@@ -166,6 +170,20 @@ def _ideal(failures: Failures, seconds: float, allowed_seconds: float, costs: se
     """Of equal blocks, as many as the cheapest hint allows: the least, since the cost of a block is convex."""
     blocks = 1 + (math.floor(allowed_seconds / min(costs) * (1 + ROUNDING)) if costs else 0)
     return blocks * failures.recovery_seconds(seconds / blocks)
+
+
+def _require(name: str, value: float, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise ConfigError(f"{name} is {value}, and has to be {wanted}. Nothing was placed")
+
+
+def _require_tasks(tasks: Sequence[Task]) -> None:
+    for task in tasks:
+        cost = task.cost_seconds
+        _require(f"{task.name!r}: seconds", task.seconds, 0 <= task.seconds < math.inf, "finite, 0 or larger")
+        _require(f"{task.name!r}: cost_seconds", cost or 0.0, cost is None or 0 < cost < math.inf, "finite, above 0")
+        _require(f"{task.name!r}: repetitions", task.repetitions, task.repetitions >= 1, "at least 1")
+        _require_tasks(task.body)
 
 
 def hints_of(tasks: Sequence[Task], prefix: str = "") -> list[tuple[str, Task]]:

@@ -136,3 +136,24 @@ def test_rounding_makes_no_further_checkpoint() -> None:
 def test_a_program_that_would_never_end_is_refused() -> None:
     with pytest.raises(ConfigError, match="would never end"):
         place([Task("long", 1e6, 1.0), Task("short", 1.0, 1.0)], 0.1, 1e3)
+
+
+@pytest.mark.parametrize(
+    ("task", "allowance", "mtbf_seconds", "named"),
+    [
+        (Task("load", 10.0, 1.0), 0.1, 0.0, "mtbf_seconds"),
+        (Task("load", 10.0, 1.0), 0.1, -1.0, "mtbf_seconds"),
+        (Task("load", 10.0, 1.0), 0.1, math.nan, "mtbf_seconds"),
+        (Task("load", 10.0, 1.0), -0.1, 100.0, "allowance"),
+        (Task("load", 10.0, 1.0), math.nan, 100.0, "allowance"),
+        (Task("load", -1.0, 1.0), 0.1, 100.0, "'load': seconds"),
+        (Task("load", 10.0, 0.0), 0.1, 100.0, "'load': cost_seconds"),
+        (Task("load", 10.0, 1.0, 0), 0.1, 100.0, "'load': repetitions"),
+        (Task("all", body=(Task("load", math.inf, 1.0),)), 0.1, 100.0, "'load': seconds"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_by_name(
+    task: Task, allowance: float, mtbf_seconds: float, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{named} .*Nothing was placed"):
+        place([task], allowance, mtbf_seconds)
