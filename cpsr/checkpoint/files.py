@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Generator
@@ -22,6 +23,7 @@ __all__ += ["write_tensors"]
 _log = logging.getLogger(__name__)
 
 _CHECK = "check the disk and the memory"
+_PROCESS = secrets.token_hex(4)
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
 
 
@@ -244,8 +246,8 @@ def is_temporary(path: Path) -> bool:
 
 def temporary_name(path: Path) -> Path:
     """Name of a file under construction, which `is_temporary` knows."""
-    # The process id keeps a late process of an earlier life from writing into this file.
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # A late process of an earlier life does not write into this file; in another container it may have the same number.
+    return path.with_name(f".{path.name}.{os.getpid()}-{_PROCESS}.tmp")
 
 
 def sync_file(path: Path) -> None:

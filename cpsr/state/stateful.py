@@ -1,13 +1,15 @@
 """User objects that are saved with every checkpoint."""
 
 import random
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+from typing import Any, Protocol, TypeGuard
 
 import numpy
 import torch
 
 from cpsr.errors import ConfigError
+from cpsr.state.codec import same
 
 __all__ = ["Stateful", "stateful"]
 
@@ -89,7 +91,7 @@ class _PythonRandom:
 
 
 class _Dictionary:
-    """Adapter of a dictionary; tensors are copied into the present ones, which may be on a device."""
+    """Adapter of a dictionary. What is in it is restored in its place, to which the script may refer."""
 
     def __init__(self, content: dict[Any, Any]) -> None:
         self._content = content
@@ -98,19 +100,54 @@ class _Dictionary:
         return dict(self._content)
 
     def load_state_dict(self, state: dict[Any, Any]) -> None:
-        before = dict(self._content)
-        self._content.clear()
+        _Filling().fill(self._content, state)
+
+
+class _Filling:
+    """Puts values into present objects of the same kind, into each once: what is one object now may have been two."""
+
+    def __init__(self) -> None:
+        self._filled: set[int] = set()
+
+    def fill(self, current: dict[Any, Any], state: Mapping[Any, Any]) -> None:
+        before = dict(current)
+        current.clear()
         for key, value in state.items():
-            self._content[key] = _into(before.get(key), value)
+            current[key] = self._into(before.get(key), value)
+
+    def _into(self, current: Any, value: Any) -> Any:
+        if _is_tensor(current) and _is_tensor(value):
+            return self._into_tensor(current, value)
+        if type(value) is not type(current) or not isinstance(value, dict | list | numpy.ndarray):
+            return value
+        if not self._is_first(id(current)):
+            return current if same(current, value) else value
+        if isinstance(value, dict):
+            self.fill(current, value)
+        elif isinstance(value, list):
+            current[:] = [self._into(old, new) for old, new in zip_longest(current[: len(value)], value)]
+        elif (value.shape, value.dtype, True) == (current.shape, current.dtype, current.flags.writeable):
+            current[...] = value
+        else:
+            return value
+        return current
+
+    def _into_tensor(self, current: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if current.shape != value.shape or current.dtype != value.dtype:
+            return value.to(current.device)
+        if not self._is_first(current.data_ptr()):
+            return current if same(current, value) else value.to(current.device)
+        with torch.no_grad():
+            return current.copy_(value)
+
+    def _is_first(self, place: int) -> bool:
+        first = place not in self._filled
+        self._filled.add(place)
+        return first
 
 
-def _into(current: Any, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or not isinstance(current, torch.Tensor):
-        return value
-    if current.shape != value.shape or current.dtype != value.dtype:
-        return value.to(current.device)
-    with torch.no_grad():
-        return current.copy_(value)
+def _is_tensor(given: Any) -> TypeGuard[torch.Tensor]:
+    return isinstance(given, torch.Tensor)
 
 
 _ADAPTERS: list[tuple[type[Any], Callable[[Any], Stateful]]] = [

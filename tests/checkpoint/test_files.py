@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +52,7 @@ def test_every_file_is_forced_to_the_disk_before_it_gets_its_name_and_the_commit
         ("rename", "rank-00000.json"),
         directory,
         directory,
+        ("fsync", "checkpoints"),
         ("rename", "manifest.json"),
         directory,
         ("rename", "COMMIT"),
@@ -197,3 +200,12 @@ def test_pieces_are_hashed_while_they_are_written(tmp_path: Path, fsync: bool) -
     assert digest.pieces == read.pieces
     assert len(read.pieces) == 9 * 16  # 8 MiB, the header and the small tensor
     assert files.hash_file(tmp_path / "tensors").pieces is None
+
+
+def test_processes_of_the_same_number_write_under_different_names(tmp_path: Path) -> None:
+    """As in two containers."""
+    program = "import os, sys; from pathlib import Path; from cpsr.checkpoint import files; os.getpid = lambda: 7; "
+    program += "print(files.temporary_name(Path(sys.argv[1])))"
+    names = [subprocess.check_output([sys.executable, "-c", program, str(tmp_path / "x")], text=True) for _ in range(2)]
+    assert names[0] != names[1]
+    assert all(files.is_temporary(Path(name.strip())) for name in names)

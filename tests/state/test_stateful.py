@@ -101,3 +101,63 @@ def test_tensors_of_a_dictionary_are_copied_into_those_that_are_there() -> None:
 def test_anything_else_is_refused_by_name(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=rf"register\('best', ...\): {type(wrong).__name__} has no state_dict"):
         stateful("best", wrong)
+
+
+def test_what_the_script_refers_to_inside_of_a_dictionary_is_restored_in_its_place() -> None:
+    weights, seen, inner = torch.zeros(2), numpy.zeros(2), [2]
+    order: list[Any] = [1, inner]
+    content: dict[str, Any] = {"ema": {"w": weights}, "seen": seen, "order": order, "new": {}, "shape": [torch.ones(1)]}
+    ema = content["ema"]
+    saved = decode(*encode(content))
+    adapted = stateful("state", content)
+    weights += 1
+    seen += 1
+    ema["later"] = 5
+    order.append(3)
+    inner.append(4)
+    content["new"]["x"] = 1
+    content["shape"] = [torch.ones(3)]
+    adapted.load_state_dict(decode(*encode(saved)))
+    assert same(content, saved)
+    assert content["ema"] is ema
+    assert ema["w"] is weights
+    assert content["seen"] is seen
+    assert content["order"] is order
+    assert order[1] is inner
+    assert weights.tolist() == seen.tolist() == [0, 0]
+
+
+def test_a_list_of_another_length_or_kind_takes_what_was_saved() -> None:
+    content: dict[str, Any] = {"a": [1], "b": (1, 2), "c": {"x": 1}, "d": numpy.zeros(2)}
+    saved = {"a": [1, {"y": 2}], "b": [3], "c": 7, "d": numpy.zeros(3, dtype="int8")}
+    stateful("state", content).load_state_dict(decode(*encode(saved)))
+    assert same(content, saved)
+
+
+def test_what_was_two_objects_and_is_one_now_becomes_two_again() -> None:
+    """As a best state that the loop takes over from the present one."""
+    content: dict[str, Any] = {
+        "best": torch.zeros(1),
+        "now": torch.ones(1),
+        "a": [0],
+        "b": [1],
+        "c": {"x": 0},
+        "d": {"x": 1},
+    }
+    saved = decode(*encode(content))
+    content |= {"best": content["now"], "a": content["b"], "c": content["d"]}
+    stateful("state", content).load_state_dict(decode(*encode(saved)))
+    assert same(content, saved)
+
+
+def test_what_is_one_object_stays_one() -> None:
+    one = torch.zeros(2, 2)
+    content: dict[str, Any] = {"one": one, "flat": one.view(-1), "same": one, "a": (inner := {"x": 0}), "b": inner}
+    saved = decode(*encode(content))
+    one += 1
+    inner["x"] = 1
+    stateful("state", content).load_state_dict(decode(*encode(saved)))
+    assert same(content, saved)
+    assert content["same"] is one
+    assert content["flat"].data_ptr() == one.data_ptr()
+    assert content["a"] is content["b"] is inner
