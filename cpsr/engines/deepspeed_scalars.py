@@ -39,6 +39,7 @@ class EngineScalars:
         counters = {name: int(getattr(self._engine, name)) for name in _COUNTERS} | {"micro_steps": micro_steps}
         return {
             "counters": counters,
+            "micro_batches": int(self._engine.gradient_accumulation_steps()),
             "loss_scale": {
                 name: getattr(scaler, name)
                 for scaler in self._loss_scalers()
@@ -61,6 +62,10 @@ class EngineScalars:
         """Put `state()` back."""
         for name in _COUNTERS:
             setattr(self._engine, name, scalars["counters"][name])
+        now = int(self._engine.gradient_accumulation_steps())
+        if scalars.get("micro_batches", now) != now and not self._pipeline:
+            # A step ends where the count is a multiple of them: else the first one would be too short.
+            self._engine.micro_steps = self._engine.global_steps * now
         for scaler in self._loss_scalers():
             for name, value in scalars["loss_scale"].items():
                 setattr(scaler, name, value)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from cpsr.engines.hooks import Hooks, StepHooks
+from cpsr.engines.sharded import is_distributed
 
 __all__ = ["GradientBuckets"]
 
@@ -92,6 +93,8 @@ class GradientBuckets:
         wrapper = self._wrapper
         if wrapper.static_graph:
             return "static_graph=True"
+        if any(map(is_distributed, parameters)):
+            return "parameters are split over ranks"
         if wrapper._comm_hooks:
             return "a communication hook is registered"
         if wrapper.mixed_precision is not None or getattr(wrapper, "_use_python_reducer", False):

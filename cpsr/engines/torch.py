@@ -357,6 +357,10 @@ class TorchAdapter:
         self._loop.iteration += iterations
         return rates
 
+    def require_complete_step(self) -> None:
+        """Raise UnsupportedEngineError where the loop is inside a step; the message names the call that is missing."""
+        self._loop.require_complete()
+
     def expert_naming(self) -> Naming | None:
         """As given to the constructor."""
         return None if self._experts is None else self._experts.naming

@@ -89,7 +89,7 @@ class TorchLoop:
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            self._require_complete()
+            self.require_complete()
             self._watching().on_forward(args, kwargs)
 
     def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -99,7 +99,12 @@ class TorchLoop:
             if loss is not None:
                 self._watching().on_loss(loss.detach())
 
-    def _require_complete(self) -> None:
+    def require_complete(self) -> None:
+        """Check that the loop is between two steps.
+
+        Raises:
+            UnsupportedEngineError: it is inside one; the message names the call that is missing.
+        """
         if self._update_begun:
             missing = "scheduler.step()" if self._awaits_scheduler else "grad_scaler.update()"
             if left := self._left():
@@ -157,7 +162,7 @@ class TorchLoop:
     def _take_turn(self, optimizer: torch.optim.Optimizer) -> None:
         """This one steps: after all that were given before it, and as the first of a step only if it is the first."""
         if not self._stepped or optimizer is self._optimizers[0]:
-            self._require_complete()
+            self.require_complete()
         self._require_turn(optimizer, self._optimizers)
 
     def _require_turn(self, one: Any, order: Sequence[Any]) -> None:
@@ -175,7 +180,7 @@ class TorchLoop:
     def _around_scaler_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update_begun:
             if self._left():
-                self._require_complete()
+                self.require_complete()
             self._change_state()  # the scale, also of a step that was skipped
         result = original(*args, **kwargs)
         if self._update_begun:

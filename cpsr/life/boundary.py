@@ -1,5 +1,6 @@
 """Step boundaries: when the state is consistent, its publication, and its emergency dump."""
 
+import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 
@@ -7,6 +8,7 @@ import torch
 
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.engines import TorchAdapter
 from cpsr.errors import SaveError
 from cpsr.job import Ending, Job, Part, Rewind
 from cpsr.life.publication import Publication
@@ -41,6 +43,7 @@ class Boundary(Part):
         self._job, self._pool, self._state = job, pool, state
         self.may_dump = True
         self.changing = False
+        self._thread = threading.get_ident()
         state.frozen.on_moved = self._on_frozen_moved
         config, rank = job.config, job.group.rank
         counter, copier = ProgressCounter(progress_path(config.run_dir, rank)), pool.copier
@@ -97,8 +100,15 @@ class Boundary(Part):
         self._publication.poll()
 
     def request(self) -> None:
-        """The loop asks for a batch, for which it may wait long."""
+        """The loop asks for a batch, for which it may wait long.
+
+        Raises:
+            UnsupportedEngineError: inside a step, to which the batch would be counted.
+        """
         self._publication.poll()
+        adapter = self._job.adapter
+        if self.changing and isinstance(adapter, TorchAdapter) and threading.get_ident() == self._thread:
+            adapter.require_complete_step()
 
     def publish(self, iteration: int) -> None:
         """The host has launched a step: the state is that after it."""

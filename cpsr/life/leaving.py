@@ -94,12 +94,11 @@ class Leaving:
     def save_last(self, iteration: int) -> None:
         """The loop has ended on all ranks: commit its state, unless it was left inside a step; a collective."""
         if not self._job.group.all(not self._boundary.changing):
-            newest = "nothing is" if self._saver.saved_iteration is None else "the newest checkpoint is"
             self._job.journal.event(
                 "left inside a step",
                 f"the loop was left inside step {iteration + 1}, when a part of it had changed the state: that is the "
-                f"state of no iteration, and is not saved; {newest} what a restart has on the disk. Leave the loop "
-                "after the last call of a step (see docs/engines.md), or let the error of a step end the job",
+                "state of no iteration, and is not saved. A restart goes on from what was saved before. "
+                "Leave the loop after the last call of a step, or let the error of a step end the job",
                 iteration,
                 logging.ERROR,
             )

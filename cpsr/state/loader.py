@@ -30,7 +30,7 @@ from cpsr.state.loader_parts import (
     length_of,
     with_epochs,
 )
-from cpsr.state.loader_skipping import after_failure, load_again, skipped
+from cpsr.state.loader_skipping import after_failure, load_again, skipped, warn_of_other_length
 from cpsr.state.loader_state import LoaderState, has_more
 from cpsr.state.loader_workers import prepared_workers, seeding_generator
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
@@ -204,6 +204,7 @@ class ResumableLoader(Iterator[Any]):
 
     def _normalised(self, position: DataPosition) -> DataPosition:
         """A position at the end of a pass becomes the start of the next one; ranks that are there now are dealt to."""
+        warn_of_other_length(position, self._length)
         position = dealt(position, self._loader, self._length)
         return replace(position, batches_per_epoch=self._length).advanced(0)
 

@@ -11,7 +11,7 @@ from cpsr.state.loader_parts import index_sampler, is_plain
 from cpsr.state.loader_workers import seeding_generator
 from cpsr.state.scalars import DataPosition
 
-__all__ = ["after_failure", "load_again", "skipped"]
+__all__ = ["after_failure", "load_again", "skipped", "warn_of_other_length"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,30 @@ def after_failure(loader: Iterable[Any], position: DataPosition, error: Exceptio
         position.batches,
     )
     return position
+
+
+def warn_of_other_length(position: DataPosition, length: int | None) -> None:
+    """Warn where a pass is to be continued whose batches were others: their number does not tell the samples.
+
+    Args:
+        position: as it was saved.
+        length: batches of a pass now; None: not known.
+    """
+    before = position.batches_per_epoch
+    if (
+        position.batch
+        and not position.resized
+        and position.dealing is None
+        and None not in (before, length)
+        and before != length
+    ):
+        logger.warning(
+            "a pass over the data has %s batches now, and had %s when this one began (another batch size, or other "
+            "data). It goes on after %d batches, as it was left: some samples are repeated, or left out, until it ends",
+            length,
+            before,
+            position.batch,
+        )
 
 
 def load_again(batches: Iterator[Any], count: int) -> None:

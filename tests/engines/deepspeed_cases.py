@@ -268,6 +268,24 @@ def own_checkpoints(stage: int, model: Callable[[], nn.Module] = TinyLM, optimiz
     shutil.rmtree(paths[0], ignore_errors=True)
 
 
+def other_accumulation(stage: int) -> None:
+    """A restart with more micro-batches in a step takes them in its first step, too."""
+    seed(1)
+    job = DeepSpeedJob(initialize(TinyLM(), configuration(stage, "fp32", 2)))
+    job.adapter.attach(Recorder())
+    run(job, 0, 2)
+    scalars = job.adapter.scalars()
+    seed(2)
+    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(stage, "fp32", 3))), Recorder()
+    job.adapter.shard(to_fill=True)
+    job.adapter.load_scalars(scalars)
+    assert (job.engine.global_steps, job.engine.micro_steps) == (2, 6)
+    job.adapter.attach(recorder)
+    run(job, 2, 1)
+    assert recorder.steps() == [(3, True)]
+    assert (job.engine.global_steps, job.engine.micro_steps) == (3, 9)
+
+
 def refused(config: dict[str, Any], culprit: str, **options: Any) -> None:
     engine = initialize(TinyLM(), config, **options)
     with pytest.raises(UnsupportedEngineError, match=culprit):
@@ -397,6 +415,7 @@ OTHER: dict[str, Case] = {
     "roll-back": partial(roll_back_from_after_step, 3, "bf16"),
     "own-checkpoints-zero1": partial(own_checkpoints, 1),
     "own-checkpoints-zero3": partial(own_checkpoints, 3),
+    "other-accumulation-zero1": partial(other_accumulation, 1),
     "ddp": lambda: check_resume(build_ddp, skip=2),
     "zero0-rmsprop": partial(evaluated, 0, "fp32", optimizer="rmsprop", skip=3),
     "zero3-rmsprop": partial(evaluated, 3, "bf16", optimizer="rmsprop"),

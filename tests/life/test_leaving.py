@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.errors import UnsupportedEngineError
 from cpsr.journal import JournalReader
 from tests.recovery.test_faults import Loop, config, loader, same
 
@@ -96,6 +99,23 @@ def test_a_state_inside_a_step_is_not_saved_as_that_of_the_step_before(tmp_path:
         assert restored == 3
         assert recovery.life.loop.state.batches == 3
         assert same(weights(loop), after[restored])
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_schedule_that_waits_for_the_next_batch_is_refused(tmp_path: Path) -> None:
+    """That batch would count as trained; a restart would leave it out."""
+    loop, adapter, schedule = scheduled()
+    layers = loop.model.layers
+    assert isinstance(layers, nn.Module)
+
+    def train(recovery: CPSRRecovery) -> None:
+        for x, y in recovery.resume(loader(), epochs=1):
+            schedule.step()
+            loop.step(nn.functional.mse_loss(layers(x), y))  # CPSR sees no forward
+
+    expected = r"scheduler\.step\(\) was not called after optimizer step 1"
+    with CPSRRecovery(adapter, config(tmp_path)) as recovery, pytest.raises(UnsupportedEngineError, match=expected):
+        train(recovery)
 
 
 class Interrupted(torch.optim.AdamW):

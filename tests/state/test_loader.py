@@ -390,3 +390,20 @@ def test_it_is_said_where_nobody_knows_whether_a_batch_counts(caplog: pytest.Log
 def test_a_worker_that_is_waited_for_in_vain_gives_no_batch() -> None:
     error = RuntimeError("DataLoader timed out after 5 seconds")
     assert after_failure(DataLoader(DATA), DataPosition(), error).batches == 0
+
+
+def test_a_pass_that_goes_on_with_other_batches_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def stream(position: DataPosition, batch_size: int) -> ResumableLoader:
+        return ResumableLoader(DataLoader(DATA, batch_size), position, until_epoch=None)
+
+    first = stream(DataPosition(), 4)
+    for _ in range(3):
+        next(first)
+    middle = first.saved_position()
+    stream(middle, 4)
+    for _ in range(3):
+        next(first)
+    stream(first.saved_position().advanced(0), 2)  # a pass that begins may be of others
+    assert caplog.text == ""
+    stream(middle, 2)
+    assert "has 12 batches now, and had 6" in caplog.text
