@@ -3,6 +3,8 @@
 import os
 from collections.abc import Mapping
 
+from torch.distributed.launcher.api import LaunchConfig
+
 from cpsr.doctor.finding import Finding, ok, warning
 from cpsr.doctor.needs import Launched, Needs
 from cpsr.ranks.link import report, restart_obstacle
@@ -10,6 +12,7 @@ from cpsr.ranks.link import report, restart_obstacle
 __all__ = ["check_cluster", "check_elastic", "check_grace", "check_launcher"]
 
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_SETTING = "shutdown_timeout"  # of torchrun, from torch 2.12 on
 _SHUTDOWN_SECONDS = 30.0  # torchrun's, and `cpsr run`'s where the user has not set it is larger
 _KILL_SECONDS = 30.0  # Slurm's KillWait and Kubernetes' terminationGracePeriodSeconds, unless set otherwise
 _SHARE = 0.5  # of the time that may be needed: another step ends first, and disks are busy when all leave at once
@@ -88,24 +91,38 @@ def check_cluster(commit_seconds: float | None, environment: Mapping[str, str] =
 
 
 def check_grace(
-    commit_seconds: float | None, environment: Mapping[str, str] = os.environ, *, by_cpsr: bool | None = None
+    commit_seconds: float | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    by_cpsr: bool | None = None,
+    settable: bool | None = None,
 ) -> Finding | None:
-    """How long the launcher leaves the ranks after SIGTERM; None without one."""
+    """How long the launcher leaves the ranks after SIGTERM; None without one.
+
+    Args:
+        commit_seconds: what a checkpoint of this machine's ranks takes; None: not known.
+        environment: of this process.
+        by_cpsr: whether `cpsr run` started this process; None: find out.
+        settable: whether this torchrun has a setting for it, as from torch 2.12 on; None: find out.
+    """
     by_cpsr = report() is not None if by_cpsr is None else by_cpsr
     if not by_cpsr and "TORCHELASTIC_RUN_ID" not in environment:
         return None
+    settable = by_cpsr or (_SETTING in LaunchConfig.__dataclass_fields__ if settable is None else settable)
     try:
-        seconds = float(environment.get(_SHUTDOWN, _SHUTDOWN_SECONDS))
+        seconds = float(environment.get(_SHUTDOWN, _SHUTDOWN_SECONDS)) if settable else _SHUTDOWN_SECONDS
     except ValueError:
         seconds = _SHUTDOWN_SECONDS
     text = f"the launcher leaves the ranks {seconds:g} s after SIGTERM"
+    text += "" if by_cpsr or not settable else f", unless --{_SETTING.replace('_', '-')} says otherwise"
     figures = {"grace_seconds": seconds, "commit_seconds": commit_seconds}
     if commit_seconds is None:
         return ok("grace", f"{text}; not compared with a job, whose size is not given", **figures)
     text += f"; a checkpoint takes about {commit_seconds:.3g} s"
     if commit_seconds > _SHARE * seconds:
         wanted = max(_ASKED_SECONDS, commit_seconds / _SHARE)
-        return warning("grace", text, f"set {_SHUTDOWN}={wanted:.0f} (`cpsr run` sets 600)", **figures)
+        setting = f"set {_SHUTDOWN}={wanted:.0f} (`cpsr run` sets 600)"
+        return warning("grace", text, setting if settable else f"{_RUN}; torch has no setting before 2.12", **figures)
     return ok("grace", text, **figures)
 
 

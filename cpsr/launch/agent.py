@@ -22,13 +22,14 @@ from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of,
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.ranks.link import JOB, REFUSED_STATUS, Opened, Report
 
-__all__ = ["HOW_IT_ENDS", "Failures", "JobEndedError", "agent_that_recovers", "job_at"]
+__all__ = ["HOW_IT_ENDS", "SHUTDOWN", "Failures", "JobEndedError", "agent_that_recovers", "job_at"]
 
 logger = logging.getLogger(__name__)
 
 HOW_IT_ENDS = "[docs/launching.md#how-it-ends]"  # what explains a last line
 BACK_OFF_SECONDS_MAX = 60.0
 SLOW_START_SECONDS = 60.0  # after which the cause is reported, if it is visible
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that ranks have after SIGTERM
 SHUTDOWN_SECONDS = 30  # torchrun's own
 
 
@@ -203,12 +204,15 @@ class _Agent(LocalElasticAgent):
             raise SignalException("SIGTERM came while the ranks were stopped to start again", signal.SIGTERM)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
-        if death_sig is not signal.SIGTERM and "timeout" in kwargs:  # ranks commit after SIGTERM alone
-            kwargs["timeout"] = min(kwargs["timeout"], SHUTDOWN_SECONDS)
+        # Ranks commit after SIGTERM alone. Before 2.12 torch gives them 30 s; later also where a machine joins.
+        given = int(os.environ.get(SHUTDOWN, SHUTDOWN_SECONDS))
+        patience = getattr(self, "_shutdown_timeout", given) if death_sig is signal.SIGTERM else SHUTDOWN_SECONDS
         # The ranks were asked to exit, and the launcher waits for them: a second SIGTERM must not orphan them.
         before = signal.signal(signal.SIGTERM, self._record_sigterm)
         try:
-            super()._shutdown(death_sig, *args, **kwargs)
+            if self._pcontext is not None:
+                self._pcontext.close(death_sig, patience)
+            super()._shutdown(death_sig, *args, **kwargs)  # which finds no rank any more
         finally:
             signal.signal(signal.SIGTERM, before)
 

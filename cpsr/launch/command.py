@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from cpsr.launch.agent import HOW_IT_ENDS, Failures, JobEndedError, agent_that_recovers
+from cpsr.launch.agent import HOW_IT_ENDS, SHUTDOWN, Failures, JobEndedError, agent_that_recovers
 from cpsr.ranks.link import LAUNCHER, VERBOSE, Report
 
 __all__ = ["run_job"]
@@ -25,7 +25,7 @@ ENVIRONMENT = {
     # The ranks' own store, new for each life: in the agent's, gloo finds the addresses of the dead group.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # How long ranks may take to commit after SIGTERM. Whoever stops the launcher has a limit of its own.
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    SHUTDOWN: "600",
 }
 PORT = 29500  # torchrun's
 

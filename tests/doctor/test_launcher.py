@@ -67,10 +67,19 @@ def test_the_time_after_sigterm_must_hold_a_commit(
     timeout: str | None, commit_seconds: float | None, level: str
 ) -> None:
     environment = TORCHRUN | ({} if timeout is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": timeout})
-    found = check_grace(commit_seconds, environment, by_cpsr=False)
+    for by_cpsr, settable in ((False, True), (True, False)):  # `cpsr run` sees to it with any torch
+        found = check_grace(commit_seconds, environment, by_cpsr=by_cpsr, settable=settable)
+        assert found is not None
+        assert found.level == level
+        assert found.figures["grace_seconds"] == float(timeout or 30)
+
+
+def test_an_older_torchrun_leaves_30_seconds_whatever_is_set() -> None:
+    environment = TORCHRUN | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+    found = check_grace(20.0, environment, by_cpsr=False, settable=False)
     assert found is not None
-    assert found.level == level
-    assert found.figures["grace_seconds"] == float(timeout or 30)
+    assert (found.level, found.figures["grace_seconds"]) == ("warning", 30.0)
+    assert found.advice.startswith("start the job with `cpsr run`")
 
 
 @pytest.mark.parametrize(

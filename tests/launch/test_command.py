@@ -134,3 +134,31 @@ def test_two_nodes_with_torchruns_static_arguments_come_back(tmp_path: Path) -> 
     assert len(recovered) == 1
     assert "was killed (SIGKILL) after iteration" in recovered[0]
     assert max(iterations(nodes[0]) + iterations(nodes[1])) == 60
+
+
+# A rank whose commit takes longer than the 30 s that torch leaves it.
+LONG_COMMIT = """
+import pathlib, signal, sys, time
+def leave(*_):
+    time.sleep(34)
+    pathlib.Path("committed").touch()
+    sys.exit(143)
+if not pathlib.Path("began").exists():
+    signal.signal(signal.SIGTERM, leave)
+    pathlib.Path("began").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_have_ten_minutes_to_commit_also_where_a_machine_joins(tmp_path: Path) -> None:
+    with socket.create_server(("localhost", 0)) as one:
+        port = one.getsockname()[1]
+    (tmp_path / "train.py").write_text(LONG_COMMIT)
+    command = ["cpsr", "run", "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=join"]
+    command += [f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf=last_call_timeout=1", "train.py"]
+    with Launched(tmp_path, command) as first:
+        first.until(lambda _: (tmp_path / "began").exists())
+        with Launched(tmp_path, command) as second:
+            assert [first.wait(), second.wait()] == [0, 0], first.output
+    assert (tmp_path / "committed").exists(), first.output
