@@ -18,6 +18,7 @@ from rich.table import Table
 from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
 from cpsr.benchmarks.harness.machine import machine_text
 from cpsr.benchmarks.harness.measurement import interval_text, measuring, verdict
+from cpsr.benchmarks.hints.checks import checks_table, seconds_of_checks
 from cpsr.errors import CPSRError
 from cpsr.tables import print_table
 
@@ -134,7 +135,8 @@ def main(
                     name, length, call.directory, allowance, kills, drawn, runs[0][0]
                 )
                 advance()
-        print_table(call.console, _costs_table(costs), _kills_table(killed))
+        checks = seconds_of_checks()
+        print_table(call.console, _costs_table(costs), _kills_table(killed), checks_table(checks))
         kept = all(one.largest_overhead <= float(name) for each in costs.values() for name, one in each.items())
         exact = all(one.same and not one.control_same for each in killed.values() for one in each.values())
         call.console.print(f"{verdict(kept)}  the time for checkpoints is within the allowance, in every round")
@@ -143,6 +145,7 @@ def main(
         )
         call.console.print(machine_text(call.machine))
         figures = {"costs": _plain(costs), "kills": _plain(killed), "allowance_kept": kept, "exact": exact}
+        figures["checks_seconds"] = checks
         call.leave(figures)
 
 
