@@ -36,10 +36,9 @@ def read_arguments(given: Mapping[str, Any], around: Mapping[str, Any] | None = 
     identity = {name: reader.read(value, f"the argument '{name}'") for name, value in given.items()}
     reader.check_memory()
     reader.lenient = True
-    for name, value in (around or {}).items():
-        reader.read(value, name)
+    places = [reader.read(value, name) for name, value in (around or {}).items()]
     digests = [block.digest() for block in reader.memory.blocks]
-    found = Arguments(reader.objects, reader.owners, reader.leaves, reader.memory.blocks, digests, identity)
+    found = Arguments(reader.objects, reader.owners, reader.leaves, reader.memory.blocks, digests, identity, places)
     encoder = Encoder(found)
     found.before.extend(None if one in reader.fixed else encoder.snapshot(one) for one in range(len(found.objects)))
     return found
@@ -54,7 +53,7 @@ class _Reader(Encoder):
     """
 
     def __init__(self) -> None:
-        super().__init__(Arguments([], [], [], [], [], {}))
+        super().__init__(Arguments([], [], [], [], [], {}, []))
         self.lenient = False
         self.fixed: set[int] = set()
         self._read = self._hashed = 0

@@ -2,6 +2,7 @@
 
 import builtins
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import length_hint
@@ -90,7 +91,7 @@ class Call:
         """Whether the function runs here: from its begin, or because the hint to go on from is one of these."""
         return not self.target or first <= self.target <= last
 
-    def iterate(self, iterable: Any, loop: int, line: int) -> Iterator[Any]:
+    def iterate(self, iterable: Any, loop: int) -> Iterator[Any]:
         """The iterator of a loop with hints in it.
 
         Raises:
@@ -101,6 +102,7 @@ class Call:
         found = one_way(iterable if iterator is not iterable else iterator)
         if found is not None:
             file, kind = self._source.function.__code__.co_filename, type(found)
+            line = self._source.loops[loop - 1].lineno
             raise NotResumableError(
                 f"{file}:{line}: the loop over a {kind.__module__}.{kind.__qualname__} cannot begin in the middle; "
                 "nothing was saved. Make it a list first, or loop over range(len(...))"
@@ -112,7 +114,7 @@ class Call:
         """What a loop goes over; where it goes on in its body, one item more, which is not used."""
         return chain((None,), iterator) if first <= self.target <= last else iterator
 
-    def entering(self, depth: int, line: int) -> None:
+    def entering(self, depth: int) -> None:
         """A `with` with hints in it is entered, inside so many others.
 
         Raises:
@@ -121,7 +123,7 @@ class Call:
         try:
             require_unchanged(self._blocks[depth], settings_of_blocks())
         except NotResumableError as error:
-            file = self._source.function.__code__.co_filename
+            file, line = self._source.function.__code__.co_filename, sys._getframe(1).f_lineno
             raise NotResumableError(f"{file}:{line}: no checkpoint is possible in this `with`: {error}") from None
 
     def entered(self, depth: int) -> None:

@@ -92,7 +92,7 @@ class Resumable(Generic[Arguments, Result]):
         used = Used(self._source.function)
         arguments = read_arguments(bound.arguments, used.values(self._function))
         used.watch(arguments.objects)
-        identity = identity_of(self._source, used.texts, arguments.identity)
+        identity = identity_of(self._source, used.texts, arguments)
         kept = KeptCheckpoints(self._run_dir, name, functools.partial(self._refuse_other, identity))
         number, saved = kept.newest() or (None, None)
         if saved is not None:  # an older one than that whose identity was looked at before, perhaps

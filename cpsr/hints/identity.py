@@ -12,17 +12,20 @@ import numpy
 import torch
 
 from cpsr.hints.source import FunctionSource
+from cpsr.hints.values import Arguments
 
 __all__ = ["difference", "identity_of", "name_of"]
 
 _WORDS = {
     "function": "the function",
+    "layout": "the layout of checkpoints, which is of another version of CPSR",
     "code": "its code, or that of a function, a class or a value of its module that it uses",
     "python": "the version of Python",
     "numpy": "the version of NumPy",
     "torch": "the version of torch",
     "random": "the global random states at its begin: another seed, or another one of several calls",
 }
+_LAYOUT = 2  # of what a checkpoint holds
 _HIDDEN = ("code", "random")  # whose values say nothing
 
 
@@ -31,23 +34,25 @@ def name_of(function: FunctionType) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def identity_of(source: FunctionSource, used: Mapping[str, str], arguments: Mapping[str, str]) -> dict[str, Any]:
+def identity_of(source: FunctionSource, used: Mapping[str, str], arguments: Arguments) -> dict[str, Any]:
     """What must be the same for a call to go on from a checkpoint.
 
     Args:
         source: of the function.
         used: text of everything of its module that it uses, by name.
-        arguments: hash of each, by name.
+        arguments: of the call.
     """
     text = "\n".join([ast.dump(source.tree), *(f"{name} {one}" for name, one in sorted(used.items()))])
     return {
         "function": name_of(source.function),
+        "layout": _LAYOUT,
         "code": hashlib.sha256(text.encode()).hexdigest(),
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "torch": torch.__version__,
+        "places": arguments.places,
         "random": _random_states(),
-        "arguments": dict(arguments),
+        "arguments": dict(arguments.identity),
     }
 
 
@@ -76,4 +81,6 @@ def difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
     for name in [*here["arguments"], *before]:
         if before.get(name) != here["arguments"].get(name):
             return f"the argument '{name}'"
+    if saved.get("places") != here["places"]:
+        return "which of the arguments are globals of its module, or hold some"
     return None

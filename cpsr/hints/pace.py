@@ -1,8 +1,9 @@
 """When a hint is a checkpoint, while the function runs.
 
 All checkpoints so far and the next one together may take no more than the allowed fraction of the function's own time.
-The next one may take twice as long as the longest of the last few, since a disk's time varies. Before the
-first one, see `KeptCheckpoints`; a call that goes on knows the costs of the calls before.
+The next one may take twice as long as the longest of the last few, since a disk's time varies. Before the first one see
+`KeptCheckpoints`; a call that goes on knows the costs of the calls before. What is spared while slow ones are among the
+last few is not spent at once later: the next one is at least as far away as if all took their mean.
 
 A hint is a checkpoint as soon as this allows it. In a loop whose length is known, and of which every hint was reached
 once, the placement of `cpsr.hints.placement` chooses among them instead: by the times measured so far, for the
@@ -131,7 +132,7 @@ class Pace:
     def begin(self) -> None:
         """The function begins, or goes on, now."""
         self._began = self._mark = self._clock()
-        self.spent_seconds = 0.0
+        self.spent_seconds = self._last = 0.0
 
     def costs(self) -> dict[str, list[float]]:
         """The last measured costs of checkpoints by hint, for a call that goes on."""
@@ -165,26 +166,37 @@ class Pace:
         if math.isinf(self._allowance):
             return True
         self._choose(number)
-        own = self.own_seconds()
-        self._pending, due = self._rule(self._every, self._pending, number, hint.since, (self.spent_seconds, own))
+        so_far = self.spent_seconds, self.own_seconds(), self._last
+        self._pending, due = self._rule(self._every, self._pending, number, hint.since, so_far)
         return due
 
     def _rule(
-        self, every: Mapping[int, int] | None, pending: bool, number: int, since: int, so_far: tuple[float, float]
+        self,
+        every: Mapping[int, int] | None,
+        pending: bool,
+        number: int,
+        since: int,
+        so_far: tuple[float, float, float],
     ) -> tuple[bool, bool]:
-        """Whether a chosen hint waits to be taken, and whether this one is taken; after so much was spent in how long.
+        """Whether a chosen hint waits to be taken, and whether this one is taken.
 
-        One that is not chosen is taken, too, where the next one that is can still be afforded.
+        One that is not chosen is taken, too, where the next one that is can still be afforded. So far are the seconds
+        for checkpoints, those of the function, and those at the last checkpoint.
         """
-        spent, own = so_far
+        spent, own, last = so_far
         pending = pending or every is None or (number in every and since % every[number] == 0)
         kept = 0.0 if pending or not every else max(map(self._cost, every))
-        return pending, spent + self._cost(number) + kept <= self._allowance * own
+        affordable = spent + self._cost(number) + kept <= self._allowance * own
+        if affordable and every is None:
+            costs = self._costs(number)
+            affordable = sum(costs) / len(costs) <= self._allowance * (own - last)
+        return pending, affordable
 
     def took(self, number: int, seconds: float, *, checkpoint: bool) -> None:
         """So long was spent at a hint, on a checkpoint or on finding out whether one can be made."""
         if checkpoint:
-            self.taken_seconds.append(self.own_seconds() - seconds)
+            self._last = self.own_seconds() - seconds
+            self.taken_seconds.append(self._last)
             if not self._hints[number].costs:  # a guess has taken its place so far
                 self._next = self._reached + 1
             self._hints[number].costs.append(seconds)
@@ -196,8 +208,12 @@ class Pace:
         self._mark = self._clock()
 
     def _cost(self, number: int) -> float:
+        return _SURPRISE * max(self._costs(number))
+
+    def _costs(self, number: int) -> Sequence[float]:
+        """The last costs of a hint; without any of its own those of all."""
         own = self._hints[number].costs
-        return _SURPRISE * max(own or [one for hint in self._hints.values() for one in hint.costs] or [self._first])
+        return own or [one for hint in self._hints.values() for one in hint.costs] or [self._first]
 
     def _choose(self, number: int) -> None:
         """Place the checkpoints of a loop once enough is known of it; forget them where it has ended."""
@@ -283,13 +299,13 @@ class Pace:
         seconds = {number: hint.seconds / hint.arrivals for number, hint in self._hints.items() if hint.arrivals}
         since = dict.fromkeys(costs, 0)
         spent, own, lost, pending = self.spent_seconds, self.own_seconds(), 0.0, False
-        last = own
+        last = self._last
         for step in steps:
             if step < 0:
                 since |= {part: 0 for part in self._inner[-step].parts if isinstance(part, int)}
                 continue
             own, since[step] = own + seconds[step], since[step] + 1
-            pending, due = self._rule(every, pending, step, since[step], (spent, own))
+            pending, due = self._rule(every, pending, step, since[step], (spent, own, last))
             if due:
                 lost, last, spent, pending = lost + (own - last) ** 2, own, spent + costs[step], False
         return lost + (own - last) ** 2

@@ -16,7 +16,7 @@ With the number of that hint in `_cpsr.target`, else 0, this loop
 becomes
 
     if not _cpsr.target:
-        _cpsr_1 = _cpsr.iterate(items, 1, 12)
+        _cpsr_1 = _cpsr.iterate(items, 1)
     for _cpsr_item in _cpsr.loop(_cpsr_1, 1, 1):
         if not _cpsr.target:
             x = _cpsr_item
@@ -116,7 +116,7 @@ class _Writer:
                 return [_located(kind(test, self._block(statement.body), self._block(statement.orelse)), statement)]
             case ast.With():
                 depth = self._source.depth(statement)
-                entering = _statements(f"{OWN}.entering({depth}, {statement.lineno})", statement)
+                entering = _statements(f"{OWN}.entering({depth})", statement)
                 entered = _statements(f"{OWN}.entered({depth + 1})", statement)
                 body = [*entered, *self._block(statement.body)]
                 return [*entering, _located(ast.With(statement.items, body), statement)]
@@ -132,7 +132,7 @@ class _Writer:
         first, last = self._source.numbers(loop.body)
         begin = _statements(
             f"if not {OWN}.target:\n"
-            f"    {name} = {OWN}.iterate(None, {number}, {loop.lineno})\n"
+            f"    {name} = {OWN}.iterate(None, {number})\n"
             f"elif not {OWN}.inside({first}, {last}):\n"
             f"    {name} = ()",
             loop,
@@ -173,6 +173,8 @@ def _statements(text: str, where: ast.AST) -> list[ast.stmt]:
     for statement in found:
         for one in ast.walk(statement):
             ast.copy_location(one, where)
+            if isinstance(one, ast.expr | ast.stmt):  # where it begins: Python has calls in the last of several lines
+                one.end_lineno, one.end_col_offset = one.lineno, one.col_offset
     return found
 
 

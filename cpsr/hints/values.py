@@ -48,6 +48,7 @@ class Arguments:
         blocks: memory of the objects.
         digests: hash of each block.
         identity: hash of each argument, by name.
+        places: hash of everything else, with what of it is in the arguments.
         before: of each object, its items, text or attributes, which tell whether it has changed; None: it cannot.
     """
 
@@ -57,6 +58,7 @@ class Arguments:
     blocks: list[Block]
     digests: list[str]
     identity: dict[str, str]
+    places: list[str]
     before: list[Any] = field(default_factory=list)
 
     @cached_property

@@ -192,6 +192,17 @@ def test_other_code_or_arguments_are_refused(
     assert made(("    total = 0", "    # a comment\n\n    total = 0")).f(6, []) == 45
 
 
+def test_an_argument_that_was_a_global_has_to_be_one_again(made: Made, tmp_path: Path) -> None:
+    """What a checkpoint refers to by its place would be at another one."""
+    change = ("SCALE = 3", "SCALE, TABLE = 3, [7]"), ("total = 0", "total = 0 * len(TABLE)")
+    module = made(*change)
+    killed_at(module, 4, 6, [module.TABLE])
+    with pytest.raises(RunMismatchError, match="which of the arguments are globals"):
+        made(*change).f(6, [[7]])
+    module = made(*change)
+    assert module.f(6, [module.TABLE]) == 45
+
+
 def test_a_damaged_checkpoint_is_skipped_with_a_line(
     made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
