@@ -25,6 +25,7 @@ from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
 from cpsr.benchmarks.recovery.grid import FULL, QUICK, Point, points, selection
 from cpsr.benchmarks.recovery.measure import PointMeasurement
 from cpsr.benchmarks.recovery.methods import roster as methods
+from cpsr.benchmarks.recovery.methods.baselines import PlainLine
 from cpsr.benchmarks.recovery.methods.roster import Method
 from cpsr.benchmarks.recovery.run import main
 from cpsr.benchmarks.recovery.task import Task
@@ -177,7 +178,7 @@ def test_stale_starts_with_the_checkpoint_at_the_failures_place(cache: Path) -> 
 def test_methods_with_the_same_prediction_share_one_run(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured_here = measurement(trajectory(cache))
     plain = measured_here.outcome("line-x2")
-    monkeypatch.setitem(methods.PREDICTORS, "again", Method(partial(LinePredictor, 300, 2.0)))
+    monkeypatch.setitem(methods.PREDICTORS, "again", Method(partial(PlainLine, 300, 2.0)))
     same = measured_here.outcome("again")
     assert plain.curve == same.curve
     assert plain.lag_iterations is not None
