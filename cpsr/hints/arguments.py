@@ -137,6 +137,8 @@ def _whole_state(value: Any) -> Any:
         data, tensors = encode(state_of(value))
     except UnsupportedEngineError as error:
         raise UnsavableError(str(error)) from None
+    except RecursionError:
+        raise UnsavableError("its state_dict holds values too deep within each other: keep them flat") from None
     bits = {name: one.detach().contiguous().reshape(-1).view(torch.uint8) for name, one in tensors.items()}
     state = [data, {name: xxhash.xxh3_128(one.numpy().data).hexdigest() for name, one in bits.items()}]
     return [*stateful_description(value), json.dumps(state)]

@@ -180,9 +180,11 @@ class Call:
             else:
                 encoder.nodes()
                 encoder.check_memory()
-        except NotResumableError as error:
+        except (NotResumableError, RecursionError) as error:
             place = f"{self._source.function.__code__.co_filename}:{self._source.hints[hint - 1].lineno}"
-            raise NotResumableError(f"{place}: no checkpoint is possible at this hint: {error}") from None
+            too_deep = "the state_dict of an argument holds values too deep within each other: keep them flat"
+            why = too_deep if isinstance(error, RecursionError) else error
+            raise NotResumableError(f"{place}: no checkpoint is possible at this hint: {why}") from None
         self._checked.add(hint)
         self._pace.took(hint, perf_counter() - started, checkpoint=self._wanted)
 

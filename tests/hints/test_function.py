@@ -192,6 +192,34 @@ def test_other_code_or_arguments_are_refused(
     assert made(("    total = 0", "    # a comment\n\n    total = 0")).f(6, []) == 45
 
 
+class Deep:
+    """Has a state of so many levels."""
+
+    def __init__(self, levels: int) -> None:
+        self.levels = levels
+
+    def state_dict(self) -> Any:
+        state: Any = []
+        for _ in range(self.levels):
+            state = [state]
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+def test_a_state_that_is_too_deep_is_refused(made: Made) -> None:
+    with pytest.raises(
+        NotResumableError, match=r"the argument 'rows' cannot be saved: its state_dict holds values too"
+    ):
+        made().f(6, Deep(9999))
+    module = made(("rows.append(total)", "rows.levels = 9999"))
+    with pytest.raises(
+        NotResumableError, match=r"no checkpoint is possible at this hint: the state_dict of an argument"
+    ):
+        module.f(6, Deep(1))
+
+
 def test_an_argument_that_was_a_global_has_to_be_one_again(made: Made, tmp_path: Path) -> None:
     """What a checkpoint refers to by its place would be at another one."""
     change = ("SCALE = 3", "SCALE, TABLE = 3, [7]"), ("total = 0", "total = 0 * len(TABLE)")
