@@ -37,12 +37,11 @@ docs: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python -m docs.site.pictures
 
-# First what runs in one process each, then what starts ranks. These wait for each other and for disks, so that two at a
-# time end sooner; those of a file share lives, and stay together. Last the judge of the fault campaign, which they run.
+# First what runs in one process each, with the judge of the fault campaign, then what starts ranks. These wait for each
+# other and for disks, so that two at a time end sooner; those of a file share lives, and stay together.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not ranks" --numprocesses 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not ranks" --numprocesses 2 --dist worksteal tests benchmarks/tests/faults
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "ranks and not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" benchmarks/tests/faults
 
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow

@@ -246,6 +246,7 @@ def test_two_machines_see_one_directory_and_each_is_looked_at(machines: Machines
     assert by_subject(output)["locks"]["level"] == "ok"
 
 
+@pytest.mark.slow
 def test_one_path_that_is_another_directory_on_each_machine_is_an_error(machines: Machines, tmp_path: Path) -> None:
     statuses, output = on_machines(machines, tmp_path, Path(MEMORY) / "run")
     assert statuses == [REFUSED_STATUS] * 2, output

@@ -23,7 +23,7 @@ WORKER = "tests.integrations.ranks_worker"
         ("accelerate", "accelerate"),
         pytest.param("accelerate with DeepSpeed", "accelerate", marks=pytest.mark.slow),  # as the Trainer's, underneath
         pytest.param("accelerate with FSDP", "accelerate", marks=pytest.mark.slow),
-        ("Lightning", "lightning"),
+        pytest.param("Lightning", "lightning", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_job_continues_bit_for_bit(tmp_path: Path, loop: str, package: str) -> None:

@@ -290,6 +290,7 @@ def test_a_predicted_state(tmp_path: Path) -> None:
     assert steps == [5, 10, 15, 20, 25, 30, 35, 40]
 
 
+@pytest.mark.slow
 def test_a_predicted_state_that_diverges(tmp_path: Path) -> None:
     """The Trainer goes back with it, across the beginning of a pass, and every step is trained."""
     fail(tmp_path, 19, mode="predict", max_steps=40)
