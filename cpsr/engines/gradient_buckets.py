@@ -103,6 +103,8 @@ class GradientBuckets:
             return "gradients are sparse"
         if any(one.grad is not None for one in parameters):
             return "there are gradients already"
+        if any(one._post_accumulate_grad_hooks for one in parameters):  # an optimizer would step by zeros
+            return "hooks take gradients as soon as they are complete"
         return None
 
     def _rebuild(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -36,9 +36,13 @@ class Model(nn.Module):
 
 
 class Run:
-    def __init__(self, seed: int, **settings: Any) -> None:
+    def __init__(self, seed: int, hooked: bool = False, **settings: Any) -> None:
         torch.manual_seed(seed)
         self.model = DistributedDataParallel(Model(), **settings)
+        self.taken: list[torch.Size] = []
+        for one in self.model.parameters() if hooked else ():
+            take: Any = one.register_post_accumulate_grad_hook  # torch's stub has no types
+            take(lambda one: self.taken.append(one.shape))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.adapter = TorchAdapter(self.model, self.optimizer)
 
@@ -84,6 +88,7 @@ def restart(heard: Heard, accumulate: int = 1, saved: int = SAVED, forget: bool 
     back.adapter.load_scalars(scalars)
     back.adapter.attach(Recorder())
     assert all(one.grad is None for one in back.model.parameters())
+    assert back.taken == []
     back.train(saved, STEPS, accumulate)
     again = back.adapter.scalars().get("buckets")
     back.adapter.detach()
@@ -100,6 +105,7 @@ CASES: dict[str, Callable[[Heard], Any]] = {
     "no order saved": partial(restart, forget=True),
     "unused looked for": partial(restart, find_unused_parameters=True),
     "static graph": partial(restart, static_graph=True),
+    "hooks": partial(restart, hooked=True),
 }
 
 
@@ -148,9 +154,10 @@ def test_without_the_order_it_differs_and_says_so(found: list[dict[str, Any]]) -
     assert all(len(rank["no order saved"]["kept"].split()) == 6 for rank in found)
 
 
-def test_where_it_cannot_be_restored_it_says_so(found: list[dict[str, Any]]) -> None:
-    (message,) = found[0]["static graph"]["warned"]
-    assert "static_graph=True" in message
+@pytest.mark.parametrize(("case", "why"), [("static graph", "static_graph=True"), ("hooks", "hooks take gradients")])
+def test_where_it_cannot_be_restored_it_says_so(found: list[dict[str, Any]], case: str, why: str) -> None:
+    (message,) = found[0][case]["warned"]
+    assert why in message
 
 
 def test_where_ddp_keeps_one_order_nothing_is_done(found: list[dict[str, Any]]) -> None:
