@@ -3,6 +3,7 @@
 On CUDA they are new processes instead: a GPU that the server has asked for cannot be used after a fork.
 """
 
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -32,6 +33,18 @@ def start_ranks(main: Callable[..., None], options: Any, ranks: int) -> Sequence
         for process in processes:
             process.start()
     return processes
+
+
+def found_by(processes: Sequence[BaseProcess], folder: Path, limit_seconds: float, file: str = "{}.json") -> list[Any]:
+    """What each rank has left as JSON in a file with its number, beside its log, once all have ended well."""
+    for process in processes:
+        process.join(limit_seconds)
+    statuses = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    logs = [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(len(processes))]
+    assert statuses == [0] * len(processes), logs
+    return [json.loads((folder / file.format(rank)).read_text()) for rank in range(len(processes))]
 
 
 def become_rank(log: Path, rank: int, ranks: int, memory: Path | None = None) -> None:

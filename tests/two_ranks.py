@@ -1,13 +1,12 @@
 """A script run as two gloo ranks; each leaves its findings as JSON in the file named by its argument and its rank."""
 
-import json
 import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.rank_processes import become_rank, start_ranks
+from tests.rank_processes import become_rank, found_by, start_ranks
 
 RANKS = 2
 LIMIT_SECONDS = 400.0  # for what takes seconds; the machine may be busy
@@ -18,15 +17,7 @@ def run(script: str, directory: Path) -> tuple[Any, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    processes = start_ranks(_rank, (script, directory, port), RANKS)
-    for process in processes:
-        process.join(LIMIT_SECONDS)
-    statuses = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    logs = [(directory / f"{rank}.log").read_text()[-3000:] for rank in range(RANKS)]
-    assert statuses == [0] * RANKS, logs
-    first, second = (json.loads((directory / f"found.{rank}").read_text()) for rank in range(RANKS))
+    first, second = found_by(start_ranks(_rank, (script, directory, port), RANKS), directory, LIMIT_SECONDS, "found.{}")
     return first, second
 
 

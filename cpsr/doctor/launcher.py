@@ -2,18 +2,17 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from torch.distributed.launcher.api import LaunchConfig
 
 from cpsr.doctor.finding import Finding, ok, warning
 from cpsr.doctor.needs import Launched, Needs
-from cpsr.ranks.link import report, restart_obstacle
+from cpsr.ranks.link import SHUTDOWN, SHUTDOWN_SECONDS, report, restart_obstacle
 
 __all__ = ["check_cluster", "check_elastic", "check_grace", "check_launcher"]
 
-_SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _SETTING = "shutdown_timeout"  # of torchrun, from torch 2.12 on
-_SHUTDOWN_SECONDS = 30.0  # torchrun's, and `cpsr run`'s where the user has not set it is larger
 _KILL_SECONDS = 30.0  # Slurm's KillWait and Kubernetes' terminationGracePeriodSeconds, unless set otherwise
 _SHARE = 0.5  # of the time that may be needed: another step ends first, and disks are busy when all leave at once
 _ASKED_SECONDS = 120.0  # what is advised at least
@@ -109,10 +108,10 @@ def check_grace(
     if not by_cpsr and "TORCHELASTIC_RUN_ID" not in environment:
         return None
     settable = by_cpsr or (_SETTING in LaunchConfig.__dataclass_fields__ if settable is None else settable)
-    try:
-        seconds = float(environment.get(_SHUTDOWN, _SHUTDOWN_SECONDS)) if settable else _SHUTDOWN_SECONDS
-    except ValueError:
-        seconds = _SHUTDOWN_SECONDS
+    seconds = float(SHUTDOWN_SECONDS)
+    if settable:
+        with suppress(ValueError):
+            seconds = float(environment.get(SHUTDOWN, seconds))
     text = f"the launcher leaves the ranks {seconds:g} s after SIGTERM"
     text += "" if by_cpsr or not settable else f", unless --{_SETTING.replace('_', '-')} says otherwise"
     figures = {"grace_seconds": seconds, "commit_seconds": commit_seconds}
@@ -121,7 +120,7 @@ def check_grace(
     text += f"; a checkpoint takes about {commit_seconds:.3g} s"
     if commit_seconds > _SHARE * seconds:
         wanted = max(_ASKED_SECONDS, commit_seconds / _SHARE)
-        setting = f"set {_SHUTDOWN}={wanted:.0f} (`cpsr run` sets 600)"
+        setting = f"set {SHUTDOWN}={wanted:.0f} (`cpsr run` sets 600)"
         return warning("grace", text, setting if settable else f"{_RUN}; torch has no setting before 2.12", **figures)
     return ok("grace", text, **figures)
 

@@ -20,17 +20,15 @@ from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.launch.compile_locks import compile_locks, extensions_directory, remove_stale_locks
 from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
-from cpsr.ranks.link import JOB, REFUSED_STATUS, Opened, Report
+from cpsr.ranks.link import JOB, REFUSED_STATUS, SHUTDOWN, SHUTDOWN_SECONDS, Opened, Report
 
-__all__ = ["HOW_IT_ENDS", "SHUTDOWN", "Failures", "JobEndedError", "agent_that_recovers", "job_at"]
+__all__ = ["HOW_IT_ENDS", "Failures", "JobEndedError", "agent_that_recovers", "job_at"]
 
 logger = logging.getLogger(__name__)
 
 HOW_IT_ENDS = "[docs/launching.md#how-it-ends]"  # what explains a last line
 BACK_OFF_SECONDS_MAX = 60.0
 SLOW_START_SECONDS = 60.0  # after which the cause is reported, if it is visible
-SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that ranks have after SIGTERM
-SHUTDOWN_SECONDS = 30  # torchrun's own
 
 
 class JobEndedError(Exception):

@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from cpsr.launch.agent import HOW_IT_ENDS, SHUTDOWN, Failures, JobEndedError, agent_that_recovers
-from cpsr.ranks.link import LAUNCHER, VERBOSE, Report
+from cpsr.launch.agent import HOW_IT_ENDS, Failures, JobEndedError, agent_that_recovers
+from cpsr.ranks.link import LAUNCHER, SHUTDOWN, VERBOSE, Report
 
 __all__ = ["run_job"]
 

@@ -20,6 +20,8 @@ __all__ = [
     "JOB",
     "LAUNCHER",
     "REFUSED_STATUS",
+    "SHUTDOWN",
+    "SHUTDOWN_SECONDS",
     "VERBOSE",
     "Opened",
     "Report",
@@ -31,6 +33,8 @@ __all__ = [
 LAUNCHER = "CPSR_LAUNCHER"  # the launcher's directory
 JOB = "CPSR_JOB"  # names the launchers that meet at one store: others of the same run are another job
 VERBOSE = "CPSR_VERBOSE"  # set for more than one line per event
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that torchrun gives its ranks after SIGTERM
+SHUTDOWN_SECONDS = 30  # where that is not set
 REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h
 REFUSALS = (ConfigError, UnsupportedEngineError, RunMismatchError)
 

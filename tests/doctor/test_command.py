@@ -65,13 +65,13 @@ def test_for_people_it_is_a_line_each_and_warnings_are_no_failure() -> None:
     assert counts.endswith("0 errors")
 
 
-def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def errors_on(tmp_path: Path, mount: str) -> dict[str, Any]:
+    """What is found, by subject, where this command has mounted something at the path."""
     if (why := mount_obstacle()) is not None:
         pytest.skip(why)
-    command = f'mount -t tmpfs -o ro tmpfs {shlex.quote(str(tmp_path))} && exec "$@"'
     wanted = [sys.executable, "-m", "cpsr", "doctor", "--run-dir", str(tmp_path / "run"), "--json"]
     ended = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", command, "sh", *wanted],
+        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *wanted],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,
@@ -79,27 +79,18 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         env=environment(),
     )
     assert ended.returncode == 1, ended.stderr
-    found = by_subject(ended.stdout)["run directory"]
+    return by_subject(ended.stdout)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    found = errors_on(tmp_path, f"mount -t tmpfs -o ro tmpfs {shlex.quote(str(tmp_path))}")["run directory"]
     assert found["level"] == "error"
     assert "Read-only file system" in found["measured"]
 
 
 def test_a_full_disk_is_one_error_that_says_to_make_room(tmp_path: Path) -> None:
-    if (why := mount_obstacle()) is not None:
-        pytest.skip(why)
     place = shlex.quote(str(tmp_path))
-    fill = f'mount -t tmpfs -o size=8m tmpfs {place} && head -c 8388608 /dev/zero > {place}/fill && exec "$@"'
-    wanted = [sys.executable, "-m", "cpsr", "doctor", "--run-dir", str(tmp_path / "run"), "--json"]
-    ended = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", fill, "sh", *wanted],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-        env=environment(),
-    )
-    assert ended.returncode == 1, ended.stderr
-    found = by_subject(ended.stdout)
+    found = errors_on(tmp_path, f"mount -t tmpfs -o size=8m tmpfs {place} && head -c 8388608 /dev/zero > {place}/fill")
     assert [subject for subject, one in found.items() if one["level"] == "error"] == ["operations"]
     assert found["operations"]["advice"].startswith("make room")
 

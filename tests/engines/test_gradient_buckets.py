@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpsr.engines import TorchAdapter
 from cpsr.qualify.recorder import Recorder
-from tests.rank_processes import become_rank, start_ranks
+from tests.rank_processes import become_rank, found_by, start_ranks
 
 RANKS = 3
 STEPS, SAVED = 6, 3
@@ -109,11 +107,10 @@ CASES: dict[str, Callable[[Heard], Any]] = {
 }
 
 
-def run_rank(job: tuple[Path, int], rank: int, ranks: int) -> None:
-    folder, port = job
+def run_rank(folder: Path, rank: int, ranks: int) -> None:
     become_rank(folder / f"{rank}.log", rank, ranks)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo")
+    meeting = f"file://{folder / 'meeting'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     heard = Heard()
     logging.getLogger("cpsr").addHandler(heard)
     found = {name: case(heard) for name, case in CASES.items()}
@@ -124,17 +121,7 @@ def run_rank(job: tuple[Path, int], rank: int, ranks: int) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = start_ranks(run_rank, (folder, port), RANKS)
-    for process in processes:
-        process.join(LIMIT_SECONDS)
-    statuses = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert statuses == [0] * RANKS, [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(RANKS)]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return found_by(start_ranks(run_rank, folder, RANKS), folder, LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize("case", ["plain", "after the first step", "accumulated", "in views", "several buckets"])

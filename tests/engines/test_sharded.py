@@ -10,7 +10,7 @@ import torch
 
 from cpsr.engines.sharded import Part, local, part_of
 from tests.device import ON_CUDA
-from tests.rank_processes import become_rank, start_ranks
+from tests.rank_processes import become_rank, found_by, start_ranks
 
 RANKS = 4
 LIMIT_SECONDS = 400.0
@@ -31,14 +31,7 @@ def rank_main(folder: Path, rank: int, ranks: int) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank says of its parts."""
     folder = tmp_path_factory.mktemp("four-ranks")
-    processes = start_ranks(rank_main, folder, RANKS)
-    for process in processes:
-        process.join(LIMIT_SECONDS)
-    statuses = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    assert statuses == [0] * RANKS, [(folder / f"{rank}.log").read_text()[-3000:] for rank in range(RANKS)]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return found_by(start_ranks(rank_main, folder, RANKS), folder, LIMIT_SECONDS)
 
 
 def assembled(found: list[dict[str, Any]], name: str) -> tuple[torch.Tensor, torch.Tensor]:
