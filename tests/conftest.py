@@ -27,6 +27,7 @@ STARTS_RANKS = {
     "tests.ranks.dumping_ranks",
     "tests.recovery.job",
     "tests.recovery.terminated",
+    "tests.situations.lives",
     "tests.two_ranks",
 }
 # Few tests, each long: they begin first, or one of the two workers waits at the end for what the other has left.

@@ -1,8 +1,7 @@
-"""The rooms table of ARCHITECTURE.md is what the code does, and the limits that keep rooms readable hold."""
+"""The rooms table of ARCHITECTURE.md is what the code does, and pages stay short."""
 
 import ast
 import re
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,72 +42,8 @@ def test_rooms_import_only_rooms_below_them(imports: set[tuple[str, str]]) -> No
     assert upward == []
 
 
-# Limits that keep a room readable
-
-PRODUCT = [
-    path
-    for folder in ("cpsr", "predictor", "fitter", "service")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if not any((ROOT / parent).is_symlink() for parent in path.relative_to(ROOT).parents)
-]
-
-
 def lines(path: Path) -> int:
     return path.read_text(encoding="utf-8").count("\n")
-
-
-def classes(path: Path) -> Iterator[ast.ClassDef]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-
-
-def attributes(node: ast.ClassDef) -> set[str]:
-    """Names of what instances hold: fields, and what any method assigns to `self`."""
-    fields = {one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
-    assigned = {
-        one.attr
-        for one in ast.walk(node)
-        if isinstance(one, ast.Attribute)
-        and isinstance(one.ctx, ast.Store)
-        and isinstance(one.value, ast.Name)
-        and one.value.id == "self"
-    }
-    return fields | assigned
-
-
-def test_files_are_short() -> None:
-    lengths = {str(path.relative_to(ROOT)): lines(path) for path in PRODUCT}
-    assert {name: length for name, length in lengths.items() if length > 450} == {}
-    assert statistics.median(lengths.values()) <= 150
-
-
-def test_no_class_knows_everything() -> None:
-    large = {
-        f"{path.relative_to(ROOT)}:{node.name}": len(attributes(node))
-        for path in PRODUCT
-        for node in classes(path)
-        if len(attributes(node)) > 25
-    }
-    assert large == {}
-
-
-def test_constructors_take_at_most_seven_arguments() -> None:
-    long = {
-        f"{path.relative_to(ROOT)}:{node.name}": count
-        for path in PRODUCT
-        for node in classes(path)
-        for method in node.body
-        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
-        if (count := len(method.args.args) - 1 + len(method.args.kwonlyargs)) > 7
-    }
-    assert long == {}
-
-
-def test_the_facade_is_thin() -> None:
-    path = ROOT / "cpsr" / "recovery.py"
-    own = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("from cpsr")]
-    assert lines(path) <= 250
-    assert len(own) <= 15
 
 
 def test_pages_are_short() -> None:
