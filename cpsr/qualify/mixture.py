@@ -111,22 +111,29 @@ class _Routed(nn.Module):
 
 
 class _Dense(nn.Module):
-    """What takes the place of a layer of experts."""
+    """A layer without experts.
 
-    def __init__(self, expert_parallel: int) -> None:
+    Args:
+        expert_parallel: sizes of the groups of experts of all stages, in the order in which all ranks create them.
+    """
+
+    def __init__(self, *expert_parallel: int) -> None:
         super().__init__()
         self._expert_parallel = expert_parallel
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Take part in making the groups of experts, also on a stage without any.
+        """Create the groups of experts of all stages, as every rank must.
 
-        DeepSpeed makes them where a layer needs them. Torch counts groups: the next that all ranks make would hang.
+        DeepSpeed creates a group where a layer needs it, and torch names groups by counting them. If a stage creates
+        another number of groups, the next common group hangs. If it creates groups of other ranks, two groups exchange
+        addresses under one name: a rank then connects to a rank of the other group, or waits for it.
         """
-        if f"ep_size_{self._expert_parallel}" not in groups._get_expert_parallel_group_dict():
-            groups._create_expert_and_data_parallel(
-                self._expert_parallel, use_data_before_expert_parallel_=use_data_before_expert_parallel_
-            )
+        for size in self._expert_parallel:
+            if f"ep_size_{size}" not in groups._get_expert_parallel_group_dict():
+                groups._create_expert_and_data_parallel(
+                    size, use_data_before_expert_parallel_=use_data_before_expert_parallel_
+                )
 
     def forward(self, passed: _Passed) -> _Passed:
         return passed[0] + torch.tanh(self.linear(passed[0])), passed[1]
@@ -152,14 +159,20 @@ class MixtureLoss(PipelineLoss):
         return super().__call__(passed[0], targets) + 0.01 * balance * self.factor
 
 
-def mixture_layers(expert_parallel: int, of_stages: tuple[int, int] = (1, 2)) -> list[LayerSpec]:
+def mixture_layers(
+    expert_parallel: int, of_stages: tuple[int, int] = (1, 2), expert_parallel_last: int | None = None
+) -> list[LayerSpec]:
     """Six layers of a pipeline, to be cut in the middle.
 
     Args:
         expert_parallel: ranks of a stage that share its experts.
         of_stages: layers of experts in the first stage and in the second, at most two each.
+        expert_parallel_last: ranks that share the experts of the second stage; None: as in the first. Where they
+            differ, each stage needs a layer without experts.
     """
-    routed = [LayerSpec(_Routed, expert_parallel, 1 + place % 2) for place in range(sum(of_stages))]
-    dense = [[LayerSpec(_Dense, expert_parallel)] * (2 - count) for count in of_stages]
-    first = of_stages[0]
+    first, last = of_stages[0], expert_parallel_last or expert_parallel
+    routed = [
+        LayerSpec(_Routed, expert_parallel if place < first else last, 1 + place % 2) for place in range(sum(of_stages))
+    ]
+    dense = [[LayerSpec(_Dense, expert_parallel, last)] * (2 - count) for count in of_stages]
     return [LayerSpec(_Embed), *routed[:first], *dense[0], *dense[1], *routed[first:], LayerSpec(_Head)]

@@ -101,7 +101,7 @@ def tokens_are_counted_over_all_stages(expert_parallel: int, of_stages: tuple[in
 
 
 def groups_of_different_sizes_are_refused_where_experts_are_chosen() -> None:
-    layers = [*mixture_layers(2, (1, 1))[:3], *mixture_layers(1, (1, 1))[3:]]
+    layers = mixture_layers(2, (1, 1), expert_parallel_last=1)
     adapter = PipelineJob(pipeline_engine(0, "fp32", layers=layers, loss=MixtureLoss())).adapter
     with pytest.raises(UnsupportedEngineError, match=r"different sizes \({'1.experts': 2, '4.experts': 1}\)"):
         adapter.expert_operators()
