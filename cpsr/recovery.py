@@ -112,7 +112,15 @@ class CPSRRecovery:
     @property
     def epoch(self) -> int:
         """Complete passes over the data in the whole run: begin your own loop over passes here."""
-        return self._loop.state.position.epoch
+        return self._loop.state.taken.epoch
+
+    @property
+    def batch(self) -> int:
+        """Batches of the current pass that the loop has taken: `enumerate(stream, start=recovery.batch)` numbers them.
+
+        After a restart inside a pass the stream gives the rest of it; `enumerate` alone would begin at 0 there.
+        """
+        return self._loop.state.batch
 
     @property
     def restored(self) -> Restored:

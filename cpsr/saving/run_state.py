@@ -81,6 +81,16 @@ class RunState(Part):
         return (self._data if self._stream is None else self._stream.position).advanced(0)
 
     @property
+    def taken(self) -> DataPosition:
+        """The position after the last batch that the loop has taken; the end of a pass is the start of the next."""
+        return (self._data if self._stream is None else self._stream.position).advanced(0)
+
+    @property
+    def batch(self) -> int:
+        """Batches of the current pass that the loop has taken; 0 once it has left that pass."""
+        return 0 if self._stream is not None and self._stream.left else self.taken.batch
+
+    @property
     def batches(self) -> int:
         """Batches used since the start of the run."""
         return (self._data if self._stream is None else self._stream.position).batches

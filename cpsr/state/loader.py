@@ -10,7 +10,7 @@ already trained, without loading them. A loader that has a state of its own cont
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -67,7 +67,11 @@ NO_HOOKS = LoaderHooks()
 
 
 class ResumableLoader(Iterator[Any]):
-    """Iterates over a loader from a given position, and can be moved to another one.
+    """A drop-in replacement of a loader that continues from a given position, and can be moved to another one.
+
+    It is its own iterator, for `next`. Where its end is that of a pass, each `for` loop over it is one pass, as over
+    the loader: the first continues the current pass, and a pass that the loop leaves early counts as over. Its length
+    and all other attributes are those of the loader.
 
     Args:
         loader: a `torch.utils.data.DataLoader`, or any iterable that yields the same batches in every process. A
@@ -79,6 +83,9 @@ class ResumableLoader(Iterator[Any]):
             does that.
         hooks: callbacks.
         after: the stream that has given a whole pass of this loader before, in this process.
+
+    Attributes:
+        left: whether the `for` loop over the current pass has ended, also before the end of the pass.
     """
 
     def __init__(
@@ -108,10 +115,13 @@ class ResumableLoader(Iterator[Any]):
         self._iterator: Iterator[Any] | None = None
         self._closed = False
         self._thread: int | None = None  # that has opened it
+        self.left = False
+        self._iterated = False  # a `for` loop has begun the current pass
         self._untold_epoch: int | None = None  # that an earlier version began without a word to the data set
         self.position = self._normalised(position)
         self._moved = position.states is not None
         self._until_epoch = until_epoch
+        self._is_of_one_pass = until_epoch is not None and not sets_epoch
         self._sets_epoch = sets_epoch
 
     @property
@@ -141,8 +151,39 @@ class ResumableLoader(Iterator[Any]):
         """Give no more batches; the workers of the pass end, unless they are persistent."""
         self._iterator, self._closed = None, True
 
-    def __iter__(self) -> "ResumableLoader":
-        return self
+    def __len__(self) -> int:
+        """Batches of a whole pass."""
+        return len(self._loader)  # type: ignore[arg-type]  # a loader without a length raises its own TypeError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._one_pass() if self._is_of_one_pass else self
+
+    def _one_pass(self) -> Iterator[Any]:
+        if self._iterated or self.position.epoch >= (self._until_epoch or 0):
+            self._leave_pass()
+        self._iterated, self.left = True, False
+        try:
+            with suppress(StopIteration):
+                while True:
+                    yield next(self)
+        finally:
+            self.left = True
+
+    def _leave_pass(self) -> None:
+        """The next batch is the first of a new pass; what is left of the current one is not given."""
+        position = self.position.advanced(0)
+        early = position.batch > 0
+        if early:
+            self._iterator, self._workers, self._state = None, None, LoaderState(self._loader)
+        self._follows_a_pass, self._moved = not early, False
+        position = replace(position, epoch=position.epoch + early, batch=0, states=None, loader=None, workers=None)
+        self.position = self._normalised(position)
+        self._until_epoch = self.position.epoch + 1
 
     def __next__(self) -> Any:
         if self._closed:
