@@ -70,6 +70,11 @@ class Boundary(Part):
         self.liveness.start()
         self._publication.start()
 
+    @property
+    def published(self) -> int:
+        """The newest step that the device has completed; where state is on the host not kept."""
+        return self._publication.published
+
     def prepare(self) -> None:
         """Before the first step: mark its boundary, and prepare a dump."""
         self._pool.copier.prepare_dump(self._state.left)

@@ -25,6 +25,7 @@ from cpsr.life.opening import open_for_life
 from cpsr.life.outcome import RecoveryOutcome
 from cpsr.life.probation import Probation
 from cpsr.life.recovered import LagReport, RecoveredLag, losses_before
+from cpsr.life.witnessing import Witnessing
 from cpsr.planner.cadence import Savers
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.emergency_dump import undisturbed
@@ -76,6 +77,10 @@ class Life:
             self._open(opened, loop.state)  # closed late: the last checkpoint asks the loader for its position
             self.run = open_for_life(loop, config, opened, self._ending)
             self.job = self.run.job
+            # Closed after the boundary, by when a GPU has completed the last steps.
+            self._witnessing = self._open(
+                opened, Witnessing(self.job, loop.state, loop.losses, lambda: self.boundary.published)
+            )
             self.boundary = self._open(opened, Boundary(self.job, self.run.memory.pool, loop.state))
             self._parts.append(self._open(opened, loop.learning))
             self.planner = self._open_planner(opened)
@@ -142,6 +147,7 @@ class Life:
         follows = self.restored.predicted and not self.restored.partly_predicted
         measured = RecoveredLag(losses_before(job.journal, iteration), iteration) if follows else None
         self._lag = LagReport(job, self._outcome, measured)
+        self._witnessing.begin(iteration)
         announce(job, self.restored, cause, self.restorer.damaged)
 
     def _begin(self, opened: ExitStack) -> None:
@@ -166,7 +172,15 @@ class Life:
         run.steps.followers += [self.rehearsals.on_steps, self._lag.on_steps, self.saver.memory.on_steps]
         loop.state.on_request = self._on_request
         loop.state.on_batch.append(self._first_batches.on_batch)
-        self._parts += [loop.state, self._lag, self.rehearsals, self.boundary, self.saver, loop.events]
+        self._parts += [
+            loop.state,
+            self._witnessing,
+            self._lag,
+            self.rehearsals,
+            self.boundary,
+            self.saver,
+            loop.events,
+        ]
         self._clock = StepClock(job.adapter)
 
     def _attach(self, opened: ExitStack, *, exact: bool) -> None:
@@ -188,6 +202,7 @@ class Life:
         self.boundary.sign()
         self._tail.finish()
         self._clock.before_update()
+        self._witnessing.before_update()
         self.saver.before_update()
         self.boundary.before_update()
 
@@ -206,6 +221,7 @@ class Life:
         self._tail.finish()
         if self.run.experts is not None:
             self.run.experts.begin_forward()
+        self._witnessing.on_forward()
         self.loop.probes.on_forward(args, kwargs)
         self.rehearsals.on_forward(args, kwargs)
 
@@ -228,9 +244,10 @@ class Life:
         step = self._clock.end(iteration, applied)
         self._count(iteration, applied)
         self.run.memory.after_step(iteration)
+        self.run.steps.end(step)
+        self._witnessing.after_step(iteration)
         self.boundary.publish(iteration)
         self.planner.step(step.seconds)
-        self.run.steps.end(step)
         self.saver.surface()
         self._follow_background(iteration)
         if self._probation.active and self._is_given_up(iteration):

@@ -46,6 +46,9 @@ class Publication:
         counter: what a restart reads.
         events: of the step boundaries on the device; None on the host.
         updates: for the begin of updates there; None: no earlier step is ever dumped.
+
+    Attributes:
+        published: the newest step that the device has completed; on the host not kept.
     """
 
     def __init__(self, counter: ProgressCounter, events: StepEvents | None, updates: StepEvents | None = None) -> None:
@@ -54,6 +57,7 @@ class Publication:
         self._updates = updates
         self._pending: deque[_Step] = deque()  # oldest first
         self._complete: _Step | None = None  # the newest that is published
+        self.published = 0
         self._begun: torch.cuda.Event | None = None  # of the update under way
         self._polling = threading.Lock()  # around the device's answers, for which no other thread waits
         self._changing = threading.Lock()  # around the steps and the counter, for a few lines
@@ -165,6 +169,7 @@ class Publication:
         with self._changing:
             self._forget()
             self._counter.reset(iteration, batches)
+            self.published = iteration
 
     def close(self, wait_seconds: float) -> None:
         """Publish what the device completes within this time, and close the counter, which keeps its value."""
@@ -196,6 +201,7 @@ class Publication:
             self._counter.publish(step.iteration, step.batches)
             self._release(step)
             self._complete = step
+            self.published = step.iteration
 
     def _forget(self) -> None:
         self._complete = self._begun = None

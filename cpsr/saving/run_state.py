@@ -96,6 +96,16 @@ class RunState(Part):
         return (self._data if self._stream is None else self._stream.position).batches
 
     @property
+    def reached(self) -> DataPosition:
+        """The position in the data as it is, also at the end of a pass."""
+        return self._data if self._stream is None else self._stream.position
+
+    @property
+    def descent(self) -> tuple[int, list[dict[str, int]]]:
+        """What a state descends from, beside steps of this run: a state that the user loaded, and predicted ones."""
+        return self.history_start, self._lineage
+
+    @property
     def peak_learning_rate(self) -> float:
         """Largest learning rate of the updates so far."""
         return self._peak_learning_rate

@@ -105,6 +105,11 @@ class LossRecorder:
         self._steps.append((step, loss))
         return self.flush() if len(self._steps) >= self._flush_iterations else []
 
+    @property
+    def newest(self) -> torch.Tensor | None:
+        """The loss of the last closed iteration, on its device."""
+        return self._latest
+
     def latest(self) -> float | None:
         """The loss of the last closed iteration; waits for the device, so only for short watches."""
         return None if self._latest is None else float(self._latest)

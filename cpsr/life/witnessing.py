@@ -1,0 +1,241 @@
+"""Witnesses of a life's steps, and the check of steps that a restart repeats."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from cpsr.engines.weight_sample import SentSample, WeightSample
+from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.saving.run_state import RunState
+from cpsr.state.losses import LossRecorder
+from cpsr.state.witness import RATES, Difference, SampledBytes, Witness, Witnesses, difference, witness_path
+
+__all__ = ["ARITHMETIC", "CHECKED", "NOT_RESTORED", "Witnessing"]
+
+# Kinds of events.
+CHECKED = "checked"
+ARITHMETIC = "arithmetic"
+NOT_RESTORED = "not restored"
+
+PENDING = 8  # steps whose samples may still be on their way from a GPU
+CAUSES = {
+    "batch position": (
+        "the loop takes another number of batches than before, also from a second loader",
+        "a pass has another length than before: the dataset or the sampler has changed",
+    ),
+    "learning rate": (
+        "the loop sets it from a counter that begins at 0 again: use recovery.iteration",
+        "a schedule is not given to the adapter, nor to recovery.register",
+        "the script was changed",
+    ),
+    "loss": (
+        "the batches do not come from recovery.resume(loader), or were drawn ahead",
+        "the data, or a transform of it, draws random numbers that are not restored",
+        "an object that the loop changes is not given to recovery.register",
+        "the loop changes weights or buffers after the step, and the restart went on before that",
+        "the script or the data was changed",
+    ),
+    "weights": (
+        "an object that changes the gradients or the update is not given to recovery.register",
+        "the loop counts steps by itself, for accumulation or clipping: use recovery.iteration",
+        "the script was changed",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class _Pending:
+    witness: Witness  # without loss and weights
+    sample: SentSample
+
+
+class Witnessing(Part):
+    """Records a witness of every step, and compares a repeated step with its first execution.
+
+    It costs about ten microseconds of the training thread per step. Each rank compares its own steps. Two executions
+    are compared if the run had the same number of ranks and the same history of predicted and loaded states.
+
+    Args:
+        job: this rank's.
+        state: tells the position in the data, and where the state comes from.
+        losses: of this rank.
+        published: newest step that the device has completed; asked only where weights are on a GPU.
+
+    Attributes:
+        expected: steps that will be repeated and have a witness of their first execution.
+        obstacle: why steps cannot be compared; None if they can.
+    """
+
+    def __init__(self, job: Job, state: RunState, losses: LossRecorder, published: Callable[[], int]) -> None:
+        self._job, self._state, self._losses, self._published = job, state, losses, published
+        self.expected = 0
+        self.obstacle: str | None = None
+        self._sample = WeightSample(job.adapter, job.shard)
+        self._on_device = self._sample.device is not None and self._sample.device.type != "cpu"
+        self._ring = self._open(job)
+        self._pending: deque[_Pending] = deque()
+        self._rates: tuple[tuple[float, ...], int] = (), 0
+        self._least = _epsilon_of(job)
+        self._epsilon = self._least
+        self._trajectory = 0
+        self._last = 0  # newest step with a witness of its first execution
+        self._checked = 0
+        self._rounded = 0  # first step that differed by rounding
+        self._verdict: Difference | None = None
+
+    def _open(self, job: Job) -> Witnesses | None:
+        path = witness_path(job.config.run_dir, job.group.rank)
+        try:
+            return Witnesses(path)
+        except OSError as error:
+            self.obstacle = f"{path} cannot be written ({error.strerror or error})"
+            message = f"{self.obstacle}: this life keeps no witnesses, and repeated steps are not checked"
+            job.journal.event("no witnesses", message, level=logging.WARNING)
+            return None
+
+    def begin(self, iteration: int) -> None:
+        """The state is that after `iteration`; later steps that this run has executed before will be compared."""
+        self._pending.clear()
+        self._checked = self._rounded = self.expected = 0
+        self._verdict = None
+        self._trajectory = self._of_state()
+        if self._ring is None:
+            return
+        repeated = {one.iteration for one in self._ring if one.trajectory == self._trajectory} - {*range(iteration + 1)}
+        self.expected, self._last = len(repeated), max(repeated, default=iteration)
+
+    def _of_state(self) -> int:
+        job = self._job
+        place = job.group.rank, job.group.size, job.adapter.micro_batches_per_iteration, self._sample.layout
+        return xxhash.xxh3_64_intdigest(repr((place, *self._state.descent)).encode())
+
+    # On the training thread, in every step
+
+    def on_forward(self) -> None:
+        """A training forward begins: its dtype may be that of an autocast."""
+        kind = self._job.adapter.device.type
+        if torch.is_autocast_enabled(kind):
+            self._epsilon = max(self._epsilon, torch.finfo(torch.get_autocast_dtype(kind)).eps)
+        self.poll()
+
+    def before_update(self) -> None:
+        """Note the learning rates of the update."""
+        rates = [
+            rate
+            for one in self._job.adapter.optimizers
+            for group in one.param_groups
+            if isinstance(rate := group.get("lr"), float | int)
+        ]
+        others = xxhash.xxh3_64_intdigest(repr(rates[RATES:]).encode()) if len(rates) > RATES else 0
+        self._rates = tuple(rates[:RATES]), others
+
+    def after_step(self, iteration: int) -> None:
+        """One step is complete, its loss is closed, and the loop has changed nothing since."""
+        if self._ring is None:
+            return
+        position, loss = self._state.reached, self._losses.newest
+        if position.batch == position.batches_per_epoch:
+            position = position.advanced(0)
+        witness = Witness(
+            iteration,
+            self._job.journal.life,
+            self._trajectory,
+            position.epoch,
+            position.batch,
+            position.batches,
+            *self._rates,
+            None,
+            SampledBytes(b"", (0, 0, 0, 0)),
+            self._epsilon,
+        )
+        self._epsilon = self._least
+        if not self._on_device:
+            seen = None if loss is None or loss.is_cuda else loss.item()
+            self._complete(witness._replace(loss=seen, weights=self._sample.read()))
+            return
+        if len(self._pending) == PENDING:
+            self._pending.popleft()  # the host is far ahead of the device
+        self._pending.append(_Pending(witness, self._sample.send(loss)))
+
+    def poll(self) -> None:
+        """Record the steps whose samples have arrived; without waiting."""
+        while self._pending and self._pending[0].witness.iteration <= self._published():
+            pending = self._pending.popleft()
+            weights, loss = pending.sample.read()
+            self._complete(pending.witness._replace(loss=loss, weights=weights))
+
+    def _complete(self, witness: Witness) -> None:
+        assert self._ring is not None
+        if witness.iteration <= self._last:
+            self._compare(witness)
+        self._ring.put(witness)
+
+    # The check
+
+    def _compare(self, again: Witness) -> None:
+        """Compare a repeated step with its first execution, which the ring still has."""
+        assert self._ring is not None
+        step = again.iteration
+        first = self._ring.get(step)
+        if self._verdict is None and first is not None and first.trajectory == self._trajectory:
+            self._checked += 1
+            slack = 2.0 ** min(step - self._rounded, 60) if self._rounded else 1.0
+            before = self._ring.get(step - 1)
+            found = difference(first, again, None if self._rounded else before, slack)
+            if found is not None and not (self._rounded and found.rounding):
+                self._report(found)
+        if step == self._last and self._verdict is None:
+            self._end()
+
+    def _report(self, found: Difference) -> None:
+        if found.rounding:
+            self._rounded = found.iteration
+            message = f"arithmetic is not deterministic: {found.amount:.1g} at step {found.iteration} ({found.what})"
+            self._job.journal.event(ARITHMETIC, message, found.iteration, logging.WARNING)
+            return
+        self._verdict = found
+        self._job.journal.event(NOT_RESTORED, self._message(found), found.iteration, logging.ERROR)
+
+    def _message(self, found: Difference) -> str:
+        """What differs first, and the likely causes in order."""
+        rank = f"rank {self._job.group.rank}: " if self._job.group.size > 1 else ""
+        first, again = found.first, found.again
+        if found.elements:
+            first, again = "", f"the first is {self._sample.name(found.elements[0])}"
+        values = f"{first} at first, {again} now" if first else f"by {found.amount:.1g}; {again}"
+        causes = "; ".join(f"({number}) {cause}" for number, cause in enumerate(CAUSES[found.what], 1))
+        return (
+            f"{rank}this loop is not restored: in step {found.iteration}, which the restart repeats, the {found.what} "
+            f"differs first ({values}). Likely causes: {causes}"
+        )
+
+    def _end(self) -> None:
+        steps = f"{self._checked} repeated step{'' if self._checked == 1 else 's'}"
+        if self._rounded:
+            message = f"checked over {steps}: equal but for rounding from step {self._rounded} on"
+        else:
+            message = f"exact, checked over {steps}"
+        self._job.journal.event(CHECKED, message, self._last)
+
+    # Of a part
+
+    def rewound(self, to: Rewind) -> None:
+        """The run continues from another state."""
+        self.begin(to.iteration)
+
+    def close(self, ending: Ending) -> None:
+        """Record what has arrived, and close the file, which keeps its content."""
+        if self._ring is not None:
+            self.poll()
+            self._ring.close()
+
+
+def _epsilon_of(job: Job) -> float:
+    """Machine epsilon of the least precise dtype of weights in forward and backward."""
+    dtypes = {one.parameter.values.dtype for one in job.shard.operators.values()}
+    dtypes |= set(job.adapter.compute_dtypes().values())
+    return max((torch.finfo(one).eps for one in dtypes if one.is_floating_point), default=torch.finfo().eps)
