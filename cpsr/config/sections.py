@@ -112,6 +112,14 @@ class MemoryConfig(Section):
         description="Iterations between snapshots to host memory; null: planned. A restart of the processes loses as "
         "many at most. With experts.policy, a set interval lets each copy as many experts as fit behind a step.",
     )
+    budget_fraction: float = Field(
+        default=0.01,
+        ge=0,
+        le=1,
+        description="Share of the training time that a planned interval may spend on snapshots even if failures are "
+        "too rare to repay it: every planner.interval_min_iterations, or as often as this share allows. 0: only the "
+        "expected cost decides.",
+    )
     buffers: int = Field(
         default=3,
         ge=3,

@@ -102,12 +102,14 @@ class MemoryTier:
         interval_iterations: set by the user; None: planned.
         replica_seconds: from a snapshot to its replicas on other machines; None if there are none.
         window: whether each is a window of so many iterations, which is whole at its end and replayed from its begin.
+        longest_iterations: upper limit of a planned interval, also where a longer one costs less; None: no limit.
     """
 
     stall_seconds: float
     interval_iterations: int | None = None
     replica_seconds: float | None = None
     window: bool = False
+    longest_iterations: int | None = None
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,7 @@ def _tiers(explanation: Mapping[str, Any]) -> dict[str, Any]:
         explanation["memory"]["configured_iterations"],
         None if replica is None else float(replica),
         bool(explanation["memory"].get("windows", False)),
+        explanation["memory"].get("longest_iterations"),
     )
     return {"classes": classes, "memory": memory}
 

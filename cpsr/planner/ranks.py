@@ -197,16 +197,18 @@ def _whole_phase(ranks: Sequence[PlannerInputs]) -> PhaseInputs | None:
 
 
 def _memory(ranks: Sequence[PlannerInputs]) -> MemoryTier | None:
-    """With the longest stall and the longest transfer."""
+    """The longest stall, transfer and limit."""
     tiers = [rank.memory for rank in ranks if rank.memory is not None]
     if len(tiers) < len(ranks):
         return None
     replicas = [tier.replica_seconds for tier in tiers if tier.replica_seconds is not None]
+    limits = [tier.longest_iterations for tier in tiers if tier.longest_iterations is not None]
     return MemoryTier(
         _largest(tier.stall_seconds for tier in tiers),
         tiers[0].interval_iterations,
         _largest(replicas) if len(replicas) == len(ranks) else None,
         tiers[0].window,
+        _largest(limits) if len(limits) == len(ranks) else None,
     )
 
 

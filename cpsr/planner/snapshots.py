@@ -39,6 +39,7 @@ class Snapshots:
             self._machine = self._failures_per_second * _column(ranks, _to_replicas)
         self._stall_seconds = numpy.array([[tier.stall_seconds] for tier in tiers])
         self._fixed = numpy.array([[tier.interval_iterations or math.nan] for tier in tiers], dtype=numpy.float64)
+        self._longest = numpy.array([[tier.longest_iterations or math.inf] for tier in tiers], dtype=numpy.float64)
         self._replica_seconds = numpy.array([[tier.replica_seconds or 0.0] for tier in tiers])
         self._window = numpy.array([[tier.window] for tier in tiers])
 
@@ -48,7 +49,7 @@ class Snapshots:
         By Young's formula, for the failures that go back to snapshots, and for those alone that leave the memory: a
         slow network replicates as often whatever this interval is. Also the time of a transfer, within which no
         snapshot waits for the network. Of the two next numbers of snapshots in an interval for each of these, the
-        cheapest: within 1% of the best of all.
+        cheapest: within 1% of the best of all. Where that exceeds the longest allowed, the fewest that do not.
 
         Args:
             intervals: in iterations.
@@ -63,6 +64,8 @@ class Snapshots:
             costs = numpy.stack([self._cost(option, intervals) for option in options])
             cheapest = numpy.argmin(numpy.where(numpy.isnan(costs), numpy.inf, costs), axis=0)
             planned = numpy.take_along_axis(options, cheapest[None], axis=0)[0]
+            fewest = numpy.ceil(intervals / numpy.minimum(intervals, self._longest))
+            planned = numpy.where(planned > self._longest, numpy.ceil(intervals / fewest), planned)
             fixed = numpy.where(self._window, self._fixed, numpy.minimum(self._fixed, intervals))
             found = numpy.where(numpy.isnan(self._fixed), planned, fixed)
         return numpy.where(self._some > 0, found, numpy.nan)

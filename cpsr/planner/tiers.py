@@ -33,6 +33,7 @@ def explain_memory(job: PlannerInputs, chosen: Optimum) -> dict[str, Any] | None
     return {
         "interval_iterations": every,
         "configured_iterations": memory.interval_iterations,
+        "longest_iterations": memory.longest_iterations,
         "windows": memory.window,
         "snapshots_between_checkpoints": int(per_interval(own, disk)[0, 0]),
         "stall_seconds": plain(memory.stall_seconds),

@@ -78,7 +78,8 @@ class Circumstances:
         failures: failed attempts to continue near the failure from this checkpoint.
         last_failure: error of the last of them.
         dumps: lives that continued from an emergency dump, and have committed nothing since.
-        memory_interval_iterations: between snapshots in host memory, as planned before the failure; None without.
+        memory_interval_iterations: between snapshots in host memory, as planned before the failure; None if there were
+            none between two checkpoints.
         prices: what the plan before the failure knew of the costs; None: nothing.
     """
 
@@ -156,10 +157,9 @@ def candidates(
 def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     """The candidates in the order in which they are tried.
 
-    A whole state at the failure or after it comes first: nothing is lost. In mode `auto` so does an exact snapshot in
-    host memory that loses no more than these are apart: no state near the failure is exact. So does a window, unless
-    all ranks have left a dump, which loses no iteration, or the plan finds a prediction cheaper
-    (`cpsr.planner.ways`). Else a state near the failure, where it is allowed: the one with most ranks' state, so that
+    A whole state at the failure or after it comes first: nothing is lost. In mode `auto` an exact snapshot in host
+    memory that loses at most two snapshot intervals comes first too. So does a window, unless all ranks have left a
+    dump, which loses no iteration, or the plan finds a prediction cheaper (`cpsr.planner.ways`). Else a state near the failure, where it is allowed: the one with most ranks' state, so that
     only lost state is predicted. Then whole states, the newest first. Weights alone come last: an older whole state has
     lost less.
 
@@ -216,7 +216,7 @@ def _goes_before_window(near: Candidate, whole: Sequence[Candidate], known: Circ
 
 
 def _loses_few(whole: Sequence[Candidate], failure_iteration: int, interval_iterations: int | None) -> bool:
-    """Whether the newest one is an exact snapshot between two checkpoints, which loses their interval at most."""
+    """Whether the newest one is an exact snapshot that loses two intervals at most; one may have been skipped."""
     newest, others = whole[0], [one.iteration for one in whole if not one.in_memory]
     if newest.is_window:  # two windows at most
         return newest.iteration > max(others, default=-1)
@@ -224,14 +224,13 @@ def _loses_few(whole: Sequence[Candidate], failure_iteration: int, interval_iter
         interval_iterations is not None
         and newest.in_memory
         and newest.beginning is Beginning.EXACT
-        and newest.iteration > max(others, default=-1)
-        and newest.cost_iterations(failure_iteration) <= interval_iterations
+        and newest.cost_iterations(failure_iteration) <= 2 * interval_iterations
     )
 
 
-def _preference(whole: Candidate) -> tuple[bool, int, bool]:
+def _preference(whole: Candidate) -> tuple[bool, int, bool, bool]:
     beginning = whole.beginning
-    return beginning is not Beginning.WEIGHTS, whole.iteration, beginning is Beginning.EXACT
+    return beginning is not Beginning.WEIGHTS, whole.iteration, beginning is Beginning.EXACT, whole.in_memory
 
 
 def _allowed(near: list[Candidate], known: Circumstances) -> tuple[list[Candidate], Refusal | None]:

@@ -160,8 +160,9 @@ class Restorer:
             return known
         # From rank 0: the other ranks do not know the plan.
         planning = Scalars.from_tree(checkpoint.scalars).planning
-        names = "mode", "memory_interval_iterations", "prices"
-        planned, every, prices = group.broadcast([planning.get(name) for name in names])
+        names = "mode", "memory_interval_iterations", "interval_iterations", "prices"
+        planned, every, interval, prices = group.broadcast([planning.get(name) for name in names])
+        between = every is not None and every < (interval or 0)
         known = replace(known, prices=Prices.of_tree(prices))
         if mode == "exact":
             return known
@@ -173,7 +174,7 @@ class Restorer:
             failures=failures,
             last_failure=last_failure,
             dumps=dumps,
-            memory_interval_iterations=every,
+            memory_interval_iterations=every if between else None,
         )
 
     def _published(self, progress: Progress | None) -> int | None:

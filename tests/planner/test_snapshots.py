@@ -142,6 +142,25 @@ def test_the_user_sets_the_interval_in_memory() -> None:
     assert (short.memory_interval_iterations, short.interval_iterations) == (50, 50)
 
 
+@pytest.mark.parametrize(("longest", "every"), [(1, 1), (22, 20), (40, 34), (100, 100)])
+def test_rare_failures_do_not_stretch_a_planned_interval_over_its_limit(longest: int, every: int) -> None:
+    inputs = two_tiers(
+        0.002, mtbf_hours=10_000.0, iteration_seconds=0.01, persist_seconds=0.0, disk_stall_seconds=0.002
+    )
+    assert inputs.memory is not None
+    limited = replace(inputs, memory=replace(inputs.memory, longest_iterations=longest))
+    plan = with_memory(fixed_plan(100), [limited, limited], Limits())
+    assert (plan.interval_iterations, plan.memory_interval_iterations) == (100, every)
+    assert plan.explanation["memory"]["longest_iterations"] == longest
+
+
+def test_frequent_failures_shorten_a_planned_interval_below_its_limit() -> None:
+    inputs = two_tiers(0.002, mtbf_hours=0.001, iteration_seconds=0.5)
+    assert inputs.memory is not None
+    limited = replace(inputs, memory=replace(inputs.memory, longest_iterations=20))
+    assert memory_interval(limited, 100) == memory_interval(inputs, 100) == 1
+
+
 def test_beside_a_fixed_interval_that_the_disk_cannot_keep_snapshots_lie_inside_of_it() -> None:
     inputs = two_tiers(0.05, mtbf_hours=10_000.0, persist_seconds=600.0)
     plan = with_memory(fixed_plan(50), [inputs], Limits())

@@ -124,9 +124,9 @@ def test_in_mode_auto_an_exact_snapshot_that_loses_few_iterations_goes_before_wh
 ) -> None:
     there, known = situation
     f, every = known.failure_iteration, known.memory_interval_iterations
-    found = [one for one in there if one.in_memory and one.beginning is Beginning.EXACT and one.iteration > C]
+    found = [one for one in there if one.in_memory and one.beginning is Beginning.EXACT and one.iteration >= C]
     found = [one for one in found if not one.is_window]
-    if known.mode != "auto" or f is None or every is None or not found or f - found[0].iteration > every:
+    if known.mode != "auto" or f is None or every is None or not found or f - found[0].iteration > 2 * every:
         return
     assert choose(there, known).order[0] == found[0]
 

@@ -400,7 +400,7 @@ class JobPlanner:
         if self._config.replay.enabled:
             memory = window_tier(report.memory, self._memory.window_iterations)
         elif self._config.checkpoint.shared_memory:
-            memory = memory_tier(report.memory, self._config.memory.interval_iterations, costs.stall_seconds)
+            memory = memory_tier(report.memory, self._config, situation.iteration_seconds, costs.stall_seconds)
         return planner_inputs(
             situation, costs, self._curves, recovery, self._phases, watch, moments, memory, memory_origins
         )

@@ -1,10 +1,12 @@
 """The measured costs of snapshots in host memory, and of their replicas."""
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from cpsr.config import CPSRConfig
 from cpsr.planner.inputs import MemoryTier, Origin
 
 __all__ = ["MEASURED_SNAPSHOTS", "MemoryTimes", "memory_tier", "window_tier"]
@@ -66,17 +68,23 @@ class MemoryTimes:
 
 
 def memory_tier(
-    known: Mapping[str, float], interval_iterations: int | None, checkpoint_stall_seconds: float
+    known: Mapping[str, float], config: CPSRConfig, iteration_seconds: float, checkpoint_stall_seconds: float
 ) -> MemoryTier:
-    """What is known of a rank's snapshots.
+    """A rank's snapshots: their measured costs, and the limits of their interval.
 
     Args:
         known: `MemoryTimes.to_tree` of the rank.
-        interval_iterations: set by the user; None: planned.
+        config: of the run.
+        iteration_seconds: of the job.
         checkpoint_stall_seconds: of a checkpoint, where nothing else is known.
     """
     stall_seconds = known.get("stall_seconds", known.get("copy_seconds", checkpoint_stall_seconds))
-    return MemoryTier(stall_seconds, interval_iterations, known.get("replica_seconds"))
+    budget_seconds = config.memory.budget_fraction * iteration_seconds  # per iteration
+    longest = None
+    if budget_seconds > 0 and math.isfinite(stall_seconds):
+        longest = max(config.planner.interval_min_iterations, math.ceil(stall_seconds / budget_seconds))
+    interval = config.memory.interval_iterations
+    return MemoryTier(stall_seconds, interval, known.get("replica_seconds"), longest_iterations=longest)
 
 
 def window_tier(known: Mapping[str, float], window_iterations: int | None) -> MemoryTier | None:

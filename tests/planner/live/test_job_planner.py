@@ -419,6 +419,24 @@ def test_a_long_fixed_interval_does_not_delay_the_plan_of_snapshots(tmp_path: Pa
     assert found.memory_interval_iterations > 10
 
 
+@pytest.mark.parametrize(("stall_seconds", "every"), [(0.0001, 10), (0.01, 10), (0.02, 20), (0.042, 42)])
+def test_a_kill_loses_no_more_than_a_percent_of_the_time_has_to_allow(
+    tmp_path: Path, journal: RankJournal, stall_seconds: float, every: int
+) -> None:
+    """An iteration takes 0.1 s: a percent is 1 ms."""
+    limits = {"mtbf_hours": 1e6, "mtbf_prior_failures": 1e6}
+    config = configured(tmp_path, checkpoint={"interval_iterations": 840}, planner=limits)
+    planner = planner_of(config)
+    planner.start(tmp_path, 1, journal)
+    for _ in range(8):
+        planner.note_memory(stall_seconds)
+    planner.consider(situation(11, planner.first_plan({"memory_interval_iterations": 300})))
+    found = proposed(planner)
+    planner.close()
+    assert found is not None
+    assert found.memory_interval_iterations == every
+
+
 def test_a_plan_of_snapshots_is_proposed_once(tmp_path: Path, journal: RankJournal) -> None:
     """Until the next checkpoint, far away, the planner does not see the plan that has been adopted meanwhile."""
     planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 5000}))
