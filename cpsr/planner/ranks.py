@@ -208,7 +208,7 @@ def _memory(ranks: Sequence[PlannerInputs]) -> MemoryTier | None:
         tiers[0].interval_iterations,
         _largest(replicas) if len(replicas) == len(ranks) else None,
         tiers[0].window,
-        _largest(limits) if len(limits) == len(ranks) else None,
+        max(limits) if len(limits) == len(ranks) else None,
     )
 
 

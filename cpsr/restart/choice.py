@@ -159,9 +159,9 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
 
     A whole state at the failure or after it comes first: nothing is lost. In mode `auto` an exact snapshot in host
     memory that loses at most two snapshot intervals comes first too. So does a window, unless all ranks have left a
-    dump, which loses no iteration, or the plan finds a prediction cheaper (`cpsr.planner.ways`). Else a state near the failure, where it is allowed: the one with most ranks' state, so that
-    only lost state is predicted. Then whole states, the newest first. Weights alone come last: an older whole state has
-    lost less.
+    dump, which loses no iteration, or the plan finds a prediction cheaper (`cpsr.planner.ways`). Else a state near the
+    failure, where it is allowed: the one with most ranks' state, so that only lost state is predicted. Then whole
+    states, the newest first. Weights alone come last: an older whole state has lost less.
 
     Args:
         there: what there is, in any order.
