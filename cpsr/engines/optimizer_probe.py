@@ -1,12 +1,13 @@
 """What an optimizer will keep for a tensor: seen by letting a copy of it take a few steps on another tensor.
 
-The buffers of snapshots are laid out before the first step, and a restart puts state into an optimizer that has none
-yet. Both need to know the state's tensors, and no class is known here by name.
+The buffers of snapshots are laid out before the first step, and no class is known here by name. Whatever the optimizer
+then keeps otherwise has no place in these buffers, and is saved with the small state: nothing depends on the trial.
 """
 
 import copy
 import inspect
 import itertools
+import math
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from cpsr.engines.state_tree import Form, StateTree
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.scalars import capture_rng, restore_rng
 
-__all__ = ["Expected", "Leaf", "leaf_of", "probe"]
+__all__ = ["Expected", "Leaf", "alike_in", "probe"]
 
 STEPS = 3  # some create a part of their state in the second one; by the last two, counts are known
 # No value that an optimizer starts its state from: a tensor with it is a copy of the weights.
@@ -49,6 +50,12 @@ class Leaf:
     device: torch.device
     per_element: bool
     split: bool = False
+
+    def holds(self, found: torch.Tensor) -> bool:
+        """Whether a tensor's elements fill the same memory; in another order or shape, too."""
+        held = local(found)
+        same = (held.dtype, is_distributed(found)) == (self.dtype, self.split)
+        return same and held.numel() == math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -91,32 +98,68 @@ def probe(
         whole: False for a flat tensor of many parameters: of its state only what is per element is looked at.
 
     Raises:
-        UnsupportedEngineError: the copy can take no step, or its state does not settle; the message says why.
+        UnsupportedEngineError: an optimizer that runs the module itself, wraps another one, or whose copy changed the
+            parameters of the job; the message says which.
     """
     _require_probeable(optimizer)
     found = _probed(optimizer, group, master, whole=whole)
     if master.dim():
-        return found
+        return found if not whole else _of_several(found, optimizer, group, master)
     # All that is kept for it is without dimensions, and looks like a count.
     again = _probed(optimizer, group, torch.nn.Parameter(master.detach().reshape(1)), whole=whole)
     return replace(found, counts=again.counts, obstacle=again.obstacle)
 
 
-def _probed(optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, *, whole: bool) -> Expected:
+def _probed(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, *, whole: bool, count: int = 1
+) -> Expected:
     name = type(optimizer).__name__
     problems: list[str] = []
-    for sparse in (False, True):
+    for sparse, begun in ((False, False), (True, False), (False, True)):
         with _untouched(optimizer, master.device):
             try:
-                return _stepped(optimizer, group, master, whole=whole, sparse=sparse)
+                return _stepped(optimizer, group, master, whole=whole, sparse=sparse, begun=begun, count=count)
             except UnsupportedEngineError:
                 raise
             except Exception as error:  # noqa: BLE001 - any: it is another package's code
                 problems.append(f"{type(error).__name__}: {error}")
-    raise UnsupportedEngineError(
-        f"CPSR could not find out what {name} keeps for a tensor of shape {tuple(master.shape)} and {master.dtype}, so "
-        f"it could not restore it into a fresh optimizer: a step of a copy failed ({problems[0]})"
-    )
+    attributes = frozenset(key for key, value in vars(optimizer).items() if type(value) in (int, float))
+    none = frozenset[str]()
+    obstacle = f"a trial step of {name} failed ({problems[0]}), so that CPSR does not know which of its numbers count"
+    return Expected({}, None, none, none, none, attributes, none, obstacle)
+
+
+def alike_in(group: dict[str, Any], master: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters of a group with this shape and type; of a flat tensor, which may be outside of it, itself."""
+    found = [one for one in group["params"] if (one.shape, one.dtype) == (master.shape, master.dtype)]
+    return found if any(one is master for one in found) else [master]
+
+
+def _of_several(
+    found: Expected, optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor
+) -> Expected:
+    """The same for an optimizer that keeps the state of several parameters at the first of them, stacked."""
+    together = alike_in(group, master)
+    if len(together) == 1 or all(leaf.per_element or leaf.split for leaf in found.leaves.values()):
+        return found
+    of_two = _probed(optimizer, group, master, whole=True, count=2)
+    if _sizes(of_two) == _sizes(found):
+        return found
+    obstacle = f"{type(optimizer).__name__} keeps one state for several parameters"
+    if together[0] is not master or _sizes(of_two).keys() != _sizes(found).keys():
+        return replace(of_two, leaves={}, obstacle=obstacle)
+    leaves = {}
+    for path, leaf in of_two.leaves.items():
+        # What a second parameter has added to each dimension, every further one adds, too.
+        pairs = zip(found.leaves[path].shape, leaf.shape, strict=True)
+        shape = tuple(one + (two - one) * (len(together) - 1) for one, two in pairs)
+        leaves[path] = replace(leaf, shape=shape, stride=torch.empty(shape, device="meta").stride())
+    return replace(of_two, leaves=leaves, obstacle=obstacle)
+
+
+def _sizes(expected: Expected) -> dict[tuple[str, int], tuple[int, ...]]:
+    """By path and number of dimensions."""
+    return {(path, len(leaf.shape)): leaf.shape for path, leaf in expected.leaves.items()}
 
 
 def _require_probeable(optimizer: torch.optim.Optimizer) -> None:
@@ -170,17 +213,28 @@ def _untouched(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterat
 
 
 def _stepped(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, *, whole: bool, sparse: bool
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    master: torch.Tensor,
+    *,
+    whole: bool,
+    sparse: bool,
+    begun: bool,
+    count: int,
 ) -> Expected:
-    tensor = _like(master, whole=whole)
-    trial = _copy_of(optimizer, {**{key: _apart(value) for key, value in group.items()}, "params": [tensor]})
+    tensors = [_like(master, whole=whole) for _ in range(count)]
+    tensor = tensors[0]
+    trial = _copy_of(optimizer, {**{key: _apart(value) for key, value in group.items()}, "params": tensors})
+    if begun:  # by a constructor, for what a step expects
+        trial.state[tensor] = copy.deepcopy(optimizer.state.get(master, {}))
     step: Any = type(optimizer).step
     step = (
         getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     )  # past hooks of all optimizers
     seen = [_Seen(trial, tensor)]
     for _ in range(STEPS):
-        tensor.grad = _gradient(tensor, sparse=sparse)
+        for one in tensors:
+            one.grad = _gradient(one, sparse=sparse)
         step(trial)
         seen.append(_Seen(trial, tensor))
     return _expected(type(optimizer).__name__, seen, master, tensor, whole=whole)
@@ -259,14 +313,11 @@ def _numbers_of(values: dict[str, Any]) -> dict[str, float]:
 
 def _expected(name: str, seen: list[_Seen], master: torch.Tensor, tensor: torch.Tensor, *, whole: bool) -> Expected:
     before, last = seen[-2], seen[-1]
-    if before.layout() != last.layout():
-        raise UnsupportedEngineError(
-            f"what {name} keeps for a tensor changes its shape from step to step, and CPSR's buffers have one layout; "
-            "use an optimizer whose state keeps its shape"
-        )
-    for path, found in last.tree.tensors.items():
+    settled = dict(before.layout().items() & last.layout().items())  # what changes its shape has no place
+    lasting = {path: found for path, found in last.tree.tensors.items() if path in settled}
+    for path, found in lasting.items():
         _require_split_alike(name, path, found, tensor)
-    leaves = {path: leaf_of(found, tensor.shape) for path, found in last.tree.tensors.items()}
+    leaves = {path: _leaf_of(found, tensor.shape) for path, found in lasting.items()}
     if not whole:
         shape, stride = tuple(master.shape), master.stride()
         leaves = {path: replace(one, shape=shape, stride=stride) for path, one in leaves.items() if one.per_element}
@@ -293,7 +344,7 @@ def _require_split_alike(name: str, path: str, found: torch.Tensor, tensor: torc
         )
 
 
-def leaf_of(found: torch.Tensor, shape: torch.Size) -> Leaf:
+def _leaf_of(found: torch.Tensor, shape: torch.Size) -> Leaf:
     """The description of a tensor that is kept for one of this shape."""
     held = local(found)
     per_element = found.shape == shape
@@ -314,6 +365,8 @@ def _obstacle(name: str, seen: list[_Seen], tensor: torch.Tensor, counts: frozen
     if not tensor.is_floating_point():
         return f"the weights are {tensor.dtype}, no floating-point numbers"
     before, last = seen[-2], seen[-1]
+    if before.layout() != last.layout():
+        return f"what {name} keeps for a tensor changes its shape from step to step"
     for old, new in ((before.numbers, last.numbers), (before.group, last.group), (before.attributes, last.attributes)):
         for key, value in new.items():
             if old.get(key) != value and key not in counts:

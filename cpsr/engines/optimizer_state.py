@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cpsr.engines.beta_powers import advance_powers, is_fused_adam, restore_powers, saved_powers
-from cpsr.engines.optimizer_probe import Expected, leaf_of, probe
+from cpsr.engines.optimizer_probe import Expected, alike_in, probe
 from cpsr.engines.outside_state import load_outside, outside_state
 from cpsr.engines.restored_entry import (
     Known,
@@ -59,22 +59,22 @@ class OptimizerState:
         return self._of(updated).tree
 
     def tensors(self, updated: Updated, *, to_fill: bool = False) -> dict[str, torch.Tensor]:
-        """The state's tensors by path, also those that the optimizer has still to create.
+        """The tensors that snapshots have a place for, by path: the same ones at every call.
 
-        In the place of these are zeros that take no memory and cannot be written.
+        Where the optimizer has none, or one of another layout, they are zeros that take no memory and cannot be
+        written. Tensors without a place are in `scalars`.
 
         Args:
             updated: what they are for. For a flat tensor of many parameters, those that are per element.
             to_fill: memory of its own for absent ones: `load` makes it the optimizer's, where they were saved.
         """
         known = self._of(updated)
-        own, shape = known.tree.tensors, updated.master.shape
-        found = {}
-        for path, leaf in (known.expected.leaves | {path: leaf_of(one, shape) for path, one in own.items()}).items():
+        own, found = known.tree.tensors, {}
+        for path, leaf in known.expected.leaves.items():
             if not (leaf.per_element or updated.whole):
                 continue
             # What is not per element may be shared by tensors, and is written only where it was saved.
-            if path in own and not (to_fill and not leaf.per_element):
+            if path in own and known.has_place(path) and not (to_fill and not leaf.per_element):
                 found[path] = own[path]
             else:
                 found[path] = known.room_for(path, leaf) if to_fill else known.nothing_for(path, leaf)
@@ -202,7 +202,8 @@ class OptimizerState:
         master, optimizer = updated.master, updated.optimizer
         split = (tuple(local(master).shape), layout_of(master)) if is_distributed(master) else ()
         alike = tuple(master.shape), master.stride(), master.dtype, master.device, master.requires_grad, split
-        key = (id(optimizer), id(updated.group), updated.whole, type(master), *alike)
+        first = alike_in(updated.group, master)[0] is master  # the state of all of them may be kept for it
+        key = (id(optimizer), id(updated.group), updated.whole, type(master), first, *alike)
         if key not in self._expected:  # the group is kept, so that its id is of no other
             self._expected[key] = updated.group, probe(optimizer, updated.group, master, whole=updated.whole)
         return self._expected[key][1]
@@ -245,13 +246,12 @@ class _Described:
             changes |= known.expected.group_changes
         forms: dict[str, int] = {}
         places = [forms.setdefault(tree.key, len(forms)) for tree in self._trees]
-        flat = [(index, known) for index, known in enumerate(found) if not known.updated.whole]
         self._form = {
             "form": FORM,
             "forms": list(forms),
             "of": places,
             "names": [one.name for one in every],
-            "rest": {str(index): rest for index, known in flat if (rest := known.not_per_element())},
+            "rest": {str(index): rest for index, known in enumerate(found) if (rest := known.without_place())},
             "classes": [type(one).__name__ for one in self._optimizers],
             "groups": [group_sizes(every, one) for one in self._optimizers],
             "changes": sorted(changes),

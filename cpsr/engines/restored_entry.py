@@ -10,7 +10,7 @@ import torch
 
 from cpsr.engines.optimizer_probe import Expected, Leaf
 from cpsr.engines.sharded import is_distributed, local, split_as
-from cpsr.engines.state_tree import Form, StateTree, dtype_of, number_of, place_of, put_together
+from cpsr.engines.state_tree import Form, StateTree, dtype_of, flat_view, number_of, place_of, put_together
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["Known", "RestoredEntry", "Updated", "earlier_form", "group_sizes", "named", "optimizers_of"]
@@ -68,10 +68,23 @@ class Known:
         updated = self.updated
         self.tree = StateTree(updated.optimizer.state.get(updated.master), updated.master.device, updated.kind)
 
-    def not_per_element(self) -> dict[str, torch.Tensor]:
-        """The tensors that have another shape than the one that they are for."""
-        shape = self.updated.master.shape
-        return {path: tensor for path, tensor in self.tree.tensors.items() if tensor.shape != shape}
+    def has_place(self, path: str) -> bool:
+        """Whether the buffers of snapshots have a place for the state's tensor at this path."""
+        leaf, held = self.expected.leaves.get(path), self.tree.tensors[path]
+        return leaf is not None and leaf.holds(held) and (leaf.per_element or self.updated.whole)
+
+    def without_place(self) -> dict[str, torch.Tensor]:
+        """The other tensors of the state, `(numel,)` in the order of their memory: they go with the small state.
+
+        Raises:
+            UnsupportedEngineError: one is no block of memory; the message names it.
+        """
+        of = f"of {named(self.updated)}"
+        return {
+            path: flat_view(tensor, f"{path} {of}")
+            for path, tensor in self.tree.tensors.items()
+            if not self.has_place(path)
+        }
 
     def room_for(self, path: str, leaf: Leaf) -> torch.Tensor:
         """Zeros to be overwritten, which then become the state."""
@@ -128,7 +141,8 @@ class RestoredEntry:
         own = self._known.tree.tensors.get(path)
         brought = self._known.room.get(path, own)
         if path in self._more:
-            brought = self._more[path].to(place_of(form, self._device), copy=True)
+            brought = self._more[path].to(place_of(form, self._device), copy=True).as_strided(shape, stride)
+            brought = split_as(self._known.updated.master, brought) if form[4] == "split" else brought
         if brought is None and not math.prod(shape) and path in self._known.expected.leaves:
             brought = self._known.room_for(path, self._known.expected.leaves[path])  # nothing is to be brought
         if brought is None:

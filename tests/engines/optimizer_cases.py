@@ -47,6 +47,25 @@ class Mixed(nn.Module):
         return torch.randn(4, 3, 5, 5)
 
 
+class Alike(nn.Module):
+    """Four matrices and three vectors of one shape each, and one matrix of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=index < 3) for index in range(4))
+        self.last = nn.Linear(WIDTH, 3, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = rows + torch.tanh(layer(rows))
+        loss: torch.Tensor = self.last(rows).square().mean()
+        return loss
+
+    @staticmethod
+    def batch() -> torch.Tensor:
+        return torch.randn(4, WIDTH)
+
+
 class Embedded(nn.Module):
     """Gradients of its embedding are sparse."""
 
@@ -278,6 +297,65 @@ class Nested(torch.optim.Optimizer):
         parameter.sub_(inner[3][0], alpha=lr / (1 + float(state["pair"][0])))
         if "late" in state:
             state["late"].add_(parameter)
+
+
+class Stacked(torch.optim.Optimizer):
+    """Keeps one state for all parameters of a shape, at the first of them: a momentum, and one number a row of each.
+
+    Args:
+        parameters: of any shapes.
+        short: of so many steps the momentum is kept by step, so that it grows.
+    """
+
+    def __init__(self, parameters: Iterable[Any], short: int = 0) -> None:
+        super().__init__([one for one in parameters if one.dim()], {"lr": 0.05, "short": short})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            shapes: dict[Any, list[Any]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes.setdefault(parameter.shape, []).append(parameter)
+            for alike in shapes.values():
+                self._move(alike, group)
+
+    def _move(self, alike: list[Any], group: dict[str, Any]) -> None:
+        gradients = torch.stack([one.grad for one in alike])
+        state = self.state[alike[0]]
+        if not state:
+            state["momentum"] = torch.zeros_like(gradients)
+            state["rows"] = torch.zeros(gradients.shape[:2], device=gradients.device)
+            state["past"] = gradients[:0].sum(0, keepdim=True)
+        state["momentum"].mul_(0.9).add_(gradients)
+        state["rows"].lerp_(gradients.square().flatten(2).mean(2) if gradients.dim() > 2 else gradients, 0.5)
+        if len(state["past"]) < group["short"]:
+            state["past"] = torch.cat([state["past"], gradients[:1]])
+        for parameter, momentum in zip(alike, state["momentum"], strict=True):
+            parameter.sub_(momentum + state["past"].mean(0), alpha=group["lr"] / (1 + float(state["rows"].mean())))
+
+
+class Untried(torch.optim.SGD):
+    """Steps on no other parameters than its own, so that no copy of it can be tried; keeps a number beside its state.
+
+    Args:
+        parameters: its own.
+    """
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        own = list(parameters)
+        super().__init__(own, lr=0.1, momentum=0.9)
+        self.decay = 1.0
+        self._own = frozenset(map(id, own))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            if any(id(one) not in self._own for one in group["params"]):
+                raise ValueError("parameters of another optimizer")
+            group["lr"] = 0.1 * self.decay
+        self.decay *= 0.9
+        return super().step(closure)
 
 
 def two_dimensional(module: nn.Module) -> tuple[list[Any], list[Any]]:

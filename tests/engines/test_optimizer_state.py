@@ -18,6 +18,7 @@ from cpsr.errors import RunMismatchError, UnsupportedEngineError
 from cpsr.state import codec
 from tests.device import DEVICE
 from tests.engines.optimizer_cases import (
+    Alike,
     AveragingAdamW,
     Embedded,
     Job,
@@ -26,6 +27,8 @@ from tests.engines.optimizer_cases import (
     Mixed,
     Nested,
     Sharing,
+    Stacked,
+    Untried,
     check_resumed,
     differences,
     manifest_of,
@@ -110,6 +113,10 @@ OF_THEIR_OWN: dict[str, tuple[type[Any], Make]] = {
     "a subclass that keeps more": (Mixed, lambda module: AveragingAdamW(module.parameters(), lr=0.01)),
     "nested state": (Mixed, lambda module: Nested(module.parameters())),
     "shared state, and weights laid out anew": (Mixed, lambda module: Sharing(module.parameters())),
+    "stacked state": (Alike, lambda module: Stacked(module.parameters())),
+    "stacked state of many shapes": (Mixed, lambda module: Stacked(module.parameters())),
+    "state that grows for two steps": (Alike, lambda module: Stacked(module.parameters(), short=2)),
+    "no step of a copy": (Mixed, lambda module: Untried(module.parameters())),
     "groups": (Mixed, lambda module: grouped(module)),
     "Muon and AdamW": (Mixed, lambda module: muon_and_adamw(module)),
     "three optimizers": (Mixed, lambda module: [*muon_and_adamw(module)[:1], *split(two_dimensional(module)[1])]),
@@ -226,26 +233,18 @@ def test_unsaveable_state_is_refused_by_name() -> None:
         job.adapter.shard()
 
 
-def test_what_changes_its_shape_is_refused() -> None:
-    class Growing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for parameter in self.param_groups[0]["params"]:
-                past = self.state[parameter].get("past", parameter.new_zeros(0))
-                self.state[parameter]["past"] = torch.cat([past, parameter.new_ones(1)])
+def test_stacked_state_has_its_place_at_the_first_of_its_parameters() -> None:
+    job = Job(lambda module: Stacked(module.parameters()), Alike)
 
-    module = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedEngineError, match="Growing keeps for a tensor changes its shape from step to step"):
-        TorchAdapter(module, Growing(module.parameters(), lr=0.1)).shard()
+    def sizes() -> dict[str, int]:
+        operators = job.adapter.shard().operators
+        return {name: one.moments["momentum"].numel() for name, one in operators.items() if "momentum" in one.moments}
 
-
-def test_a_step_that_fails_is_refused_with_its_reason() -> None:
-    class Failing(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise ValueError("no such kernel")
-
-    module = nn.Linear(2, 2)
-    with pytest.raises(UnsupportedEngineError, match=r"what Failing keeps .*ValueError: no such kernel"):
-        TorchAdapter(module, Failing(module.parameters(), lr=0.1)).shard()
+    before = sizes()
+    assert before == {"layers.0.weight": 4 * WIDTH**2, "layers.0.bias": 3 * WIDTH, "last.weight": 3 * WIDTH}
+    job.train(0, 2)
+    assert sizes() == before
+    assert job.adapter.scalars()["optimizer_state"]["rest"] == {}
 
 
 def test_what_wraps_another_optimizer_is_refused() -> None:
