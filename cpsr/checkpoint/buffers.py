@@ -15,7 +15,7 @@ from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.memory import MemoryFile
 from cpsr.checkpoint.parts import Held, Parts
 from cpsr.checkpoint.tensor_image import in_file_order, in_memory_order
-from cpsr.errors import SaveError
+from cpsr.errors import UnsupportedEngineError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["HostBuffer", "Span", "cut", "layout_bytes", "plan_spans"]
@@ -111,8 +111,8 @@ class HostBuffer:
 
     def copy_others(self, shard: Shard) -> None:
         """Copy the buffers that the next forward changes; on a GPU in the order of the current stream."""
-        if shard.others.keys() != set(self._others):
-            raise SaveError(f"the buffers outside the optimizer are not those at the start: {sorted(shard.others)}")
+        if differing := shard.others.keys() ^ set(self._others):
+            raise _changed(f"the module's buffer {min(differing)} was added or removed")
         with torch.no_grad():
             for name, values in shard.others.items():
                 target = self._views[f"other/{name}"]
@@ -120,21 +120,18 @@ class HostBuffer:
                 target.copy_(values, non_blocking=True)
 
     def require_all(self, operators: Mapping[str, OperatorState], *, moments: bool) -> None:
-        """Raise SaveError, naming what is missing, where an operator of the template, or a moment of it, is gone."""
+        """Raise UnsupportedEngineError if an operator of the template, or a moment of it, is gone; names it."""
         for name, (_, expected) in self._template.items():
             if name not in operators:
-                raise SaveError(_gone(f"param/{name}"))
+                raise _changed(f"param/{name} is gone")
             for moment in expected if moments else ():
                 if moment not in operators[name].moments:
-                    raise SaveError(_gone(f"moment/{moment}/{name}"))
+                    raise _changed(f"moment/{moment}/{name} is gone")
 
     def check(self, key: str, tensor: torch.Tensor) -> None:
-        """Raise SaveError, naming the tensor, where it does not fit the template."""
+        """Raise UnsupportedEngineError, naming the tensor, if it does not fit the template."""
         if key not in self._views:
-            raise SaveError(
-                f"{key} was not there when the snapshot buffers were made; is it a new parameter, or one that began to "
-                "train? That makes another run: start the job with it and another run_dir"
-            )
+            raise _changed(f"{key} is new")
         _require_same(key, self._views[key], tensor)
 
     @property
@@ -178,7 +175,7 @@ def plan_spans(buffer: HostBuffer, shard: Shard, *, moments: bool = True) -> lis
         moments: whether they are copied, too.
 
     Raises:
-        SaveError: a tensor differs from the template; the message names it.
+        UnsupportedEngineError: a tensor differs from the template; the message names it.
     """
     buffer.require_all(shard.operators, moments=moments)
     copied = Shard(shard.operators) if moments else weights_of(Shard(shard.operators))
@@ -242,13 +239,14 @@ def _own_memory(size: int, *, pinned: bool) -> torch.Tensor:
     return whole[start : start + size]
 
 
-def _gone(key: str) -> str:
-    return f"{key} is no longer there; the snapshot buffers were made with it"
+def _changed(what: str) -> UnsupportedEngineError:
+    return UnsupportedEngineError(
+        f"the set of trained tensors has changed since the start of this life: {what}. CPSR saves the tensors with "
+        "which the job began; to train others, start the job with them and another run_dir"
+    )
 
 
 def _require_same(key: str, expected: torch.Tensor, found: torch.Tensor) -> None:
     if (expected.shape, expected.dtype) != (found.shape, found.dtype):
-        raise SaveError(
-            f"{key} is {tuple(found.shape)} {found.dtype}, the snapshot buffers were made for "
-            f"{tuple(expected.shape)} {expected.dtype}"
-        )
+        before, now = (f"{tuple(one.shape)} {one.dtype}" for one in (expected, found))
+        raise _changed(f"{key} was {before} and is {now}")

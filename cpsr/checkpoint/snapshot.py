@@ -19,7 +19,7 @@ from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.pool_buffers import PoolBuffers
 from cpsr.checkpoint.running import RunningCopy
 from cpsr.checkpoint.sealing import Sealing
-from cpsr.errors import SaveError
+from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.arrival import Deadline
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.shard import Shard
@@ -133,9 +133,9 @@ class SnapshotPool:
             The incomplete snapshot; None when no buffer is free: skip it.
 
         Raises:
-            SaveError: the shard differs from the template, or the snapshot before was not finished.
+            SaveError: the snapshot before was not finished.
             ValueError: one for the disk leaves out operators.
-            UnsupportedEngineError: the scalars hold an object that is not plain data.
+            UnsupportedEngineError: the shard differs from the template, or the scalars are not plain data.
         """
         started = time.perf_counter()
         if self.obstacle is not None:
@@ -174,6 +174,7 @@ class SnapshotPool:
 
         Raises:
             SaveError: the copy failed; the buffer is free again and training can go on.
+            UnsupportedEngineError: the state has other tensors than the template; likewise.
         """
         if self._running is None:
             return None
@@ -185,6 +186,9 @@ class SnapshotPool:
             snapshot.scalars = copy.result()
             snapshot.copy_seconds, snapshot.split = copy.seconds, copy.split
             snapshot.overlap_seconds = copy.overlap_seconds(snapshot.overlap_seconds + started)
+        except UnsupportedEngineError:
+            self._give_up(snapshot)
+            raise
         except Exception as error:
             self._give_up(snapshot)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
@@ -266,7 +270,8 @@ class SnapshotPool:
                     small = SmallState(tree if frozen is None else {**tree, "frozen": self._moved(frozen, step)})
                     snapshot = self._copied(views, iteration, small, deadline, step)
                 choice = lambda: None  # noqa: E731 - the device was only slow
-        except (SaveError, RuntimeError) as error:  # after an error of a kernel every call of CUDA fails
+        # After an error of a kernel every call of CUDA fails.
+        except (SaveError, UnsupportedEngineError, RuntimeError) as error:
             raise SaveError(f"{error}; {self._kept()}") from error
         try:
             sealed = self.seal(snapshot, "departure")

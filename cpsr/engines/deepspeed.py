@@ -37,6 +37,7 @@ from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.imported_state import IMPORTED, imported_optimizer
 from cpsr.engines.learning_rate_schedule import Schedule
+from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.deepspeed import EngineExperts, expert_names
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
@@ -90,6 +91,7 @@ class DeepSpeedAdapter:
         self._scalars = EngineScalars(engine, pipeline=self._pipeline)
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
+        self._module_state = ModuleState(engine.module, self._rename)
         watch(torch_optimizer(engine))
         warn_of_kept_gradients(engine.optimizer, torch_optimizer(engine))
         self._state = OptimizerState()
@@ -183,14 +185,14 @@ class DeepSpeedAdapter:
                 moments |= self._muon.moments(piece, to_fill=to_fill)
             parameter = ParamSlice(values, piece.global_shape, piece.offset)
             operators[name] = OperatorState(name, parameter, moments, iteration)
-        return Shard(operators, named_buffers(self._engine.module, self._rename), self.frozen())
+        return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
         same = self._views.unchanged(self._updated(), shard.operators)
         if not same or (self._muon is not None and not self._muon.unchanged()):
             return None
-        buffers = named_buffers(self._engine.module, self._rename) if shard.others else {}
+        buffers = self._module_state.buffers() if shard.others else {}
         return Shard(shard.operators, buffers, shard.frozen)
 
     def _updated(self) -> list[Updated]:
@@ -268,6 +270,7 @@ class DeepSpeedAdapter:
             "muon": None if self._muon is None else self._muon.state(),
             "param_groups": optimizer_state.hyperparameters(self.optimizer),
             "schedule": self._schedule.state(),
+            "module": self._module_state.state(),
         }
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
@@ -309,6 +312,7 @@ class DeepSpeedAdapter:
         self._schedule.load(scalars["schedule"], rates)
         optimizer_state.load_hyperparameters(self.optimizer, scalars["param_groups"])
         self._scalars.load(scalars)
+        self._module_state.load(scalars.get("module"), self.device)
         self._loop.forget_step()
 
     def random_states(self) -> dict[str, Any]:

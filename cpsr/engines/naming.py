@@ -15,6 +15,7 @@ __all__ = [
     "parameter_names",
     "parameters_outside",
     "plain_name",
+    "state_dict_of",
     "tensor_identity",
 ]
 
@@ -60,6 +61,14 @@ def named_buffers(module: torch.nn.Module, rename: Rename = plain_name) -> dict[
     return buffers
 
 
+def state_dict_of(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's own state dict, with the tensors themselves where it can return them."""
+    try:
+        return dict(module.state_dict(keep_vars=True))
+    except TypeError:  # overridden without arguments
+        return dict(module.state_dict())
+
+
 def module_identity(
     module: torch.nn.Module, frozen: set[str], tensors: dict[str, Any], rename: Rename = plain_name
 ) -> dict[str, Any]:
@@ -85,7 +94,7 @@ def module_identity(
             if first.setdefault(id(tensor), name) != name:
                 tied[name] = first[id(tensor)]
             whole[name] = list(getattr(tensor, "ds_shape", tensor.shape))  # ZeRO-3 empties its parameters
-    kept = {rename(name) for name in module.state_dict(keep_vars=True)}
+    kept = {rename(name) for name in state_dict_of(module)}
     return {
         "aliases": {name: first_name for name, first_name in tied.items() if name in kept},
         "transient": sorted(whole.keys() - kept - tied.keys()),

@@ -31,7 +31,7 @@ def outside_state(
         "attributes": {key: getattr(optimizer, key) for key in sorted(attributes)},
         "more": {},
     }
-    if type(optimizer).state_dict is not _BASE:
+    if type(optimizer).state_dict is not _BASE or optimizer._optimizer_state_dict_post_hooks:
         found["more"] = {key: value for key, value in optimizer.state_dict().items() if key not in _OF_TORCH}
     if not any(found.values()):
         return None

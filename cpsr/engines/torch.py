@@ -19,6 +19,7 @@ from cpsr.engines.grad_scaler import advance_scaler, scaler_state
 from cpsr.engines.gradient_buckets import GradientBuckets
 from cpsr.engines.imported_state import IMPORTED, imported_optimizer
 from cpsr.engines.learning_rate_schedule import Schedules
+from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.naming import Naming
 from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
@@ -112,6 +113,7 @@ class TorchAdapter:
         self._parameters = list(self._module.parameters())
         self._state = OptimizerState()
         self._views = FlatViews(self._state)
+        self._module_state = ModuleState(self._module)
         self._every: tuple[list[int], list[torch.Tensor], list[Updated]] | None = None
         require_supported(self._module, optimizers, self._names)
         for one in optimizers:
@@ -212,13 +214,13 @@ class TorchAdapter:
             values, moments = self._views.of(name, updated, to_fill=to_fill)
             piece = ParamSlice(values, part.global_shape, part.offset, part.block)
             operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
-        return Shard(operators, named_buffers(self._module), self.frozen())
+        return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
 
     def renewed(self, shard: Shard) -> Shard | None:
         """See `EngineAdapter.renewed`."""
         if not self._views.unchanged(self._held(), shard.operators):
             return None
-        return Shard(shard.operators, named_buffers(self._module) if shard.others else {}, shard.frozen)
+        return Shard(shard.operators, self._module_state.buffers() if shard.others else {}, shard.frozen)
 
     def _updated(self) -> list[Updated]:
         """Every parameter of the optimizers, in their order; looked up where it is not as last time."""
@@ -280,6 +282,7 @@ class TorchAdapter:
             "param_groups": [group for one in self._optimizers for group in optimizer_state.hyperparameters(one)],
             "schedule": self._schedule.state(),
             "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
+            "module": self._module_state.state(),
             **self._buckets.state(),
         }
 
@@ -323,6 +326,7 @@ class TorchAdapter:
             groups = groups[len(own) :]
         if self._scaler is not None and scalars["grad_scaler"]:
             self._scaler.load_state_dict(scalars["grad_scaler"])
+        self._module_state.load(scalars.get("module"), self.device)
         self._buckets.load(scalars)
         self._loop.iteration = int(scalars["iteration"])
         self._loop.forget_step()

@@ -109,6 +109,8 @@ def _numbers(state: WholeState, engine: Mapping[str, Any], members: list[list[st
         form = json.loads(saved["forms"][saved["of"][index]])
         if form is None:
             continue
+        if name and str(index) in saved["rest"]:
+            raise UnsupportedEngineError(f"{state.identity.optimizer} has changed what it keeps for {name}. {_KEPT}")
         if form[0] != "dict" or any(one[0] not in ("tensor", "scalar", "int", "float") for _, one in form[2]):
             raise UnsupportedEngineError(f"{state.identity.optimizer} keeps nested state for {name}. {_KEPT}")
         own = {

@@ -194,6 +194,8 @@ class WholeState:
         manifest = self._parts[rank].manifest
         frozen = manifest.frozen.get(name)
         if frozen is None:
+            if (moved := self._moved_buffer(rank, name)) is not None:
+                return moved
             record = manifest.others[name]
             return self._read(rank, "extra", f"other/{name}", record.shape, record.dtype).clone()
         if frozen.file is not None:
@@ -206,6 +208,15 @@ class WholeState:
             path = self.info.directory / rank_manifest_name(rank)
             raise DamagedFileError(path, f"its scalars lack the frozen parameter {name}") from error
         return values
+
+    def _moved_buffer(self, rank: int, name: str) -> torch.Tensor | None:
+        """A buffer that has had another layout than at the start of its life: it is in the rank's small state."""
+        state = self._scalars_of(rank)["engine"].get("module") or {}
+        described = state.get("buffers", {}).get(name)
+        if described is None:
+            return None
+        values: torch.Tensor = described["values"]
+        return values.as_strided(described["shape"], described["stride"])
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Whole on every rank, or in parts; of an earlier version in consecutive ones, one a rank (ZeRO-3)."""

@@ -176,6 +176,11 @@ class Boundary(Part):
         if not self.may_dump:
             raise SaveError("a predicted state is being watched, and could not be discarded later")
         state, adapter = self._state, self._job.adapter
+        if adapter.scalars(on_device=True).get("module") is not None:
+            raise SaveError(
+                "the module keeps state outside of its first buffers (its extra state, or a buffer that has grown), "
+                "which a forward may have changed since the step"
+            )
         dumped = self._pool.dump(adapter.shard, iteration, state.left, self._publication.earlier, frozen=state.frozen)
         self._publication.poll()  # the dump waited for the device, which has completed the step
         return dumped

@@ -70,6 +70,7 @@ class Life:
 
     def __init__(self, loop: Loop, config: CPSRConfig) -> None:
         self.loop = loop
+        self._exact = config.mode == "exact"  # as given; the job's own mode may be exact because nothing is predicted
         self._ending = Ending()
         self._parts: list[Part] = []
         with ExitStack() as opened:
@@ -87,7 +88,7 @@ class Life:
             self.restorer = self._restorer(asked=config.mode)
             self._restore()
             self._begin(opened)
-            self._attach(opened, exact=config.mode == "exact")
+            self._attach(opened)
             self._stop = StopRequest()
             self._stop.watch(handlers, self.boundary)
             self._opened = opened.pop_all()
@@ -155,7 +156,9 @@ class Life:
         job, run, loop = self.job, self.run, self.loop
         if self.restored.scalars is not None:
             self.planner.load_state_dict(self.restored.scalars.planning, replicates=run.memory.replicates)
-        self.saver = Saver(job, run.store, run.memory, self.planner, self.restored, run.experts, run.writes)
+        self.saver = Saver(
+            job, run.store, run.memory, self.planner, self.restored, run.experts, run.writes, exact=self._exact
+        )
         self._copies = self._open(opened, Copies(job, run.target, self.saver))
         self._open(opened, self.saver)
         loop.learning.start(job, run.store, run.memory.pool)
@@ -183,13 +186,13 @@ class Life:
         ]
         self._clock = StepClock(job.adapter)
 
-    def _attach(self, opened: ExitStack, *, exact: bool) -> None:
+    def _attach(self, opened: ExitStack) -> None:
         """Attach to the engine."""
         job, loop = self.job, self.loop
         self.boundary.prepare()
         job.adapter.attach(self)
         opened.callback(job.adapter.detach)
-        unsaved = Unsaved(job.adapter, lambda: loop.state.objects, exact, job.journal.event)
+        unsaved = Unsaved(job.adapter, lambda: loop.state.objects, self._exact, job.journal.event)
         opened.callback(unsaved.close)
         config, free_bytes = job.config.engines, self.run.free_bytes
         opened.enter_context(offloaded_activations(job.adapter, config, free_bytes, job.journal.event))

@@ -48,6 +48,7 @@ class Saver(Part):
         restored: the state that this life begins with.
         experts: chooses the experts that a checkpoint saves; None: all of them.
         writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
+        exact: whether a state that cannot be saved ends the job; otherwise each checkpoint reports it.
 
     Attributes:
         saved_iteration: newest checkpoint of all ranks; on ranks other than 0 it may be abandoned.
@@ -66,7 +67,10 @@ class Saver(Part):
         restored: Restored,
         experts: ExpertSaving | None = None,
         writes: WriteAssignment | None = None,
+        *,
+        exact: bool = False,
     ) -> None:
+        self._exact = exact
         self._adapter, self._group, self._config, self._journal = job.adapter, job.group, job.config, job.journal
         self.store = store
         self.pool = memory.pool
@@ -237,8 +241,7 @@ class Saver(Part):
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
             snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
-            self._all_experts = True  # now: the outcome may be queued behind a slow save
-            self._writer.skip(iteration, str(error))
+            self._skip(iteration, error)
             return
         if snapshot is None:
             self._all_experts = True
@@ -265,12 +268,11 @@ class Saver(Part):
         running = self.pool.running
         try:
             snapshot = self.pool.finish()
-        except SaveError as error:
+        except (SaveError, UnsupportedEngineError) as error:
             if running is not None and not running.disk:
                 self.memory.failed(running.iteration, error)
-                return None
-            self._all_experts = True
-            self._writer.skip(self._last_due, str(error))
+            else:
+                self._skip(self._last_due, error)
             return None
         if snapshot is None:
             return None
@@ -282,6 +284,22 @@ class Saver(Part):
             return snapshot
         self.memory.complete(snapshot)
         return None
+
+    def _skip(self, iteration: int, error: SaveError | UnsupportedEngineError) -> None:
+        """Report that a checkpoint cannot be taken.
+
+        Raises:
+            UnsupportedEngineError: no later one could be taken either, and the mode is exact.
+        """
+        self._all_experts = True  # now: the outcome may be queued behind a slow save
+        lasting = isinstance(error, UnsupportedEngineError)
+        if lasting and self._exact:
+            newest = "there is none" if self.saved_iteration is None else f"the newest is of {self.saved_iteration}"
+            raise UnsupportedEngineError(
+                f"no checkpoint can be taken of iteration {iteration} or later ({newest}), and in mode 'exact' CPSR "
+                f"does not train on without: {error}"
+            ) from error
+        self._writer.skip(iteration, f"{error}. No later checkpoint can be taken either" if lasting else str(error))
 
     def settle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is being copied or written; False after the timeout."""

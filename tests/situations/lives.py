@@ -139,7 +139,7 @@ def digest(*modules: torch.nn.Module) -> str:
     for module in modules:
         for value in module.state_dict().values():
             if torch.is_tensor(value):
-                found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
