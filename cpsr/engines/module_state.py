@@ -134,7 +134,7 @@ class ModuleState:
         """Entries of the state dict that are neither parameters nor buffers, nor other names of these."""
         if not self._returns_more:
             return {}
-        tensors = [*self._module.named_parameters(remove_duplicate=False)]
+        tensors: list[tuple[str, torch.Tensor]] = [*self._module.named_parameters(remove_duplicate=False)]
         tensors += self._module.named_buffers(remove_duplicate=False)
         names, places = {name for name, _ in tensors}, {_place(one) for _, one in tensors if one.numel()}
         found = {

@@ -18,7 +18,7 @@ from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CheckpointConfig
-from cpsr.errors import CheckpointError, SaveError
+from cpsr.errors import CheckpointError, SaveError, UnsupportedEngineError
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, partial_snapshot
 
@@ -279,7 +279,7 @@ def test_a_snapshot_of_weights_copies_nothing_else() -> None:
         missing = make_shard(4)
         del missing.operators[NAME]
         pool.begin(missing, 4, {}, WEIGHTS)
-        with pytest.raises(SaveError, match="no longer there"):
+        with pytest.raises(UnsupportedEngineError, match="is gone"):
             pool.finish()
     finally:
         pool.close()

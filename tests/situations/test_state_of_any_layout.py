@@ -23,17 +23,23 @@ WIDTH = 16
 class Scaling(nn.Linear):
     """Gets the shape of its scale in the first forward, as observers of quantization do."""
 
+    scale: Any
+
     def __init__(self) -> None:
         super().__init__(WIDTH, 4)
         self.register_buffer("scale", torch.ones(1))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         self.scale = rows.abs().amax(0) if self.scale.numel() == 1 else self.scale.lerp(rows.abs().amax(0), 0.1)
-        return super().forward(rows / self.scale)
+        found: torch.Tensor = super().forward(rows / self.scale)
+        return found
 
 
 class Bank(nn.Linear):
     """A queue of features that grows by a batch in every step, and a centre that is None before the first."""
+
+    queue: torch.Tensor
+    centre: Any
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 4)
@@ -51,18 +57,18 @@ class Bank(nn.Linear):
 class Leaving(Scaling):
     """Drops a buffer after its third forward."""
 
+    first: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("first", torch.zeros(3, 2))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         found = super().forward(rows)
-        if self.first is None:
-            return found
-        self.first += 1
-        found = found + self.first.sum()
-        if self.first[0, 0] == 3:
-            self.first = None
+        if self.first is not None:
+            self.first += 1
+            found = found + float(self.first.sum())
+            self.first = None if self.first[0, 0] == 3 else self.first
         return found
 
 
@@ -108,8 +114,9 @@ class Hooked(Amax):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_state_dict_post_hook(lambda own, state, prefix, _: state.update({prefix + "amax": own.amax}))
-        self.register_load_state_dict_pre_hook(
+        hooked: Any = self
+        hooked.register_state_dict_post_hook(lambda own, state, prefix, _: state.update({prefix + "amax": own.amax}))
+        hooked.register_load_state_dict_pre_hook(
             lambda own, state, prefix, *_: setattr(own, "amax", state.pop(prefix + "amax"))
         )
 
@@ -120,7 +127,7 @@ class Noting(torch.optim.AdamW):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=1e-2)
         self.taken = {"of": [0]}
-        self.register_state_dict_post_hook(lambda own, state: {**state, "taken": own.taken})
+        self.register_state_dict_post_hook(lambda _, state: {**state, "taken": self.taken})
         self.register_load_state_dict_pre_hook(lambda own, state: setattr(own, "taken", state["taken"]))
 
     def step(self, closure: Any = None) -> Any:
