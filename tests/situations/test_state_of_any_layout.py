@@ -51,7 +51,8 @@ class Bank(nn.Linear):
         self.queue = torch.cat([self.queue, found.detach()])[-100:]
         mean = self.queue.mean(0)
         self.centre = mean if self.centre is None else self.centre.lerp(mean, 0.5)
-        return found - self.centre
+        centre: torch.Tensor = self.centre
+        return found - centre
 
 
 class Leaving(Scaling):
