@@ -23,13 +23,14 @@ from cpsr.engines.state_tree import Form, StateTree
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.scalars import capture_rng, restore_rng
 
-__all__ = ["Expected", "Leaf", "alike_in", "probe"]
+__all__ = ["Expected", "Leaf", "alike_in", "is_trial", "probe"]
 
 STEPS = 3  # some create a part of their state in the second one; by the last two, counts are known
 # No value that an optimizer starts its state from: a tensor with it is a copy of the weights.
 WEIGHT, WEIGHT_TOLERANCE = 37.0, 10.0
 GRADIENT = 1e-3
 FLAT_ELEMENTS_MAX = 1 << 16  # of a flat tensor of many parameters, whose state is looked at element by element
+_TRIAL = "_cpsr_trial"  # attribute of a copy
 OWN_BYTES_MAX = 1 << 24  # of a tensor among the optimizer's attributes, to be copied for the probe
 
 
@@ -269,9 +270,15 @@ def _copy_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.o
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
     vars(trial).update({name: OrderedDict() if name.endswith("_hooks") else _apart(one) for name, one in own.items()})
     vars(trial).update(state=defaultdict(dict), param_groups=[group], **without_kernel(optimizer))
+    vars(trial)[_TRIAL] = True
     if callable(getattr(trial, "train", None)):  # as those have that train on other weights than they evaluate
         trial.train()  # type: ignore[attr-defined]
     return trial
+
+
+def is_trial(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a copy that CPSR lets step on a tensor of its own."""
+    return _TRIAL in vars(optimizer)
 
 
 def _apart(value: Any) -> Any:

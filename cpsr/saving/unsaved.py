@@ -1,9 +1,11 @@
-"""Finds state of the user's loop that no checkpoint would contain, through the optimizer and the module."""
+"""State that the loop uses and no checkpoint would contain: refused, in mode exact, when it is first used."""
 
 import contextlib
-import gc
 import itertools
 import logging
+import os
+import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -12,33 +14,37 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from cpsr.engines import EngineAdapter, TorchAdapter
-from cpsr.engines.hooks import StepHooks
+from cpsr.engines.hooks import Hooks
+from cpsr.engines.optimizer_probe import is_trial
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["Unsaved"]
 
-_KINDS = (torch.amp.GradScaler, LRScheduler, AveragedModel, Optimizer)
 # Depth of the search inside given or registered objects: a schedule of schedules, a user's wrapper.
 _DEPTH_MAX = 8
 _SEARCHED_MAX = 300_000
 _OF_ONE_MAX = 10_000
 _LIBRARIES = ("torch", "deepspeed", "cpsr")  # their functions know half of each library by name
 _PLAIN = (str, bytes, bytearray, int, float, complex, type(None), type, types.ModuleType, torch.Tensor)
+_SCHEDULES = [
+    kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and "step" in vars(kind)
+]  # those with a `step` of their own
 
 
 class Unsaved:
-    """Searches twice, when the first and the second optimizer step of a life begin.
+    """Watches what the loop uses, from the first step of a life to its last.
 
-    The first search runs before anything has changed. An unsaved gradient scaler of this optimizer is in use then, and
-    mode exact refuses the step. It also lists schedules, averages and other optimizers. The second search finds which
-    of them the loop used in the step between: mode exact refuses those too. An unused one may be a frozen teacher,
-    belong to an earlier phase, or be used later, once per epoch: every mode warns of it once and trains on. In other
-    modes all of these are warnings.
+    - An optimizer of torch that the engine does not have and the user has not registered: at its first step. torch's
+      hook sees every optimizer of the process. Those of other threads and of forked children are not looked at.
+    - A gradient scaler that calls the engine's optimizer: at the first step, before anything has changed.
+    - A schedule of the engine's optimizer, and an average of its module (`AveragedModel`): when they are first used.
+
+    In mode exact they are errors, raised before the object acts. In other modes each is one event of level error.
 
     Args:
         adapter: the engine.
@@ -58,41 +64,108 @@ class Unsaved:
         self._registered = registered
         self._exact = exact
         self._report = report
-        self._candidates: list[tuple[weakref.ref[Any], _Uses]] | None = None
-        self._done = False
+        self._here = os.getpid(), threading.get_ident()
+        self._followed = frozenset(map(id, adapter.optimizers))
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # saved, or reported
+        self._begun = False
         self._versions = _versions(adapter) if isinstance(adapter, TorchAdapter) and adapter.iteration else {}
-        self._hook = StepHooks(adapter.optimizers[0], self._before_step)
+        self._hooks = Hooks()
+        self._hooks.add(register_optimizer_step_pre_hook(self._before_step))
+        for kind in _SCHEDULES:
+            self._hooks.wrap(kind, "step", self._around_schedule)
+        self._hooks.wrap(AveragedModel, "update_parameters", self._around_average)
 
     def close(self) -> None:
-        """Stop searching."""
-        self._hook.remove()
-        self._finish()
-
-    def _finish(self) -> None:
-        self._done = True  # inside the hook it stays: torch is iterating over the hooks, and others may follow
-        for _, uses in self._candidates or ():
-            uses.close()
+        """Stop watching."""
+        self._hooks.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._done:
-            return
-        if self._candidates is None:
-            self._first_search()
-            if not self._candidates:
-                self._finish()
-        else:
-            self._finish()
-            self._second_search(self._candidates)
+        if id(optimizer) not in self._followed:
+            self._before_unknown(optimizer)
+        elif not self._begun and self._is_here():
+            self._begun = True
+            self._warn_of_written()
+            self._before_first(optimizer)
 
-    def _first_search(self) -> None:
-        self._warn_of_written()
-        in_use = _alive(self._in_use)
-        found = self._unsaved(in_use)
-        self._candidates = [
-            (weakref.ref(one), _Uses(one)) for one in found if not isinstance(one, torch.amp.GradScaler)
-        ]
-        scalers = [self._description(one) for one in found if isinstance(one, torch.amp.GradScaler)]
-        self._refuse_or_warn(scalers + self._marked(in_use), "this life has trained nothing yet")
+    def _before_first(self, optimizer: Optimizer) -> None:
+        saved = [*self._adapter.loop_parts, *self._registered()]
+        scalers = (one for one in _callers() if isinstance(one, torch.amp.GradScaler) and one.is_enabled())
+        scaler = next(scalers, None)
+        marked = getattr(optimizer, "found_inf", None) is not None  # by a scaler, of any class, on a fused optimizer
+        if scaler is not None:
+            self._require(scaler, _SCALER.format(type(scaler).__name__))
+        elif marked and not any(hasattr(one, "scale") for one in saved):
+            self._refuse(_SCALER.format("gradient scaler"))
+        scheduled = any(hasattr(one.step, "_wrapped_by_lr_sched") for one in self._adapter.optimizers)
+        if scheduled and not any(isinstance(one, lr_scheduler.LRScheduler) for one in _reachable(saved).values()):
+            self._tell(
+                "a learning-rate schedule of torch was made for this optimizer, and CPSR was given none. If the loop "
+                f"steps it later, as once an epoch, it is refused then in mode 'exact'. {self._remedy()}",
+                logging.WARNING,
+            )
+
+    def _before_unknown(self, optimizer: Optimizer) -> None:
+        if not self._is_here() or optimizer in self._known or is_trial(optimizer):
+            return
+        if any(one.state is optimizer.state for one in self._adapter.optimizers):
+            return  # another face of the engine's
+        shared = any(one.param_groups is optimizer.param_groups for one in self._adapter.optimizers)
+        if shared and not optimizer.state:
+            return  # a wrapper; with state of its own it is found at the next step
+        if any(id(one) in self._followed for one in _callers()):
+            return  # a part of the engine's
+        module = {id(parameter) for parameter in self._adapter.module.parameters()}
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        what = "parameters of the same module" if own & module else "other parameters"
+        given = "TorchAdapter(model, [optimizer, other])" if isinstance(self._adapter, TorchAdapter) else "the engine"
+        self._require(
+            optimizer,
+            f"{type(optimizer).__name__} steps, an optimizer of {what} that CPSR does not follow: its state would "
+            f"begin anew after a restart, and its steps are not counted. Give it to {given} if it steps in every "
+            'iteration; else call recovery.register("other", optimizer) before the loop, and register what it trains. '
+            "Another phase of the training is a run of its own: open it with this optimizer and another run_dir",
+        )
+
+    def _around_schedule(self, original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+        ours = any(one.param_groups is groups for one in self._adapter.optimizers)
+        if ours and schedule not in self._known and self._is_here() and not _in_constructor():
+            name = type(schedule).__name__
+            what = f"The schedule {name} was not given to CPSR and would begin anew after a restart: {self._remedy()}"
+            self._require(schedule, what)
+        return original(schedule, *args, **kwargs)
+
+    def _around_average(self, original: Any, average: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if average not in self._known and self._is_here():
+            module = {id(parameter) for parameter in self._adapter.module.parameters()}
+            if any(id(parameter) in module for parameter in model.parameters()):
+                self._require(average, _AVERAGE)
+        return original(average, model, *args, **kwargs)
+
+    def _remedy(self) -> str:
+        torch_loop = isinstance(self._adapter, TorchAdapter)
+        whole = "TorchAdapter(model, optimizer, scheduler)" if torch_loop else _DEEPSPEED_SCHEDULE
+        return f'{whole} if it is stepped with every optimizer step, else recovery.register("scheduler", scheduler)'
+
+    def _is_here(self) -> bool:
+        """False in other threads, as CPSR's own, and in forked children."""
+        return (os.getpid(), threading.get_ident()) == self._here
+
+    def _require(self, one: Any, what: str) -> None:
+        """Refuse or report an object that neither the engine nor a registered object contains, once."""
+        if id(one) not in _reachable([*self._adapter.loop_parts, *self._registered()]):
+            self._refuse(what)
+        parts = (part for part in _reachable([one]).values() if isinstance(part, lr_scheduler.LRScheduler))
+        self._known.update([one, *parts])
+
+    def _refuse(self, what: str) -> None:
+        if self._exact:
+            raise UnsupportedEngineError(f"mode 'exact' cannot restore all that this loop keeps. {what}")
+        self._tell(f"after a restart this job goes on without part of its state. {what}", logging.ERROR)
+
+    def _tell(self, message: str, level: int) -> None:
+        if self._adapter.rank == 0:
+            self._report("unsaved state", message, self._adapter.iteration, level)
 
     def _warn_of_written(self) -> None:
         """A script that loads weights by itself, after CPSR has restored its own, takes these away again."""
@@ -107,136 +180,39 @@ class Unsaved:
             )
             self._report("weights written", message, self._adapter.iteration, logging.WARNING)
 
-    def _second_search(self, candidates: "list[tuple[weakref.ref[Any], _Uses]]") -> None:
-        alive = [(one, uses) for reference, uses in candidates if (one := reference()) is not None]
-        unsaved = {id(one) for one in self._unsaved([one for one, _ in alive])}
-        left = [(one, uses.since(one)) for one, uses in alive if id(one) in unsaved]
-        idle = [self._description(one) for one, used in left if not used]
-        if idle and self._adapter.rank == 0:
-            what = "; ".join(idle)
-            message = f"state that the loop has not used so far is not saved; it may matter if used later. {what}"
-            self._report("unsaved state", message, self._adapter.iteration, logging.WARNING)
-        self._refuse_or_warn(
-            [self._description(one) for one, used in left if used and _holds_state(one)],
-            "this life has trained one step: an object registered now lags by it, unless the run begins anew",
-        )
-
-    def _refuse_or_warn(self, found: list[str], trained: str) -> None:
-        what = "; ".join(found)
-        if found and self._exact:
-            raise UnsupportedEngineError(f"mode 'exact' cannot restore all that this loop keeps, and {trained}. {what}")
-        if found and self._adapter.rank == 0:
-            message = f"after a restart this job goes on without part of its state. {what}"
-            self._report("unsaved state", message, self._adapter.iteration, logging.WARNING)
-
-    def _unsaved(self, in_use: list[Any]) -> list[Any]:
-        """Those that neither the adapter nor a registered object contains, without parts of each other."""
-        saved = _reachable([*self._adapter.loop_parts, *self._registered()])
-        found = [one for one in in_use if id(one) not in saved]
-        inside = [_reachable([one]) - {id(one)} for one in found]
-        return [one for one in found if not any(id(one) in ids for ids in inside)]
-
-    def _in_use(self, one: Any) -> bool:
-        optimizers = self._adapter.optimizers
-        if isinstance(one, torch.amp.GradScaler):
-            # Added by `unscale_` and `step`, and removed by `update`: this step uses the scaler.
-            return one.is_enabled() and any(id(optimizer) in one._per_optimizer_states for optimizer in optimizers)
-        if isinstance(one, LRScheduler):
-            scheduled = getattr(getattr(one, "optimizer", None), "param_groups", None)
-            return any(scheduled is optimizer.param_groups for optimizer in optimizers)
-        if isinstance(one, AveragedModel):
-            return _shapes(one) == _shapes(self._adapter.module)
-        groups = getattr(one, "param_groups", [])
-        if any(groups is optimizer.param_groups for optimizer in optimizers):
-            return False
-        module = {id(parameter) for parameter in self._adapter.module.parameters()}
-        return any(id(parameter) in module for group in groups for parameter in group["params"])
-
-    def _marked(self, in_use: Iterable[Any]) -> list[str]:
-        """A scaler of another class than torch's, which has set a fused optimizer's `found_inf`."""
-        known = any(isinstance(one, torch.amp.GradScaler) for one in in_use)
-        given = any(hasattr(part, "scale") for part in (*self._adapter.loop_parts, *self._registered()))
-        marked = any(getattr(one, "found_inf", None) is not None for one in self._adapter.optimizers)
-        return [_SCALER.format("gradient scaler")] if marked and not known and not given else []
-
-    def _description(self, one: Any) -> str:
-        name = type(one).__name__
-        if isinstance(one, torch.amp.GradScaler):
-            return _SCALER.format(name)
-        if isinstance(one, LRScheduler):
-            torch_loop = isinstance(self._adapter, TorchAdapter)
-            whole = "TorchAdapter(model, optimizer, scheduler)" if torch_loop else _DEEPSPEED_SCHEDULE
-            return (
-                f"The schedule {name} was not given to CPSR and would begin anew after a restart: {whole} where it is "
-                'stepped with every optimizer step, else recovery.register("scheduler", scheduler)'
-            )
-        if isinstance(one, AveragedModel):
-            return (
-                "The averaged weights (AveragedModel) are not registered and would begin anew after a restart: "
-                'recovery.register("average", averaged_model)'
-            )
-        return (
-            f"Another optimizer, {name}, trains parameters of the same module, and its moments would begin anew after "
-            'a restart: recovery.register("second optimizer", optimizer)'
-        )
-
 
 _DEEPSPEED_SCHEDULE = "deepspeed.initialize(..., lr_scheduler=scheduler)"
 _SCALER = (
     "The {} that scales the loss was not given to CPSR and would start afresh after a restart: "
     "TorchAdapter(model, optimizer, scheduler, grad_scaler=scaler)"
 )
+_AVERAGE = (
+    "The averaged weights (AveragedModel) are not registered and would begin anew after a restart: "
+    'recovery.register("average", averaged_model)'
+)
 
 
-def _alive(in_use: Callable[[Any], bool]) -> list[Any]:
-    """Objects of those kinds that are still referenced, without garbage that is not collected yet."""
-    # By type, not isinstance: isinstance would make proxies resolve their targets.
-    references = [weakref.ref(one) for one in gc.get_objects() if issubclass(type(one), _KINDS) and in_use(one)]
-    if references:
-        gc.collect()
-    return [one for reference in references if (one := reference()) is not None]
+def _callers() -> Iterator[Any]:
+    """The objects whose methods are being called, from the inside out."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (one := frame.f_locals.get("self")) is not None:
+            yield one
+        frame = frame.f_back
 
 
-class _Uses:
-    """Counts how often the loop uses a schedule, an average or an optimizer, from now on."""
-
-    def __init__(self, one: Any) -> None:
-        self._steps = 0
-        self._before = _counters(one)
-        # An optimizer that never called its base class's constructor has no such hooks, and counts as unused.
-        hooked = isinstance(one, Optimizer) and hasattr(one, "_optimizer_step_post_hooks")
-        self._hook = one.register_step_post_hook(self._count) if hooked else None
-
-    def since(self, one: Any) -> bool:
-        """Whether it was used since."""
-        return self._steps > 0 or _counters(one) != self._before
-
-    def close(self) -> None:
-        """Stop counting."""
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps += 1
+def _in_constructor() -> bool:
+    """Whether torch makes a schedule, which steps it once."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and frame.f_globals.get("__name__") == lr_scheduler.__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
-def _counters(one: Any) -> list[Any]:
-    """The numbers that a use of a schedule or an average changes; empty for other objects."""
-    if isinstance(one, AveragedModel):
-        return [int(one.n_averaged)]
-    if not isinstance(one, LRScheduler):
-        return []
-    own = [(name, value) for name, value in vars(one).items() if isinstance(value, int | float)]
-    return [own, *map(_counters, getattr(one, "_schedulers", ()))]
-
-
-def _holds_state(one: Any) -> bool:
-    """Whether it has state that a restart could lose: plain SGD has none."""
-    return not isinstance(one, Optimizer) or bool(getattr(one, "state", None))
-
-
-def _reachable(roots: Iterable[Any]) -> set[int]:
-    """Ids of objects reachable through attributes and containers, the roots included."""
+def _reachable(roots: Iterable[Any]) -> dict[int, Any]:
+    """Objects reachable through attributes and containers by their ids, the roots included."""
     found: dict[int, Any] = {}
     layer = list(roots)
     # A wrapper of a state may refer to it only in its methods.
@@ -249,7 +225,7 @@ def _reachable(roots: Iterable[Any]) -> set[int]:
         parts = list(itertools.islice(itertools.chain.from_iterable(map(_parts, new.values())), left))
         searched += len(parts)
         layer = [part for part in parts if not issubclass(type(part), _PLAIN)]
-    return set(found)
+    return found
 
 
 def _parts(one: Any) -> Iterable[Any]:
@@ -291,7 +267,3 @@ def _versions(adapter: EngineAdapter) -> dict[str, int]:
     """How often each parameter was changed in place."""
     named = adapter.module.named_parameters()
     return {name: one._version for name, one in named if not one.is_inference()}
-
-
-def _shapes(module: torch.nn.Module) -> list[torch.Size]:
-    return [parameter.shape for parameter in module.parameters()]

@@ -1,6 +1,6 @@
-"""What a loop keeps and nobody saves is found by what it leaves, and nothing else is."""
+"""What a loop keeps and nobody saves is found when it is used, and nothing else is."""
 
-import gc
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,15 +15,6 @@ from torch.optim import lr_scheduler, swa_utils
 from cpsr import TorchAdapter
 from cpsr.errors import UnsupportedEngineError
 from cpsr.saving.unsaved import Unsaved
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects() -> Iterator[None]:
-    """Two looks through all objects that torch and pytest have made would take nearly all the time of each case."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Wrapper:
@@ -58,13 +49,15 @@ class Loop:
         messages: list[str] = []
         adapter = TorchAdapter(self.module, self.optimizer, **self.adapted)
         unsaved = Unsaved(adapter, lambda: self.registered, exact, lambda kind, message, *_: messages.append(message))
-        for _ in range(3):
-            self.scaler.scale(self.module(torch.ones(4, 3)).sum()).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            for act in self.after_step:
-                act()
-        unsaved.close()
+        try:
+            for _ in range(3):
+                self.scaler.scale(self.module(torch.ones(4, 3)).sum()).backward()
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+                for act in self.after_step:
+                    act()
+        finally:
+            unsaved.close()
         return messages
 
 
@@ -74,7 +67,8 @@ def made(loop: Loop) -> Any:
 
 
 def schedule(loop: Loop) -> None:
-    loop.after_step.append(made(loop).step)
+    scheduler = made(loop)
+    loop.after_step.append(lambda: scheduler.step())
 
 
 def schedules(loop: Loop) -> None:
@@ -90,7 +84,7 @@ def plateau(loop: Loop) -> None:
 
 def chained(loop: Loop) -> None:
     loop.others.append(lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(loop.optimizer, 1)]))
-    loop.after_step.append(loop.others[0].step)
+    loop.after_step.append(lambda: loop.others[0].step())
 
 
 def scaler(loop: Loop) -> None:
@@ -108,6 +102,41 @@ def second(loop: Loop) -> None:
     loop.after_step.append(loop.others[-1].step)
 
 
+def without_state(loop: Loop) -> None:
+    loop.others.append(torch.optim.SGD(loop.module[1].parameters()))
+    loop.after_step.append(loop.others[-1].step)
+
+
+def discriminator(loop: Loop) -> None:
+    other = nn.Linear(5, 1)
+    loop.others.append(torch.optim.AdamW(other.parameters()))
+
+    def train() -> None:
+        other(torch.ones(5)).sum().backward()
+        loop.others[0].step()
+
+    loop.after_step.append(train)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Shares the groups of the optimizer that it wraps, and keeps slow weights of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            slow.lerp_(parameter, 0.5)
+
+
+def lookahead(loop: Loop) -> None:
+    loop.others.append(Lookahead(loop.optimizer))
+    loop.after_step.append(loop.others[0].step)
+
+
 UNSAVED: dict[str, tuple[Callable[[Loop], None], bool, str]] = {
     "scaler": (scaler, False, "The GradScaler that scales the loss"),
     "scaler of a fused optimizer": (scaler, True, "The GradScaler that scales the loss"),
@@ -116,7 +145,10 @@ UNSAVED: dict[str, tuple[Callable[[Loop], None], bool, str]] = {
     "chained schedules": (chained, False, "The schedule ChainedScheduler was not given"),
     "one of two schedules": (schedules, False, "The schedule LambdaLR was not given"),
     "average": (average, False, "AveragedModel"),
-    "second optimizer": (second, False, "Another optimizer, SGD,"),
+    "second optimizer": (second, False, "SGD steps, an optimizer of parameters of the same module that CPSR does not"),
+    "second optimizer without state": (without_state, False, "SGD steps, an optimizer of parameters of the same"),
+    "optimizer of another model": (discriminator, False, "AdamW steps, an optimizer of other parameters that CPSR"),
+    "wrapper with state of its own": (lookahead, False, "Lookahead steps, an optimizer of parameters of the same"),
 }
 
 
@@ -132,7 +164,7 @@ def test_what_nobody_saves_is_found(kind: str) -> None:
         assert all(map(torch.equal, before, loop.module.parameters()))
     loop = Loop(fused)
     prepare(loop)
-    messages = loop.step(exact=False)
+    messages = [one for one in loop.step(exact=False) if "none. If the loop steps it later" not in one]
     assert len(messages) == 1
     assert message in messages[0]
 
@@ -240,6 +272,13 @@ def test_of_a_long_list_only_the_beginning_is_looked_at() -> None:
     assert 0 < names.looked_at < 50_000
 
 
+def test_a_schedule_that_is_not_stepped_is_only_warned_of() -> None:
+    loop = Loop()
+    made(loop)
+    (warning,) = loop.step()
+    assert "a learning-rate schedule of torch was made for this optimizer, and CPSR was given none" in warning
+
+
 def earlier_phase(loop: Loop) -> None:
     loop.others.append(torch.optim.AdamW(loop.module.parameters()))
     loop.module(torch.ones(4, 3)).sum().backward()
@@ -248,29 +287,25 @@ def earlier_phase(loop: Loop) -> None:
 
 def teacher(loop: Loop) -> None:
     loop.others.append(swa_utils.AveragedModel(loop.module))
-
-
-def teacher_of_a_phase(loop: Loop) -> None:
-    teacher(loop)
     loop.others[0].update_parameters(loop.module)
 
 
-IDLE: dict[str, tuple[Callable[[Loop], Any], str]] = {
-    "schedule": (made, "LambdaLR"),
-    "teacher": (teacher, "AveragedModel"),
-    "teacher of an earlier phase": (teacher_of_a_phase, "AveragedModel"),
-    "optimizer of an earlier phase": (earlier_phase, "AdamW"),
-}
+def in_a_thread(loop: Loop) -> None:
+    discriminator(loop)
+    act = loop.after_step.pop()
+
+    def beside() -> None:
+        thread = threading.Thread(target=act)
+        thread.start()
+        thread.join()
+
+    loop.after_step.append(beside)
 
 
-@pytest.mark.parametrize("kind", IDLE)
-def test_what_the_loop_does_not_use_is_only_warned_of(kind: str) -> None:
-    prepare, name = IDLE[kind]
-    loop = Loop()
-    prepare(loop)
-    (warning,) = loop.step()
-    assert "has not used so far" in warning
-    assert name in warning
+def made_inside(loop: Loop) -> None:
+    """Constructors step their schedules."""
+    parts: list[Any] = [lr_scheduler.StepLR, lr_scheduler.CosineAnnealingWarmRestarts]
+    loop.after_step.append(lambda: parts and parts.pop()(loop.optimizer, 3))
 
 
 def registered(loop: Loop) -> None:
@@ -278,12 +313,6 @@ def registered(loop: Loop) -> None:
     scaler(loop)
     average(loop)
     loop.registered = [*loop.others, {"scaler": loop.scaler}]
-
-
-def forgotten(loop: Loop) -> None:
-    """Tried and dropped, in a circle that only the garbage collector ends."""
-    tried = lr_scheduler.StepLR(loop.optimizer, 1)
-    tried.itself = tried  # type: ignore[attr-defined]
 
 
 def of_another(loop: Loop) -> None:
@@ -295,19 +324,16 @@ def of_another(loop: Loop) -> None:
     loop.others = [optimizer, scaler_of_another, lr_scheduler.StepLR(optimizer, 1), swa_utils.AveragedModel(other)]
 
 
-def without_state(loop: Loop) -> None:
-    loop.others.append(torch.optim.SGD(loop.module[1].parameters()))
-    loop.after_step.append(loop.others[-1].step)
-
-
 SAVED: dict[str, Callable[[Loop], None]] = {
     "nothing": lambda loop: None,
     "given": given,
     "schedule in parts": parts,
     "schedule in a wrapper": wrapped,
     "registered": registered,
-    "forgotten": forgotten,
-    "an optimizer without state": without_state,
+    "a teacher of an earlier phase": teacher,
+    "an optimizer of an earlier phase": earlier_phase,
+    "an optimizer of another thread": in_a_thread,
+    "schedules that are made inside": made_inside,
     "of another model": of_another,
 }
 

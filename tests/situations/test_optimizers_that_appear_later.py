@@ -1,0 +1,135 @@
+"""Optimizers that the engine does not have: refused at their first step, whenever that is."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from cpsr import CPSRRecovery, TorchAdapter
+from tests.situations.lives import Life, alone_and_cut, backward, digest, live
+
+WIDTH = 16
+Other = Callable[[CPSRRecovery, nn.Module, torch.optim.Optimizer], None]
+
+
+def second_phase() -> Other:
+    made: list[torch.optim.Optimizer] = []
+
+    def act(recovery: CPSRRecovery, module: nn.Module, _: torch.optim.Optimizer) -> None:
+        if recovery.iteration == 8:
+            made[:] = made or [torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)]
+            made[0].step()
+
+    return act
+
+
+def discriminator() -> Other:
+    other = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.Adam(other.parameters())
+
+    def act(recovery: CPSRRecovery, module: nn.Module, _: torch.optim.Optimizer) -> None:
+        if recovery.iteration >= 8:
+            backward(other(torch.ones(WIDTH)).sum())
+            optimizer.step()
+
+    return act
+
+
+def schedule_of_an_epoch() -> Other:
+    made: list[Any] = []
+
+    def act(recovery: CPSRRecovery, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        made[:] = made or [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+        if recovery.iteration == 8:
+            made[0].step()
+
+    return act
+
+
+def in_a_forked_child() -> Other:
+    def act(recovery: CPSRRecovery, module: nn.Module, _: torch.optim.Optimizer) -> None:
+        if recovery.iteration == 8:
+            child = os.fork()
+            if child == 0:
+                torch.optim.SGD(module.parameters(), lr=0.1).step()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+
+    return act
+
+
+OTHERS: dict[str, Callable[[], Other]] = {
+    "SGD steps, an optimizer of parameters of the same module that CPSR does not follow": second_phase,
+    "Adam steps, an optimizer of other parameters that CPSR does not follow": discriminator,
+    "The schedule ExponentialLR was not given to CPSR": schedule_of_an_epoch,
+}
+
+
+def trained(life: Life) -> str:
+    torch.manual_seed(0)
+    rows = torch.randn(128, WIDTH)
+    loader = DataLoader(TensorDataset(rows, rows[:, :4]), batch_size=8, shuffle=True)
+    module = nn.Linear(WIDTH, 4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    act = (OTHERS | {"child": in_a_forked_child})[life.options["other"]]()
+    with CPSRRecovery(TorchAdapter(module, optimizer), life.config(mode=life.options["mode"])) as recovery:
+        for inputs, targets in recovery.resume(loader, epochs=1):
+            loss = functional.mse_loss(module(inputs), targets)
+            optimizer.zero_grad()
+            backward(loss)
+            optimizer.step()
+            act(recovery, module, optimizer)
+    return digest(module)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_mode_exact_ends_the_job(other: str, tmp_path: Path) -> None:
+    ended = live(trained, Life(tmp_path, options={"other": other, "mode": "exact"}))
+    assert ended.statuses == [1]
+    assert other in ended.output.split("UnsupportedEngineError: mode 'exact' cannot restore all")[1]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_modes_report_it_once(other: str, tmp_path: Path) -> None:
+    ended = live(trained, Life(tmp_path, options={"other": other, "mode": "auto"}))
+    assert ended.result
+    assert ended.output.count(other) == 1
+
+
+def test_a_forked_child_may_step_what_it_likes(tmp_path: Path) -> None:
+    ended = live(trained, Life(tmp_path, options={"other": "child", "mode": "exact"}))
+    assert ended.result
+
+
+def adversarial(life: Life) -> str:
+    """A discriminator that is registered, and steps first."""
+    torch.manual_seed(0)
+    rows = torch.randn(160, WIDTH)
+    loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
+    makes, judges = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1)
+    optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (makes, judges))
+    with CPSRRecovery(TorchAdapter(makes, optimizer), life.config()) as recovery:
+        recovery.register("judges", judges)
+        recovery.register("optimizer of judges", other)
+        for (real,) in recovery.resume(loader, epochs=1):
+            made = makes(torch.randn(8, 4))
+            backward(functional.softplus(judges(made.detach()) - judges(real)).mean())
+            other.step()
+            other.zero_grad()
+            backward(functional.softplus(-judges(made)).mean())
+            other.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+            life.step(recovery.iteration)
+    return digest(makes, judges)
+
+
+def test_a_registered_one_comes_back(tmp_path: Path) -> None:
+    alone, cut = alone_and_cut(adversarial, tmp_path, at=13)
+    assert cut.result == alone.result
