@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cpsr.errors import CPSRError
-from cpsr.ranks.link import refuse_once
+from cpsr.ranks.link import report_errors
 
 if TYPE_CHECKING:
     from cpsr.config import CPSRConfig
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cpsr.life.events import Committed, Leaving, Restored, RolledBack
     from cpsr.recovery import CPSRRecovery
 
-refuse_once()
+report_errors()
 
 __all__ = [
     "CPSRConfig",

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.launch.compile_locks import compile_locks, extensions_directory, remove_stale_locks
 from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
-from cpsr.ranks.link import JOB, REFUSED_STATUS, SHUTDOWN, SHUTDOWN_SECONDS, Opened, Report
+from cpsr.ranks.link import JOB, REFUSED_STATUS, SHUTDOWN, SHUTDOWN_SECONDS, Opened, Report, Uncaught
 
 __all__ = ["HOW_IT_ENDS", "Failures", "JobEndedError", "agent_that_recovers", "job_at"]
 
@@ -48,7 +48,9 @@ class Failures:
     """Decides about restarts after failures of a job.
 
     A failure counts against the restarts only if the job came no further than before. A job that advances in each life
-    may fail any number of times; one that fails repeatedly at the same place is given up soon.
+    may fail any number of times; one that fails repeatedly at the same place is given up soon. An error of the script
+    that would come again ends the job at once: one before the first run was opened, and one that comes twice without a
+    new iteration in between.
 
     Args:
         report: what the ranks report.
@@ -70,6 +72,7 @@ class Failures:
         self._counted_run = ""
         self._furthest_iteration = -1
         self._in_vain = 0
+        self._errors: frozenset[str] = frozenset()  # of the script, that ended the start before
         self._started, self._reported_slow = time.monotonic(), False
 
     def after(self, exits: Sequence[Exit]) -> float:
@@ -91,13 +94,15 @@ class Failures:
         self.look()
         self.require_ours()
         progress = None if self._opened is None else _progress_of(self._opened)
-        message = _sentence(self._cause(exits), self._opened, progress)
+        first, own, uncaught = first_of(exits), self._recorded(exits), self._report.uncaught()
+        recorded = {one.rank for one in own}
+        unrecorded = [Exit(one.rank, error=one.error) for one in uncaught if one.rank not in recorded]
+        message = _sentence(cause_of([*first, *own, *unrecorded], None), self._opened, progress)
         in_vain = self._count(-1 if progress is None else progress.iteration)
-        if in_vain > self._restarts_max or not self._restarts_max:
-            after = f", after {in_vain} failures without a new iteration" if in_vain > 1 else ""
-            why = f"The job is not started again{after} (--max-restarts={self._restarts_max})"
+        why = self._why_it_ends(in_vain, _errors_of(first, recorded, uncaught))
+        if why is not None:
             kept = "" if self._opened is None else f"; `cpsr release {self._opened.run_dir}` frees its host memory"
-            raise JobEndedError(1, f"{message}. {why}{kept} {HOW_IT_ENDS}")
+            raise JobEndedError(1, f"{message}. The job is not started again{why}{kept} {HOW_IT_ENDS}")
         if not in_vain:
             self.print_line(f"{message}. All ranks start again")
             return 0.0
@@ -105,6 +110,24 @@ class Failures:
         counted = f"restart {in_vain} of {self._restarts_max} without a new iteration"
         self.print_line(f"{message}. All ranks start again in {wait_seconds:g} s ({counted})")
         return wait_seconds
+
+    def _why_it_ends(self, in_vain: int, errors: frozenset[str]) -> str | None:
+        """Why the job is not started again after a failure; None if it is.
+
+        Args:
+            in_vain: consecutive failures without a new iteration, with this one.
+            errors: of the script, that ended this start.
+        """
+        repeated = in_vain > 0 and bool(errors & self._errors)
+        self._errors = errors
+        if errors and self._opened is None and self._opened_before is None:
+            return ": the error is the script's, and would come again"
+        if repeated:
+            return ": the same error has come twice without a new iteration in between"
+        if in_vain > self._restarts_max or not self._restarts_max:
+            after = f", after {in_vain} failures without a new iteration" if in_vain > 1 else ""
+            return f"{after} (--max-restarts={self._restarts_max})"
+        return None
 
     def _count(self, iteration: int) -> int:
         """Consecutive failures without a new iteration, including this one at `iteration`."""
@@ -152,17 +175,15 @@ class Failures:
         if message is not None:
             self.print_line(message)
 
-    def _cause(self, exits: Sequence[Exit]) -> str:
-        """How the life ended: seen by this launcher, which records it for the run, and recorded by the ranks."""
-        first = first_of(exits)
+    def _recorded(self, exits: Sequence[Exit]) -> list[Exit]:
+        """What the ranks have recorded in their run about their ends; records there what this launcher saw."""
         if self._opened is None:
-            return cause_of(first, None)
+            return []
         run_dir, life = Path(self._opened.run_dir), self._opened.life
-        for one in first:
+        for one in first_of(exits):
             note_exit(run_dir, life, one)
         here = {one.rank for one in exits}
-        own = [one for one in exits_of(run_dir, life) if one.rank in here and not one.by_launcher]
-        return cause_of([*first, *own], None)
+        return [one for one in exits_of(run_dir, life) if one.rank in here and not one.by_launcher]
 
 
 class _Agent(LocalElasticAgent):
@@ -243,6 +264,23 @@ def _progress_of(opened: Opened) -> Progress | None:
     except OSError as error:
         logger.warning("how far the run in %s came cannot be read: %s", opened.run_dir, error)
         return None
+
+
+def _errors_of(first: Sequence[Exit], recorded: Container[int], uncaught: Sequence[Uncaught]) -> frozenset[str]:
+    """What identifies the errors of the script; none if a rank was killed, or only lost another one.
+
+    Args:
+        first: the ranks that ended by themselves. One without a report, after `sys.exit`, is identified by its status.
+        recorded: ranks that have recorded in their run why they ended.
+        uncaught: the exceptions that ended ranks.
+    """
+    if any(
+        one.signal not in (None, "SIGTERM", "SIGABRT") for one in first
+    ):  # a rank that waits for a failed one aborts
+        return frozenset()
+    reported = {one.rank for one in uncaught}
+    silent = [one for one in first if one.status and one.rank not in reported and one.rank not in recorded]
+    return frozenset([one.identity for one in uncaught if not one.passing] + [f"status {one.status}" for one in silent])
 
 
 def _after_sigterm(one: Exit) -> bool:

@@ -27,7 +27,8 @@ ENVIRONMENT = {
     # How long ranks may take to commit after SIGTERM. Whoever stops the launcher has a limit of its own.
     SHUTDOWN: "600",
 }
-PORT = 29500  # torchrun's
+PORT = 29500  # of several nodes that name none, as torchrun's
+_RANK_START = Path(__file__).parent / "rank_start"  # whose `sitecustomize` reports the errors of a rank
 
 
 def run_job(arguments: Sequence[str]) -> int:
@@ -55,6 +56,8 @@ def run_job(arguments: Sequence[str]) -> int:
         _hush_agent()
     with tempfile.TemporaryDirectory(prefix="cpsr-run-") as directory:
         os.environ[LAUNCHER] = directory
+        path = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = f"{_RANK_START}{os.pathsep}{path}" if path else str(_RANK_START)
         report = Report(Path(directory))
         try:
             with agent_that_recovers(Failures(report, parsed.max_restarts, _report), report):
@@ -86,19 +89,27 @@ def _parser() -> ArgumentParser:
         f"configuration is not started again (exit status 78). Default of --max-restarts: {RESTARTS_MAX}."
     )
     parser.add_argument("--verbose", action="store_true", help="Show the agent's log and details of each recovery.")
-    if "PET_MAX_RESTARTS" not in os.environ:  # where torchrun looks for it
-        parser.set_defaults(max_restarts=RESTARTS_MAX)
+    # The default port differs among versions of torch: only a port that the user names is one that jobs may share.
+    own_defaults = {"max_restarts": RESTARTS_MAX, "master_port": None}
+    from_environment = {name for name in own_defaults if f"PET_{name.upper()}" in os.environ}  # torchrun looks there
+    parser.set_defaults(**{name: value for name, value in own_defaults.items() if name not in from_environment})
     return parser
 
 
 def _restartable(parsed: object) -> None:
-    """Replace a static rendezvous, which keeps the store of the dead group, by c10d at the same address."""
+    """Choose a c10d rendezvous: at the address and port that the user named, else at a free port of this machine.
+
+    A static rendezvous keeps the store of the dead group.
+    """
     arguments = vars(parsed)
     nodes_max = torchrun.parse_min_max_nnodes(arguments["nnodes"])[1]
-    port = arguments["master_port"]
-    asked = nodes_max > 1 or port is not None or arguments["rdzv_endpoint"]  # else torchrun takes c10d by itself
-    if arguments["rdzv_backend"] == "static" and not arguments["standalone"] and asked:
-        arguments["rdzv_endpoint"] = arguments["rdzv_endpoint"] or f"{arguments['master_addr']}:{port or PORT}"
+    port, endpoint = arguments["master_port"], arguments["rdzv_endpoint"]
+    if arguments["standalone"] or arguments["rdzv_backend"] not in ("static", "c10d"):
+        return
+    if nodes_max == 1 and port is None and not endpoint:
+        arguments["standalone"] = True
+    elif arguments["rdzv_backend"] == "static":
+        arguments["rdzv_endpoint"] = endpoint or f"{arguments['master_addr']}:{port or PORT}"
         arguments["rdzv_backend"] = "c10d"
         arguments["node_rank"] = 0  # c10d numbers the nodes itself
 

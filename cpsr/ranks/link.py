@@ -1,4 +1,4 @@
-"""Reports of ranks to `cpsr run`, their launcher: which run they opened, how it recovered, why they refuse.
+"""Reports of ranks to `cpsr run`, their launcher: which run they opened, how it recovered, which errors ended them.
 
 The launcher names a directory in the environment, and each rank writes small files there. Without a launcher there are
 no reports. A rank that refuses its configuration ends with a status of its own; `cpsr run` does not restart it, since
@@ -7,13 +7,17 @@ it would refuse again.
 
 import json
 import os
+import re
 import sys
+import traceback
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cpsr.errors import ConfigError, RunDirectoryError, RunMismatchError, UnsupportedEngineError
+from cpsr.errors import ConfigError, RunDirectoryError, RunMismatchError, TargetError, UnsupportedEngineError
 from cpsr.ranks.exits import lost_another
 
 __all__ = [
@@ -25,8 +29,9 @@ __all__ = [
     "VERBOSE",
     "Opened",
     "Report",
-    "refuse_once",
+    "Uncaught",
     "report",
+    "report_errors",
     "restart_obstacle",
 ]
 
@@ -37,6 +42,8 @@ SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that torchrun gives its r
 SHUTDOWN_SECONDS = 30  # where that is not set
 REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h
 REFUSALS = (ConfigError, UnsupportedEngineError, RunMismatchError)
+PASSING = (RunDirectoryError, TargetError)  # of what cannot be reached now
+SHOWN = "shown-"  # begins the names of files that outlive a start
 
 # Removed from the environment: a program that a rank starts, with a run of its own, must not report here.
 _directory = Path(os.environ.pop(LAUNCHER, ""))
@@ -57,6 +64,28 @@ class Opened:
     ranks: int
 
 
+@dataclass(frozen=True)
+class Uncaught:
+    """An exception that no part of a script caught, so that Python ended the rank.
+
+    Attributes:
+        rank: of the job.
+        error: type and message, on one line.
+        place: file and line that raised it.
+        passing: it may not come again: another rank or a file system was out of reach.
+    """
+
+    rank: int
+    error: str
+    place: str
+    passing: bool
+
+    @property
+    def identity(self) -> str:
+        """What the same error at another time has in common: all but numbers, such as addresses and sizes."""
+        return f"{re.sub(r'0x[0-9a-fA-F]+|[0-9]+', '0', self.error)} in {self.place}"
+
+
 class Report:
     """The files of one launcher, written by its ranks and read by the launcher.
 
@@ -71,7 +100,8 @@ class Report:
         """Remove reports of earlier processes; a clean-up of /tmp may have removed the directory."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self._directory.iterdir():
-            path.unlink(missing_ok=True)
+            if not path.name.startswith(SHOWN):
+                path.unlink(missing_ok=True)
 
     def open(self, opened: Opened) -> None:
         """Report that this process is a rank of that run."""
@@ -84,6 +114,19 @@ class Report:
     def refuse(self, message: str) -> None:
         """Report why this process cannot train, however often it is restarted."""
         self._write(f"refused-{os.getpid()}", message)
+
+    def fail(self, uncaught: Uncaught) -> None:
+        """Report the exception that ends this process."""
+        self._write(f"uncaught-{uncaught.rank}", asdict(uncaught))
+
+    def show(self, uncaught: Uncaught) -> bool:
+        """Whether no rank, in no start of this job, has shown the traceback of this error; from now on one has."""
+        shown = self._directory / f"{SHOWN}{zlib.crc32(uncaught.identity.encode()):08x}"
+        try:
+            shown.touch(exist_ok=False)
+        except OSError as error:
+            return not isinstance(error, FileExistsError)
+        return True
 
     def opened(self) -> Opened | None:
         """The run of these ranks; None until one has opened it."""
@@ -101,6 +144,11 @@ class Report:
     def refusals(self) -> list[str]:
         """Why processes refused, without duplicates."""
         return sorted({str(self._read(path.name)) for path in self._directory.glob("refused-*")})
+
+    def uncaught(self) -> list[Uncaught]:
+        """The exceptions that ended these ranks."""
+        found: Any = [self._read(path.name) for path in sorted(self._directory.glob("uncaught-*"))]
+        return [Uncaught(**fields) for fields in found]
 
     def _write(self, name: str, value: object) -> None:
         written = self._directory / f".{name}-{os.getpid()}"
@@ -129,29 +177,61 @@ def restart_obstacle() -> str | None:
     return (
         "torchrun keeps the store of a failed group, and new ranks read dead addresses from it: restarts will fail "
         "('Connection refused', or a hang). Start the job with `cpsr run` instead of `torchrun`, or set "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (on several nodes also --rdzv-backend=c10d)"
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 with --standalone (on several nodes with --rdzv-backend=c10d)"
     )
 
 
-def refuse_once() -> None:
-    """From now on an uncaught refusal ends the process with `REFUSED_STATUS`, and `cpsr run` prints it once.
+def report_errors() -> None:
+    """From now on an exception that ends this process is reported to `cpsr run`; without a launcher nothing changes.
 
-    A rank whose collective failed because another rank is gone prints one line instead of its traceback, except with
-    `cpsr run --verbose`. Without a launcher nothing changes: Python prints the traceback on each rank.
+    An error is shown once: the same one of another rank, or of a later start, prints no second traceback. A refusal
+    ends the process with `REFUSED_STATUS`, and `cpsr run` prints it. A rank whose collective failed because another
+    rank is gone prints one line. `cpsr run --verbose` shows every traceback.
     """
     launcher = report()
     if launcher is None:
         return
     before = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, REFUSALS) and not isinstance(error, RunDirectoryError):
             launcher.refuse(f"{kind.__name__}: {error.one_line()}")
             raise SystemExit(REFUSED_STATUS)
-        if isinstance(error, RuntimeError) and lost_another(str(error)) and VERBOSE not in os.environ:
-            rank, why = os.environ.get("RANK", "0"), (str(error).splitlines() or [""])[0]
-            print(f"[rank {rank}] lost another rank ({kind.__name__}: {why})", file=sys.stderr, flush=True)  # noqa: T201
-            raise SystemExit(1)
-        before(kind, error, traceback)
+        show = True
+        if isinstance(error, Exception):
+            uncaught = _uncaught(error, trace)
+            launcher.fail(uncaught)
+            lost = isinstance(error, RuntimeError) and lost_another(str(error))
+            if VERBOSE not in os.environ and lost:  # to the stream itself: torch captures what a hook prints
+                print(f"[rank {uncaught.rank}] lost another rank ({uncaught.error})", file=sys.__stderr__, flush=True)
+                raise SystemExit(1)
+            show = VERBOSE in os.environ or launcher.show(uncaught)
+        if show:
+            before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _uncaught(error: Exception, trace: TracebackType | None) -> Uncaught:
+    frames = traceback.extract_tb(trace)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}"
+    unreachable = [one for one in _causes(error) if isinstance(one, RuntimeError | OSError) and lost_another(str(one))]
+    message = (str(error).splitlines() or [""])[0]
+    return Uncaught(
+        int(os.environ.get("RANK", "0")),
+        f"{type(error).__name__}: {message}",
+        place,
+        passing=isinstance(error, PASSING) or bool(unreachable),
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that led to it."""
+    following: BaseException | None = error
+    seen: set[int] = set()
+    while following is not None and id(following) not in seen:
+        yield following
+        seen.add(id(following))
+        following = following.__cause__ or following.__context__

@@ -12,7 +12,7 @@ from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.launch.agent import BACK_OFF_SECONDS_MAX, Failures, JobEndedError, job_at
 from cpsr.ranks.exits import Exit, cause_of, exits_of, note_exit
 from cpsr.ranks.heartbeat import HeartbeatFiles
-from cpsr.ranks.link import REFUSED_STATUS, Opened, Report
+from cpsr.ranks.link import REFUSED_STATUS, Opened, Report, Uncaught
 
 RANKS = 2
 
@@ -36,6 +36,10 @@ class Launch:
     def open(self, life: int) -> None:
         self.report.clear()
         self.report.open(Opened(str(self.run_dir), life, RANKS))
+
+    def fail(self, *uncaught: Uncaught) -> None:
+        for one in uncaught:
+            self.report.fail(one)
 
     def kill(self, rank: int = 1) -> float:
         return self.failures.after([Exit.of_status(rank, -9, time.time())])
@@ -72,20 +76,94 @@ def test_what_was_gained_counts_from_there_on(tmp_path: Path) -> None:
     assert [launch.kill(), launch.kill()] == [0.0, 1.0]
 
 
-def test_a_job_that_opens_no_run_is_given_up_too(tmp_path: Path) -> None:
+def test_a_job_whose_ranks_are_killed_before_it_opens_a_run_is_given_up_too(tmp_path: Path) -> None:
     launch = Launch(tmp_path, restarts_max=1)
-    assert launch.failures.after([Exit(0, status=3)]) == 1.0
+    assert launch.kill(rank=0) == 1.0
     assert launch.printed == [
-        "Rank 0 ended with status 3 before a run was opened. All ranks start again in 1 s (restart 1 of 1 without a "
+        "Rank 0 was killed (SIGKILL) before a run was opened. All ranks start again in 1 s (restart 1 of 1 without a "
         "new iteration)"
     ]
-    with pytest.raises(JobEndedError):
-        launch.failures.after([Exit(0, status=3)])
+    with pytest.raises(JobEndedError, match=r"after 2 failures without a new iteration \(--max-restarts=1\)"):
+        launch.kill(rank=0)
+
+
+@pytest.mark.parametrize(
+    ("exits", "uncaught"),
+    [
+        ([Exit(0, status=1)], [Uncaught(0, "ModuleNotFoundError: No module named 'x'", "train.py:1", passing=False)]),
+        ([Exit(0, status=2)], []),  # argparse
+        ([Exit(0, status=1), Exit(1, signal="SIGTERM")], [Uncaught(0, "ValueError: bad", "train.py:9", passing=False)]),
+        # The other rank lost the one that failed.
+        (
+            [Exit(0, status=1), Exit(1, status=1)],
+            [
+                Uncaught(0, "ValueError: bad", "train.py:9", passing=False),
+                Uncaught(1, "RuntimeError: Connection closed by peer", "torch.py:3", passing=True),
+            ],
+        ),
+    ],
+)
+def test_an_error_of_the_script_before_any_run_is_final(
+    tmp_path: Path, exits: list[Exit], uncaught: list[Uncaught]
+) -> None:
+    launch = Launch(tmp_path)
+    launch.fail(*uncaught)
+    with pytest.raises(JobEndedError, match=r"before a run was opened. The job is not started again: the error is"):
+        launch.failures.after(exits)
+
+
+@pytest.mark.parametrize(
+    ("exits", "uncaught"),
+    [
+        ([Exit(0, status=1)], [Uncaught(0, "RuntimeError: Connection reset by peer", "torch.py:3", passing=True)]),
+        ([Exit(0, status=1)], [Uncaught(0, "RunDirectoryError: not mounted", "cpsr.py:3", passing=True)]),
+        # A rank was killed, and the error is what that did to another one.
+        ([Exit(1, signal="SIGKILL"), Exit(0, status=1)], [Uncaught(0, "KeyError: 1", "train.py:9", passing=False)]),
+    ],
+)
+def test_what_another_rank_or_a_file_system_has_caused_is_tried_again(
+    tmp_path: Path, exits: list[Exit], uncaught: list[Uncaught]
+) -> None:
+    launch = Launch(tmp_path)
+    launch.fail(*uncaught)
+    assert [launch.failures.after(exits) for _ in range(3)] == [1.0, 2.0, 4.0]
+
+
+def test_an_error_before_the_run_is_opened_again_is_final_when_it_comes_twice(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+    launch.open(0)
+    launch.reach(7)
+    assert launch.kill() == 0.0
+    for wait in (1.0, None):
+        launch.failures.started({0: 1, 1: 2})
+        launch.report.clear()
+        launch.fail(Uncaught(0, "FileNotFoundError: data", "train.py:3", passing=False))
+        if wait is not None:
+            assert launch.failures.after([Exit(0, status=1)]) == wait
+    with pytest.raises(JobEndedError, match="the same error has come twice without a new iteration in between"):
+        launch.failures.after([Exit(0, status=1)])
+
+
+def test_an_error_that_comes_twice_at_one_iteration_is_final_and_one_that_moves_is_not(tmp_path: Path) -> None:
+    launch = Launch(tmp_path)
+
+    def fails(iteration: int, error: str, place: str = "train.py:9") -> float:
+        launch.open(0)
+        launch.reach(iteration)
+        launch.fail(Uncaught(1, error, place, passing=False))
+        return launch.failures.after([Exit(1, status=1)])
+
+    assert fails(7, "IndexError: index 7 of 5") == 0.0
+    assert fails(9, "IndexError: index 7 of 5") == 0.0  # two iterations later
+    assert fails(9, "KeyError: 'x'") == 1.0
+    assert fails(9, "IndexError: index 7 of 5") == 2.0  # not the same twice in a row
+    with pytest.raises(JobEndedError, match=r"after iteration 8. The job is not started again: the same error"):
+        fails(8, "IndexError: index 8 of 5")  # numbers are not compared
 
 
 def test_the_wait_grows_to_a_bound(tmp_path: Path) -> None:
     launch = Launch(tmp_path, restarts_max=100)
-    waits = [launch.failures.after([Exit(0, status=3)]) for _ in range(12)]
+    waits = [launch.kill(rank=0) for _ in range(12)]
     assert waits[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     assert set(waits[6:]) == {BACK_OFF_SECONDS_MAX}
 

@@ -19,12 +19,26 @@ with open("starts", "a") as starts:
     starts.write("started ")
 CPSRConfig.load({"run_dir": "run", "checkpoints": {}})
 """
-FAILS = """
-import json, os, sys
+EXITS = """
+import json, sys
 with open("starts", "a") as starts:
-    starts.write(json.dumps(sys.argv[1:]) + os.environ["TORCHELASTIC_RESTART_COUNT"] + " ")
+    starts.write(json.dumps(sys.argv[1:]))
 sys.exit(3)
 """
+# One rank of two dies before the other one has met it; both meet in the next start, where one has an error of its own.
+FAILS = """
+import os, signal, sys, torch.distributed as dist
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.init_process_group("gloo")
+print("path", os.environ.get("PYTHONPATH"), [path for path in sys.path if "rank_start" in path])
+import no_such_module
+"""
+# The state of iteration 10 is saved, and no start comes further.
+FAILS_LATER = SCRIPT.replace(
+    "        time.sleep",
+    "        if recovery.iteration == 11:\n            raise KeyError('labels')\n        time.sleep",
+)
 
 
 def free_port() -> int:
@@ -51,19 +65,61 @@ def test_a_script_that_is_not_there_is_not_tried(tmp_path: Path) -> None:
         assert launched.lines() == [f"There is no script nowhere.py; name one, or give -m for a module {HOW_IT_ENDS}"]
 
 
-def test_a_script_that_always_fails_is_given_up_and_gets_its_arguments(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(FAILS)
-    command = ["cpsr", "run", "--nproc-per-node", "1", "--max-restarts=1", "train.py", "--verbose", "--help"]
+def test_a_script_that_exits_before_it_trains_is_not_started_again_and_gets_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EXITS)
+    command = ["cpsr", "run", "--nproc-per-node", "1", "train.py", "--verbose", "--help"]
     with Launched(tmp_path, command) as launched:
         assert launched.wait() == 1
         lines = [line for line in launched.lines() if not line.startswith("Started")]
     assert lines == [
-        "Rank 0 ended with status 3 before a run was opened. All ranks start again in 1 s (restart 1 of 1 without a "
-        "new iteration)",
-        "Rank 0 ended with status 3 before a run was opened. The job is not started again, after 2 failures without a "
-        f"new iteration (--max-restarts=1) {HOW_IT_ENDS}",
+        "Rank 0 ended with status 3 before a run was opened. The job is not started again: the error is the script's, "
+        f"and would come again {HOW_IT_ENDS}",
     ]
-    assert (tmp_path / "starts").read_text() == '["--verbose", "--help"]0 ["--verbose", "--help"]1 '
+    assert (tmp_path / "starts").read_text() == '["--verbose", "--help"]'
+
+
+def test_a_killed_rank_is_started_again_and_an_error_before_the_run_is_final(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = ["cpsr", "run", "--nproc-per-node=2", "train.py"]
+    with Launched(tmp_path, command, {"PYTHONPATH": path}) as launched:
+        assert launched.wait() == 1
+        lines = [line for line in launched.lines() if not line.startswith("Started")]
+    assert lines[0].startswith("Rank 1 was killed (SIGKILL) before a run was opened. All ranks start again in 1 s")
+    assert re.fullmatch(
+        r"Rank [01] failed \(ModuleNotFoundError: No module named 'no_such_module'\) before a run was opened. The job "
+        rf"is not started again: the error is the script's, and would come again {re.escape(HOW_IT_ENDS)}",
+        lines[1],
+    )
+    assert len(lines) == 2
+    assert launched.output.count("Traceback") == 1
+    assert f"path {path} []" in launched.output  # as the user set it
+
+
+def test_an_error_that_comes_twice_at_one_iteration_is_shown_once_and_ends_the_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS_LATER)
+    with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=2", "train.py", "run", "20", "0"]) as launched:
+        assert launched.wait() == 1
+        lines = launched.lines()
+    assert sum(line.startswith("Started") for line in lines) == 2
+    assert "failed (KeyError: 'labels') after iteration 11. The job is not started again: the same error" in lines[-1]
+    assert launched.output.count("Traceback") == 1
+
+
+def test_jobs_of_one_machine_meet_at_ports_of_their_own(tmp_path: Path) -> None:
+    script = "import os, time; print('port', os.environ['MASTER_PORT'], os.environ['RANK'], flush=True); time.sleep(60)"
+    (tmp_path / "train.py").write_text(script)
+    command = ["cpsr", "run", "--nproc-per-node=2", "train.py"]
+    with Launched(tmp_path, command) as first, Launched(tmp_path, command) as second:
+        jobs = (first, second)
+        for job in jobs:
+            job.until(lambda job: job.output.count("port ") == 2)
+            job.process.send_signal(signal.SIGTERM)
+        ports = [set(re.findall(r"port (\d+)", job.output)) for job in jobs]
+        [job.wait() for job in jobs]
+    assert [len(found) for found in ports] == [1, 1]
+    assert ports[0] != ports[1]
+    assert "29500" not in ports[0] | ports[1]
 
 
 @pytest.mark.parametrize("everybody", [False, True], ids=["launcher", "every process"])

@@ -47,8 +47,42 @@ def test_a_rank_that_lost_another_prints_one_line_unless_more_is_asked_for(
     ended = child(code, tmp_path)
     assert ended.returncode == 1
     assert ended.stderr == "[rank 0] lost another rank (RuntimeError: [gloo] Connection reset by peer)\n"
+    assert [one.passing for one in Report(tmp_path).uncaught()] == [True]
     monkeypatch.setenv(VERBOSE, "1")
     assert "Traceback" in child(code, tmp_path).stderr
+
+
+def test_a_traceback_is_shown_once_by_all_ranks_and_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = "import cpsr, os\nraise ValueError('rank ' + os.environ.get('RANK', '0'))"
+    first, other = child(code, tmp_path), child(code.replace("'0'", "'1'"), tmp_path)
+    assert (first.returncode, other.returncode, other.stderr) == (1, 1, "")
+    assert "Traceback" in first.stderr
+    Report(tmp_path).clear()  # before the next start
+    assert child(code, tmp_path).stderr == ""
+    assert "KeyError" in child(code.replace("ValueError", "KeyError"), tmp_path).stderr
+    monkeypatch.setenv(VERBOSE, "1")
+    assert "Traceback" in child(code, tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "passing"),
+    [
+        ("raise ValueError('bad\\nbatch')", "ValueError: bad", False),
+        ("raise OSError('No such file')", "OSError: No such file", False),
+        ("raise RuntimeError('Distributed package doesn\\'t have NCCL built in')", None, False),
+        ("raise RuntimeError('wait timeout after 300000ms')", None, True),
+        ("raise ConnectionResetError('Connection reset')", None, True),
+        ("from cpsr.errors import RunDirectoryError; raise RunDirectoryError('not mounted')", None, True),
+        # A library that wraps what its collective raised.
+        ("\ntry: raise RuntimeError('[gloo] Connection reset')\nexcept Exception: raise KeyError('x')", None, True),
+        ("exec('1 +')", "SyntaxError: invalid syntax (<string>, line 1)", False),
+    ],
+)
+def test_what_ended_a_rank_is_reported(tmp_path: Path, raised: str, error: str | None, passing: bool) -> None:
+    assert child(f"import cpsr; {raised}", tmp_path).returncode == 1
+    (uncaught,) = Report(tmp_path).uncaught()
+    assert uncaught.passing is passing
+    assert error in (None, uncaught.error)
 
 
 def test_a_refusal_that_is_caught_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""Python imports this before the script of a rank, so errors before the script imports CPSR are reported, too.
+
+The environment's own `sitecustomize` runs after it. Processes that the rank starts have the `PYTHONPATH` of the user.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - costs every rank less than pathlib
+sys.path[:] = [path for path in sys.path if path != _FOLDER]
+_kept = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path != _FOLDER]
+if any(_kept):
+    os.environ["PYTHONPATH"] = os.pathsep.join(_kept)
+else:
+    os.environ.pop("PYTHONPATH", None)
+
+with suppress(ImportError):  # another Python than the launcher's, which `--no-python` allows
+    import cpsr  # noqa: F401 - reports what ends this process
+
+_own = PathFinder.find_spec("sitecustomize", sys.path)
+if _own is not None and _own.loader is not None:
+    _own.loader.exec_module(module_from_spec(_own))
