@@ -13,6 +13,7 @@
     │   ├── CheckpointCorruptError   a committed file is torn, missing or altered
     │   └── SaveError                a save failed or was skipped; training goes on
     ├── RecoveryError            no source of state can be restored
+    ├── NotRestoredError         a restart has repeated a step, and it differs from its first execution
     ├── TargetError              the target of copies cannot be read or written now
     ├── ServiceError             the HTTP service cannot be reached, or refuses
     └── JournalError             the journal cannot be read or has a newer schema
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "JournalDamagedError",
     "JournalError",
+    "NotRestoredError",
     "NotResumableError",
     "RecoveryError",
     "ResourceError",
@@ -102,6 +104,10 @@ class SaveError(CheckpointError):
 
 class RecoveryError(CPSRError):
     """The run has committed state but none of it could be restored; the message lists what was tried."""
+
+
+class NotRestoredError(CPSRError):
+    """A step that a restart repeats differs from its first execution, and `restart.on_difference` is `stop`."""
 
 
 class TargetError(CPSRError):

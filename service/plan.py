@@ -35,9 +35,11 @@ from cpsr.service.rehearsals import Rehearsal
 from cpsr.service.rows import answered, open_journal
 from cpsr.service.sizes import SIZES_EXAMPLE, RunSize, sizes_of
 from cpsr.service.tiers import CLASSES_EXAMPLE, ClassPlan, classes_of
+from cpsr.state.witness import ARITHMETIC, CHECKED, NOT_RESTORED
 
 __all__ = ["PlanHistory", "PlanReply", "plan_of", "router"]
 
+VERDICTS = (CHECKED, ARITHMETIC, NOT_RESTORED)
 # By the end of an input's name; the first that fits.
 UNITS = {"_per_second": "1/s", "_seconds": "s", "_iterations": "iterations", "_hours": "h"}
 
@@ -83,10 +85,32 @@ _EXAMPLE: dict[str, Any] = {
     "network": NETWORK_EXAMPLE,
     "ettr": ETTR_EXAMPLE,
     "descends_from_predicted": False,
+    "repeated_steps": [
+        {
+            "rank": 0,
+            "life": 1,
+            "result": "checked",
+            "iteration": 434,
+            "message": "exact, checked over 14 repeated steps",
+        }
+    ],
     "warnings": [],
 }
 
 router = APIRouter(tags=["plan"])
+
+
+class RepeatedSteps(BaseModel):
+    """How the steps that a restart has repeated compare with their first execution."""
+
+    rank: int
+    life: int
+    result: Literal["checked", "arithmetic", "not restored"] = Field(
+        description="`checked`: equal; `arithmetic`: different by rounding, from this iteration on; `not restored`: "
+        "different."
+    )
+    iteration: int | None
+    message: str
 
 
 class RankPlan(BaseModel):
@@ -178,7 +202,13 @@ class PlanReply(BaseModel):
         description="Whether the current state is labelled: it was predicted, or restored with older experts or from "
         "weights alone, or was trained on from such a state; null where it is not known."
     )
-    warnings: list[str] = Field(description="What could not be read and is missing above.")
+    repeated_steps: list[RepeatedSteps] = Field(
+        description="How the steps that the newest exact restart has repeated compare with their first execution, by "
+        "rank as its comparison ended; empty where none was compared."
+    )
+    warnings: list[str] = Field(
+        description="Steps that differ from their first execution, and what could not be read and is missing above."
+    )
 
 
 class PastPlan(BaseModel):
@@ -264,6 +294,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
         steps, lives, ended = reader.recent_steps(RECENT_STEPS), reader.lives(), reader.latest_phase()
         checkpoint, recovery = reader.latest_checkpoint(), reader.latest_recovery()
         rehearsals = reader.newest(RehearsalRow, 1)
+        repeated = [answered(RepeatedSteps, row, result=row.kind) for row in reader.newest_events(VERDICTS)]
         seconds = iteration_seconds(steps)
         last_iteration = steps[0].iteration if steps else None
         explanation = json_ready(current.explanation)
@@ -292,7 +323,8 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             network=network_of(reader, current.life),
             ettr=ettr_of(reader, lives, life_state(reader.path, lives, steps), time.time()),
             descends_from_predicted=_descends_from_predicted(reader, recovery),
-            warnings=warnings,
+            repeated_steps=repeated,
+            warnings=[one.message for one in repeated if one.result == NOT_RESTORED] + warnings,
         )
 
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.orphans import runs_in_memory
 from cpsr.errors import RunMismatchError, ServiceError
+from cpsr.ranks.exits import ranks_named
 from cpsr.service.access import TOKEN_VARIABLE
 from cpsr.service.bubbles import list_bubbles
 from cpsr.service.client import Client
@@ -47,8 +48,11 @@ BUBBLE_SUMS = (
 )
 
 
-def run_status(location: str, run: str | None, as_json: bool) -> None:
+def run_status(location: str, run: str | None, as_json: bool) -> bool:
     """Print the state of a run.
+
+    Returns:
+        Whether the steps that its newest exact restart has repeated were restored, as far as they were compared.
 
     Args:
         location: a run directory, or the URL of a service; its token is taken from the environment.
@@ -66,11 +70,17 @@ def run_status(location: str, run: str | None, as_json: bool) -> None:
     found = _of_service(location, run) if "://" in location else _of_directory(Path(location))
     if as_json:
         print(json.dumps(found, allow_nan=False))  # noqa: T201
-        return
+        return _is_restored(found["plan"])
     console = Console(highlight=False)
     lines = _lines(found["health"], found["plan"])
     for line in [*lines, *_bubble_lines(found["bubbles"]), *_memory_lines(found["memory"])]:
         console.print(line, soft_wrap=not console.is_terminal)
+    return _is_restored(found["plan"])
+
+
+def _is_restored(plan: dict[str, Any] | None) -> bool:
+    compared = [] if plan is None else plan.get("repeated_steps", [])  # a service of an older version lacks it
+    return all(one["result"] != "not restored" for one in compared)
 
 
 def _of_directory(run_dir: Path) -> dict[str, Any]:
@@ -160,7 +170,7 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     shown = [f"{name} {baselines[name]}" for name in BASELINES_SHOWN if name in baselines]
     if shown:
         lines.append(f"others would choose: {', '.join(shown)}")
-    found = _checkpoint_line(plan), _network_line(plan), _recovery_line(plan), _rehearsal_line(plan)
+    found = _checkpoint_line(plan), _network_line(plan), *_recovery_lines(plan), _rehearsal_line(plan)
     lines += [line for line in found if line]
     if plan["descends_from_predicted"]:
         lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
@@ -261,15 +271,20 @@ def _network_line(plan: dict[str, Any]) -> str:
     return f"network: {taken} checkpoints taken in, {waiting} waiting, {network['updates']} updates"
 
 
-def _recovery_line(plan: dict[str, Any]) -> str:
+def _recovery_lines(plan: dict[str, Any]) -> list[str]:
     recovery = plan["last_recovery"]
     if recovery is None:
-        return ""
+        return []
     failed = "" if recovery["failure_iteration"] is None else f" from a failure at {recovery['failure_iteration']}"
-    return (
+    line = (
         f"last recovery: {escape(recovery['method'])}{failed}, continued at {recovery['restored_iteration']}, "
         f"{recovery['outcome']}"
     )
+    found: dict[str, list[int]] = {}  # what warnings do not say already
+    for one in plan.get("repeated_steps", []):
+        if one["result"] != "not restored":
+            found.setdefault(one["message"], []).append(one["rank"])
+    return [line, *(f"repeated steps of {ranks_named(ranks)}: {escape(said)}" for said, ranks in found.items())]
 
 
 def _rehearsal_line(plan: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,11 @@ class MemoryFile:
         """Invalidate the state in the buffer, until `seal`."""
         self._sequence[0] |= 1
 
-    def seal(
+    def seal(self, *given: Any, **named: Any) -> None:
+        """Declare the written state complete; see `prepare`."""
+        self.prepare(*given, **named)()
+
+    def prepare(
         self,
         rank: int,
         life: int,
@@ -119,8 +123,8 @@ class MemoryFile:
         branch: int = 0,
         held: Held | None = None,
         encoded: tuple[Any, dict[str, torch.Tensor]] | None = None,
-    ) -> None:
-        """Declare the written state complete.
+    ) -> Callable[[], None]:
+        """Write all that describes the state in the buffer.
 
         Args:
             rank: the owner of the state.
@@ -134,6 +138,9 @@ class MemoryFile:
             held: iterations and hashes of the buffer's parts; None: all of it is of that iteration, and hashed now.
             encoded: the scalars, where they are encoded already.
 
+        Returns:
+            Declares it complete, by one store.
+
         Raises:
             OSError: shared memory is full; the buffer stays unsealed.
         """
@@ -146,7 +153,7 @@ class MemoryFile:
         stamp["hashes"] = [held.digests[place].hex() for place in sorted(held.digests)]
         texts = json.dumps(stamp)[1:-1], self._described(shard, held.parts), f'"scalars": {json.dumps(tree)}'
         description = f"{{{', '.join(texts)}}}".encode()
-        self._put(description, save(tensors))
+        return self._put(description, save(tensors))
 
     def restamp(self, life: int, branch: int) -> None:
         """Make the sealed state one of another life. A kill meanwhile leaves it unsealed.
@@ -160,10 +167,10 @@ class MemoryFile:
         _, stamp, _, (_, length, _) = found
         text = json.dumps({**stamp, "life": life, "branch": branch}).encode()
         end = PAGE_BYTES + self._tensor_bytes
-        self._put(text, read_at(self._descriptor, found[3][2], end + length))
+        self._put(text, read_at(self._descriptor, found[3][2], end + length))()
 
-    def _put(self, description: bytes, saved: bytes) -> None:
-        """Write description and scalars, and declare the state complete."""
+    def _put(self, description: bytes, saved: bytes) -> Callable[[], None]:
+        """Write description and scalars; returns what declares the state complete."""
         self.unseal()
         end = PAGE_BYTES + self._tensor_bytes
         os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
@@ -173,7 +180,11 @@ class MemoryFile:
         digest = digest_of(description, saved)
         header = HEADER.pack(MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
         self._map[: len(header)] = header
-        self._sequence[0] = sequence
+
+        def publish() -> None:
+            self._sequence[0] = sequence
+
+        return publish
 
     def _all_of(self, iteration: int) -> Held:
         """The whole buffer as one part."""

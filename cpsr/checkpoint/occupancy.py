@@ -176,6 +176,11 @@ class Occupancy:
                 self._forget(index)
         return later
 
+    def forget(self, index: int) -> None:
+        """The state in this buffer counts no more."""
+        with self._lock:
+            self._forget(index)
+
     def forget_earlier(self) -> None:
         """States of earlier processes count no more: none of the same iteration is kept in place of a new one."""
         with self._lock:

@@ -1,6 +1,7 @@
 """A state on its way into a host buffer: weights and moments, the buffers beside them, and the small state."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from cpsr.checkpoint.copying import Copying
@@ -31,7 +32,26 @@ class RunningCopy:
         self._arrival = arrival
         self._lock = threading.Lock()
         self._scalars: list[Any] = []  # one, once it is complete
+        self._confirmed: bool | None = None
+        self._waiting: list[Callable[[bool], None]] = []
         self.seconds = 0.0
+
+    def confirm(self, *, unchanged: bool) -> None:
+        """The copy is, or is not, that of one state; only the first call counts. From any thread."""
+        with self._lock:
+            if self._confirmed is not None:
+                return
+            self._confirmed, waiting = unchanged, self._waiting
+        for act in waiting:
+            act(unchanged)
+
+    def when_confirmed(self, act: Callable[[bool], None]) -> None:
+        """Call `act` with whether its sources stayed unchanged, once that is known: here, or in `confirm`."""
+        with self._lock:
+            if self._confirmed is None:
+                self._waiting.append(act)
+                return
+        act(self._confirmed)
 
     def arrives(self, deadline: Deadline) -> bool:
         """Whether the device sends everything before the deadline, so that it writes no more into the buffer."""

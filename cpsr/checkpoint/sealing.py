@@ -48,13 +48,15 @@ class Sealing:
     def seal(self, index: int, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> bool:
         """Seal a snapshot; whether it could be. After `Occupancy.begin_seal`, which this ends.
 
+        It counts once its copy is confirmed.
+
         Args:
             index: of its buffer.
             snapshot: a complete one, but for `copied`.
             kind: of the state.
             copied: a copy that has ended; its scalars are those of the snapshot.
         """
-        file, shared, sealed = self._files[index], self._shared, False
+        file, shared = self._files[index], self._shared
         assert file is not None
         assert shared is not None
         try:
@@ -63,19 +65,39 @@ class Sealing:
                 snapshot.scalars, encoded = copied.result(), copied.encoded
             held = self.carrying.complete(index, snapshot)
             state = snapshot.shard, snapshot.iteration, snapshot.scalars
-            file.seal(shared.rank, shared.life, kind, *state, branch=shared.branch, held=held, encoded=encoded)
-            sealed = True
-            if kind != "departure" and snapshot.replicate and self.on_sealed is not None:
-                self.on_sealed(file.path, snapshot)  # nothing overwrites the buffer meanwhile
+            stamp = shared.rank, shared.life, kind
+            publish = file.prepare(*stamp, *state, branch=shared.branch, held=held, encoded=encoded)
         except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
             logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
-        finally:
-            if not sealed:
-                self.carrying.forget()
-            self.occupancy.end_seal(index, snapshot, sealed=sealed)
-        if sealed and kind != "departure":
-            self.on_counting()
-        return sealed
+            self._end(index, snapshot, sealed=False)
+            return False
+
+        def count(unchanged: bool) -> None:
+            if unchanged:
+                publish()
+            self._end(index, snapshot, sealed=unchanged)
+            if unchanged and kind != "departure":
+                self._counts(file.path, snapshot)
+
+        if copied is None:
+            count(True)
+        else:
+            copied.when_confirmed(count)
+        return True
+
+    def _end(self, index: int, snapshot: Snapshot, *, sealed: bool) -> None:
+        if not sealed:
+            self.carrying.forget()
+        self.occupancy.end_seal(index, snapshot, sealed=sealed)
+
+    def _counts(self, path: Path, snapshot: Snapshot) -> None:
+        """The snapshot can be restarted from; it has its buffer, which nobody overwrites meanwhile."""
+        if snapshot.replicate and self.on_sealed is not None:
+            try:
+                self.on_sealed(path, snapshot)
+            except Exception as error:  # noqa: BLE001 - other machines lack it; this one has it
+                logger.warning("iteration %d is not replicated: %s", snapshot.iteration, error)
+        self.on_counting()
 
     def unseal(self, index: int) -> None:
         """The state in this buffer counts no more."""

@@ -19,6 +19,7 @@ from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.pool_buffers import PoolBuffers
 from cpsr.checkpoint.running import RunningCopy
 from cpsr.checkpoint.sealing import Sealing
+from cpsr.checkpoint.write_watch import WriteWatch
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.arrival import Deadline
 from cpsr.state.frozen import FrozenWeights
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 BOUNDARY_SECONDS = 10.0
 # Share of it for the running snapshot: behind a step that hangs it never completes.
 RUNNING_SHARE = 0.5
+DISTURBED = (
+    "the loop changes weights between a step and the next update, as weight noise, adversarial weights and the weights "
+    "of an evaluation do. From now on it waits at each snapshot until all is copied"
+)
 # For a copy under way at the end of a life; after a dump that failed, the launcher's 30 s are half over.
 CLOSE_SECONDS = 5.0
 
@@ -61,6 +66,7 @@ class SnapshotPool:
         shared_memory_problem: why they are not in shared memory; None where they are, or were not meant to be.
         sealing: makes complete snapshots survive the process.
         copier: makes the copies.
+        writes: whether the loop changes weights while they are copied.
         occupancy: which snapshot has which buffer.
         obstacle: why the engine's state is not whole, so that no snapshot of it is taken; None where it is.
 
@@ -84,6 +90,7 @@ class SnapshotPool:
         self.occupancy = self.sealing.occupancy
         self.shared_memory_problem = self._host.problem
         self.obstacle: str | None = None
+        self.writes = WriteWatch()
         self._boundary_buffers = BoundaryBuffers(template.others)
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
@@ -118,7 +125,9 @@ class SnapshotPool:
         disk: bool = True,
         replicate: bool = True,
     ) -> Snapshot | None:
-        """Start to copy the state; weights and moments must not change before `finish`.
+        """Start to copy the state; weights and moments should not change before `finish`.
+
+        If the loop has ever changed them meanwhile, the copy is complete when this returns.
 
         Args:
             shard: the engine's views, with the template's keys, shapes and dtypes.
@@ -152,12 +161,7 @@ class SnapshotPool:
             buffer, snapshot = taken
             contents, snapshot.disk, snapshot.replicate = snapshot.contents, disk, replicate
             try:
-                if contents.moments:
-                    buffer.copy_others(shard)
-                copy = self.copier.start(buffer, shard, contents, partial(_put_views, snapshot, buffer))
-                self._running = (snapshot, RunningCopy(copy, small, self.copier.arrival()))
-                if self.copier.device is None and isinstance(copy, Future):  # by the worker, whose next work it is
-                    self.seal(snapshot, copied=self._running[1])
+                self._start(buffer, snapshot, shard, small)
             except BaseException:
                 self._give_up(snapshot)
                 raise
@@ -165,6 +169,23 @@ class SnapshotPool:
         snapshot.overlap_seconds = -time.perf_counter()
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
+
+    def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
+        contents, writes = snapshot.contents, self.writes
+        if contents.moments:
+            buffer.copy_others(shard)
+        if not writes.disturbed:
+            writes.begin(shard, thorough=snapshot.disk)
+        copy = self.copier.start(buffer, shard, contents, partial(_put_views, snapshot, buffer))
+        running = RunningCopy(copy, small, self.copier.arrival())
+        self._running = snapshot, running
+        if writes.disturbed:
+            running.hurry()
+            running.result()
+        if writes.disturbed or writes.trusted:
+            running.confirm(unchanged=True)
+        if self.copier.device is None and isinstance(copy, Future):  # by the worker, whose next work it is
+            self.seal(snapshot, copied=running)
 
     def finish(self) -> Snapshot | None:
         """Wait for the running copy; call it before the optimizer changes the state.
@@ -184,17 +205,40 @@ class SnapshotPool:
         try:
             copy.mark_needed()
             snapshot.scalars = copy.result()
+            if self.writes.look(forward=False):
+                raise SaveError(DISTURBED)
+            copy.confirm(unchanged=True)
             snapshot.copy_seconds, snapshot.split = copy.seconds, copy.split
             snapshot.overlap_seconds = copy.overlap_seconds(snapshot.overlap_seconds + started)
         except UnsupportedEngineError:
-            self._give_up(snapshot)
+            self._discard(snapshot, copy)
             raise
         except Exception as error:
-            self._give_up(snapshot)
+            self._discard(snapshot, copy)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
+        finally:
+            self.writes.end()
         self.seal(snapshot)
         snapshot.stall_seconds += copy.stall_seconds(time.perf_counter() - started)
         return snapshot
+
+    def look(self) -> None:
+        """A forward begins: a copy of weights that the loop has changed for it counts no more."""
+        if self._running is not None and self.writes.look():
+            self._unseal(*self._running)
+
+    def _discard(self, snapshot: Snapshot, copy: RunningCopy) -> None:
+        """A copy has failed, or its sources have changed meanwhile."""
+        self._unseal(snapshot, copy)
+        self._give_up(snapshot)
+
+    def _unseal(self, snapshot: Snapshot, copy: RunningCopy) -> None:
+        copy.confirm(unchanged=False)
+        if snapshot.sealed is not None:
+            snapshot.sealed.result()  # a copy on the host
+            index = self.occupancy.index(snapshot)
+            self.sealing.unseal(index)
+            self.occupancy.forget(index)
 
     def seal(
         self, snapshot: Snapshot, kind: Kind = "snapshot", copied: RunningCopy | None = None
@@ -259,6 +303,8 @@ class SnapshotPool:
         self.settle()
         if iteration in self.occupancy.whole_iterations:
             return iteration
+        if self.writes.disturbed:
+            raise SaveError(f"{DISTURBED}; {self._kept()}")
         snapshot, choice = None, earlier
         try:
             while snapshot is None:
@@ -300,6 +346,9 @@ class SnapshotPool:
         snapshot, copy = running
         try:
             snapshot.scalars = copy.result(deadline.part(RUNNING_SHARE))
+            if self.writes.look(forward=False):
+                return
+            copy.confirm(unchanged=True)
         except SaveError as error:
             logger.warning("the running snapshot of iteration %d is not used for the dump: %s", iteration, error)
             return

@@ -1,7 +1,7 @@
 """The `cpsr` command: demo, run, qualify, doctor, serve, status, inspect, verify, export, plan, simulate and more.
 
-Exit status: 0 is success, 1 is damage that `verify` found, a check of `qualify` that failed or an error that `doctor`
-found, 2 is a command that could not be carried out.
+Exit status: 0 is success, 1 is damage that `verify` found, a check of `qualify` that failed, an error that `doctor`
+found or a loop that `status` reports as not restored, 2 is a command that could not be carried out.
 Everything heavy is imported inside its own command, so that `cpsr --help` answers at once.
 """
 
@@ -199,10 +199,11 @@ def status(
     run: Annotated[str | None, typer.Option(help="Name of the run, where the service is over several.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
-    """Show in a few lines whether a run trains, its checkpoint interval, and its last events."""
+    """Show in a few lines whether a run trains, its interval, and its last events; status 1: a loop is not restored."""
     from cpsr.service.status import run_status
 
-    run_status(location, run, as_json)
+    if not run_status(location, run, as_json):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -249,7 +249,7 @@ class LearningConfig(Section):
 
 
 class RestartConfig(Section):
-    """When a predicted state is refused."""
+    """When a restored state is refused."""
 
     loss_tolerance_nats: float = Field(
         default=0.3, gt=0, description="A predicted state whose probe loss exceeds the checkpoint's by more is vetoed."
@@ -261,6 +261,11 @@ class RestartConfig(Section):
     )
     probe_batches: int = Field(
         default=4, ge=0, description="Recent forward inputs kept with each checkpoint for the loss veto; 0 is off."
+    )
+    on_difference: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="What a step does that an exact restart repeats, and that differs from its first execution by more "
+        "than rounding: `warn` reports it, `stop` also ends the job.",
     )
 
 

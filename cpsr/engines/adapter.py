@@ -41,6 +41,9 @@ class StepObserver(Protocol):
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The module is about to be called for training with these inputs (references, not copies)."""
 
+    def on_other_forward(self) -> None:
+        """The module is about to be called for something else, as an evaluation."""
+
     def on_loss(self, loss: torch.Tensor) -> None:
         """One micro-batch's training loss: a detached, unscaled scalar that stays on its device."""
 

@@ -32,6 +32,9 @@ class _Unobserved:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pass
 
+    def on_other_forward(self) -> None:
+        pass
+
     def on_loss(self, loss: torch.Tensor) -> None:
         pass
 
@@ -208,6 +211,8 @@ class DeepSpeedLoop:
     def _before_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if engine.module.training and torch.is_grad_enabled():
             self._watching().on_forward(args, kwargs)
+        else:
+            self._watching().on_other_forward()
 
     def _after_forward(self, engine: Any, args: tuple[Any, ...], output: Any) -> None:
         if engine.module.training and torch.is_grad_enabled():

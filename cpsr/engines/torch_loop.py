@@ -91,6 +91,8 @@ class TorchLoop:
         if module.training and torch.is_grad_enabled():
             self.require_complete()
             self._watching().on_forward(args, kwargs)
+        else:
+            self._watching().on_other_forward()
 
     def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training and torch.is_grad_enabled():

@@ -253,6 +253,12 @@ class JournalReader:
         clause = f"WHERE kind IN ({marks}) AND iteration BETWEEN ? AND ? ORDER BY row"
         return [row for row in self._rows(EventRow, clause, asked) if row.iteration in wanted]
 
+    def newest_events(self, kinds: Sequence[str]) -> list[EventRow]:
+        """The events of some kinds of the newest life that has any."""
+        marks = ", ".join("?" * len(kinds))
+        rows = self._rows(EventRow, f"WHERE kind IN ({marks}) ORDER BY row", kinds)
+        return [row for row in rows if row.life == max(one.life for one in rows)]
+
     def events(self) -> list[EventRow]:
         """Every event of every rank."""
         return self._rows(EventRow, "ORDER BY row")

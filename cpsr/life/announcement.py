@@ -27,6 +27,7 @@ def announce(
     restored: Restored,
     cause: str | None,
     damaged: list[str],
+    outlook: str,
 ) -> None:
     """Report problems of the job, and how it recovered.
 
@@ -35,6 +36,7 @@ def announce(
         restored: how this life began.
         cause: how the last life ended.
         damaged: checkpoints that could not be used, one sentence each.
+        outlook: whether repeated steps are checked, one clause.
     """
     obstacle = restart_obstacle() if job.group.rank == 0 and job.group.size > 1 else None
     if obstacle is not None:
@@ -49,7 +51,7 @@ def announce(
         job.journal.event("continued", message, restored.restored_iteration)
     if job.run.resized:
         job.journal.event("ranks", _resized(job, restored), restored.restored_iteration)
-    _announce_recovery(job, restored, recovery_message(restored, cause))
+    _announce_recovery(job, restored, recovery_message(restored, cause, outlook))
     job.run.clear_ended()
 
 

@@ -174,7 +174,7 @@ class Boundary(Part):
     def _dump(self, iteration: int) -> int:
         """Dump the state before this rank leaves a broken group; returns its iteration."""
         if not self.may_dump:
-            raise SaveError("a predicted state is being watched, and could not be discarded later")
+            raise SaveError("the state may still be discarded, and a dump of it would be taken for the newest one")
         state, adapter = self._state, self._job.adapter
         if adapter.scalars(on_device=True).get("module") is not None:
             raise SaveError(

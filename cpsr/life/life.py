@@ -10,6 +10,7 @@ import torch
 from cpsr.checkpoint.progress import mark_life
 from cpsr.config import CPSRConfig
 from cpsr.engines.offload import offloaded_activations
+from cpsr.errors import NotRestoredError
 from cpsr.job import Ending, Part, Rewind
 from cpsr.life.agreement import Agreement
 from cpsr.life.announcement import announce, cause_of_failure
@@ -79,9 +80,7 @@ class Life:
             self.run = open_for_life(loop, config, opened, self._ending)
             self.job = self.run.job
             # Closed after the boundary, by when a GPU has completed the last steps.
-            self._witnessing = self._open(
-                opened, Witnessing(self.job, loop.state, loop.losses, lambda: self.boundary.published)
-            )
+            self._witnessing = self._open(opened, self._witnesses())
             self.boundary = self._open(opened, Boundary(self.job, self.run.memory.pool, loop.state))
             self._parts.append(self._open(opened, loop.learning))
             self.planner = self._open_planner(opened)
@@ -111,6 +110,11 @@ class Life:
         )
         opened.callback(planner.close)
         return planner
+
+    def _witnesses(self) -> Witnessing:
+        pool = self.run.memory.pool
+        published = lambda: self.boundary.published  # noqa: E731 - there is no boundary yet
+        return Witnessing(self.job, self.loop.state, self.loop.losses, published, lambda: pool.obstacle is None)
 
     def _restorer(self, asked: str) -> Restorer:
         job, run = self.job, self.run
@@ -149,7 +153,8 @@ class Life:
         measured = RecoveredLag(losses_before(job.journal, iteration), iteration) if follows else None
         self._lag = LagReport(job, self._outcome, measured)
         self._witnessing.begin(iteration)
-        announce(job, self.restored, cause, self.restorer.damaged)
+        lost = (self.restored.failure_iteration or iteration) - iteration
+        announce(job, self.restored, cause, self.restorer.damaged, self._witnessing.outlook(lost))
 
     def _begin(self, opened: ExitStack) -> None:
         """Start the parts that run beside the training."""
@@ -225,8 +230,13 @@ class Life:
         if self.run.experts is not None:
             self.run.experts.begin_forward()
         self._witnessing.on_forward()
+        self.run.memory.pool.look()
         self.loop.probes.on_forward(args, kwargs)
         self.rehearsals.on_forward(args, kwargs)
+
+    def on_other_forward(self) -> None:
+        """The module is called for something else, perhaps with other weights."""
+        self.run.memory.pool.look()
 
     def on_loss(self, loss: torch.Tensor) -> None:
         """The loss of one micro-batch."""
@@ -437,6 +447,8 @@ class Life:
             elif kind is Leave:
                 self._end_left()
             else:
+                if isinstance(error, NotRestoredError):
+                    self.boundary.may_dump = False  # a restart would take it for a state of the run
                 self.boundary.abandon(error)
 
     def _end(self) -> None:

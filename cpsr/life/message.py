@@ -21,7 +21,7 @@ WHY_RECOMPUTED = {
 }
 
 
-def recovery_message(restored: Restored, cause: str | None) -> str:
+def recovery_message(restored: Restored, cause: str | None, outlook: str) -> str:
     """What was lost, from where each rank continues, the cost, and the result of the check, in a few sentences.
 
     The numbers of the fit are in the journal and in `restored.reason`.
@@ -30,8 +30,11 @@ def recovery_message(restored: Restored, cause: str | None) -> str:
         restored: how the life began.
         cause: how the last life ended, as a clause that begins in lower case; None if it ended in good order, or there
             was none.
+        outlook: whether the repeated steps of an exact restart are checked, one clause.
     """
-    parts = [_lost(restored, cause), _source(restored), _without_moments(restored), _cost(restored), _check(restored)]
+    exact = outlook if restored.beginning is Beginning.EXACT else ""
+    costs = _cost(restored), exact, _check(restored)
+    parts = [_lost(restored, cause), _source(restored), _without_moments(restored), *costs]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
 
 

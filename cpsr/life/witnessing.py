@@ -9,17 +9,25 @@ import torch
 import xxhash
 
 from cpsr.engines.weight_sample import SentSample, WeightSample
+from cpsr.errors import NotRestoredError
 from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.ranks.link import report
 from cpsr.saving.run_state import RunState
 from cpsr.state.losses import LossRecorder
-from cpsr.state.witness import RATES, Difference, SampledBytes, Witness, Witnesses, difference, witness_path
+from cpsr.state.witness import (
+    ARITHMETIC,
+    CHECKED,
+    NOT_RESTORED,
+    RATES,
+    Difference,
+    SampledBytes,
+    Witness,
+    Witnesses,
+    difference,
+    witness_path,
+)
 
-__all__ = ["ARITHMETIC", "CHECKED", "NOT_RESTORED", "Witnessing"]
-
-# Kinds of events.
-CHECKED = "checked"
-ARITHMETIC = "arithmetic"
-NOT_RESTORED = "not restored"
+__all__ = ["Witnessing"]
 
 PENDING = 8  # steps whose samples may still be on their way from a GPU
 CAUSES = {
@@ -64,16 +72,24 @@ class Witnessing(Part):
         state: tells the position in the data, and where the state comes from.
         losses: of this rank.
         published: newest step that the device has completed; asked only where weights are on a GPU.
+        is_whole: False while a replayed window has not brought all weights back: its own check applies.
 
-    Attributes:
-        expected: steps that will be repeated and have a witness of their first execution.
-        obstacle: why steps cannot be compared; None if they can.
+    Raises:
+        NotRestoredError: in a step that differs, with `restart.on_difference: stop`.
     """
 
-    def __init__(self, job: Job, state: RunState, losses: LossRecorder, published: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        state: RunState,
+        losses: LossRecorder,
+        published: Callable[[], int],
+        is_whole: Callable[[], bool],
+    ) -> None:
         self._job, self._state, self._losses, self._published = job, state, losses, published
-        self.expected = 0
-        self.obstacle: str | None = None
+        self._is_whole = is_whole
+        self._expected = 0  # steps that will be repeated and have a witness of their first execution
+        self._obstacle = "no witness of these steps is left"
         self._sample = WeightSample(job.adapter, job.shard)
         self._on_device = self._sample.device is not None and self._sample.device.type != "cpu"
         self._ring = self._open(job)
@@ -92,21 +108,36 @@ class Witnessing(Part):
         try:
             return Witnesses(path)
         except OSError as error:
-            self.obstacle = f"{path} cannot be written ({error.strerror or error})"
-            message = f"{self.obstacle}: this life keeps no witnesses, and repeated steps are not checked"
+            self._obstacle = f"{path} cannot be written ({error.strerror or error})"
+            message = f"{self._obstacle}: this life keeps no witnesses, and repeated steps are not checked"
             job.journal.event("no witnesses", message, level=logging.WARNING)
             return None
 
     def begin(self, iteration: int) -> None:
         """The state is that after `iteration`; later steps that this run has executed before will be compared."""
         self._pending.clear()
-        self._checked = self._rounded = self.expected = 0
+        self._checked = self._rounded = self._expected = 0
         self._verdict = None
         self._trajectory = self._of_state()
         if self._ring is None:
             return
         repeated = {one.iteration for one in self._ring if one.trajectory == self._trajectory} - {*range(iteration + 1)}
-        self.expected, self._last = len(repeated), max(repeated, default=iteration)
+        self._expected, self._last = len(repeated), max(repeated, default=iteration)
+
+    def outlook(self, lost_iterations: int) -> str:
+        """Whether the steps that this restart repeats are checked, one clause for people.
+
+        Args:
+            lost_iterations: steps that it repeats.
+        """
+        if lost_iterations <= 0:
+            return "not checked: no step is repeated"
+        if self._job.run.resized:
+            return "not checked: the run had another number of ranks"
+        if not self._expected:
+            return f"not checked: {self._obstacle}"
+        which = "each repeated step is" if self._expected >= lost_iterations else f"{self._expected} of them are"
+        return f"{which} compared with its first execution"
 
     def _of_state(self) -> int:
         job = self._job
@@ -135,7 +166,7 @@ class Witnessing(Part):
 
     def after_step(self, iteration: int) -> None:
         """One step is complete, its loss is closed, and the loop has changed nothing since."""
-        if self._ring is None:
+        if self._ring is None or not self._is_whole():
             return
         position, loss = self._state.reached, self._losses.newest
         if position.batch == position.batches_per_epoch:
@@ -197,8 +228,14 @@ class Witnessing(Part):
             message = f"arithmetic is not deterministic: {found.amount:.1g} at step {found.iteration} ({found.what})"
             self._job.journal.event(ARITHMETIC, message, found.iteration, logging.WARNING)
             return
-        self._verdict = found
-        self._job.journal.event(NOT_RESTORED, self._message(found), found.iteration, logging.ERROR)
+        self._verdict, message = found, self._message(found)
+        self._job.journal.event(NOT_RESTORED, message, found.iteration, logging.ERROR)
+        if self._job.config.restart.on_difference == "stop":
+            raise NotRestoredError(
+                f"{message}. restart.on_difference is 'stop', so the job ends; the checkpoints before this step are "
+                "kept. Correct the loop. Its first steps then differ from those of the loop before: start it once with "
+                "restart.on_difference 'warn', or begin a new run"
+            )
 
     def _message(self, found: Difference) -> str:
         """What differs first, and the likely causes in order."""
@@ -219,7 +256,10 @@ class Witnessing(Part):
             message = f"checked over {steps}: equal but for rounding from step {self._rounded} on"
         else:
             message = f"exact, checked over {steps}"
-        self._job.journal.event(CHECKED, message, self._last)
+        launcher = report() if self._job.group.rank == 0 else None
+        self._job.journal.event(CHECKED, message, self._last, logging.INFO if launcher is None else logging.DEBUG)
+        if launcher is not None:
+            launcher.recovered(f"{message[0].upper()}{message[1:]}.")
 
     # Of a part
 

@@ -6,7 +6,7 @@ __all__ = ["exact_price", "predicted_price"]
 def exact_price(iterations: float) -> str:
     """Of going back to a checkpoint that many iterations before the failure."""
     count = f"{iterations:.0f}"
-    return f"exact: same loss, {count} iteration{'' if count == '1' else 's'} later"
+    return f"exact: {count} iteration{'' if count == '1' else 's'} later"
 
 
 def predicted_price(end_cost_iterations: float, deviation_iterations: float) -> str:

@@ -37,6 +37,9 @@ class Recorder:
         """A training forward begins with these inputs."""
         self.inputs = args, kwargs
 
+    def on_other_forward(self) -> None:
+        """The module is called for something else."""
+
     def on_loss(self, loss: torch.Tensor) -> None:
         """A training forward returned this loss."""
         assert not loss.requires_grad

@@ -17,7 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cpsr.errors import ConfigError, RunDirectoryError, RunMismatchError, TargetError, UnsupportedEngineError
+from cpsr.errors import (
+    ConfigError,
+    NotRestoredError,
+    RunDirectoryError,
+    RunMismatchError,
+    TargetError,
+    UnsupportedEngineError,
+)
 from cpsr.ranks.exits import lost_another
 
 __all__ = [
@@ -41,7 +48,7 @@ VERBOSE = "CPSR_VERBOSE"  # set for more than one line per event
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that torchrun gives its ranks after SIGTERM
 SHUTDOWN_SECONDS = 30  # where that is not set
 REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h
-REFUSALS = (ConfigError, UnsupportedEngineError, RunMismatchError)
+REFUSALS = (ConfigError, NotRestoredError, UnsupportedEngineError, RunMismatchError)
 PASSING = (RunDirectoryError, TargetError)  # of what cannot be reached now
 SHOWN = "shown-"  # begins the names of files that outlive a start
 

@@ -367,7 +367,7 @@ class Recorder:
             scalars = {"start": start, "last": iteration, "outcomes": outcomes, "life": life}
             stamp = self._memory.rank, self._memory.life, "window"
             views = layout.shard(file.bytes)
-            file.seal(*stamp, views, window.first, scalars, branch=self._memory.branch, held=window.held)  # type: ignore[arg-type]
+            file.seal(*stamp, views, window.first, scalars, branch=self._memory.branch, held=window.held)
             if self.on_sealed is not None:
                 self.on_sealed(file.path, window.first, send=window.sent)
             window.settled = True

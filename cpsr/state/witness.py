@@ -25,7 +25,23 @@ from typing import Literal, NamedTuple
 import numpy
 import xxhash
 
-__all__ = ["Difference", "SampledBytes", "Witness", "Witnesses", "difference", "read_witnesses", "witness_path"]
+__all__ = [
+    "ARITHMETIC",
+    "CHECKED",
+    "NOT_RESTORED",
+    "Difference",
+    "SampledBytes",
+    "Witness",
+    "Witnesses",
+    "difference",
+    "read_witnesses",
+    "witness_path",
+]
+
+# Kinds of the events in which a check of repeated steps ends: equal, different by rounding, different.
+CHECKED = "checked"
+ARITHMETIC = "arithmetic"
+NOT_RESTORED = "not restored"
 
 STEPS = 4096  # per rank; of older steps no witness is left
 RECORD_BYTES = 512

@@ -17,7 +17,7 @@ export function showRecoveries(store) {
 
 function recoveryTable(rows) {
   return table(
-    "Newest first, in iterations. Exact: the run ends with the same loss, later. Predicted: on time, with a loss that " +
+    "Newest first, in iterations. Exact: the run repeats these steps, and ends later. Predicted: on time, with a loss that " +
       "differs by the end cost; the lag in the first 160 iterations hints at it",
     [
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
@@ -66,7 +66,7 @@ function later(one) {
   const { failure_iteration: failed, checkpoint_iteration: checkpoint, restored_iteration: restored } = one;
   const lost = failed === null ? 0 : failed - (state(one) === one.method ? restored : checkpoint);
   if (!(lost > 0)) return null;
-  return state(one) === "exact" ? `exact: same loss, ${number(lost, 9)} later` : `${number(lost, 9)} later`;
+  return state(one) === "exact" ? `exact: ${number(lost, 9)} later` : `${number(lost, 9)} later`;
 }
 
 function onTime({ expected_end_cost_iterations: expected, settings: { expected_deviation_iterations: deviation } }) {

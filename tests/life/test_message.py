@@ -47,7 +47,7 @@ PREDICTED = Restored(
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91 and left no state. Ranks 0 and 1 continue at iteration 91: "
             "rank 0 exact from memory, rank 1 predicted from checkpoint 80 (line over 3 checkpoints). Predicted: on "
-            "time, for an end cost of 12 +- 8 iterations (exact: same loss, 11 iterations later). Check passed: loss "
+            "time, for an end cost of 12 +- 8 iterations (exact: 11 iterations later). Check passed: loss "
             "1.24, checkpoint 1.52.",
         ),
         (
@@ -55,7 +55,7 @@ PREDICTED = Restored(
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91; rank 0 left no state. Ranks 0 and 1 continue at iteration "
             "91: rank 0 predicted from checkpoint 80 (line over 3 checkpoints), rank 1 exact from memory. "
-            "Predicted: on time, for an end cost of 12 +- 8 iterations (exact: same loss, 11 iterations later). Check "
+            "Predicted: on time, for an end cost of 12 +- 8 iterations (exact: 11 iterations later). Check "
             "passed: loss 1.24, checkpoint 1.52.",
         ),
         (
@@ -71,32 +71,32 @@ PREDICTED = Restored(
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
             "checkpoint 80 (line over 3 checkpoints). Predicted: on time, for an end cost of 12 +- 8 iterations "
-            "(exact: same loss, 11 iterations later). Not checked: no probe batches.",
+            "(exact: 11 iterations later). Not checked: no probe batches.",
         ),
         (
             replace(PREDICTED, forecast=replace(LINE, expected_end_cost_iterations=-12.4), guard={}),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
             "checkpoint 80 (line over 3 checkpoints). Predicted: on time, for an end cost of -12 +- 8 iterations "
-            "(exact: same loss, 11 iterations later).",
+            "(exact: 11 iterations later).",
         ),
         (
             EXACT,
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: same loss, 11 iterations later.",
+            "80. Exact: 11 iterations later.",
         ),
         (
             replace(EXACT, recomputes=Recomputes.PLANNED),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: same loss, 11 iterations later, which is cheaper than predicting.",
+            "80. Exact: 11 iterations later, which is cheaper than predicting.",
         ),
         (
             replace(EXACT, recomputes=Recomputes.PREDICTION_REFUSED, forecast=LINE, guard=REFUSED),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: same loss, 11 iterations later, because the check refused the prediction. Check failed: "
+            "80. Exact: 11 iterations later, because the check refused the prediction. Check failed: "
             "loss 2.31, checkpoint 1.52.",
         ),
         (
@@ -107,7 +107,7 @@ PREDICTED = Restored(
             ),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: same loss, 11 iterations later, because nothing can be predicted (2 checkpoints, 3 are "
+            "80. Exact: 11 iterations later, because nothing can be predicted (2 checkpoints, 3 are "
             "needed).",
         ),
         (
@@ -120,7 +120,7 @@ PREDICTED = Restored(
             replace(EXACT, restored_iteration=90, sources=sources("memory")),
             "the job was killed (no rank recorded how)",
             "The job was killed (no rank recorded how) after iteration 91. Training continues at iteration 90, exact "
-            "from memory. Exact: same loss, 1 iteration later.",
+            "from memory. Exact: 1 iteration later.",
         ),
         (
             replace(
@@ -153,12 +153,19 @@ PREDICTED = Restored(
     ],
 )
 def test_the_line_says_what_a_user_asks(restored: Restored, cause: str | None, message: str) -> None:
-    assert recovery_message(restored, cause) == message
+    assert recovery_message(restored, cause, "") == message
 
 
 def test_every_reason_to_recompute_is_explained() -> None:
-    lines = {why: recovery_message(replace(EXACT, recomputes=why, forecast=LINE), None) for why in Recomputes}
-    plain = recovery_message(EXACT, None)
-    assert plain.endswith("Exact: same loss, 11 iterations later.")
+    lines = {why: recovery_message(replace(EXACT, recomputes=why, forecast=LINE), None, "") for why in Recomputes}
+    plain = recovery_message(EXACT, None, "")
+    assert plain.endswith("Exact: 11 iterations later.")
     assert all(line.startswith(plain[:-1] + ", ") for line in lines.values())
     assert len(set(lines.values())) == len(Recomputes) - 1  # by plan or by forecast, recomputing is cheaper
+
+
+@pytest.mark.parametrize("restored", [EXACT, replace(EXACT, restored_iteration=91)])
+def test_an_exact_restart_tells_whether_it_is_checked(restored: Restored) -> None:
+    line = recovery_message(restored, KILLED, "not checked: no step is repeated")
+    assert line.endswith(". Not checked: no step is repeated.")
+    assert "checked" not in recovery_message(replace(restored, beginning=Beginning.OLDER_EXPERTS), KILLED, "checked")

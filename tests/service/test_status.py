@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cpsr.checkpoint.owner import mark_owner
 from cpsr.cli.main import app
-from cpsr.journal import CheckpointRow, Journal, LearningRow, PlanOverride, override_plan
+from cpsr.journal import CheckpointRow, EventRow, Journal, LearningRow, PlanOverride, override_plan
 from cpsr.service.access import TOKEN_VARIABLE
 from tests.journal.test_journal import older_file
 from tests.journal.timeline import Timeline
@@ -222,3 +222,24 @@ def test_a_service_that_is_not_there_is_one_line_with_status_2() -> None:
     assert (code, errors.count("\n")) == (2, 1)
     assert "cannot be reached" in errors
     assert "a-token" not in errors
+
+
+def test_a_loop_that_is_not_restored_is_named_and_changes_the_exit_status(run_dir: Path) -> None:
+    journal = Journal.open(run_dir / "journal.db")
+    found = {
+        "checked": "exact, checked over 3 repeated steps",
+        "not restored": "rank 1: this loop is not restored: in step 53, which the restart repeats, the loss differs",
+    }
+    for rank, (kind, message) in enumerate(found.items()):
+        journal.record(EventRow(life=1, rank=rank, kind=kind, message=message, iteration=53))
+    flushed(journal)
+    code, text, _ = status(run_dir)
+    assert code == 1
+    assert f"repeated steps of rank 0: {found['checked']}" in text
+    assert found["not restored"] in text
+    journal.record(EventRow(life=2, rank=0, kind="checked", message=found["checked"], iteration=60))
+    flushed(journal)
+    journal.close()
+    code, text, _ = status(run_dir, "--json")
+    assert code == 0
+    assert [one["life"] for one in json.loads(text)["plan"]["repeated_steps"]] == [2]

@@ -1,5 +1,6 @@
 """Loops that a restart brings back, and loops that it does not: each repeated step is compared with its first run."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,63 +9,155 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.journal import JournalReader
+from cpsr.ranks.exits import BEGAN
+from cpsr.service.plan import plan_of
+from cpsr.service.status import run_status
 from cpsr.state.witness import read_witnesses
-from tests.situations.lives import Life, alone_and_cut, backward, digest
+from tests.situations.lives import Life, alone_and_cut, backward, digest, live
 
-KILLED_AT = 13  # three steps after the checkpoint
+KILLED_AT = 13  # three steps after the checkpoint, or eight if that was not durable
+FIRST, REPEATED = (6, 11), ("8 repeated steps", "3 repeated steps")
+
+
+class Regression(torch.nn.Module):
+    """Returns its loss, as many do, or the outputs alone."""
+
+    def __init__(self, *, gives_loss: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        self.gives_loss = gives_loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return torch.nn.functional.mse_loss(out, y) if self.gives_loss else out
 
 
 def training(life: Life) -> str:
     """A loop with the fault that `life.options` names."""
     fault = life.options.get("fault", "")
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    model = Regression(gives_loss="without" not in fault)
+    module: torch.nn.Module = model
+    if life.ranks > 1:
+        torch.distributed.init_process_group("gloo")
+        module = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs, targets = torch.randn(160, 8), torch.randn(160, 4)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
     own = torch.Generator().manual_seed(1)  # a generator that nobody saves
     calls = 0
-    with CPSRRecovery(TorchAdapter(model, optimizer), life.config(**life.options.get("config", {}))) as recovery:
+    with CPSRRecovery(TorchAdapter(module, optimizer), life.config(**life.options.get("config", {}))) as recovery:
         for x, y in recovery.resume(loader, epochs=1):
             calls += 1
             if fault == "learning rate":
                 optimizer.param_groups[0]["lr"] = 1e-2 / calls
-            if fault == "batches":
+            if "batches" in fault:  # as in nanoGPT's train.py
                 rows = torch.randint(0, 160, (8,), generator=own)
                 x, y = inputs[rows], targets[rows]
-            loss = torch.nn.functional.mse_loss(model(x), y)
+            found = module(x, y)
+            loss = found if found.dim() == 0 else torch.nn.functional.mse_loss(found, y)
+            if fault == "rounding" and life.number:
+                loss = loss * (1 + 2e-7)  # as if the gradients were summed in another order
             optimizer.zero_grad()
             backward(loss)
-            if fault == "gradient" and calls % 3 == 1:
+            if fault == "gradients on rank 1" and life.rank == 1 and life.number:
+                optimizer.param_groups[0]["lr"] = 2e-2
+            if fault == "gradients" and life.number and calls == 1:
                 torch._foreach_mul_([one.grad for one in model.parameters() if one.grad is not None], 0.5)
             optimizer.step()
             life.step(recovery.iteration)
+    if life.ranks > 1:
+        torch.distributed.destroy_process_group()
     return digest(model)
 
 
-def events(folder: Path) -> list[tuple[str, int | None, str]]:
+def events(folder: Path, *kinds: str) -> list[tuple[str, int | None, str]]:
     with JournalReader(folder / "run" / "journal.db") as reader:
-        return [(event.kind, event.iteration, event.message) for event in reader.events()]
+        return [(one.kind, one.iteration, one.message) for one in reader.events() if one.kind in kinds]
 
 
 def verdicts(folder: Path) -> list[tuple[str, int | None, str]]:
-    return [one for one in events(folder) if one[0] in ("checked", "arithmetic", "not restored")]
+    return events(folder, "checked", "arithmetic", "not restored")
 
 
 def test_a_loop_that_comes_back_is_checked(tmp_path: Path) -> None:
     alone, cut = alone_and_cut(training, tmp_path, at=KILLED_AT)
     assert cut.result == alone.result
     assert verdicts(tmp_path / "alone") == []
-    assert verdicts(tmp_path / "cut") == [("checked", 13, "exact, checked over 3 repeated steps")]
-    assert [one.iteration for one in read_witnesses(tmp_path / "cut" / "run", 0)] == list(range(1, 21))
+    assert verdicts(tmp_path / "cut") in [[("checked", 13, f"exact, checked over {steps}")] for steps in REPEATED]
+    assert "each repeated step is compared with its first execution" in events(tmp_path / "cut", BEGAN)[-1][2].lower()
+    seen = read_witnesses(tmp_path / "cut" / "run", 0)
+    assert [one.iteration for one in seen] == list(range(1, 21))
+    assert [one.life for one in seen] in [[0] * (first - 1) + [1] * (21 - first) for first in FIRST]
+    assert all(one.loss is not None and one.batches == one.iteration for one in seen)
+    assert run_status(str(tmp_path / "cut" / "run"), None, as_json=True)
 
 
 @pytest.mark.parametrize(
-    ("fault", "what"), [("learning rate", "learning rate"), ("batches", "weights"), ("gradient", "weights")]
+    ("fault", "what"),
+    [
+        ("learning rate", "learning rate"),
+        ("batches", "loss"),
+        ("batches without a loss", "weights"),
+        ("gradients", "weights"),
+    ],
 )
-def test_what_differs_first(tmp_path: Path, fault: str, what: str) -> None:
+def test_what_differs_first_is_reported(tmp_path: Path, fault: str, what: str) -> None:
     alone, cut = alone_and_cut(training, tmp_path, at=KILLED_AT, fault=fault)
     assert cut.result != alone.result
     ((kind, iteration, message),) = verdicts(tmp_path / "cut")
-    assert (kind, iteration) == ("not restored", 11)
-    assert f"the {what} differs first" in message
+    assert kind == "not restored"
+    assert iteration in FIRST
+    assert (
+        f"this loop is not restored: in step {iteration}, which the restart repeats, the {what} differs first"
+        in message
+    )
+    assert message in cut.output
+    plan = plan_of(tmp_path / "cut" / "run")
+    assert plan is not None
+    assert [one.result for one in plan.repeated_steps] == ["not restored"]
+    assert plan.warnings == [message]
+    assert not run_status(str(tmp_path / "cut" / "run"), None, as_json=True)
+
+
+def test_rounding_is_reported_once_and_is_no_error(tmp_path: Path) -> None:
+    alone_and_cut(training, tmp_path, at=KILLED_AT, fault="rounding")
+    rounded, checked = verdicts(tmp_path / "cut")
+    assert rounded[0] == "arithmetic"
+    assert rounded[1] in FIRST
+    assert "arithmetic is not deterministic: " in rounded[2]
+    assert checked[:2] == ("checked", 13)
+    assert checked[2].endswith(f"equal but for rounding from step {rounded[1]} on")
+    assert run_status(str(tmp_path / "cut" / "run"), None, as_json=True)
+
+
+def test_a_difference_can_stop_the_job(tmp_path: Path) -> None:
+    stop = {"restart": {"on_difference": "stop"}}
+    live(training, Life(tmp_path, KILLED_AT, options={"fault": "batches", "config": stop}))
+    for number in (1, 2):  # started again unchanged, it stops again
+        again = live(training, Life(tmp_path, number=number, options={"fault": "batches", "config": stop}))
+        assert again.statuses != [0]
+        assert "NotRestoredError" in again.output
+    assert [kind for kind, *_ in verdicts(tmp_path)] == ["not restored"] * 2
+    assert live(training, Life(tmp_path, number=3)).statuses == [0]
+
+
+def test_without_a_repeated_step_nothing_is_claimed(tmp_path: Path) -> None:
+    alone_and_cut(training, tmp_path, at=KILLED_AT, how=signal.SIGTERM)
+    assert verdicts(tmp_path / "cut") == []
+    message = events(tmp_path / "cut", BEGAN)[-1][2]
+    assert message.endswith("Nothing is lost. Not checked: no step is repeated.")
+
+
+def test_rank_0_hears_of_another_ranks_difference(tmp_path: Path) -> None:
+    alone_and_cut(training, tmp_path, at=KILLED_AT, ranks=2, fault="gradients on rank 1")
+    found = {message.split(":")[0]: (kind, iteration) for kind, iteration, message in verdicts(tmp_path / "cut")}
+    assert found["rank 1"] in [("not restored", first) for first in FIRST]
+
+
+def test_another_number_of_ranks_compares_nothing(tmp_path: Path) -> None:
+    elastic = {"elastic": {"min_ranks": 1, "max_ranks": 2}}
+    live(training, Life(tmp_path, KILLED_AT, on_rank=None, ranks=2, options={"config": elastic}))
+    live(training, Life(tmp_path, number=1, options={"config": elastic}))
+    assert verdicts(tmp_path) == []
+    assert "the run had another number of ranks" in events(tmp_path, BEGAN)[-1][2]
