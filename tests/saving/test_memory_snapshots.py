@@ -165,7 +165,7 @@ def test_a_snapshot_that_is_not_sealed_is_reported_once_in_the_journal(
 ) -> None:
     rank = Rank(tmp_path, run_id)
     with monkeypatch.context() as patch:
-        patch.setattr("cpsr.checkpoint.memory.MemoryFile.seal", lambda *_, **__: 1 / 0)
+        patch.setattr("cpsr.checkpoint.memory.MemoryFile.prepare", lambda *_, **__: 1 / 0)
         for iteration in (1, 2):
             rank.take(iteration)
             rank.pool.settle()
