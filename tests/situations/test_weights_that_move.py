@@ -51,7 +51,8 @@ def noisy(life: Life) -> str:
                 backward(torch.nn.functional.mse_loss(model(x), y))
             write(kept)
             optimizer.step()
-            torch._foreach_lerp_(average, list[torch.Tensor](parameters), 0.1)
+            for mean, one in zip(average, parameters, strict=True):
+                mean.lerp_(one.detach(), 0.1)
             life.step(recovery.iteration)
             time.sleep(0.02)
     return digest(model)

@@ -63,7 +63,8 @@ def training(life: Life) -> str:
             if fault == "gradients on rank 1" and life.rank == 1 and life.number:
                 optimizer.param_groups[0]["lr"] = 2e-2
             if fault == "gradients" and life.number and calls == 1:
-                torch._foreach_mul_([one.grad for one in model.parameters() if one.grad is not None], 0.5)
+                for one in model.parameters():
+                    one.grad = None if one.grad is None else 0.5 * one.grad
             optimizer.step()
             life.step(recovery.iteration)
     if life.ranks > 1:
