@@ -14,6 +14,7 @@ from cpsr.life.events import EventCallback
 from cpsr.life.life import Life
 from cpsr.life.loop import Loop
 from cpsr.life.one_at_a_time import ProcessSlot
+from cpsr.life.rehearsed import rehearsed_config
 from cpsr.planner.plan import Plan
 from cpsr.restart.probes import LossFunction
 from cpsr.restart.restore import Restored
@@ -64,7 +65,7 @@ class CPSRRecovery:
         mode: Literal["auto", "predict", "exact"] | None = None,
     ) -> None:
         adapter = adapt(engine)  # first: what is no engine has no configuration either
-        self._config = _configuration(engine, config, mode)
+        self._config = rehearsed_config(_configuration(engine, config, mode))
         self._loop = Loop(adapter, self._config, loss_fn, probe_batches)
         self._life: Life | None = None
         self._slot = ProcessSlot(str(self._config.run_dir))

@@ -26,6 +26,7 @@ from cpsr.life.opening import open_for_life
 from cpsr.life.outcome import RecoveryOutcome
 from cpsr.life.probation import Probation
 from cpsr.life.recovered import LagReport, RecoveredLag, losses_before
+from cpsr.life.rehearsed import Rehearsed, rehearsed
 from cpsr.life.witnessing import Witnessing
 from cpsr.planner.cadence import Savers
 from cpsr.planner.live.job_planner import JobPlanner
@@ -190,6 +191,7 @@ class Life:
             loop.events,
         ]
         self._clock = StepClock(job.adapter)
+        self._rehearsed = None if (asked := rehearsed()) is None else Rehearsed(asked, job)
 
     def _attach(self, opened: ExitStack) -> None:
         """Attach to the engine."""
@@ -222,6 +224,8 @@ class Life:
         """The loop requests a batch."""
         self.boundary.request()
         self._tail.on_request()
+        if self._rehearsed is not None:
+            self._rehearsed.on_request()
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins: it changes buffers and random states."""
@@ -275,9 +279,12 @@ class Life:
             self._tail.defer_here(self.saver.end_of(iteration, self._capture_for_memory))
         self._lag.report_if_due(iteration)
         self._rehearse_if_due(iteration, applied, step.seconds)
-        if iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(
+        leaves = iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(
             iteration, stop=self._stop.made, may_rehearse=self._may_rehearse()
-        ):
+        )
+        if self._rehearsed is not None:
+            leaves |= self._rehearsed.after_step(iteration)
+        if leaves:
             self._leaving.begin(iteration)
 
     def before_external_load(self) -> None:
@@ -440,6 +447,8 @@ class Life:
     def close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         """End the life after its `with` block; parts close in reverse order of opening."""
         with undisturbed(), self._opened:
+            if self._rehearsed is not None:
+                self._rehearsed.close()
             # Before rank 0 last gathers the other ranks' rows.
             self.loop.learning.record_bubbles(self.job.adapter.iteration)
             if kind is None:

@@ -1,0 +1,193 @@
+"""One job of a rehearsal: `cpsr run` with the user's arguments, and what its ranks recorded."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import psutil
+
+from cpsr.checkpoint.file_lock import FileInUseError
+from cpsr.checkpoint.orphans import free_run
+from cpsr.checkpoint.progress import read_progress
+from cpsr.checkpoint.run_directory import run_id
+from cpsr.errors import RunMismatchError
+from cpsr.life.rehearsed import REHEARSED, RehearsedJob
+from cpsr.ranks.exits import SIGTERM_STATUS
+from cpsr.state.witness import Witness, read_witnesses
+
+__all__ = ["Ran", "run"]
+
+POLL_SECONDS = 0.1
+END_SECONDS = 30.0  # after SIGTERM, for a job that hangs
+TAIL_LINES = 12
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A job that has ended, with the restarts after its cut.
+
+    Attributes:
+        asked: as its ranks were told.
+        status: exit status of its last launcher; None: it hung, and was ended.
+        seconds: it took.
+    """
+
+    asked: RehearsedJob
+    status: int | None
+    seconds: float
+
+    @property
+    def folder(self) -> Path:
+        """Its records, with the run directory."""
+        return Path(self.asked.folder)
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.folder / "run"
+
+    @cached_property
+    def ends(self) -> list[dict[str, int]]:
+        """How the last life ended, by rank; empty where none ended in order."""
+        paths = sorted(self.folder.glob("end-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
+        return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks; 0 where no run was opened."""
+        return self.ends[0]["ranks"] if self.ends else 0
+
+    @property
+    def iteration(self) -> int:
+        """The last step."""
+        return min((end["iteration"] for end in self.ends), default=0)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it came to its last step, or to the end of the script."""
+        return self.status == 0 or (self.status == SIGTERM_STATUS and self.iteration >= self.asked.last_iteration)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether a rank was cut short."""
+        return any(self.folder.glob("cut-*"))
+
+    def witnesses(self, rank: int) -> dict[int, Witness]:
+        """The last execution of each step."""
+        return {one.iteration: one for one in read_witnesses(self.run_dir, rank)}
+
+    def variables(self, rank: int) -> dict[int, dict[str, str]]:
+        """Step -> name of a variable -> hash, of the last execution of each step."""
+        found: dict[int, dict[str, str]] = {}
+        for path in sorted(self.folder.glob(f"loop-{rank}-*.jsonl"), key=_life_of):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError):  # a kill may leave half a line
+                    record = json.loads(line)
+                    found[record["iteration"]] = record["values"]
+        return found
+
+    @cached_property
+    def restarted_after(self) -> int | None:
+        """The step that the last life went on from; None if there was one life."""
+        paths = sorted(self.folder.glob("loop-0-*.jsonl"), key=_life_of)
+        lines = paths[-1].read_text(encoding="utf-8").splitlines() if len(paths) > 1 else []
+        return int(json.loads(lines[0])["iteration"]) - 1 if lines else None
+
+    @property
+    def last_lines(self) -> list[str]:
+        """The end of what the job printed."""
+        lines = (self.folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-TAIL_LINES:]
+
+    def refusals(self) -> list[str]:
+        """What `cpsr run` said about a job that it does not start again."""
+        return [line for line in self.last_lines if line.startswith("[cpsr run]")]
+
+    def free(self) -> None:
+        """Free the host memory that the run may have left."""
+        with suppress(RunMismatchError, FileInUseError, OSError):
+            free_run(run_id(self.run_dir))
+
+
+def run(
+    asked: RehearsedJob, arguments: Sequence[str], limit_seconds: float | None, on_step: Callable[[int], None]
+) -> Ran:
+    """Run a job to its last step, and start it again after it has left with SIGTERM.
+
+    Args:
+        asked: the job; its folder is made here.
+        arguments: of `cpsr run`.
+        limit_seconds: after which it counts as hanging; None: never.
+        on_step: called with the newest step, ten times a second.
+    """
+    folder = Path(asked.folder)
+    folder.mkdir(parents=True)
+    environment = {**os.environ, REHEARSED: asked.to_variable()}
+    began = time.monotonic()
+    deadline = None if limit_seconds is None else began + limit_seconds
+    status = _launch(folder, environment, arguments, deadline, on_step)
+    ran = Ran(asked, status, time.monotonic() - began)
+    left = ran.status == SIGTERM_STATUS and ran.was_cut and not ran.succeeded
+    if left:
+        status = _launch(folder, environment, arguments, deadline, on_step)
+    ran = Ran(asked, status, time.monotonic() - began)
+    ran.free()
+    return ran
+
+
+def _launch(
+    folder: Path,
+    environment: Mapping[str, str],
+    arguments: Sequence[str],
+    deadline: float | None,
+    on_step: Callable[[int], None],
+) -> int | None:
+    for path in folder.glob("end-*.json"):  # of a life that left: this one is to end better
+        path.unlink()
+    command = [sys.executable, "-m", "cpsr", "run", *arguments]
+    with (
+        (folder / "output").open("a") as output,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,  # noqa: S603
+        _ended(process),
+    ):
+        while process.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                return None
+            on_step(_newest_step(folder / "run"))
+            time.sleep(POLL_SECONDS)
+        return process.returncode
+
+
+@contextmanager
+def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Leave no process behind, whatever ends the rehearsal."""
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            everyone = [process, *psutil.Process(process.pid).children(recursive=True)]
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            for one in everyone:
+                with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                    one.kill()
+
+
+def _newest_step(run_dir: Path) -> int:
+    try:
+        progress = read_progress(run_dir, 1)
+    except OSError:
+        return 0
+    return 0 if progress is None else progress.iteration
+
+
+def _life_of(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
