@@ -118,6 +118,28 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(run_job(context.args))
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="[OPTIONS] [torchrun's options]",
+)
+def rehearse(
+    arguments: Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="As for `cpsr run`.")],
+    steps: Annotated[int, typer.Option(min=6, help="Optimizer steps of each job.")] = 30,
+    json_path: JsonPath = None,
+    workdir: Annotated[
+        Path | None, typer.Option(help="Holds the jobs while they run; by default in the folder of temporary files.")
+    ] = None,
+) -> None:
+    """Check that a script comes back: run it twice, cut it short three times, and compare every step.
+
+    The script runs for real, in this folder and with its own output files; only run_dir is another. Exit status: 0 if
+    it comes back bit for bit, 1 if not, 2 if that could not be found out.
+    """
+    from cpsr.rehearse.command import rehearse as run_rehearsal
+
+    raise typer.Exit(run_rehearsal(arguments, steps, json_path, workdir))
+
+
 @app.command()
 def qualify(
     device: DeviceOption = Device.AUTO,

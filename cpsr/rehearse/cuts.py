@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cpsr.life.rehearsed import Cut
 from cpsr.state.witness import Witness
@@ -69,7 +70,7 @@ def ends_of_passes(witnesses: Sequence[Witness]) -> list[int]:
         witnesses: of one rank, in the order of the steps.
     """
     found = []
-    for before, now in zip(witnesses, witnesses[1:], strict=False):
+    for before, now in pairwise(witnesses):
         if now.epoch > before.epoch:
             found.append(now.iteration if now.batch == 0 else before.iteration)
     return found

@@ -172,12 +172,13 @@ def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
         yield
     finally:
         if process.poll() is None:
-            everyone = [process, *psutil.Process(process.pid).children(recursive=True)]
+            launcher = psutil.Process(process.pid)
+            everyone = [launcher, *launcher.children(recursive=True)]
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
             for one in everyone:
-                with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                with suppress(psutil.NoSuchProcess):
                     one.kill()
 
 

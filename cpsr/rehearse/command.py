@@ -1,0 +1,148 @@
+"""`cpsr rehearse`: two undisturbed jobs, three that are cut short, and the verdict."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cpsr.errors import ConfigError
+from cpsr.life.rehearsed import Cut, RehearsedJob
+from cpsr.rehearse.comparison import Reference, compare, undisturbed
+from cpsr.rehearse.cuts import STEPS_MIN, ends_of_passes, interval_of, plan_cuts
+from cpsr.rehearse.jobs import Ran, run
+from cpsr.rehearse.verdict import Tried, Verdict, failed, judge
+
+__all__ = ["rehearse"]
+
+HANG_FACTOR, HANG_SECONDS = 10.0, 300.0  # a job that takes so much longer than the first one hangs
+
+
+def rehearse(arguments: Sequence[str], steps: int, json_path: Path | None, workdir: Path | None) -> int:
+    """Rehearse a script, print the verdict, and write it as JSON.
+
+    Args:
+        arguments: of `cpsr run`: torchrun's, the script, and its own.
+        steps: of each job.
+        json_path: where the verdict goes.
+        workdir: a disk for the jobs; by default that of temporary files.
+
+    Returns:
+        The exit status: 0 if the script comes back; 1 if not, or if it does not reproduce itself; 2 if that could not
+        be found out.
+
+    Raises:
+        ConfigError: no script is named.
+    """
+    if not arguments:
+        raise ConfigError("name the script: cpsr rehearse [torchrun's arguments] train.py [its arguments]")
+    if workdir is not None:
+        workdir.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="cpsr-rehearse-", dir=workdir))
+    rehearsal = _Rehearsal(Console(), folder, arguments, steps)
+    verdict = None
+    try:
+        verdict = rehearsal.verdict()
+    finally:
+        kept = verdict is not None and verdict.status != 0
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    rehearsal.show(verdict)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(verdict.to_json(), indent=1) + "\n", encoding="utf-8")
+    return verdict.status
+
+
+class _Rehearsal:
+    """The jobs of one rehearsal, in their order."""
+
+    def __init__(self, console: Console, folder: Path, arguments: Sequence[str], steps: int) -> None:
+        self._console, self._folder, self._arguments, self._steps = console, folder, arguments, steps
+        self._limit_seconds: float | None = None
+
+    def verdict(self) -> Verdict:
+        """Run all jobs."""
+        self._say(f"Running your script for {self._steps} steps, as it is, in {self._folder}")
+        first = self._run("undisturbed", "undisturbed", None, interval_of(self._steps))
+        if not first.succeeded or first.iteration < STEPS_MIN:
+            self._show_output(first)
+            return failed(first)
+        self._limit_seconds = HANG_SECONDS + HANG_FACTOR * first.seconds
+        self._say(f"  undisturbed: {first.iteration} steps on {_ranks(first.ranks)}")
+        second = self._run("undisturbed, again", "again", None, interval_of(self._steps))
+        if not second.succeeded:
+            self._show_output(second)
+            return failed(second)
+        reference = undisturbed(first, second)
+        self._say(f"  undisturbed, again: {_reproduced(reference)}")
+        tried = self._cut(reference, second) if reference.reproduces else []
+        return judge(reference, tried)
+
+    def show(self, verdict: Verdict) -> None:
+        """Print the verdict."""
+        self._say(f"\n{verdict.sentence}.")
+        for number, cause in enumerate(verdict.causes, 1):
+            self._say(f"  {'Likely causes: ' if number == 1 else '               '}({number}) {cause}")
+        if verdict.advice:
+            self._say(f"What to change: {verdict.advice}.")
+        for one in verdict.unprotected:
+            self._say(f"Not protected: {one}.")
+        if verdict.status:
+            self._say(f"The jobs, with what they printed, are in {self._folder}.")
+
+    def _cut(self, reference: Reference, second: Ran) -> list[Tried]:
+        ran, tried = reference.ran, []
+        witnesses = ran.witnesses(0)
+        ends = ends_of_passes([witnesses[step] for step in sorted(witnesses)])
+        for number, planned in enumerate(plan_cuts(ran.iteration, ran.ranks, ends)):
+            again = self._run(planned.name, f"cut-{number}", planned.cut, planned.interval_iterations)
+            if not again.was_cut:
+                one = Tried(planned, None, f"step {planned.cut.iteration} was not reached")
+            elif not again.succeeded:
+                self._show_output(again)
+                one = Tried(planned, None, _why_failed(again))
+            else:
+                one = Tried(planned, compare(reference, again, second))
+            self._say(f"  {planned.name}: {one.result}")
+            tried.append(one)
+        if not ends:
+            self._say(f"  No pass over the data ended within {ran.iteration} steps, so none was cut short at its end")
+        return tried
+
+    def _run(self, name: str, folder: str, cut: Cut | None, every: int) -> Ran:
+        asked = RehearsedJob(str(self._folder / folder), self._steps, every, cut)
+        if not self._console.is_terminal:
+            return run(asked, self._arguments, self._limit_seconds, lambda step: None)
+        columns = TextColumn("  {task.description}"), BarColumn(), TextColumn("step {task.completed:.0f}")
+        with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
+            task = progress.add_task(escape(name), total=self._steps)
+            return run(asked, self._arguments, self._limit_seconds, lambda step: progress.update(task, completed=step))
+
+    def _show_output(self, ran: Ran) -> None:
+        for line in ran.last_lines:
+            self._say(f"    {line}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _reproduced(reference: Reference) -> str:
+    if reference.varies is None:
+        return "equal, bit for bit"
+    return "equal but for rounding" if reference.reproduces else "not equal"
+
+
+def _why_failed(ran: Ran) -> str:
+    if ran.status is None:
+        return f"the job hung, and was ended after {ran.seconds:.0f} s"
+    said = ran.refusals()
+    return f"the job failed (exit status {ran.status})" + (f": {said[-1]}" if said else "")
