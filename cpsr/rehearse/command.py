@@ -3,7 +3,8 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,9 @@ from cpsr.rehearse.cuts import STEPS_MIN, ends_of_passes, interval_of, plan_cuts
 from cpsr.rehearse.jobs import Ran, run
 from cpsr.rehearse.verdict import Tried, Verdict, failed, judge
 
-__all__ = ["rehearse"]
+__all__ = ["Rehearsal", "rehearse"]
+
+Launch = Callable[[RehearsedJob, float | None, Callable[[int], None]], Ran]
 
 HANG_FACTOR, HANG_SECONDS = 10.0, 300.0  # a job that takes so much longer than the first one hangs
 
@@ -43,12 +46,12 @@ def rehearse(arguments: Sequence[str], steps: int, json_path: Path | None, workd
     if workdir is not None:
         workdir.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="cpsr-rehearse-", dir=workdir))
-    rehearsal = _Rehearsal(Console(), folder, arguments, steps)
-    verdict = None
+    rehearsal = Rehearsal(Console(), folder, partial(run, arguments), steps)
+    kept = False
     try:
         verdict = rehearsal.verdict()
+        kept = verdict.status != 0
     finally:
-        kept = verdict is not None and verdict.status != 0
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
     rehearsal.show(verdict)
@@ -58,11 +61,18 @@ def rehearse(arguments: Sequence[str], steps: int, json_path: Path | None, workd
     return verdict.status
 
 
-class _Rehearsal:
-    """The jobs of one rehearsal, in their order."""
+class Rehearsal:
+    """The jobs of one rehearsal, in their order.
 
-    def __init__(self, console: Console, folder: Path, arguments: Sequence[str], steps: int) -> None:
-        self._console, self._folder, self._arguments, self._steps = console, folder, arguments, steps
+    Args:
+        console: shows progress and the verdict.
+        folder: holds the jobs.
+        launch: runs a job, for so many seconds at most, and calls back with its newest step.
+        steps: of each job.
+    """
+
+    def __init__(self, console: Console, folder: Path, launch: Launch, steps: int) -> None:
+        self._console, self._folder, self._launch, self._steps = console, folder, launch, steps
         self._limit_seconds: float | None = None
 
     def verdict(self) -> Verdict:
@@ -117,11 +127,11 @@ class _Rehearsal:
     def _run(self, name: str, folder: str, cut: Cut | None, every: int) -> Ran:
         asked = RehearsedJob(str(self._folder / folder), self._steps, every, cut)
         if not self._console.is_terminal:
-            return run(asked, self._arguments, self._limit_seconds, lambda step: None)
+            return self._launch(asked, self._limit_seconds, lambda step: None)
         columns = TextColumn("  {task.description}"), BarColumn(), TextColumn("step {task.completed:.0f}")
         with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
             task = progress.add_task(escape(name), total=self._steps)
-            return run(asked, self._arguments, self._limit_seconds, lambda step: progress.update(task, completed=step))
+            return self._launch(asked, self._limit_seconds, lambda step: progress.update(task, completed=step))
 
     def _show_output(self, ran: Ran) -> None:
         for line in ran.last_lines:

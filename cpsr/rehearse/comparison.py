@@ -22,6 +22,7 @@ __all__ = ["Compared", "FinalState", "Reference", "StepDifference", "compare", "
 # Parts of the small state that two runs have alike, if nothing was lost.
 ALIKE = ("iteration", "learning_rate", "cumulative_learning_rate", "engine", "rng", "registered")
 POSITION = ("batches", "epoch", "batch")
+SLACK_MAX = 16.0  # growth of a rounding error within the few dozen steps of a rehearsal
 
 
 class FinalState:
@@ -191,7 +192,7 @@ def _of_rank(own: Mapping[int, Witness], its: Mapping[int, Witness], reference: 
     for step in sorted(own):
         if step not in its:
             return None  # the runs end at different steps: their final states tell
-        slack = 1.0 if rounded is None else 2.0 ** min(abs(step - rounded), 60)
+        slack = 1.0 if rounded is None else min(2.0 ** abs(step - rounded), SLACK_MAX)
         found = difference(own[step], its[step], own.get(step - 1), slack)
         if found is None:
             continue
@@ -206,6 +207,9 @@ def undisturbed(ran: Ran, second: Ran) -> Reference:
     """What two undisturbed runs have shown."""
     found, _ = _first_difference(Reference(ran), second)
     reference = Reference(ran, found)
+    if found is not None and found.found.rounding:  # later steps may differ by more than that explains
+        later, _ = _first_difference(reference, second)
+        reference = Reference(ran, later or found)
     unsteady = frozenset(FinalState(ran.run_dir).differences(FinalState(second.run_dir)))
     return replace(reference, spread=_spread(ran, second), unsteady=unsteady)
 

@@ -44,7 +44,10 @@ def plan_cuts(steps: int, ranks: int, ends: Sequence[int]) -> list[PlannedCut]:
     every = interval_of(steps)
     later = max(1, every - 2)  # steps after a checkpoint, so that a restart repeats some
     last = ranks - 1
-    of_one = Cut("SIGKILL", 2 * every + later, last)
+    at = 2 * every + later
+    while ends and at + 1 < steps and {at - 1, at} & set(ends):  # inside a pass, where its length allows
+        at += 1
+    of_one = Cut("SIGKILL", at, last)
     found = [PlannedCut(of_one, every, f"SIGKILL of rank {last} after step {of_one.iteration}")]
     end = next((end for end in ends if 2 <= end <= steps - 3), None)
     everyone = "all ranks" if ranks > 1 else "rank 0"

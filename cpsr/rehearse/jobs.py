@@ -117,13 +117,13 @@ class Ran:
 
 
 def run(
-    asked: RehearsedJob, arguments: Sequence[str], limit_seconds: float | None, on_step: Callable[[int], None]
+    arguments: Sequence[str], asked: RehearsedJob, limit_seconds: float | None, on_step: Callable[[int], None]
 ) -> Ran:
     """Run a job to its last step, and start it again after it has left with SIGTERM.
 
     Args:
-        asked: the job; its folder is made here.
         arguments: of `cpsr run`.
+        asked: the job; its folder is made here.
         limit_seconds: after which it counts as hanging; None: never.
         on_step: called with the newest step, ten times a second.
     """

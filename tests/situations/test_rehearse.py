@@ -1,0 +1,128 @@
+"""Rehearsals of loops: what the verdict says of one that comes back, and of those that do not."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.utils.data import DataLoader, TensorDataset
+
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
+from cpsr.rehearse.command import Rehearsal
+from cpsr.rehearse.cuts import plan_cuts
+from cpsr.rehearse.jobs import Ran
+from cpsr.rehearse.verdict import Verdict
+from tests.situations.lives import Life, backward, live
+
+STEPS = 12
+KILLED, LEFT = -9, 143
+
+
+class Trainer:
+    """A user's loop as a class, with whatever the option asks for."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+        self.noise = random.Random(3)
+        self.average: dict[str, torch.Tensor] = {}
+        self.steps_here = 0
+
+    def scale(self) -> float:
+        """Of the loss."""
+        self.steps_here += 1
+        return 1.0 + self.noise.random() if self.fault in ("noise", "registered") else 1.0
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Average the weights, which changes nothing of the training."""
+        for name, one in model.named_parameters():
+            self.average[name] = 0.9 * self.average.get(name, one.detach()) + 0.1 * one.detach()
+
+
+def training(life: Life) -> str:
+    os.environ[REHEARSED] = life.options["asked"]
+    fault = life.options["fault"]
+    torch.manual_seed(time.time_ns() if "no seed" in fault else 0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs = torch.randn(64, 8)
+    loader = DataLoader(TensorDataset(inputs, inputs[:, :4]), batch_size=8, shuffle=True)
+    trainer = Trainer(fault)
+    if fault == "error" and life.number:
+        raise ValueError("cannot start twice")
+    with CPSRRecovery(TorchAdapter(model, optimizer), life.config()) as recovery:
+        if fault == "registered":
+            recovery.register("noise", trainer.noise)
+        batches = recovery.resume(loader, epochs=5)
+        while recovery.iteration < 40:
+            x, y = (inputs[:8], inputs[:8, :4]) if "no loader" in fault else next(batches)
+            optimizer.zero_grad()
+            backward(torch.nn.functional.mse_loss(model(x), y) * trainer.scale())
+            optimizer.step()
+            if fault == "registered":
+                trainer.follow(model)
+    return "done"
+
+
+def rehearsed(loop: Callable[[Life], Any], folder: Path, **options: Any) -> Verdict:
+    """The verdict on a loop whose lives are forked."""
+
+    def launch(asked: RehearsedJob, limit_seconds: float | None, on_step: Callable[[int], None]) -> Ran:
+        place = Path(asked.folder)
+        for number in range(3):
+            life = Life(place / "lives", number=number, options={"asked": asked.to_variable(), **options})
+            ended = live(loop, life)
+            with (place / "output").open("a") as output:
+                output.write(ended.output)
+            status = ended.statuses[0]
+            ran = Ran(asked, 1 if status == KILLED else status, 1.0)
+            if status != KILLED and (status != LEFT or ran.succeeded):
+                return ran
+        return ran
+
+    return Rehearsal(Console(file=StringIO()), folder, launch, STEPS).verdict()
+
+
+def test_a_loop_that_comes_back(tmp_path: Path) -> None:
+    verdict = rehearsed(training, tmp_path, fault="registered")
+    assert verdict.status == 0, verdict
+    assert verdict.sentence.startswith("Your script comes back bit for bit: 3 restarts, ")
+    lost = " ".join(verdict.unprotected)
+    assert "trainer.steps_here" in lost  # it counts this process's steps
+    assert "trainer.average" in lost  # nobody saves it
+    assert "trainer.noise" not in lost
+
+
+def test_a_generator_that_is_not_registered_is_named(tmp_path: Path) -> None:
+    verdict = rehearsed(training, tmp_path, fault="noise")
+    assert verdict.status == 1
+    assert "after SIGKILL of rank 0" in verdict.sentence
+    assert "trainer.noise" in verdict.causes[0]
+    assert "recovery.register" in verdict.advice
+
+
+def test_a_loop_that_does_not_reproduce_itself_and_takes_no_loader(tmp_path: Path) -> None:
+    verdict = rehearsed(training, tmp_path, fault="no seed, no loader")
+    assert (verdict.result, verdict.status) == ("does not reproduce itself", 1)
+    assert "two undisturbed runs differ at step" in verdict.sentence
+    assert any("No batch came from recovery.resume" in one for one in verdict.unprotected)
+
+
+def test_a_loop_that_cannot_start_again(tmp_path: Path) -> None:
+    verdict = rehearsed(training, tmp_path, fault="error")
+    assert (verdict.result, verdict.status) == ("does not come back", 1)
+    assert "the job failed (exit status 1)" in verdict.sentence
+
+
+def test_cuts_lie_inside_a_pass_and_at_its_end() -> None:
+    inside, at_end, left = (one.cut for one in plan_cuts(30, 2, [12, 24]))
+    assert inside == Cut("SIGKILL", 14, 1)
+    assert at_end == Cut("SIGKILL", 13)
+    assert left.signal == "SIGTERM"
+    assert plan_cuts(30, 2, [12, 24])[1].interval_iterations == 4  # a checkpoint at the end of the pass
+    assert plan_cuts(30, 1, [])[1].cut == Cut("SIGKILL", 18, at_request=True)
