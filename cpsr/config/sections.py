@@ -249,8 +249,14 @@ class LearningConfig(Section):
 
 
 class RestartConfig(Section):
-    """When a restored state is refused."""
+    """What a restart takes from the checkpoint, and when a restored state is refused."""
 
+    hyperparameters: Literal["checkpoint", "script"] = Field(
+        default="checkpoint",
+        description="Whose learning rates, weight decay, betas, schedules and clipping a restart uses where the script "
+        "sets others than the run began with. `checkpoint`: the run's, which is exact; one line lists what differs. "
+        "`script`: the script's; its schedules are moved forward to the restored step.",
+    )
     loss_tolerance_nats: float = Field(
         default=0.3, gt=0, description="A predicted state whose probe loss exceeds the checkpoint's by more is vetoed."
     )

@@ -152,6 +152,13 @@ class EngineAdapter(Protocol):
         """Objects of the user's loop whose state `scalars()` holds: the schedule and the gradient scaler, if any."""
 
     @property
+    def gradient_clipping(self) -> float | None:
+        """Norm at which the engine clips gradients; None where the loop does that itself."""
+
+    def clip_gradients(self, norm: float | None) -> None:
+        """Clip gradients at this norm from now on; None changes nothing."""
+
+    @property
     def pipeline_stage(self) -> Stage | None:
         """This rank's stage; None where there is no pipeline, or one of a single stage, which waits for nobody."""
 

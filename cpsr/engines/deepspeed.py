@@ -141,6 +141,18 @@ class DeepSpeedAdapter:
         return [one for one in (self._engine.lr_scheduler, self._scalars.scaler) if one is not None]
 
     @property
+    def gradient_clipping(self) -> float | None:
+        """`gradient_clipping` of the engine's configuration; 0 is off."""
+        return float(self._engine.gradient_clipping())
+
+    def clip_gradients(self, norm: float | None) -> None:
+        """Clip gradients at this norm from now on; None changes nothing."""
+        if norm is not None:
+            self._engine._config.gradient_clipping = norm
+            if hasattr(self._engine.optimizer, "clip_grad"):
+                self._engine.optimizer.clip_grad = norm
+
+    @property
     def pipeline_stage(self) -> Stage | None:
         """The engine's stage in its pipeline."""
         if not self._pipeline or self._engine.num_stages < 2:

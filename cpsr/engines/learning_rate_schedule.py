@@ -10,7 +10,7 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues
 
-__all__ = ["Schedule", "Schedules"]
+__all__ = ["Schedule", "Schedules", "needs_metric"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Schedule:
         """One step of the schedule; a scheduler that needs a metric stays where it is, and that is logged once."""
         if self._scheduler is None:
             return
-        if self._needs_metric():
+        if needs_metric(self._scheduler):
             if not self._warned:
                 _log.warning(
                     "%s decides by a metric of the skipped steps, which were not trained: it is left as restored",
@@ -86,12 +86,14 @@ class Schedule:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self._scheduler.step()
 
-    def _needs_metric(self) -> bool:
-        parameters = inspect.signature(self._scheduler.step).parameters.values()
-        return any(
-            p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            for p in parameters
-        )
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether its `step` has to be given something, as a metric."""
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        for p in parameters
+    )
 
 
 class Schedules:

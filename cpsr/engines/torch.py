@@ -168,6 +168,14 @@ class TorchAdapter:
         return [*self._schedulers, *([] if self._scaler is None else [self._scaler])]
 
     @property
+    def gradient_clipping(self) -> None:
+        """None: the loop clips by itself."""
+        return
+
+    def clip_gradients(self, norm: float | None) -> None:
+        """Nothing to do."""
+
+    @property
     def stage_traffic(self) -> None:
         """None: a plain torch loop has no pipeline."""
         return

@@ -134,6 +134,7 @@ class Life:
     def _restore(self) -> None:
         """Bring the engine to the newest state that can be restored, and start this life from there."""
         job, run = self.job, self.run
+        self.loop.state.hyperparameters.begin()
         self._adopt(self.restorer.restore(job.config.mode))
         iteration = self.restored.restored_iteration
         # Set aside partial checkpoints of iterations that will be repeated; those that a prediction used stay.
@@ -156,6 +157,8 @@ class Life:
         self._witnessing.begin(iteration)
         lost = (self.restored.failure_iteration or iteration) - iteration
         announce(job, self.restored, cause, self.restorer.damaged, self._witnessing.outlook(lost))
+        if self.loop.state.notice is not None and job.group.rank == 0:
+            job.journal.event("hyperparameters", self.loop.state.notice, iteration, logging.WARNING)
 
     def _begin(self, opened: ExitStack) -> None:
         """Start the parts that run beside the training."""

@@ -41,4 +41,12 @@ class Loop:
         self.learning = Learning(self.adapter, config)
         waiting = partial(self.learning.bubbles.waiting, "data")
         batch = GlobalBatch(self.adapter, config.elastic.global_batch_size)
-        self.state = RunState(self.adapter, self.losses, self.probes, self.learning.learner, waiting, batch)
+        self.state = RunState(
+            self.adapter,
+            self.losses,
+            self.probes,
+            self.learning.learner,
+            waiting,
+            batch,
+            config.restart.hyperparameters,
+        )

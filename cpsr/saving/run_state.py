@@ -5,7 +5,10 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines import optimizer_state
@@ -17,6 +20,7 @@ from cpsr.job import Ending, Part, Rewind
 from cpsr.learning.learner import Learner
 from cpsr.restart.probes import Probes
 from cpsr.restart.restore import Restored
+from cpsr.saving.hyperparameters import Hyperparameters
 from cpsr.state import codec
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.loader import LoaderHooks, ResumableLoader, is_repeating
@@ -39,8 +43,11 @@ class RunState(Part):
         learner: its predictor's state is saved with every checkpoint.
         waiting: as in `ResumableLoader`.
         global_batch: is compared with that of the run; None: with nothing.
+        hyperparameters: `restart.hyperparameters`.
 
     Attributes:
+        hyperparameters: those of the script and of the run.
+        notice: what the script sets otherwise than the run, for people; None if nothing.
         frozen: parameters outside the optimizer.
     """
 
@@ -52,8 +59,11 @@ class RunState(Part):
         learner: Learner,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         global_batch: GlobalBatch | None = None,
+        hyperparameters: Literal["checkpoint", "script"] = "checkpoint",
     ) -> None:
         self._adapter = adapter
+        self.hyperparameters = Hyperparameters(adapter, hyperparameters)
+        self.notice: str | None = None
         self._global_batch = global_batch or GlobalBatch(adapter, None)
         self._losses = losses
         self._probes = probes
@@ -103,7 +113,8 @@ class RunState(Part):
     @property
     def descent(self) -> tuple[int, list[dict[str, int]]]:
         """What a state descends from, beside steps of this run: a state that the user loaded, and predicted ones."""
-        return self.history_start, self._lineage
+        altered = [{"hyperparameters_iteration": iteration} for iteration in self.hyperparameters.since]
+        return self.history_start, [*self._lineage, *altered]
 
     @property
     def peak_learning_rate(self) -> float:
@@ -161,11 +172,23 @@ class RunState(Part):
         codec.encode(item.state_dict(), name)
         self._registered[name] = item
         self.objects.append(given)
-        if name in self._unclaimed:
-            item.load_state_dict(self._unclaimed.pop(name))
-            self._put_back_rates()
+        if isinstance(given, LRScheduler):
+            restored = partial(self._claim, name, item) if name in self._unclaimed else None
+            if (notice := self.hyperparameters.register(name, given, restored)) is not None:
+                logger.warning("'%s': %s", name, notice)
+                self._keep_rates()
+        elif name in self._unclaimed:
+            self._claim(name, item)
         elif self._restored:
             logger.warning("'%s' is registered, but the checkpoint has no state of that name: it keeps its own", name)
+
+    def _claim(self, name: str, item: Stateful) -> None:
+        item.load_state_dict(self._unclaimed.pop(name))
+        self._put_back_rates()
+
+    def _keep_rates(self) -> None:
+        """The parameter groups are as a restart has left them."""
+        self._rates = self._adapter.iteration, list(map(optimizer_state.hyperparameters, self._adapter.optimizers))
 
     def _put_back_rates(self) -> None:
         """Restore the learning rates: a schedule created after the restart has reset them to their initial values."""
@@ -207,6 +230,7 @@ class RunState(Part):
             learned=self._learner.state_dict() if whole else {},
             frozen=self.frozen.state(whole=whole),
             global_batch_size=self._global_batch.size,
+            script=self.hyperparameters.state(),
         )
 
     def place(self) -> dict[str, Any]:
@@ -228,6 +252,7 @@ class RunState(Part):
             "cumulative_learning_rate": self._cumulative_learning_rate,
             "peak_learning_rate": self._peak_learning_rate,
             "lineage": list(self._lineage),
+            "script": self.hyperparameters.state(),
         }
 
     def take(self, restored: Restored) -> None:
@@ -253,7 +278,8 @@ class RunState(Part):
                 self._registered[name].load_state_dict(state)
             else:
                 self._unclaimed[name] = state
-        self._rates = self._adapter.iteration, list(map(optimizer_state.hyperparameters, self._adapter.optimizers))
+        self.notice = self.hyperparameters.take(scalars.script)
+        self._keep_rates()
         not_restored = restore_random_states(self._adapter, scalars.rng)
         if not_restored is not None:
             logger.warning("%s", not_restored)

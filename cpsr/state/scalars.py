@@ -140,6 +140,8 @@ class Scalars:
         planning: this rank's costs of a checkpoint, and the phases of the training so far, for the planner.
         experts: tokens routed to experts, and those not saved yet, if checkpoints leave experts out.
         frozen: what `FrozenWeights.state` returned for parameters outside the optimizer; empty without any.
+        script: hyperparameters as the script has set them at its start (`cpsr.engines.script_settings`); empty if that
+            is not known. Its key `since` lists the iterations at which others took their place.
         global_batch_size: samples that all ranks together train on in an iteration; None where that is not known.
     """
 
@@ -161,6 +163,7 @@ class Scalars:
     experts: dict[str, Any] = field(default_factory=dict)
     frozen: dict[str, Any] = field(default_factory=dict)
     global_batch_size: int | None = None
+    script: dict[str, Any] = field(default_factory=dict)
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data for `cpsr.state.codec.encode`."""
