@@ -53,7 +53,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
 def trained(life: Life) -> dict[str, Any]:
     """A run of 24 steps, whose later lives are given `changed` settings; the rate before each step, and the end."""
     options = life.options
-    settings = {"lr": 0.01, "weight_decay": 0.1, "steps": 32}
+    settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "steps": 32}
     if life.number:
         settings |= options.get("changed", {})
     torch.manual_seed(0)
