@@ -140,7 +140,7 @@ def test_the_scripts_are_used_if_asked_for(schedule: str, tmp_path: Path) -> Non
 def test_the_next_restart_says_nothing_more(tmp_path: Path) -> None:
     options = {"schedule": "cosine", "changed": {"steps": 64}, "choice": "script"}
     live(trained, Life(tmp_path, AT, signal.SIGTERM, options=options))
-    live(trained, Life(tmp_path, 18, signal.SIGKILL, number=1, options=options))
+    live(trained, Life(tmp_path, 18, signal.SIGTERM, number=1, options=options))
     last = live(trained, Life(tmp_path, number=2, options=options))
     assert "the script sets" not in last.output
     assert "not restored" not in last.output
