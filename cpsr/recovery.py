@@ -74,6 +74,9 @@ class CPSRRecovery:
         self._slot.take()
         try:
             log_to_terminal(self._loop.adapter.rank)
+            # What another package saves beside the engine: see `cpsr.integrations.accelerate`.
+            for name, companion in getattr(self._loop.adapter, "companions", dict)().items():
+                self.register(name, companion)
             self._life = Life(self._loop, self._config)
             self._loop.events.opened(self._life.restored, self._life.job.run)
         except BaseException:

@@ -1,5 +1,6 @@
 """CPSR in a loop over objects that `accelerator.prepare` returned."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from inspect import isgeneratorfunction
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DeepSpeedSchedulerWrapper, memory
 
 from cpsr.engines import EngineAdapter, TorchAdapter, adapt
 from cpsr.engines.imported_state import IMPORTED
@@ -24,8 +26,9 @@ def engine_of(
 ) -> EngineAdapter:
     """The engine for `CPSRRecovery`, of what `accelerator.prepare` returned.
 
-    The loop calls `scheduler.step()` right after `optimizer.step()`, both inside `accelerator.accumulate(model)` where
-    gradients are accumulated.
+    All prepared schedulers come back with it, and objects that `accelerator.register_for_checkpointing` was given
+    before the `with` block. The loop calls `scheduler.step()` right after `optimizer.step()`, both inside
+    `accelerator.accumulate(model)` where gradients are accumulated.
 
     Args:
         accelerator: its gradient scaler and its number of accumulated batches are taken.
@@ -35,19 +38,51 @@ def engine_of(
         adapter: more arguments of `TorchAdapter`.
 
     Raises:
-        UnsupportedEngineError: see `TorchAdapter`; or a part that was not prepared.
+        UnsupportedEngineError: see `TorchAdapter`; or a part that was not prepared; or accelerate's search for a batch
+            size calls this.
     """
+    _require_one_batch_size()
     schedulers = [scheduler, *accelerator._schedulers]
     if accelerator.distributed_type == "DEEPSPEED":
-        return _for_its_schedulers(adapt(model), schedulers)
+        return _with_state(accelerator, _for_its_schedulers(adapt(model), schedulers), None)
     if not hasattr(optimizer, "step_was_skipped"):
         raise UnsupportedEngineError(
             f"this {type(optimizer).__name__} was not prepared: pass the optimizer that accelerator.prepare returned"
         )
     adapter = {"micro_batches_per_iteration": accelerator.gradient_accumulation_steps, **adapter}
-    return _for_its_schedulers(
-        TorchAdapter(model, optimizer.optimizer, scheduler, accelerator.scaler, **adapter), schedulers
-    )
+    engine = TorchAdapter(model, optimizer.optimizer, scheduler, accelerator.scaler, **adapter)
+    return _with_state(accelerator, _for_its_schedulers(engine, schedulers), scheduler)
+
+
+def _require_one_batch_size() -> None:
+    """Refuse a search that begins the run again with another batch size, in this process and at each restart."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == memory.__file__:
+            raise UnsupportedEngineError(
+                "find_executable_batch_size begins the run again with another batch size, and each restart would begin "
+                "with the first one, where the run could not go on. Nothing was trained. Find the size before, without "
+                "CPSR, and give it to the script"
+            )
+
+
+def _with_state(accelerator: Accelerator, engine: EngineAdapter, scheduler: Any) -> EngineAdapter:
+    """Let CPSR save what `accelerator.save_state` saves beside the engine, whose scheduler this is."""
+
+    def companions() -> dict[str, Any]:
+        of_engine = scheduler, getattr(scheduler, "scheduler", None)
+        others = {
+            f"accelerate scheduler {number}": one
+            for number, one in enumerate(accelerator._schedulers)
+            if not isinstance(one, DeepSpeedSchedulerWrapper)
+            and not any(one is own or getattr(one, "scheduler", one) is own for own in of_engine)
+        }
+        objects = enumerate(accelerator._custom_objects)
+        return others | {f"accelerate object {number} {type(one).__name__}": one for number, one in objects}
+
+    setattr(engine, "companions", companions)  # noqa: B010 - engines of other packages have none
+    return engine
 
 
 def _for_its_schedulers(engine: EngineAdapter, schedulers: list[Any]) -> EngineAdapter:

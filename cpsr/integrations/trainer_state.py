@@ -1,25 +1,34 @@
 """The own state of a `Trainer` of transformers, as an object that `recovery.register` takes."""
 
 import math
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import fields
 from typing import Any
 
 import torch
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
-from cpsr.errors import ConfigError
+from cpsr.errors import ConfigError, UnsupportedEngineError
+from cpsr.state import codec
 
 __all__ = ["TrainerProgress"]
 
-# Of `TrainerState`; the rest are settings of this life.
-PROGRESS = (
-    "epoch",
-    "global_step",
-    "num_input_tokens_seen",
-    "total_flos",
-    "best_metric",
-    "best_global_step",
-    "best_model_checkpoint",
+# Of `TrainerState`: settings of this life, and callbacks, whose states are taken as they are now.
+NOT_RESTORED = (
+    "max_steps",
+    "num_train_epochs",
+    "logging_steps",
+    "eval_steps",
+    "save_steps",
+    "train_batch_size",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "is_hyper_param_search",
+    "trial_name",
+    "trial_params",
+    "stateful_callbacks",
 )
 # Of the Trainer: sums between two log lines, and of the whole run.
 SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_initial_num_input_tokens_seen")
@@ -30,21 +39,29 @@ OF_ALL_RANKS = ("global_batch_size", "steps_of_a_pass")
 
 
 class TrainerProgress:
-    """Step, epoch, log history, best metric, sums of the losses, and the callbacks that have a state.
+    """What `trainer_state.json` holds, sums of the losses, and the callbacks that have a state.
 
     Args:
         trainer: inside `train()`, from `on_train_begin` on.
+
+    Raises:
+        UnsupportedEngineError: a callback that cannot be made of its own state, by name.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        for one in self._exportable():
+            _made_of(one, one.state())
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data and the tensor of the running sum of losses; the log's entries are not copied."""
+        """Plain data and the tensor of the running sum of losses; the entries of the log are not copied."""
         trainer = self._trainer
         return {
-            "state": {name: getattr(trainer.state, name) for name in PROGRESS},
-            "log_history": list(trainer.state.log_history),
+            "state": {
+                one.name: copy(getattr(trainer.state, one.name))
+                for one in fields(trainer.state)
+                if one.name not in NOT_RESTORED
+            },
             "sums": {name: getattr(trainer, name) for name in (*SUMS, "current_flos")},
             "loss": trainer._tr_loss.detach().clone(),
             "callbacks": [[type(one).__name__, one.state()] for one in self._exportable()],
@@ -62,8 +79,7 @@ class TrainerProgress:
         trainer = self._trainer
         self._require_order(state["order"])
         for name, value in state["state"].items():
-            setattr(trainer.state, name, value)
-        trainer.state.log_history = list(state["log_history"])
+            setattr(trainer.state, name, copy(value))
         for name, value in state["sums"].items():
             setattr(trainer, name, value)
         trainer._tr_loss = torch.as_tensor(state["loss"]).clone().to(trainer.args.device)
@@ -73,9 +89,10 @@ class TrainerProgress:
             if one is None:
                 continue
             remaining.remove(one)
-            attributes = saved["args"] if one is trainer.control else saved["attributes"]
-            for attribute, value in attributes.items():
-                setattr(one, attribute, value)
+            now = _made_of(one, one.state())
+            for attribute, value in _made_of(one, saved).items():
+                if attribute not in now or not codec.same(now[attribute], value):
+                    setattr(one, attribute, value)
         if state.get("max_steps", math.inf) <= trainer.state.global_step < trainer.state.max_steps:
             trainer.control.should_training_stop = False  # the run had ended, and is to go on
 
@@ -109,3 +126,19 @@ class TrainerProgress:
     def _exportable(self) -> list[Any]:
         found = [*self._trainer.callback_handler.callbacks, self._trainer.control]
         return [one for one in found if isinstance(one, ExportableState)]
+
+
+def _made_of(callback: Any, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain attributes of the callback that transformers would make of this state.
+
+    Raises:
+        UnsupportedEngineError: its class cannot be made of it.
+    """
+    try:
+        made = vars(type(callback).from_state(state))
+    except Exception as error:
+        raise UnsupportedEngineError(
+            f"{type(callback).__name__} cannot be made of what its state() returns ({error}): give its __init__ the "
+            "names under 'args'. Nothing was trained"
+        ) from error
+    return {name: value for name, value in made.items() if codec.is_plain(value)}

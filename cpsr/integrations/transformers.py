@@ -63,6 +63,12 @@ class CPSRCallback(TrainerCallback):  # type: ignore[misc]  # untyped here
         """
         if args.ignore_data_skip:
             raise ConfigError("with ignore_data_skip=True a restart trains on other batches: leave it out with CPSR")
+        if args.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size=True begins the run again with a smaller batch, and a restart would begin with "
+                "the first size, where the run could not go on. Nothing was trained. Find the size before, without "
+                "CPSR, and set per_device_train_batch_size"
+            )
         begun = state.global_step
         engine, parts, mode = self._engine()
         recovery, progress = CPSRRecovery(engine, self._config, mode=mode), TrainerProgress(self._trainer)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import DeviceNumber, DeviceValues
 
-__all__ = ["LOST", "decode", "decode_without_tensors", "encode", "lacks_tensors", "same"]
+__all__ = ["LOST", "decode", "decode_without_tensors", "encode", "is_plain", "lacks_tensors", "same"]
 
 _TAG = "__cpsr__"  # a mapping with this key is one of ours; user mappings that have it are written as pairs
 # JSON's own types. Sequences of only these are copied whole: Python's random state alone has 625 integers, and the
@@ -169,6 +169,15 @@ def _encode_mapping(
     ]
     ordered = {"ordered": True} if type(value) is OrderedDict else {}
     return {_TAG: "dict", "pairs": pairs, **ordered}
+
+
+def is_plain(tree: Any) -> bool:
+    """Whether `encode` takes this tree."""
+    try:
+        encode(tree)
+    except UnsupportedEngineError:
+        return False
+    return True
 
 
 def same(one: Any, other: Any) -> bool:

@@ -108,7 +108,7 @@ class ResumableLoader(Iterator[Any]):
         self._generators = generators_of(loader)
         self._state: LoaderState = LoaderState(loader) if after is None else after._state
         # Of the iterator, and after a pass of the last one.
-        self._workers: InTurn | None = None if after is None else after._workers
+        self._workers: InTurn | None = None if after is None else after._workers_after()
         self._follows_a_pass = after is not None
         self._hooks = hooks
         self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
@@ -146,6 +146,11 @@ class ResumableLoader(Iterator[Any]):
             setattr(self._loader, "_iterator", None)  # noqa: B010 - its workers have drawn random numbers since
         self._moved = position.states is not None
         self.position = self._normalised(position)
+
+    def open(self) -> None:
+        """Begin or continue the pass now, which draws its order, and not with the first batch."""
+        if self._iterator is None and not self._pass_is_over():
+            self._iterator = self._open()
 
     def close(self) -> None:
         """Give no more batches; the workers of the pass end, unless they are persistent."""
@@ -211,6 +216,12 @@ class ResumableLoader(Iterator[Any]):
             self._hooks.on_batch(batch)
             return batch
 
+    def _workers_after(self) -> InTurn | None:
+        """The workers of the next pass; the loop may have asked for no batch after the last one of this."""
+        if self._workers is not None and self._iterator is not None and self._pass_is_over():
+            self._workers.end_pass(self.position.batch)
+        return self._workers
+
     def _pass_is_over(self) -> bool:
         """Whether the current pass has no batches left; the loader may draw random numbers at its end."""
         return self._length is not None and self.position.batch >= self._length
@@ -273,7 +284,7 @@ class ResumableLoader(Iterator[Any]):
             self._restore(position.states)
             if position.states_epoch == position.epoch:
                 self._restore_epoch(position.states)
-            if position.states_epoch == position.epoch and position.batch:
+            if position.states_epoch == position.epoch and (position.batch or position.states.get("begun")):
                 if "epochs_of_data" not in position.states:
                     self._untold_epoch = position.epoch
                 iterator = self._pass(position.epoch, skip=position.batch, workers=position.workers)
@@ -285,7 +296,7 @@ class ResumableLoader(Iterator[Any]):
         return self._begin_pass(skip=position.batch if moved else 0, workers=position.workers if moved else None)
 
     def _begin_pass(self, skip: int = 0, workers: dict[str, Any] | None = None) -> Iterator[Any]:
-        position, states = self.position, self._capture()
+        position, states = self.position, {**self._capture(), "begun": True}
         self.position = replace(position, states=states, states_epoch=position.epoch)
         iterator = self._pass(position.epoch, skip, workers)
         if not self._state.was_loaded:

@@ -17,10 +17,12 @@ finds its settings in a `Life`, calls `life.step(iteration)` after each step, an
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,8 +33,9 @@ import torch
 
 from tests.rank_processes import become_rank, start_ranks
 
-__all__ = ["Ended", "Life", "alone_and_cut", "backward", "digest", "live"]
+__all__ = ["Ended", "Life", "alone_and_cut", "backward", "digest", "forked", "live", "run_example"]
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_SECONDS = 120.0  # for what takes a second; the machine may be busy
 
 
@@ -126,6 +129,38 @@ def alone_and_cut(
     live(loop, Life(folder / "cut", at, how, None if how == signal.SIGKILL else 0, ranks=ranks, options=options))
     again = live(loop, Life(folder / "cut", ranks=ranks, number=1, options=options))
     return alone, again
+
+
+def forked(loop: Loop, lives: Sequence[Life]) -> list[Any]:
+    """What the loop returned in each of these lives, one after the other; None if it did not return.
+
+    Call it inside a life, where a package is imported that takes seconds: each of these is a fork of that process.
+    """
+    results = []
+    for life in lives:
+        life.directory.mkdir(parents=True, exist_ok=True)
+        left = life.directory / f"{life.number}-forked.json"
+        left.unlink(missing_ok=True)
+        if not (child := os.fork()):
+            left.write_text(json.dumps(loop(life)))
+            sys.stdout.flush()
+            os._exit(0)  # an error ends it as it would end the process that it is a fork of
+        os.waitpid(child, 0)
+        results.append(json.loads(left.read_text()) if left.exists() else None)
+    return results
+
+
+def run_example(name: str, life: Life, without: dict[str, Any]) -> None:
+    """Call `main` of an example; where `life.options["followed"]` is False, with other objects under these names."""
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not life.options["followed"]:
+        vars(module).update(without)
+    sys.argv = [name, "--folder", str(life.directory)]
+    module.main()
 
 
 def backward(loss: torch.Tensor) -> None:
