@@ -12,6 +12,7 @@
     ├── CheckpointError
     │   ├── CheckpointCorruptError   a committed file is torn, missing or altered
     │   └── SaveError                a save failed or was skipped; training goes on
+    ├── UnevenRanksError         a rank has left its training loop, and others wait for it
     ├── RecoveryError            no source of state can be restored
     ├── NotRestoredError         a restart has repeated a step, and it differs from its first execution
     ├── TargetError              the target of copies cannot be read or written now
@@ -41,6 +42,7 @@ __all__ = [
     "ServiceError",
     "TargetError",
     "TooManyReportsError",
+    "UnevenRanksError",
     "UnsupportedEngineError",
 ]
 
@@ -100,6 +102,10 @@ class CheckpointCorruptError(CheckpointError):
 
 class SaveError(CheckpointError):
     """A checkpoint could not be written; the previous ones are untouched and training goes on."""
+
+
+class UnevenRanksError(CPSRError):
+    """Another rank has left its training loop, so that it takes no part in this rank's next step or checkpoint."""
 
 
 class RecoveryError(CPSRError):

@@ -68,7 +68,7 @@ class CPSRRecovery:
         self._config = rehearsed_config(_configuration(engine, config, mode))
         self._loop = Loop(adapter, self._config, loss_fn, probe_batches)
         self._life: Life | None = None
-        self._slot = ProcessSlot(str(self._config.run_dir))
+        self._slot = ProcessSlot(str(self._config.run_dir), self._disown)
 
     def __enter__(self) -> "CPSRRecovery":
         self._slot.take()
@@ -91,6 +91,10 @@ class CPSRRecovery:
             self.life.close(kind, error)
         finally:
             self._slot.give_back()
+
+    def _disown(self) -> None:
+        if self._life is not None:
+            self._life.disown()
 
     @property
     def life(self) -> Life:

@@ -47,7 +47,6 @@ from cpsr.checkpoint.frozen_links import FrozenLinks
 from cpsr.checkpoint.loading import load_shard, load_weights
 from cpsr.checkpoint.manifest import COMMIT, Manifest, file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
-from cpsr.checkpoint.replacement import replace, settle_replacements
 from cpsr.checkpoint.replicated import Drifted, DriftedError
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.verify import (
@@ -153,7 +152,6 @@ class CheckpointStore:
             UnreadableFileError: the file system cannot read a commit record now; nothing was changed.
         """
         make_directory(self.directory, fsync=self._fsync)
-        self.settle_replacement()
         found = self._readable()
         problems = found.problems
         self._newest_sequence(found)
@@ -337,21 +335,6 @@ class CheckpointStore:
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
         retention.remove_uncommitted(self.directory, after=iteration, fsync=self._fsync)
         return [path for path in moved if path is not None]
-
-    def begin_replacement(self, iteration: int) -> None:
-        """Make room for a newer state of a committed iteration, with the writers drained; rank 0 alone acts.
-
-        Until the new one is committed, the old one stays beside it, and `settle_replacement` can restore it.
-        """
-        if self._rank == 0:
-            refuse_superseded(self.directory.parent, self._life)
-            self._newest_sequence()  # counts it
-            replace(self._step(iteration), fsync=self._fsync)
-
-    def settle_replacement(self) -> None:
-        """Remove replaced checkpoints whose successor was committed, and put others back; rank 0 alone acts."""
-        if self._rank == 0:
-            settle_replacements(self.directory, fsync=self._fsync)
 
     def retain(self, config: CheckpointConfig) -> retention.RetentionPlan:
         """Thin and delete old checkpoints; by rank 0 alone, after a commit.

@@ -44,6 +44,9 @@ class StepObserver(Protocol):
     def on_other_forward(self) -> None:
         """The module is about to be called for something else, as an evaluation."""
 
+    def on_train_batch(self) -> None:
+        """A pipeline's `train_batch` is called: the loop has finished its last iteration."""
+
     def on_loss(self, loss: torch.Tensor) -> None:
         """One micro-batch's training loss: a detached, unscaled scalar that stays on its device."""
 

@@ -44,6 +44,9 @@ class _Unobserved:
     def after_external_load(self, iteration: int | None) -> None:
         pass
 
+    def on_train_batch(self) -> None:
+        pass
+
     def wait_begins(self, place: str) -> None:
         pass
 
@@ -161,6 +164,7 @@ class DeepSpeedLoop:
         return result
 
     def _around_train_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._watching().on_train_batch()
         before = self._engine.global_steps
         result = original(*args, **kwargs)
         if isinstance(result, torch.Tensor):

@@ -54,7 +54,9 @@ class TorchLoop:
             raise RuntimeError("this adapter already has an observer; detach it first")
         self._observer = observer
         hooks = self._hooks
-        hooks.add(self._module.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True))
+        # First of all hooks: those of a sharded module gather its parameters.
+        before = ModuleHook(self._before_forward)
+        hooks.add(self._module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         hooks.add(self._module.register_forward_hook(ModuleHook(self._after_forward)))
         self._step_hooks = [
             StepHooks(one, self._before_optimizer_step, self._after_optimizer_step) for one in self._optimizers

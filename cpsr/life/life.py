@@ -17,7 +17,7 @@ from cpsr.life.announcement import announce, cause_of_failure
 from cpsr.life.boundary import Boundary
 from cpsr.life.clock import StepClock
 from cpsr.life.first_batches import FirstBatches
-from cpsr.life.leaving import Leave, Leaving, StopRequest
+from cpsr.life.leaving import Leave, Leaving
 from cpsr.life.loop import Loop
 from cpsr.life.loop_tail import LoopTail
 from cpsr.life.lost_tokens import with_lost_tokens
@@ -27,6 +27,7 @@ from cpsr.life.outcome import RecoveryOutcome
 from cpsr.life.probation import Probation
 from cpsr.life.recovered import LagReport, RecoveredLag, losses_before
 from cpsr.life.rehearsed import Rehearsed, rehearsed
+from cpsr.life.stop_request import StopRequest
 from cpsr.life.witnessing import Witnessing
 from cpsr.planner.cadence import Savers
 from cpsr.planner.live.job_planner import JobPlanner
@@ -74,12 +75,15 @@ class Life:
         self.loop = loop
         self._exact = config.mode == "exact"  # as given; the job's own mode may be exact because nothing is predicted
         self._ending = Ending()
+        self._stop = StopRequest()
+        self._disowned = False
         self._parts: list[Part] = []
         with ExitStack() as opened:
             handlers = opened.enter_context(ExitStack())  # restored last: another SIGTERM must not interrupt leaving
             self._open(opened, loop.state)  # closed late: the last checkpoint asks the loader for its position
             self.run = open_for_life(loop, config, opened, self._ending)
             self.job = self.run.job
+            self._attendance = self.job.group.attendance
             # Closed after the boundary, by when a GPU has completed the last steps.
             self._witnessing = self._open(opened, self._witnesses())
             self.boundary = self._open(opened, Boundary(self.job, self.run.memory.pool, loop.state))
@@ -89,8 +93,8 @@ class Life:
             self._restore()
             self._begin(opened)
             self._attach(opened)
-            self._stop = StopRequest()
-            self._stop.watch(handlers, self.boundary)
+            if self._stop.watch(handlers):
+                self.boundary.emergency_dump.watch_sigterm(self._stop.note)
             self._opened = opened.pop_all()
 
     # Opening
@@ -177,12 +181,15 @@ class Life:
             job, self.restorer, self.saver, loop.learning, loop.state, loop.loss_fn, lambda: self._stop.made
         )
         self._agreement = Agreement(job, self.planner, self.saver, self.rehearsals)
-        self._tail = LoopTail(job.group, possible=job.adapter.pipeline_stage is None)
+        self._tail = LoopTail(job.group, loop.state, pipeline=job.adapter.pipeline_stage is not None)
         self._first_batches = FirstBatches(job.adapter, job.group, job.config.mode != "exact", job.journal.event)
-        self._leaving = Leaving(job, self.boundary, self.saver, loop, self._tail, self._capture, self._ending)
+        self._leaving = Leaving(
+            job, self.boundary, self.saver, loop, self._tail, self._stop, self._capture, self._ending
+        )
         loop.events.begin(job, self.saver.saved_iteration, self._tail.defer_here)
         run.steps.followers += [self.rehearsals.on_steps, self._lag.on_steps, self.saver.memory.on_steps]
         loop.state.on_request = self._on_request
+        loop.state.on_end = self._on_end
         loop.state.on_batch.append(self._first_batches.on_batch)
         self._parts += [
             loop.state,
@@ -223,12 +230,28 @@ class Life:
         """From here to the end of the step the state belongs to no iteration."""
         self.boundary.begin_update()
 
+    def on_train_batch(self) -> None:
+        """A pipeline's `train_batch` is called."""
+        self._stop.look()
+        self._tail.finish()
+
     def _on_request(self) -> None:
         """The loop requests a batch."""
+        self._stop.look()
         self.boundary.request()
+        if self._attendance is not None and self._tail.is_here:
+            self._attendance.train(self.job.adapter.iteration + 1)
         self._tail.on_request()
         if self._rehearsed is not None:
             self._rehearsed.on_request()
+
+    def _on_end(self, last: bool) -> None:
+        """A pass has ended; the loop may change the state before the next one, or have no other."""
+        if not self._tail.is_here:
+            return
+        self.saver.finish()
+        if self._attendance is not None and last:
+            self._attendance.leave(self.job.adapter.iteration, may_return=True)
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins: it changes buffers and random states."""
@@ -261,6 +284,9 @@ class Life:
 
     def after_step(self, iteration: int, applied: bool) -> None:
         """One step is complete: publish, save if due, and agree on what comes next."""
+        self._stop.look()
+        if self._attendance is not None:
+            self._attendance.train(iteration)
         step = self._clock.end(iteration, applied)
         self._count(iteration, applied)
         self.run.memory.after_step(iteration)
@@ -278,8 +304,8 @@ class Life:
             self._tail.defer(partial(self._begin_checkpoint, iteration, self.saver.take(iteration)))
         else:
             self._follow_up(iteration)
-        if not self._probation.active:
-            self._tail.defer_here(self.saver.end_of(iteration, self._capture_for_memory))
+        if not self._probation.active and (end := self.saver.end_of(iteration, self._capture_for_memory)) is not None:
+            self._tail.defer_here(end)
         self._lag.report_if_due(iteration)
         self._rehearse_if_due(iteration, applied, step.seconds)
         leaves = iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(
@@ -447,21 +473,37 @@ class Life:
         """Whether the predicted state that this life began with may still be discarded."""
         return self._probation.active
 
+    def disown(self) -> None:
+        """This process is a fork of the one that lives this life: here nothing of it is watched, saved or closed."""
+        self._disowned = True
+        self.job.adapter.detach()
+        self.loop.state.unwatch()
+        self._tail.drop()
+
     def close(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
-        """End the life after its `with` block; parts close in reverse order of opening."""
+        """End the life after its `with` block, in its own process; parts close in reverse order of opening."""
+        if self._disowned:
+            return
         with undisturbed(), self._opened:
             if self._rehearsed is not None:
                 self._rehearsed.close()
             # Before rank 0 last gathers the other ranks' rows.
             self.loop.learning.record_bubbles(self.job.adapter.iteration)
+            if self._attendance is not None and not self._leaving.left:
+                self._attendance.leave(self.job.adapter.iteration, None if kind is None else kind.__name__)
             if kind is None:
                 self._end()
-            elif kind is Leave:
+            elif self._leaving.left:
                 self._end_left()
-            else:
-                if isinstance(error, NotRestoredError):
-                    self.boundary.may_dump = False  # a restart would take it for a state of the run
+            elif isinstance(error, NotRestoredError):
+                self.boundary.may_dump = False  # a restart would take it for a state of the run
                 self.boundary.abandon(error)
+            elif self._stop.made and self.job.group.size == 1 and not self.boundary.changing:
+                self._end_stopped()
+            else:
+                self.boundary.abandon(error)
+        if kind is None and self._stop.kept is not None:
+            raise self._stop.kept
 
     def _end(self) -> None:
         """The loop has ended on this rank: wait for the others, and save the last state."""
@@ -469,11 +511,13 @@ class Life:
             self._tail.finish()  # may leave, after a SIGTERM in the last step
             self._agreement.finish()
             self.job.group.barrier()  # all ranks are done; a dead rank raises here and not in the last save
-        except Leave:
-            self._end_left()
-            raise
         except BaseException as failure:
-            self.boundary.abandon(failure)
+            if not self._leaving.left:
+                self.boundary.abandon(failure)
+                raise
+            self._end_left()
+            if isinstance(failure, Leave) and self._stop.script_handles:
+                return  # the loop has ended by itself, maybe because the script's handler told it to
             raise
         self.boundary.leave_in_order()
         self.saver.finish()
@@ -482,6 +526,12 @@ class Life:
         self.loop.events.at_step(iteration, self.saver.saved_iteration)
         self._ending.how = "clean"
         self._end_unfinished_probation()
+
+    def _end_stopped(self) -> None:
+        """After SIGTERM the script's own code has left the loop with an exception, of this rank alone."""
+        self._tail.drop()
+        self._leaving.commit(self.job.adapter.iteration)
+        self._end_left()
 
     def _end_left(self) -> None:
         self._agreement.finish()

@@ -4,61 +4,82 @@ import threading
 from collections.abc import Callable
 
 from cpsr.ranks.group import Group
+from cpsr.saving.run_state import RunState
 
 __all__ = ["LoopTail"]
 
 
 class LoopTail:
-    """Defers work to the end of the loop's iteration, which is when the loop requests the next batch.
+    """Defers work to the end of the loop's iteration: until then the loop may still change the state of its step.
 
-    Schedules, averages of the weights, counters and evaluations follow the step. A checkpoint that captured random
-    states and registered objects at the step itself would miss their effects, and a restart would not repeat them.
+    Clipping, schedules, moving averages, counters and evaluations follow the step. A checkpoint captured at the step
+    would miss their effects.
 
-    The end of an iteration is not visible if the loop took no batch from `recovery.resume`. A pipeline stage requests a
-    batch when the next iteration has begun, and others may wait for it. In both cases nothing is deferred.
+    An iteration ends when the loop requests its next batch from `recovery.resume`. Where some rank requests none, it
+    ends when the next training forward or update begins. Random states and the position in the data are then those of
+    the step, since the loop has drawn its next batch. A pipeline requests its batches inside `train_batch`, while other
+    stages wait for them. Its iteration ends when `train_batch` is called.
 
     Args:
-        group: all ranks; either all defer, or none.
-        possible: False in a pipeline.
+        group: all ranks.
+        state: keeps random states and position from before the next batch is drawn.
+        pipeline: whether the engine requests the batches.
     """
 
-    def __init__(self, group: Group, possible: bool) -> None:
+    def __init__(self, group: Group, state: RunState, pipeline: bool) -> None:
         self._group = group
-        self._possible = possible
+        self._state = state
+        self._pipeline = pipeline
         self._thread = threading.get_ident()
+        self._requests = False  # the loop has requested a batch in this life
         self._asked = False  # since the last step
-        self._shows_end = False  # the iteration whose step is complete took a batch
-        self._waiting: list[Callable[[], None]] = []
+        self._shows_end = False  # the iteration of the last step took a batch
+        self._waiting: list[tuple[bool, Callable[[], None]]] = []  # with whether a request ends the iteration
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the thread that trains: others fetch batches ahead."""
+        return threading.get_ident() == self._thread
 
     def on_request(self) -> None:
-        """The loop requests a batch; requests of other threads, which fetch ahead, are ignored."""
-        if threading.get_ident() == self._thread:
-            self._asked = True
-            self.finish()
+        """The loop requests a batch; requests of other threads are ignored."""
+        if not self.is_here or self._pipeline:
+            return
+        self._requests = self._asked = True
+        if not self._waiting:
+            return
+        self._state.release()
+        waiting, self._waiting = self._waiting, [one for one in self._waiting if not one[0]]
+        for at_request, act in waiting:
+            if at_request:
+                act()
+        if self._waiting:
+            self._state.hold()
 
     def after_step(self) -> None:
         """A step is complete."""
         self._shows_end, self._asked = self._asked, False
 
     def defer(self, act: Callable[[], None]) -> None:
-        """Call `act` at the end of this iteration, or now; a collective, after a step."""
-        if self._group.all(self._possible and self._shows_end):
-            self._waiting.append(act)
-        else:
-            act()
+        """Call `act` at the end of this iteration, at one place on all ranks; a collective, after a step."""
+        self._defer(act, at_request=self._group.all(self._requests))
 
     def defer_here(self, act: Callable[[], None]) -> None:
         """As `defer`, on this rank alone: `act` is no collective."""
-        if self._possible and self._shows_end:
-            self._waiting.append(act)
-        else:
-            act()
+        self._defer(act, at_request=self._requests)
+
+    def _defer(self, act: Callable[[], None], *, at_request: bool) -> None:
+        if not (self._shows_end or self._pipeline):
+            self._state.hold()  # the next batch may be drawn without a request
+        self._waiting.append((at_request, act))
 
     def finish(self) -> None:
         """Run the deferred work: the iteration is over, or the next forward or update is about to begin."""
         while self._waiting:
-            self._waiting.pop(0)()
+            self._waiting.pop(0)[1]()
+        self._state.release()
 
     def drop(self) -> None:
         """Drop the deferred work."""
         self._waiting.clear()
+        self._state.release()

@@ -53,6 +53,9 @@ class Recorder:
         """That checkpoint is loaded."""
         self.events.append(("after_external_load", iteration))
 
+    def on_train_batch(self) -> None:
+        """Nothing is deferred."""
+
     def wait_begins(self, place: str) -> None:
         """A pipeline stage waits for another."""
         self.waits.append(place)

@@ -68,7 +68,9 @@ class EmergencyDump:
         self._iteration: int | None = None
         self._boundaries = 0
         self._dumped = 0  # boundary of the last dump; not its iteration, which may repeat after a roll-back
+        self._refusal = ""  # the newest
         self._in_order = False
+        self._awaits_request = False
         self._wakeup: Wakeup | None = None
         self._thread: threading.Thread | None = None
         self.begin_update()
@@ -138,7 +140,10 @@ class EmergencyDump:
         self._dumped = self._boundaries
         seconds = time.perf_counter() - started
         stored = iteration if dumped is None else dumped
-        message = f"{reason}: the exact state of iteration {stored} was dumped to host memory in {seconds:.2f} s"
+        what = f"the exact state of iteration {stored}"
+        if self._awaits_request and stored == iteration:
+            what = f"the state of iteration {stored}, as far as the loop had finished it,"
+        message = f"{reason}: {what} was dumped to host memory in {seconds:.2f} s"
         if stored != iteration:
             message += f"; the device has not completed the steps from there to iteration {iteration}"
         self._report("dumped", message, stored, logging.WARNING)
@@ -147,13 +152,23 @@ class EmergencyDump:
     def _refused(self, reason: str, obstacle: str) -> None:
         state = "the state" if self._iteration is None else f"the state after iteration {self._iteration}"
         message = f"{reason}: {state} could not be dumped to host memory ({obstacle}); a restart takes what was saved"
+        if message == self._refusal:
+            return
+        self._refusal = message
         # Before the first step of a life nothing is lost: its starting state is still stored.
         level = logging.DEBUG if self._iteration is None else logging.WARNING
         self._report("not dumped", message, self._iteration, level)
 
+    def await_request(self) -> None:
+        """All ranks leave once the loop has asked for its next batch; after the grace, dump while it does not."""
+        self._awaits_request = True
+        if self._wakeup is not None:
+            self._wakeup.notify(signal.SIGTERM)
+
     def leave_in_order(self) -> None:
-        """All ranks have agreed to leave after SIGTERM: no dump is needed any more."""
-        self._in_order = True
+        """All ranks save their state now: no dump is needed any more, and one under way has ended."""
+        with self._dumps:
+            self._in_order = True
 
     def leave(self, reason: str) -> NoReturn:
         """End this process from another thread, even if the training thread hangs.
@@ -182,16 +197,19 @@ class EmergencyDump:
 
     # SIGTERM
 
-    def watch_sigterm(self) -> None:
+    def watch_sigterm(self, note: Callable[[], object] = lambda: None) -> None:
         """Dump also if SIGTERM arrives while the training thread hangs; a Python handler for it must be installed.
 
-        While steps still end within the grace this does nothing: then all ranks leave together, as the handler asks.
+        While steps still end within the grace nothing is dumped: then all ranks leave together.
+
+        Args:
+            note: called when SIGTERM has arrived, on another thread, whatever handler there is.
 
         Raises:
             ValueError: not on the main thread.
         """
         self._wakeup = Wakeup()
-        self._thread = threading.Thread(target=self._listen, args=(self._wakeup,), name=THREAD_NAME, daemon=True)
+        self._thread = threading.Thread(target=self._listen, args=(self._wakeup, note), name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -206,7 +224,7 @@ class EmergencyDump:
         self._wakeup.close()
         self._thread = self._wakeup = None
 
-    def _listen(self, wakeup: Wakeup) -> None:
+    def _listen(self, wakeup: Wakeup, note: Callable[[], object]) -> None:
         deadline: float | None = None  # of the current step, once SIGTERM has arrived
         boundaries = 0
         while True:
@@ -214,13 +232,16 @@ class EmergencyDump:
             numbers = wakeup.wait(left)
             if numbers is None:
                 return
+            if signal.SIGTERM in numbers:
+                note()
             if deadline is None:
                 if signal.SIGTERM not in numbers:
                     continue
             elif time.monotonic() < deadline:
                 continue
             elif boundaries == self._boundaries and not self._in_order:
-                self.dump(f"SIGTERM, and no step has ended for {self._grace_seconds:g} s", UPDATE_SECONDS)
+                awaited = "the loop has asked for no batch" if self._awaits_request else "no step has ended"
+                self.dump(f"SIGTERM, and {awaited} for {self._grace_seconds:g} s", UPDATE_SECONDS)
             # Counted from now, also after a dump: the step that waited for the dump has the whole grace.
             deadline, boundaries = time.monotonic() + self._grace_seconds, self._boundaries
 

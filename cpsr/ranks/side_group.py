@@ -37,14 +37,18 @@ class SideGroup:
         ranks: the members, in ascending order; this rank among them.
         timeout_seconds: for connecting, and for whatever waits without a timeout of its own.
 
+    Attributes:
+        store: of addresses; free for other keys.
+
     Raises:
         RuntimeError: a member did not come in time.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], timeout_seconds: float) -> None:
         self._ranks = list(ranks)
+        self.store = PrefixStore(f"{name}/", _get_default_store())
         gloo = dist.ProcessGroupGloo(
-            PrefixStore(f"{name}/", _get_default_store()),
+            self.store,
             self._ranks.index(dist.get_rank()),
             len(self._ranks),
             timedelta(seconds=timeout_seconds),

@@ -55,9 +55,13 @@ class Wakeup:
         self._forward(numbers)
         return frozenset(numbers)
 
+    def notify(self, number: int) -> None:
+        """Let `wait` return this signal, as if it had arrived; on any thread."""
+        os.write(self._sender, bytes([number]))
+
     def stop(self) -> None:
         """Let `wait` return None; on any thread."""
-        os.write(self._sender, bytes([_CLOSED]))
+        self.notify(_CLOSED)
 
     def close(self) -> None:
         """Restore the earlier wakeup descriptor; call it once no thread waits any more."""

@@ -76,14 +76,21 @@ class RunState(Part):
         self._restored = self._warned = False
         self._rates: tuple[int, list[Any]] = -1, []  # parameter groups as restored by optimizer, and at which iteration
         self._pending_rng: dict[str, Any] | None = None
+        self._held: tuple[dict[str, Any], DataPosition] | None = None  # see `hold`
         self._stream: ResumableLoader | None = None
         self._data = DataPosition()
         self._cumulative_learning_rate = 0.0
         self._peak_learning_rate = 0.0
         self._lineage: list[dict[str, int]] = []
         self.history_start = 0
-        self.on_batch: list[Callable[[Any], None]] = [probes.on_batch]  # called with every batch before it is returned
+        self.unwatch()
+        self.on_batch.append(probes.on_batch)
+
+    def unwatch(self) -> None:
+        """Call nobody when the loop takes batches."""
+        self.on_batch: list[Callable[[Any], None]] = []  # called with every batch before it is returned
         self.on_request: Callable[[], None] = lambda: None  # called when the loop asks for a further batch
+        self.on_end: Callable[[bool], object] = lambda last: None  # called when a pass has ended
 
     @property
     def position(self) -> DataPosition:
@@ -149,7 +156,9 @@ class RunState(Part):
             position,
             until_epoch=None if repeat else position.epoch + 1 if epochs is None else epochs,
             sets_epoch=repeat or epochs is not None,
-            hooks=LoaderHooks(self._put_back_rng, self._deal, lambda: self.on_request(), self._waiting),
+            hooks=LoaderHooks(
+                self._put_back_rng, self._deal, lambda: self.on_request(), lambda last: self.on_end(last), self._waiting
+            ),
             after=after,
         )
         return self._stream
@@ -202,8 +211,21 @@ class RunState(Part):
         self._cumulative_learning_rate += learning_rate
         self._peak_learning_rate = max(self._peak_learning_rate, learning_rate)
 
+    def hold(self) -> None:
+        """Until `release`, states captured have the random states and the position in the data of this moment."""
+        self._held = self._drawn()
+
+    def release(self) -> None:
+        """From here on captured states have the random states and the position of their own moment."""
+        self._held = None
+
+    def _drawn(self) -> tuple[dict[str, Any], DataPosition]:
+        """What drawing a batch changes."""
+        position = self._data if self._stream is None else self._stream.saved_position()
+        return capture_random_states(self._adapter), position.advanced(0)
+
     def capture(self, *, whole: bool = True) -> Scalars:
-        """The exact state at this step boundary, including restored state of objects not registered (yet).
+        """The exact state of this iteration, including restored state of objects not registered (yet).
 
         Numbers on a CUDA device are not waited for: see `DeviceNumber`.
 
@@ -213,6 +235,7 @@ class RunState(Part):
         if self._unclaimed and not self._warned:
             logger.warning("the checkpoint has state of %s, not registered in this job", sorted(self._unclaimed))
             self._warned = True
+        random_states, position = self._held or self._drawn()
         return Scalars(
             iteration=self._adapter.iteration,
             cumulative_learning_rate=self._cumulative_learning_rate,
@@ -222,8 +245,8 @@ class RunState(Part):
             lineage=list(self._lineage),
             history_start=self.history_start,
             engine=self._adapter.scalars(on_device=True),
-            rng=capture_random_states(self._adapter),
-            data=(self._data if self._stream is None else self._stream.saved_position()).advanced(0),
+            rng=random_states,
+            data=position,
             registered={**self._unclaimed, **{name: item.state_dict() for name, item in self._registered.items()}},
             recent_losses=self._losses.recent_so_far(),
             probes=self._probes.saved() if whole else [],
@@ -301,29 +324,18 @@ class RunState(Part):
             self._stream.close()
             self._stream = None
 
-    def put_back(self, scalars: Scalars) -> None:
-        """Restore random states and registered objects as they were at `capture`."""
+    def put_back(self, scalars: Scalars, *, random_states: bool = True) -> None:
+        """Restore registered objects, and random states unless told otherwise, as they were at `capture`."""
         for name, item in self._registered.items():
             state = scalars.registered.get(name)  # None if a restored checkpoint is older than the registration
             if state is not None and not codec.same(item.state_dict(), state):
                 item.load_state_dict(copy.deepcopy(state))
-        restore_random_states(self._adapter, scalars.rng)
-
-    def of_loop(self) -> dict[str, Any]:
-        """A copy of what a loop changes between steps: random states, registered objects, parameter groups."""
-        registered = {name: item.state_dict() for name, item in self._registered.items()}
-        rng, engine = capture_random_states(self._adapter), self._adapter.scalars()
-        state = {"rng": rng, "engine": engine, "registered": registered}
-        copied: dict[str, Any] = codec.decode(*codec.encode(state))
-        return copied
-
-    def is_unchanged(self, copied: dict[str, Any]) -> bool:
-        """Whether the loop has changed nothing since `of_loop` returned this."""
-        return codec.same(copied, self.of_loop())
+        if random_states:
+            restore_random_states(self._adapter, scalars.rng)
 
     def take_again(self, scalars: Scalars) -> None:
         """Undo all changes since `take`, also those of a registered schedule to the parameter groups."""
-        self.put_back(scalars)
+        self.put_back(scalars, random_states=self._held is None)  # else the next batch is drawn from them already
         self._put_back_rates()
 
     def _deal(self, batch: Any) -> None:

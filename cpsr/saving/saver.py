@@ -255,8 +255,8 @@ class Saver(Part):
         """Wait for running copies: the optimizer is about to change their source."""
         self.finish()
 
-    def end_of(self, iteration: int, scalars: Callable[[], Scalars]) -> Callable[[], None]:
-        """Called right after the step; returns what the iteration ends with: its part of a window."""
+    def end_of(self, iteration: int, scalars: Callable[[], Scalars]) -> Callable[[], None] | None:
+        """Called right after the step; returns what the iteration ends with: its part of a window, if there are any."""
         return self._windows.end_of(iteration, partial(self._small, scalars))
 
     def finish(self) -> Snapshot | None:
@@ -337,21 +337,6 @@ class Saver(Part):
             return False
         self.store.attempt += 1
         return self._save_whole(iteration, scalars)
-
-    def replace(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
-        """Save an iteration again that `save_now` has committed; a collective.
-
-        Returns:
-            Whether the new one is committed. Otherwise, also after a kill meanwhile, the old one remains.
-        """
-        self.store.attempt += 1
-        self.store.begin_replacement(iteration)
-        self._group.barrier()
-        standing, self.saved_iteration = self.saved_iteration, None
-        replaced = self._save_whole(iteration, scalars)
-        self.saved_iteration = standing
-        self.store.settle_replacement()
-        return replaced
 
     def _save_whole(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
         self._cadence.restart(iteration)

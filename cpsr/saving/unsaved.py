@@ -136,7 +136,8 @@ class Unsaved:
         return original(schedule, *args, **kwargs)
 
     def _around_average(self, original: Any, average: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if average not in self._known and self._is_here():
+        inside = any(one is average for one in self._adapter.module.modules())  # and saved with it
+        if not inside and average not in self._known and self._is_here():
             module = {id(parameter) for parameter in self._adapter.module.parameters()}
             if any(id(parameter) in module for parameter in model.parameters()):
                 self._require(average, _AVERAGE)

@@ -37,8 +37,8 @@ class WindowSnapshots:
         self._ended = 0
         note(None if windows is None else windows.iterations)
 
-    def end_of(self, iteration: int, capture: Callable[[], Any]) -> Callable[[], None]:
-        """Decide right after the step; returns what the iteration ends with.
+    def end_of(self, iteration: int, capture: Callable[[], Any]) -> Callable[[], None] | None:
+        """Decide right after the step; returns what the iteration ends with, None without windows.
 
         Args:
             iteration: the finished one.
@@ -46,7 +46,7 @@ class WindowSnapshots:
         """
         windows = self._windows
         if windows is None:
-            return lambda: None
+            return None
         self._ended += 1
         if self._ended == MEASURED_ITERATIONS:
             windows.agree(iteration)

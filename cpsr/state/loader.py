@@ -53,6 +53,7 @@ class LoaderHooks:
             restores the random states of training, since positioning draws from them.
         on_batch: called with every batch before it is returned.
         on_request: called before a batch is fetched; not at the known end of the last pass.
+        on_end: called when a pass has ended, with whether it was the last.
         waiting: entered while a batch is fetched from a DataLoader's worker processes: the thread then waits. Without
             workers the thread loads the batch itself, and of other iterables it is not known whether they wait.
     """
@@ -60,6 +61,7 @@ class LoaderHooks:
     on_positioned: Callable[[], object] = lambda: None
     on_batch: Callable[[Any], None] = lambda batch: None
     on_request: Callable[[], None] = lambda: None
+    on_end: Callable[[bool], object] = lambda last: None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -208,6 +210,7 @@ class ResumableLoader(Iterator[Any]):
                     batch = next(self._iterator)
             except StopIteration:
                 self._end_pass()
+                self._hooks.on_end(self._until_epoch is not None and self.position.epoch >= self._until_epoch)
                 continue
             except Exception as error:
                 self.position = after_failure(self._loader, self.position, error)

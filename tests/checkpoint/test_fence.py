@@ -72,7 +72,6 @@ def test_it_leaves_what_the_newer_one_writes_alone(tmp_path: Path) -> None:
         lambda: old.write(make_snapshot(10)),
         lambda: old.commit(10, 5.0, threading.Event()),
         lambda: old.abandon_after(0, "it goes back"),
-        lambda: old.begin_replacement(10),
     ):
         with pytest.raises(SupersededError):
             act()

@@ -319,26 +319,6 @@ def test_the_name_of_the_directory_is_on_the_disk_before_the_commit_record(
     assert str(store.directory) in forced[:record]
 
 
-@pytest.mark.parametrize("committed", [True, False])
-def test_what_is_being_replaced_stands_until_its_successor_is_committed(
-    store: CheckpointStore, committed: bool
-) -> None:
-    old, new = make_snapshot(5), make_snapshot(5, seed=7)
-    store.write(old)
-    assert store.commit(5, 1.0, threading.Event()).committed
-    store.attempt += 1
-    store.begin_replacement(5)
-    assert store.catalogue() == []
-    store.write(new)
-    if committed:
-        assert store.commit(5, 1.0, threading.Event()).committed
-    store.prepare()  # of the next life: this one was killed here
-    assert [path.name for path in store.directory.iterdir()] == ["step-0000000005"]
-    loaded = empty_like(old.shard)
-    store.load(5, loaded)
-    assert_same_bits(loaded, (new if committed else old).shard)
-
-
 def test_manifests_survive_their_own_json() -> None:
     with pytest.raises(ValueError, match="lists the ranks"):
         Manifest.parse(

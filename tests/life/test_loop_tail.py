@@ -1,17 +1,33 @@
-"""What is put off is done when the loop asks for its next batch, and at once where that does not show."""
+"""What is put off is done when the loop asks for its next batch, or when it trains on."""
 
 import threading
 
+import torch
+from torch import nn
+
+from cpsr import TorchAdapter
+from cpsr.learning.learner import Learner
 from cpsr.life.loop_tail import LoopTail
+from cpsr.predictor.line import LinePredictor
 from cpsr.ranks.group import Group
+from cpsr.restart.probes import Probes
+from cpsr.saving.run_state import RunState
+from cpsr.state.losses import LossRecorder
 
 
-def tail_after_a_step(possible: bool = True) -> tuple[LoopTail, list[str]]:
-    tail, done = LoopTail(Group(), possible), list[str]()
-    tail.on_request()
+def run_state() -> RunState:
+    module = nn.Linear(2, 1)
+    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    return RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None))
+
+
+def tail_after_a_step(*, requests: bool = True, pipeline: bool = False) -> tuple[LoopTail, list[str]]:
+    tail, done = LoopTail(Group(), run_state(), pipeline), list[str]()
+    if requests:
+        tail.on_request()
     tail.after_step()
     tail.defer(lambda: done.append("first"))
-    tail.defer(lambda: done.append("second"))
+    tail.defer_here(lambda: done.append("second"))
     return tail, done
 
 
@@ -24,16 +40,29 @@ def test_it_waits_for_the_next_batch() -> None:
     assert done == ["first", "second"]
 
 
-def test_a_loop_that_took_no_batch_does_not_show_its_end() -> None:
+def test_the_second_step_on_a_batch_waits_for_the_next_one_too() -> None:
     tail, done = tail_after_a_step()
     tail.finish()
     tail.after_step()
     tail.defer(lambda: done.append("third"))
+    assert done == ["first", "second"]
+    tail.on_request()
     assert done == ["first", "second", "third"]
 
 
-def test_in_a_pipeline_nothing_waits() -> None:
-    assert tail_after_a_step(possible=False)[1] == ["first", "second"]
+def test_a_loop_that_takes_no_batch_has_ended_its_iteration_when_it_trains_on() -> None:
+    tail, done = tail_after_a_step(requests=False)
+    assert done == []
+    tail.finish()
+    assert done == ["first", "second"]
+
+
+def test_a_pipeline_requests_batches_when_its_iteration_has_ended() -> None:
+    tail, done = tail_after_a_step(pipeline=True)
+    tail.on_request()
+    assert done == []
+    tail.finish()
+    assert done == ["first", "second"]
 
 
 def test_a_batch_that_another_thread_fetches_ahead_ends_nothing() -> None:

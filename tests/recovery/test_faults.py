@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -479,17 +480,20 @@ def test_a_roll_back_gives_everything_back_and_is_itself_safe(tmp_path: Path) ->
     assert again.restored.checkpoint_iteration == 18
 
 
-@pytest.mark.parametrize("in_time", [True, False])
-def test_sigterm_commits_the_step_at_once_and_then_what_the_loop_did_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, in_time: bool
-) -> None:
-    if not in_time:
-        monkeypatch.setattr("cpsr.life.leaving.LEAVE_SECONDS", 0.0)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_sigterm_commits_the_state_when_the_loop_asks_for_its_next_batch(tmp_path: Path, evaluates: bool) -> None:
+    """After the grace a dump is there, and called one, until the loop asks."""
     at = INTERVAL  # where a checkpoint is due, too
+
+    def dumps() -> list[str]:
+        with JournalReader(tmp_path / "journal.db") as journal:
+            return [event.message for event in journal.events() if event.kind == "dumped"]
 
     def one_life() -> tuple[int, int, list[float]]:
         loop, counters = Loop(), {"steps": 0}
-        with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
+        with CPSRRecovery(
+            loop.adapter, config(tmp_path, ranks={"sigterm_grace_seconds": 0.3}, checkpoint={"shared_memory": True})
+        ) as recovery:
             recovery.register("counters", counters)
             if recovery.iteration:
                 return recovery.iteration, counters["steps"], torch.rand(3).tolist()
@@ -498,8 +502,11 @@ def test_sigterm_commits_the_step_at_once_and_then_what_the_loop_did_after_it(
                     os.kill(os.getpid(), signal.SIGTERM)
                 loop.step(loop.model(x, y))
                 if recovery.iteration == at:
-                    assert scan(tmp_path / "checkpoints").checkpoints[-1].iteration == at
-                states.append(torch.get_rng_state())
+                    assert scan(tmp_path / "checkpoints").checkpoints == []
+                    if evaluates:
+                        limit = time.monotonic() + 30
+                        while not dumps() and time.monotonic() < limit:
+                            time.sleep(0.05)
                 torch.rand(3)
                 counters["steps"] += 1
                 states.append(torch.get_rng_state())
@@ -508,14 +515,21 @@ def test_sigterm_commits_the_step_at_once_and_then_what_the_loop_did_after_it(
     states: list[torch.Tensor] = []
     with pytest.raises(SystemExit):
         one_life()
-    assert len(states) == 2 * at
-    torch.set_rng_state(states[-1 if in_time else -2])
+    assert len(states) == at
+    torch.set_rng_state(states[-1])
     expected = torch.rand(3).tolist()
-    assert one_life() == (at, at if in_time else at - 1, expected)
-    assert ("without what the loop did" in caplog.text) == (not in_time)
+    assert one_life() == (at, at, expected)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{at:010d}"]
     with JournalReader(tmp_path / "journal.db") as journal:
-        assert [(one.iteration, one.status) for one in journal.checkpoints()] == [(at, "committed")] * (1 + in_time)
+        assert [(one.iteration, one.status) for one in journal.checkpoints()] == [(at, "committed")]
+        assert [event.message for event in journal.events() if event.kind == "sigterm"] == [
+            f"leaving at iteration {at} after SIGTERM: its state is committed"
+        ]
+    if evaluates:
+        assert dumps()[0].startswith(
+            f"SIGTERM, and the loop has asked for no batch for 0.3 s: the state of iteration {at}, as far as the loop "
+            "had finished it, was dumped"
+        )
 
 
 class Drawing(nn.Module):

@@ -75,7 +75,9 @@ def test_every_rank_sends_the_same_windows_to_their_end(
         ends = []
         for rank in ranks:
             rank.iteration = iteration
-            ends.append(rank.snapshots.end_of(iteration, dict))
+            end = rank.snapshots.end_of(iteration, dict)
+            assert end is not None
+            ends.append(end)
         if iteration % vote_every == 0:
             busy = any(rank.turns.ballot()[1] for rank in ranks)
             for rank in ranks:
@@ -98,6 +100,7 @@ def test_with_a_fast_link_every_window_is_sent() -> None:
     for iteration in range(1, 41):
         rank.iteration = iteration
         end = rank.snapshots.end_of(iteration, dict)
+        assert end is not None
         now = Ballot(busy=rank.turns.ballot()[1])
         rank.turns.read(iteration, before.blocked, before.busy)
         before = now
@@ -107,7 +110,7 @@ def test_with_a_fast_link_every_window_is_sent() -> None:
 
 def test_without_windows_an_iteration_ends_with_nothing() -> None:
     snapshots = WindowSnapshots(None, cast(Any, None), lambda iterations: None)
-    snapshots.end_of(1, dict)()
+    assert snapshots.end_of(1, dict) is None
     snapshots.before_update()
     snapshots.agree(1)
     assert not snapshots.wanted
