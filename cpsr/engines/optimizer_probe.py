@@ -10,7 +10,7 @@ import itertools
 import math
 import warnings
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,23 +103,41 @@ def probe(
             parameters of the job; the message says which.
     """
     _require_probeable(optimizer)
-    found = _probed(optimizer, group, master, whole=whole)
+    begun = optimizer.state.get(master, {})  # by a constructor, for what a step expects
+    found = _probed(optimizer, group, master, begun, whole=whole)
     if master.dim():
         return found if not whole else _of_several(found, optimizer, group, master)
     # All that is kept for it is without dimensions, and looks like a count.
-    again = _probed(optimizer, group, torch.nn.Parameter(master.detach().reshape(1)), whole=whole)
+    vector = torch.nn.Parameter(master.detach().reshape(1))
+    again = _probed(optimizer, group, vector, _with_dimensions(begun, found.counts), whole=whole)
     return replace(found, counts=again.counts, obstacle=again.obstacle)
 
 
+def _with_dimensions(begun: Any, counts: Collection[str]) -> Any:
+    """The state of a tensor without dimensions as that of a vector of one element."""
+    if not isinstance(begun, dict):
+        return begun
+    return {
+        key: one.reshape(1) if isinstance(one, torch.Tensor) and not one.dim() and str(key) not in counts else one
+        for key, one in begun.items()
+    }
+
+
 def _probed(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, *, whole: bool, count: int = 1
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    master: torch.Tensor,
+    begun: Any,
+    *,
+    whole: bool,
+    count: int = 1,
 ) -> Expected:
     name = type(optimizer).__name__
     problems: list[str] = []
-    for sparse, begun in ((False, False), (True, False), (False, True)):
+    for sparse, state in ((False, None), (True, None), (False, begun)):
         with _untouched(optimizer, master.device):
             try:
-                return _stepped(optimizer, group, master, whole=whole, sparse=sparse, begun=begun, count=count)
+                return _stepped(optimizer, group, master, whole=whole, sparse=sparse, state=state, count=count)
             except UnsupportedEngineError:
                 raise
             except Exception as error:  # noqa: BLE001 - any: it is another package's code
@@ -143,7 +161,7 @@ def _of_several(
     together = alike_in(group, master)
     if len(together) == 1 or all(leaf.per_element or leaf.split for leaf in found.leaves.values()):
         return found
-    of_two = _probed(optimizer, group, master, whole=True, count=2)
+    of_two = _probed(optimizer, group, master, optimizer.state.get(master, {}), whole=True, count=2)
     if _sizes(of_two) == _sizes(found):
         return found
     obstacle = f"{type(optimizer).__name__} keeps one state for several parameters"
@@ -220,14 +238,14 @@ def _stepped(
     *,
     whole: bool,
     sparse: bool,
-    begun: bool,
+    state: Any,
     count: int,
 ) -> Expected:
     tensors = [_like(master, whole=whole) for _ in range(count)]
     tensor = tensors[0]
     trial = _copy_of(optimizer, {**{key: _apart(value) for key, value in group.items()}, "params": tensors})
-    if begun:  # by a constructor, for what a step expects
-        trial.state[tensor] = copy.deepcopy(optimizer.state.get(master, {}))
+    if state is not None:
+        trial.state[tensor] = copy.deepcopy(state)
     step: Any = type(optimizer).step
     step = (
         getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step

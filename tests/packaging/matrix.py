@@ -20,8 +20,13 @@ from pathlib import Path
 from tests.packaging.distributions import ROOT, build, copy_tests, tracked
 
 PYTHONS = ["python3.11", "python3.12", "python3.13"]
-TORCHES = ["2.6.0", "2.9.1", "2.13.0"]
-TESTS = ["tests/engines/test_conformance.py", "tests/engines/test_torch.py", "tests/recovery/test_kill.py"]
+TORCHES = ["2.6.0", "2.9.1", "2.11.0", "2.13.0"]
+TESTS = [
+    "tests/engines/test_conformance.py",
+    "tests/engines/test_torch.py",
+    "tests/engines/test_optimizer_state.py",
+    "tests/recovery/test_kill.py",
+]
 TOOLS = ["pytest", "pytest-timeout", "hypothesis", "setuptools", "wheel"]  # DeepSpeed's kernels build with setuptools
 SHOWN = ["torch", "deepspeed", "numpy", "scipy"]
 HEADER = ["python", *SHOWN, "tests", "seconds"]
