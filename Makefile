@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo check docs pictures test test-slow test-wheel matrix test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
+.PHONY: demo check docs pages pictures test test-slow test-wheel matrix test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
 
 demo: $(STAMP)
 	$(BIN)/cpsr demo --run-dir runs/demo
@@ -32,6 +32,10 @@ check: $(STAMP)
 # The site in build/docs, without network; a warning is an error.
 docs: $(STAMP)
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . build/docs
+
+# The committed pages that are written from the source: commands, configuration, interface and messages.
+pages: $(STAMP)
+	$(BIN)/python -m docs.site.generated
 
 # The committed picture of the dashboard, with the Chromium of the machine. Diagrams: docs/site/diagrams.py.
 pictures: $(STAMP)

@@ -44,6 +44,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("cpsr")
     if name not in _LAZY:
         raise AttributeError(f"module 'cpsr' has no attribute {name!r}")
     with _no_collection():

@@ -1,4 +1,4 @@
-"""The `cpsr` command: demo, run, qualify, doctor, serve, status, inspect, verify, export, plan, simulate and more.
+"""The `cpsr` command: demo, run, qualify, doctor, serve, status, inspect, explain, verify, export, plan and more.
 
 Exit status: 0 is success, 1 is damage that `verify` found, a check of `qualify` that failed, an error that `doctor`
 found or a loop that `status` reports as not restored, 2 is a command that could not be carried out.
@@ -84,11 +84,28 @@ class _Torchrun(TyperCommand):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Failure recovery for large-model training that restarts near the point of failure.",
     no_args_is_help=True,
     add_completion=False,
 )
 app.add_typer(bench, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import cpsr
+
+        typer.echo(f"cpsr {cpsr.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Failure recovery for large-model training that restarts near the point of failure."""
+
 
 RunDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="Run directory.")]
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
@@ -241,6 +258,16 @@ def inspect(
         typer.echo(run_json(directory))
     else:
         print_run(directory, verbose)
+
+
+@app.command()
+def explain(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="An error's class, or what a message ends with.")],
+) -> None:
+    """Print what an error means, what was kept and what to do: the section that a message names."""
+    from cpsr.cli.explain import explain as section
+
+    typer.echo(section(name))
 
 
 @app.command()

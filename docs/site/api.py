@@ -1,6 +1,7 @@
 """The pages of the interface: what `__all__` of the documented modules lists."""
 
 from importlib import import_module
+from inspect import getdoc
 
 from pydantic import BaseModel
 from sphinx.application import Sphinx
@@ -9,7 +10,7 @@ from sphinx.util import logging
 
 from cpsr.engines.adapter import EngineAdapter
 
-__all__ = ["MODULES", "internal", "setup", "text"]
+__all__ = ["MODULES", "internal", "names", "setup", "text"]
 
 # What a page or an example imports from. Everything else may change without notice: docs/versions.md.
 MODULES = (
@@ -28,6 +29,21 @@ BUILT = ("TorchAdapter", "MixtureOfExperts")  # given to CPSR, which calls the r
 INTERFACE = {name for name in vars(EngineAdapter) if name[0] != "_"} | {"operators", "token_counts"}
 
 logger = logging.getLogger(__name__)
+
+
+def names() -> str:
+    """Markdown: a section for each documented module, with what each of its public names is."""
+    parts = []
+    for module in map(import_module, MODULES):
+        rows = [f"| `{name}` | {_purpose(getattr(module, name))} |" for name in module.__all__]
+        parts.append("\n".join([f"## {module.__name__}\n", "| name | what it is |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def _purpose(value: object) -> str:
+    if not callable(value):
+        return f"`{value!r}`"
+    return " ".join((getdoc(value) or "").partition("\n\n")[0].split()).replace("|", "\\|")
 
 
 def text() -> str:

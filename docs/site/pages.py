@@ -1,29 +1,24 @@
-"""What the site adds to the pages of the repository: its menu, generated text, and links to folders."""
+"""What the site adds to the pages of the repository: its menu, docstrings, and links to folders."""
 
 import posixpath
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
-from docs.site import api, commands, configuration, diagrams, messages
+from docs.site import api, diagrams
+from docs.site.generated import replaced
 
 __all__ = ["menu", "setup", "titled"]
 
 INDEX = "docs/index"
-GENERATED = re.compile(r"^```\{generated\} (\w+)\n```$", re.MULTILINE)
+INTERFACE = "docs/api"
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 FILE = re.compile(r"(?:\.\./)?[\w/]+\.md")
 PAGE = re.compile(r"\]\(((?:\.\./)?[\w/]+)\.md\)")
-WRITERS: dict[str, Callable[[], str]] = {
-    "api": api.text,
-    "commands": commands.text,
-    "configuration": configuration.text,
-    "messages": messages.text,
-}
 
 
 def menu(index: str, pages: list[str]) -> str:
@@ -46,8 +41,10 @@ def menu(index: str, pages: list[str]) -> str:
 
 
 def _read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put in what is generated: Sphinx calls this with the text of every page."""
-    source[0] = GENERATED.sub(lambda named: WRITERS[named[1]](), diagrams.drawn(source[0]))
+    """Add menus, diagrams and docstrings: Sphinx calls this with the text of every page."""
+    source[0] = diagrams.drawn(source[0])
+    if page == INTERFACE:  # a clone has the names, the site their docstrings
+        source[0] = replaced(source[0], api.text())
     folder = Path(app.srcdir) / page
     if page == INDEX:
         beside = [path.stem for path in sorted(folder.parent.glob("*.md")) if path.stem != "index"]
@@ -84,8 +81,8 @@ def _title(app: Sphinx, doctree: nodes.document, page: str) -> None:
 
 
 def _outdated(app: Sphinx, *_: object) -> list[str]:
-    """Pages with generated text: what it is made of is none of Sphinx's files."""
-    return [f"docs/{name}" for name in WRITERS]
+    """The page with docstrings, which are in none of Sphinx's files."""
+    return [INTERFACE]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

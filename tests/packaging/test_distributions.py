@@ -52,6 +52,7 @@ def test_the_wheel_holds_every_room_and_nothing_else(distributions: tuple[Path, 
         if "tests" not in path.parts
     }
     assert {name for name in names if name.endswith(".py")} == expected
+    assert {f"cpsr/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= names
     assert {"cpsr/py.typed", "cpsr/demo/report.html", "cpsr/service/static/index.html"} <= names
     assert {"cpsr/predictor/prior_table.json", "cpsr/predictor/vitp_weights.safetensors"} <= names
 
