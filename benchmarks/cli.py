@@ -1,6 +1,8 @@
 """The `cpsr bench` commands; everything heavy is imported inside its own command."""
 
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -10,11 +12,27 @@ from cpsr.errors import ConfigError
 
 __all__ = ["DeviceOption", "bench"]
 
-bench = typer.Typer(help="Measure what checkpoints and failures cost.", no_args_is_help=True)
+bench = typer.Typer(no_args_is_help=True)
 
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where to train; auto is CUDA where torch finds a GPU.")]
 Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; emptied again. By default /tmp.")]
+
+
+@bench.callback()
+def end_together() -> None:
+    """Measure what checkpoints and failures cost."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the processes that a benchmark has started, which SIGTERM to this one does not reach; then this one."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        process.kill()
+    raise SystemExit(128 + number)
 
 
 @bench.command()

@@ -1,5 +1,6 @@
 """Ports and addresses: the service's, the one where ranks meet, and the one that other ranks connect to."""
 
+import ipaddress
 import os
 import socket
 from collections.abc import Mapping
@@ -7,12 +8,10 @@ from collections.abc import Mapping
 from cpsr.config import ServiceConfig
 from cpsr.doctor.finding import Finding, error, ok, warning
 from cpsr.errors import ConfigError
-from cpsr.service.access import Access, is_loopback, read_token
-from cpsr.service.server import bind
 
 __all__ = ["check_address", "check_rendezvous", "check_service_port"]
 
-_PORT = 29500  # torchrun's, and `cpsr run`'s
+_PORT = 29500  # torchrun's, and `cpsr run`'s where several nodes name none
 _OFF = "the service is off (service.enabled)"
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -20,6 +19,12 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 def check_service_port(config: ServiceConfig) -> Finding:
     """Whether the service can listen: its port, and its token where other machines may ask."""
     subject, place = "service port", f"{config.host} port {config.port}"
+    try:
+        from cpsr.service.access import Access, read_token
+        from cpsr.service.server import bind
+    except ModuleNotFoundError as problem:
+        advice = f"training goes on without the service; install {problem.name}"
+        return warning(subject, f"the service needs {problem.name}, which is not installed", advice, port=config.port)
     try:
         access = Access(read_token(config.token_file), config.allow_writes)
         bind(config.host, config.port, access).close()
@@ -64,7 +69,7 @@ def check_address(name: str | None = None, environment: Mapping[str, str] = os.e
             probe.bind((str(address), 0))
     except OSError as problem:
         return warning(subject, f"{name} has no address of this machine ({problem})", advice, name=name)
-    if is_loopback(str(address)):
+    if ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
         text = f"{name} is {address}, which other machines cannot reach"
         return ok(subject, f"{text}: enough for one machine; for several {advice}", name=name, address=address)
     return ok(subject, f"{name} is {address}", name=name, address=address)

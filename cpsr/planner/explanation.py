@@ -194,7 +194,7 @@ def _failure(job: PlannerInputs, chosen: Optimum) -> str:
     """How a failure is paid for in the mode of the optimum, at the mean distance from its checkpoint."""
     interval = float(chosen.interval_iterations)
     horizon = float(Costs([job]).horizon_iterations(numpy.array([[interval]]), chosen.mode)[0, 0])
-    if chosen.mode == "recompute" or job.recovery is None:
+    if chosen.mode == "recompute" or job.recovery is None or not math.isfinite(horizon):
         return exact_price(horizon)
     cost = float(job.recovery.end_cost_iterations(numpy.array([horizon]), interval)[0])
     deviation = 0.0  # not known of other curves; of a given line there is none

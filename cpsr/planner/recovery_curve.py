@@ -160,9 +160,15 @@ class EndCostCurve:
         return numpy.asarray(a + c * interval_iterations + b * horizon_iterations)
 
     def deviation_iterations(self, horizon_iterations: float, interval_iterations: float) -> float:
-        """Standard deviation of the expected end cost; a single failure scatters more."""
+        """Standard deviation of the expected end cost; a single failure scatters more.
+
+        Args:
+            horizon_iterations: of the failure; finite.
+            interval_iterations: spacing of the checkpoints; finite.
+        """
         row = numpy.array([1.0, horizon_iterations, interval_iterations])
-        return math.sqrt(float(row @ self._fit.covariance @ row))
+        scale = float(numpy.abs(row).max())  # the square of a long horizon is too large for a float
+        return scale * math.sqrt(float(row / scale @ self._fit.covariance @ (row / scale)))
 
     @cached_property
     def _fit(self) -> "_Fit":

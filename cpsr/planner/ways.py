@@ -101,8 +101,8 @@ def ways_of(
     recomputed = float(costs.recovery_seconds(disk, "recompute")[0, 0])
     found: dict[WayName, Way] = {"disk": Way("disk", recomputed, 0.0, loads.get("disk", 0.0))}
     possible = predictable_iterations is None or chosen.interval_iterations <= predictable_iterations
-    if job.recovery is not None and possible:
-        horizon = float(costs.horizon_iterations(disk, "predict")[0, 0])
+    horizon = math.inf if job.recovery is None else float(costs.horizon_iterations(disk, "predict")[0, 0])
+    if job.recovery is not None and possible and math.isfinite(horizon):  # else no checkpoint is ever durable
         deviation = 0.0  # not known of other curves
         if isinstance(job.recovery, EndCostCurve):
             deviation = job.recovery.deviation_iterations(horizon, chosen.interval_iterations) * job.iteration_seconds

@@ -1,6 +1,8 @@
 """Ports that are free or taken, and names that have addresses or none."""
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,18 @@ def test_the_port_of_the_service(taken: int, free: int) -> None:
     assert (off.level, "the service is off" in off.measured) == ("ok", True)
     with socket.create_server(("127.0.0.1", free)):  # what was tried is free again
         pass
+
+
+def test_a_machine_without_fastapi_is_told_so() -> None:
+    code = (
+        "import sys; sys.modules['fastapi'] = None\n"
+        "import cpsr.doctor.command\n"
+        "from cpsr.config import ServiceConfig\n"
+        "from cpsr.doctor.ports import check_service_port\n"
+        "found = check_service_port(ServiceConfig(enabled=True)); print(found.level, found.measured)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "warning the service needs fastapi, which is not installed\n", done.stderr
 
 
 def test_a_service_for_other_machines_needs_a_token(free: int, tmp_path: Path) -> None:

@@ -159,3 +159,9 @@ def test_the_papers_curve_rises_with_the_interval_and_is_finite(
 def test_coefficients_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="the paper's curve needs"):
         PaperCurve(replace(PHASE, **wrong))  # type: ignore[arg-type]
+
+
+def test_the_deviation_of_a_distant_failure_is_a_number() -> None:
+    curve = EndCostCurve.with_independent_prior((1.0, 0.5, 0.1), (10.0, 0.1, 0.1), 20.0)
+    assert curve.deviation_iterations(100.0, 10.0) == pytest.approx(math.sqrt(100 + 100 + 1))
+    assert curve.deviation_iterations(1e200, 1e3) == pytest.approx(1e199)

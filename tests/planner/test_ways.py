@@ -3,17 +3,21 @@
 import json
 import math
 import random
+import warnings
 from dataclasses import replace
 
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.journal import FailureScope
-from cpsr.planner.bounds import Limits
+from cpsr.planner.bounds import Bounds, Limits
 from cpsr.planner.inputs import FailureClass, MemoryTier, PlannerInputs
+from cpsr.planner.objective import Costs
 from cpsr.planner.plan import Plan, make_plan
-from cpsr.planner.ways import WAYS, Prices, Way, in_order
+from cpsr.planner.ranks import Optimum
+from cpsr.planner.ways import WAYS, Prices, Way, in_order, ways_of
 from tests.planner.jobs import end_cost, job
 
 SECONDS = 0.6
@@ -44,6 +48,19 @@ def test_a_window_costs_one_and_a_half_of_its_length(length: int) -> None:
     assert process["disk"] == pytest.approx(plan.interval_iterations / 2 + 5.0 / SECONDS, rel=0.02)
     assert list(ways_in(plan, "machine")) == list(ways_in(plan, "everything")) == ["disk"]
     assert plan.explanation["classes"]["process"]["back_to"] == "window"
+
+
+def test_a_job_whose_checkpoints_never_become_durable_cannot_predict() -> None:
+    """An interval that no life reaches, as `cpsr bench stall` sets: the distance from a checkpoint has no mean."""
+    predicting = job(recovery=end_cost(1.0, 0.1))
+    costs = Costs([predicting])
+    for interval, possible in ((100, True), (2**40, False)):
+        chosen = Optimum(interval, "recompute", 0.0, Bounds(1, interval), "none")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = {way.name for way in ways_of(predicting, chosen, "everything")}
+        assert math.isfinite(costs.horizon_iterations(numpy.array([[float(interval)]]), "predict")[0, 0]) == possible
+        assert ("predicted" in found) == possible
 
 
 def walked(length: int, transfer: float) -> float:
