@@ -6,6 +6,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
+
 from cpsr.config import CPSRConfig
 from cpsr.engines import adapt, require_loader
 from cpsr.errors import ConfigError
@@ -184,6 +186,24 @@ class CPSRRecovery:
                 level=logging.WARNING,
             )
         return stream
+
+    def log_loss(self, loss: torch.Tensor | float) -> None:
+        """Report the loss of a micro-batch, if the model does not return it; never waits for the device.
+
+        Call it before `optimizer.step()`. Right after the step it still counts for that step, but too late for the
+        probation of a predicted state. With several calls the loss of a step is their mean. It replaces the loss that
+        the engine reports.
+
+        Args:
+            loss: of this rank, in nats; a tensor of one element on any device, or a number.
+
+        Raises:
+            ConfigError: outside the `with` block; or a tensor of several elements.
+        """
+        value = loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), device="cpu")
+        if value.numel() != 1:
+            raise ConfigError(f"log_loss() takes one number, not a tensor of shape {tuple(value.shape)}: use its mean")
+        self.life.log_loss(value)
 
     def register(self, name: str, stateful: Any) -> None:
         """Save and restore an object of yours with every checkpoint; before the loop.

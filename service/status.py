@@ -268,7 +268,8 @@ def _network_line(plan: dict[str, Any]) -> str:
     if network is None:
         return ""
     taken, waiting = network["checkpoints_taken_in"], network["checkpoints_waiting"]
-    return f"network: {taken} checkpoints taken in, {waiting} waiting, {network['updates']} updates"
+    updates = network["updates"]
+    return f"predictor: learned from {taken} of {taken + waiting} checkpoints, {updates} gradient steps"
 
 
 def _recovery_lines(plan: dict[str, Any]) -> list[str]:

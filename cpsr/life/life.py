@@ -256,6 +256,7 @@ class Life:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins: it changes buffers and random states."""
         self.boundary.sign()
+        self.loop.losses.begin()
         self._tail.finish()
         if self.run.experts is not None:
             self.run.experts.begin_forward()
@@ -267,6 +268,10 @@ class Life:
     def on_other_forward(self) -> None:
         """The module is called for something else, perhaps with other weights."""
         self.run.memory.pool.look()
+
+    def log_loss(self, loss: torch.Tensor) -> None:
+        """The script reports the loss of a micro-batch."""
+        self.loop.losses.log(loss)
 
     def on_loss(self, loss: torch.Tensor) -> None:
         """The loss of one micro-batch."""

@@ -23,6 +23,7 @@ class StepLog:
         self._journal = journal
         self._losses = losses
         self.followers: list[Callable[[Sequence[Step]], None]] = []
+        self._checked = journal.rank != 0  # whether the first iterations of this life had a loss
 
     def end(self, step: Step) -> None:
         """One iteration is complete."""
@@ -37,3 +38,18 @@ class StepLog:
             self._journal.record(*(StepRow(life=self._journal.life, **vars(step)) for step in steps))
             for follower in self.followers:
                 follower(steps)
+            self._report_missing(steps)
+
+    def _report_missing(self, steps: Sequence[Step]) -> None:
+        """Say once, after the first iterations of a life, that the run knows no loss."""
+        if self._checked:
+            return
+        self._checked = True
+        if all(step.loss is None for step in steps):
+            self._journal.event(
+                "no loss",
+                f"no loss is known after {len(steps)} iterations, because the model does not return it: the loss curve "
+                "stays empty, and predicted states cannot be checked. Call recovery.log_loss(loss) before "
+                "optimizer.step()",
+                steps[-1].iteration,
+            )

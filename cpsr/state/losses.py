@@ -91,19 +91,40 @@ class LossRecorder:
         self._steps: list[tuple[Step, torch.Tensor | None]] = []
         self._copying: deque[_Copy] = deque()  # oldest first
         self._latest: torch.Tensor | None = None
+        self._logged: list[torch.Tensor] = []  # by the script, of the open iteration or else of the newest
+        self._closed = True  # the newest iteration; the next has not begun
+        self._logs_late = False  # whether the script logs losses of closed iterations
         self.recent: deque[float] = deque(maxlen=RECENT_LOSSES)
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the detached loss of one micro-batch."""
         self._micro.append(loss.clone())  # a loop may change its own in place, and a CUDA graph writes the next there
 
+    def begin(self) -> None:
+        """A micro-batch begins: what the script logs from here on is of the open iteration."""
+        if self._closed:
+            self._logged, self._closed = [], False
+
+    def log(self, loss: torch.Tensor) -> None:
+        """Add a loss that the script reports; of one iteration, these replace the losses that the engine reports.
+
+        Between two iterations it belongs to the one that has just been closed.
+        """
+        self._logged.append(loss.detach().reshape(()).clone())
+        if self._closed:
+            self._logs_late = True
+            if self._steps:
+                self._latest = _mean(self._logged)
+                self._steps[-1] = self._steps[-1][0], self._latest
+
     def end_iteration(self, step: Step) -> list[Step]:
         """Close an iteration; returns finished iterations whose losses have arrived (often none)."""
-        micro, self._micro = self._micro, []
-        loss = torch.stack(micro).mean() if len(micro) > 1 else (micro[0] if micro else None)
-        self._latest = loss
-        self._steps.append((step, loss))
-        return self.flush() if len(self._steps) >= self._flush_iterations else []
+        self.begin()
+        self._latest = _mean(self._logged or self._micro)
+        self._micro, self._closed = [], True
+        self._steps.append((step, self._latest))
+        newest = int(self._logs_late)  # stays: its loss is still to come
+        return self.flush(newest=newest) if len(self._steps) - newest >= self._flush_iterations else []
 
     @property
     def newest(self) -> torch.Tensor | None:
@@ -114,17 +135,19 @@ class LossRecorder:
         """The loss of the last closed iteration; waits for the device, so only for short watches."""
         return None if self._latest is None else float(self._latest)
 
-    def flush(self, wait: bool = False) -> list[Step]:
+    def flush(self, wait: bool = False, newest: int = 0) -> list[Step]:
         """Start copying the collected losses, and return those that have arrived.
 
         Args:
             wait: wait for all of them, at most `ARRIVAL_SECONDS`; only at the end of a run.
+            newest: so many iterations stay.
         """
-        steps, self._steps = self._steps, []
+        end = len(self._steps) - newest
+        steps, self._steps = self._steps[:end], self._steps[end:]
         if steps:
             losses = [None if loss is None else loss.float() for _, loss in steps]
             seen = [loss for loss in losses if loss is not None]
-            host, arrival = _to_host(torch.stack(seen) if seen else torch.empty(0, device="cpu"))
+            host, arrival = _to_host(torch.stack(_on_one_device(seen)) if seen else torch.empty(0, device="cpu"))
             self._copying.append(_Copy([step for step, _ in steps], losses, host, arrival))
         return self._arrived(Deadline(ARRIVAL_SECONDS) if wait else None)
 
@@ -137,6 +160,7 @@ class LossRecorder:
     def restart(self, recent: list[float]) -> None:
         """Drop collected losses; `recent` are those before the state from which training continues."""
         self._micro, self._steps, self._copying, self._latest = [], [], deque(), None
+        self._logged, self._closed = [], True
         self.recent.clear()
         self.recent.extend(recent)
 
@@ -146,6 +170,20 @@ class LossRecorder:
             finished += self._copying.popleft().finished()
         self.recent.extend(step.loss for step in finished if step.loss is not None)
         return finished
+
+
+def _mean(losses: list[torch.Tensor]) -> torch.Tensor | None:
+    if len(losses) < 2:
+        return losses[0] if losses else None
+    return torch.stack(_on_one_device([loss.float() for loss in losses])).mean()
+
+
+def _on_one_device(losses: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A script may log a number beside losses on a GPU."""
+    on_device = [loss for loss in losses if loss.is_cuda]
+    if len(on_device) in (0, len(losses)):
+        return losses
+    return [loss.to(on_device[0].device, non_blocking=True) for loss in losses]
 
 
 def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:

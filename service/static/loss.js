@@ -54,7 +54,7 @@ export function showLoss(store) {
     );
     showSign("phase", marks.phases.length > 0);
     showSign("size", marks.sizes.length > 0);
-    const known = data[0].length > 0;
+    const known = lossIsKnown(answers);
     byId("loss-figure").hidden = !known;
     if (known) update(byId("loss-tables"), curveTable(data), marksTable(answers));
   });
@@ -87,8 +87,16 @@ function marksOf({ phases, checkpoints, failures, recoveries, plan }) {
   };
 }
 
+function lossIsKnown({ losses }) {
+  return losses?.losses.some((loss) => loss !== null) ?? false;
+}
+
 function summary({ losses, fits, failures }) {
   if (!losses?.iterations.length) return "No step has been recorded yet. The curve begins with the first one.";
+  if (!lossIsKnown({ losses })) {
+    const count = plural(losses.iterations.at(-1), "iteration");
+    return `${count}, but no loss: the model does not return one. Call recovery.log_loss(loss) in the training loop.`;
+  }
   const fit = fits?.fits[0];
   const error = `${number(fit?.result.held_out_rmse_nats)} nats off on losses that it had not seen`;
   return [

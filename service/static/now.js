@@ -42,8 +42,8 @@ function memory({ memory_interval_iterations: every, iteration_seconds: seconds 
 }
 
 function network({ checkpoints_taken_in: taken, checkpoints_waiting: waiting, updates }) {
-  const figures = `${number(waiting, 9)} waiting, ${number(updates, 9)} updates`;
-  return tile("Network", `${number(taken, 9)} checkpoints taken in`, figures);
+  const learned = `${number(taken, 9)} of ${plural(taken + waiting, "checkpoint")}`;
+  return tile("Predictor", `learned from ${learned}`, plural(updates, "gradient step"));
 }
 
 function effective({ since_start: whole, last_hour: hour }) {

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,8 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         now = section(page, "Now")
         expect(now).to_contain_text("120")
         expect(now).to_contain_text("a predicted state")
-        expect(now).to_contain_text("2 checkpoints taken in")
-        expect(now).to_contain_text("1 waiting, 16 updates")
+        expect(now).to_contain_text("learned from 2 of 3 checkpoints")
+        expect(now).to_contain_text("16 gradient steps")
         loss = section(page, "Training loss")
         expect(loss).to_contain_text("120 iterations, 1 failure. Fitted at iteration 100 (power law)")
         expect(loss.get_by_text("95% of single losses")).to_be_visible()
@@ -628,6 +629,28 @@ def test_a_run_that_has_not_begun_is_waited_for(page: Any, tmp_path: Path) -> No
             expect(page.locator("#loss-plot")).to_be_hidden()
         finally:
             journal.close()
+
+
+def test_a_run_without_a_loss_says_what_to_call(page: Any, tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path / "journal.db")
+    try:
+        life = journal.start_life("auto")
+        step = StepRow(life=life, iteration=1, loss=None, learning_rate=1e-3, seconds=0.1)
+        journal.record(*(replace(step, iteration=at) for at in range(1, 41)))
+        flushed(journal)
+        with served(tmp_path) as service:
+            page.goto(service.url)
+            loss = section(page, "Training loss")
+            expect(loss).to_contain_text("40 iterations, but no loss")
+            expect(loss).to_contain_text("recovery.log_loss(loss)")
+            expect(page.locator("#loss-plot")).to_be_hidden()
+            if picture := os.environ.get("CPSR_TEST_PICTURE"):
+                page.screenshot(path=picture, full_page=True)
+            journal.record(replace(step, iteration=41, loss=2.5))
+            flushed(journal)
+            expect(page.locator("#loss-plot")).to_be_visible()
+    finally:
+        journal.close()
 
 
 def test_what_is_amiss_is_shown_first(page: Any, journal: Journal, tmp_path: Path) -> None:

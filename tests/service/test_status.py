@@ -79,7 +79,7 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
         "others would choose: young 139, checkfreq",
         "newest checkpoint: iteration 50, 2.5 MB",
-        "network: 0 checkpoints taken in, 1 waiting, 0 updates",
+        "predictor: learned from 0 of 1 checkpoints, 0 gradient steps",
         "last recovery: line from a failure at 92, continued at 92, kept",
         "last rehearsal: at iteration 70, measured, lag in its second half -7 iterations",
         "the state descends from a predicted one, or from one that was restored in part",
