@@ -1,6 +1,7 @@
 """`CPSRRecovery`: the context manager that users put around their training loop."""
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from cpsr.life.life import Life
 from cpsr.life.loop import Loop
 from cpsr.life.one_at_a_time import ProcessSlot
 from cpsr.life.rehearsed import rehearsed_config
+from cpsr.life.script_end import ScriptEnd
 from cpsr.planner.plan import Plan
 from cpsr.restart.probes import LossFunction
 from cpsr.restart.restore import Restored
@@ -53,6 +55,9 @@ class CPSRRecovery:
                 engine.backward(loss)
                 engine.step()
 
+    A script that is not to be indented calls `recovery = CPSRRecovery(engine, "cpsr.yaml").open()` before its loop, and
+    `recovery.close()` after it.
+
     Only the optimizer may change the weights between two steps: a snapshot is copied while the next forward and
     backward run, and is complete before the next update.
     """
@@ -70,7 +75,34 @@ class CPSRRecovery:
         self._config = rehearsed_config(_configuration(engine, config, mode))
         self._loop = Loop(adapter, self._config, loss_fn, probe_batches)
         self._life: Life | None = None
+        self._is_open = False
+        self._script_end: ScriptEnd | None = None  # None inside a `with` block
         self._slot = ProcessSlot(str(self._config.run_dir), self._disown)
+
+    def open(self) -> "CPSRRecovery":
+        """Open the run without a `with` block, for a script whose loop is not to be indented; end it with `close`.
+
+        If the script ends first, the run ends as after an error inside a `with` block: the state of the last step goes
+        to host memory, where the next start finds it. That holds for an uncaught exception, for `sys.exit`, and for a
+        script that forgot `close`.
+
+        Returns:
+            This object.
+
+        Raises:
+            ConfigError: and all others that entering the `with` block raises; see the class.
+        """
+        self.__enter__()
+        self._script_end = ScriptEnd(self.__exit__)
+        return self
+
+    def close(self) -> None:
+        """End an open run as leaving the `with` block does: wait for the other ranks, and commit the last state.
+
+        In a `finally` or `except` clause, while an exception is handled, it ends the run with that exception instead.
+        Without an open run nothing happens.
+        """
+        self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> "CPSRRecovery":
         self._slot.take()
@@ -84,11 +116,17 @@ class CPSRRecovery:
         except BaseException:
             self._slot.give_back()
             raise
+        self._is_open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._script_end is not None:
+            self._script_end.cancel()
         try:
             self.life.close(kind, error)
         finally:
@@ -103,10 +141,12 @@ class CPSRRecovery:
         """The open life inside the `with` block, for tests and tools: its parts may change with any version.
 
         Raises:
-            ConfigError: outside the `with` block.
+            ConfigError: no run is open.
         """
         if self._life is None:
-            raise ConfigError("no run is open: this belongs inside the `with CPSRRecovery(...)` block")
+            raise ConfigError(
+                "no run is open: this belongs inside the `with CPSRRecovery(...)` block, or behind recovery.open()"
+            )
         return self._life
 
     @property
@@ -172,7 +212,7 @@ class CPSRRecovery:
         """
         if self._life is None:
             raise ConfigError(
-                "resume() belongs inside the `with CPSRRecovery(...)` block: before it nothing is restored"
+                "resume() belongs inside the `with CPSRRecovery(...)` block, or after open(): nothing is restored before"
             )
         if repeat and epochs is not None:
             raise ConfigError(f"resume(epochs={epochs}, repeat=True): give one of the two")

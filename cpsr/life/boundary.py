@@ -51,7 +51,7 @@ class Boundary(Part):
         self._publication = Publication(counter, copier.events, copier.updates if job.group.size > 1 else None)
         self.emergency_dump = EmergencyDump(
             self._dump,
-            job.journal.event,
+            self._report_dump,
             config.ranks.sigterm_grace_seconds,
             lambda: self.liveness.obstacle(),
             job.journal.flush,
@@ -147,7 +147,7 @@ class Boundary(Part):
         """The group is broken: dump the state of the last boundary, and stop watching the others."""
         self.liveness.settle()
         note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, error=_one_line(error)))
-        self.emergency_dump.dump(f"the training loop was left with {type(error).__name__}")
+        self.emergency_dump.dump(f"the training loop was left with {_one_line(error)}")
         self.liveness.close(ended=False)
         self._close_neighbour(ended=False)
 
@@ -184,6 +184,11 @@ class Boundary(Part):
         dumped = self._pool.dump(adapter.shard, iteration, state.left, self._publication.earlier, frozen=state.frozen)
         self._publication.poll()  # the dump waited for the device, which has completed the step
         return dumped
+
+    def _report_dump(self, kind: str, message: str, iteration: int | None, level: int) -> None:
+        """A restart in mode exact takes no dump: a line that names its iteration would announce another one."""
+        unused = self._job.config.mode == "exact" and kind == "dumped"
+        self._job.journal.event(kind, message, iteration, logging.DEBUG if unused else level)
 
     def _on_frozen_moved(self, moved: Mapping[str, torch.Tensor]) -> None:
         """Parameters outside the optimizer were written to: from now on an emergency dump has them, too."""

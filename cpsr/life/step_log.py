@@ -23,7 +23,7 @@ class StepLog:
         self._journal = journal
         self._losses = losses
         self.followers: list[Callable[[Sequence[Step]], None]] = []
-        self._checked = journal.rank != 0  # whether the first iterations of this life had a loss
+        self._without_loss = 0  # iterations of this life before the first one with a loss
 
     def end(self, step: Step) -> None:
         """One iteration is complete."""
@@ -42,14 +42,14 @@ class StepLog:
 
     def _report_missing(self, steps: Sequence[Step]) -> None:
         """Say once, after the first iterations of a life, that the run knows no loss."""
-        if self._checked:
+        if self._journal.rank != 0 or self._without_loss >= UNKNOWN_ITERATIONS:
             return
-        self._checked = True
-        if all(step.loss is None for step in steps):
+        self._without_loss += len(steps) if all(step.loss is None for step in steps) else UNKNOWN_ITERATIONS + 1
+        if UNKNOWN_ITERATIONS <= self._without_loss < 2 * UNKNOWN_ITERATIONS:
             self._journal.event(
                 "no loss",
-                f"no loss is known after {len(steps)} iterations, because the model does not return it: the loss curve "
-                "stays empty, and predicted states cannot be checked. Call recovery.log_loss(loss) before "
+                f"no loss is known after {self._without_loss} iterations, because the model does not return it: the "
+                "loss curve stays empty, and predicted states cannot be checked. Call recovery.log_loss(loss) before "
                 "optimizer.step()",
                 steps[-1].iteration,
             )
