@@ -212,7 +212,7 @@ class CPSRRecovery:
         """
         if self._life is None:
             raise ConfigError(
-                "resume() belongs inside the `with CPSRRecovery(...)` block, or after open(): nothing is restored before"
+                "resume() belongs inside the `with CPSRRecovery(...)` block, or after open(), which restore the state"
             )
         if repeat and epochs is not None:
             raise ConfigError(f"resume(epochs={epochs}, repeat=True): give one of the two")

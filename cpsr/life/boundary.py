@@ -1,5 +1,6 @@
 """Step boundaries: when the state is consistent, its publication, and its emergency dump."""
 
+import logging
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack

@@ -7,6 +7,8 @@ from cpsr.state.losses import LossRecorder, Step
 
 __all__ = ["StepLog"]
 
+UNKNOWN_ITERATIONS = 20  # without a loss, before that is reported
+
 
 class StepLog:
     """Passes iterations on once their losses have arrived from the device.
@@ -23,7 +25,8 @@ class StepLog:
         self._journal = journal
         self._losses = losses
         self.followers: list[Callable[[Sequence[Step]], None]] = []
-        self._without_loss = 0  # iterations of this life before the first one with a loss
+        # Iterations of this life without a loss; None once one has come, or was reported missing.
+        self._without_loss: int | None = 0 if journal.rank == 0 else None
 
     def end(self, step: Step) -> None:
         """One iteration is complete."""
@@ -42,10 +45,12 @@ class StepLog:
 
     def _report_missing(self, steps: Sequence[Step]) -> None:
         """Say once, after the first iterations of a life, that the run knows no loss."""
-        if self._journal.rank != 0 or self._without_loss >= UNKNOWN_ITERATIONS:
+        if self._without_loss is None:
             return
-        self._without_loss += len(steps) if all(step.loss is None for step in steps) else UNKNOWN_ITERATIONS + 1
-        if UNKNOWN_ITERATIONS <= self._without_loss < 2 * UNKNOWN_ITERATIONS:
+        self._without_loss += len(steps)
+        if any(step.loss is not None for step in steps):
+            self._without_loss = None
+        elif self._without_loss >= UNKNOWN_ITERATIONS:
             self._journal.event(
                 "no loss",
                 f"no loss is known after {self._without_loss} iterations, because the model does not return it: the "
@@ -53,3 +58,4 @@ class StepLog:
                 "optimizer.step()",
                 steps[-1].iteration,
             )
+            self._without_loss = None
