@@ -115,7 +115,8 @@ class Watch:
         level = statistics.median(self._recent)
         excess = level - self._baseline
         compared = (
-            f"{excess:+.3f} nats over the level before the failure at iteration {iteration}, {allowed:.3f} allowed"
+            f"at iteration {iteration} the training loss is {excess:+.3f} nats from its level before the failure, "
+            f"and {allowed:+.3f} is the limit"
         )
         status: Literal["watching", "passed", "diverged"] = "watching"
         over = elapsed >= self._iterations

@@ -67,9 +67,10 @@ def allot_memory(
     if group.rank == 0:
         report(
             "predictor memory",
-            f"the predictor takes at most {_megabytes(footprint.peak_bytes)} of each rank's host memory "
-            f"({_megabytes(limit_bytes)} are allowed) and nothing on the device, for {operators} tensors and up to "
-            f"{checkpoints} checkpoints" + ("" if learns else "; it does not learn (learning.budget_fraction is 0)"),
+            f"the predictor uses at most {_megabytes(footprint.peak_bytes)} of host memory per rank for up to {checkpoints} "
+            "checkpoints" + ("" if learns else "; it does not learn (learning.budget_fraction is 0)"),
+            # Mode exact predicts nothing, and asks for no attention to what would.
+            level=logging.DEBUG if config.mode == "exact" else logging.INFO,
         )
     return use
 

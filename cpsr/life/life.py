@@ -437,7 +437,7 @@ class Life:
             decision = self._probation.observe(iteration)
             if decision is None:
                 return False
-            self.job.journal.event("watch", f"the watch of the predicted state {decision.reason}", iteration)
+            self.job.journal.event("watch", f"the probation of the predicted state {decision.reason}", iteration)
             diverged = decision.status == "diverged"
             if diverged and self.job.group.all(self.loop.state.can_rewind):
                 self._roll_back()  # before the watch ends: until then memory keeps the checkpoint

@@ -11,13 +11,13 @@ from cpsr.restart.restored import Recomputes, Restored
 __all__ = ["diverged_message", "recovery_message"]
 
 WHY_RECOMPUTED = {
-    Recomputes.FAILED_BEFORE: ", because an earlier attempt to continue near the failure had failed",
-    Recomputes.IN_MEMORY: ", which no state nearer to the failure is",
-    Recomputes.PLANNED: ", which is cheaper than predicting",
-    Recomputes.CHEAPER: ", which is cheaper than predicting",
-    Recomputes.DUMP_REFUSED: ", because the check refused what the ranks had left in memory",
-    Recomputes.PREDICTION_REFUSED: ", because the check refused the prediction",
-    Recomputes.FAILED: ", because the attempt to continue near the failure has failed",
+    Recomputes.FAILED_BEFORE: "; an earlier attempt to continue near the failure failed",
+    Recomputes.IN_MEMORY: "; newer states were not exact",
+    Recomputes.PLANNED: "; a prediction would cost more",
+    Recomputes.CHEAPER: "; a prediction would cost more",
+    Recomputes.DUMP_REFUSED: "; the state that the ranks left in memory failed its check",
+    Recomputes.PREDICTION_REFUSED: "; the predicted state failed its check",
+    Recomputes.FAILED: "; the attempt to continue near the failure failed",
 }
 
 
@@ -87,7 +87,7 @@ def _from(restored: Restored, tier: str) -> str:
         return f"predicted from checkpoint {restored.checkpoint_iteration}{fit}"
     if tier == "departure":
         return (
-            "with the weights and moments that they had, from memory"
+            "with their last weights and moments, from memory"
             if restored.beginning is Beginning.EMERGENCY_DUMP
             else "exact from memory"
         )
@@ -104,8 +104,8 @@ def _without_moments(restored: Restored) -> str:
         return ""
     damaged = f" (damaged and set aside: {', '.join(restored.damaged)})" if restored.damaged else ""
     return (
-        f"no whole checkpoint is left{damaged}, so the optimizer's moments are lost and begin at zero. Schedule and "
-        "place in the data are the checkpoint's, random states the script's"
+        f"no complete checkpoint is left{damaged}: the optimizer's moments start at zero. Schedule and data position "
+        "come from the checkpoint, random states from the script"
     )
 
 
@@ -117,7 +117,7 @@ def _cost(restored: Restored) -> str:
         later = exact_price(f - (restored.checkpoint_iteration or 0))
         forecast = restored.forecast
         if forecast is None:
-            return f"predicted: on time, for an unknown end cost ({later})"
+            return f"predicted state; expected cost unknown ({later})"
         price = predicted_price(forecast.expected_end_cost_iterations, forecast.expected_deviation_iterations)
         return f"{price} ({later})"
     if restored.beginning is Beginning.EMERGENCY_DUMP:
@@ -133,7 +133,7 @@ def _cost(restored: Restored) -> str:
 def _why_recomputed(restored: Restored) -> str:
     """Why nothing near the failure was taken, where the mode would have allowed it."""
     if restored.recomputes is Recomputes.INFEASIBLE and restored.forecast is not None:
-        return f", because nothing can be predicted ({restored.forecast.reason})"
+        return f"; nothing can be predicted ({restored.forecast.reason})"
     return "" if restored.recomputes is None else WHY_RECOMPUTED.get(restored.recomputes, "")
 
 

@@ -85,12 +85,13 @@ class LagReport(Part):
         # Only rank 0 has the losses of earlier lives, and all ranks must record the same.
         measured, settings = self._job.group.broadcast([found.measure(), self._outcome.settings])
         if measured is None:
-            message = "the losses do not show how far behind the recovery is"
+            message = "the losses are too noisy to show how far the recovered run is behind"
         else:
             lag, error = measured
+            side = "ahead of" if lag < 0 else "behind"
             message = (
-                f"lag after {FIRST_ITERATION} to {LAST_ITERATION} iterations: {lag:+.0f} +- {error:.0f}, against the "
-                "course of the losses before the failure"
+                f"the recovered run is {abs(lag):.0f} ± {error:.0f} iterations {side} the loss trend before the failure, "
+                f"measured {FIRST_ITERATION} to {LAST_ITERATION} iterations after it"
             )
             self._outcome.measured({"lag_iterations": lag, "standard_error_iterations": error}, settings)
         self._job.journal.event("recovered", message, iteration)

@@ -11,5 +11,5 @@ def exact_price(iterations: float) -> str:
 
 def predicted_price(end_cost_iterations: float, deviation_iterations: float) -> str:
     """Of a prediction, for its end cost and the standard deviation of that; below 0 the run ends with a lower loss."""
-    spread = f" +- {deviation_iterations:.0f}" if deviation_iterations >= 0.5 else ""
-    return f"predicted: on time, for an end cost of {end_cost_iterations:z.0f}{spread} iterations"
+    spread = f" ± {deviation_iterations:.0f}" if deviation_iterations >= 0.5 else ""
+    return f"predicted state; expected cost {end_cost_iterations:z.0f}{spread} iterations"

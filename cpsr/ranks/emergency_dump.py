@@ -140,10 +140,10 @@ class EmergencyDump:
         self._dumped = self._boundaries
         seconds = time.perf_counter() - started
         stored = iteration if dumped is None else dumped
-        what = f"the exact state of iteration {stored}"
+        what = f"weights and moments of iteration {stored}"
         if self._awaits_request and stored == iteration:
-            what = f"the state of iteration {stored}, as far as the loop had finished it,"
-        message = f"{reason}: {what} was dumped to host memory in {seconds:.2f} s"
+            what += ", as far as the loop had finished it,"
+        message = f"{reason}; {what} saved to host memory ({seconds:.2f} s)"
         if stored != iteration:
             message += f"; the device has not completed the steps from there to iteration {iteration}"
         self._report("dumped", message, stored, logging.WARNING)
@@ -151,7 +151,7 @@ class EmergencyDump:
 
     def _refused(self, reason: str, obstacle: str) -> None:
         state = "the state" if self._iteration is None else f"the state after iteration {self._iteration}"
-        message = f"{reason}: {state} could not be dumped to host memory ({obstacle}); a restart takes what was saved"
+        message = f"{reason}: {state} could not be saved to host memory ({obstacle}); a restart uses earlier states"
         if message == self._refusal:
             return
         self._refusal = message

@@ -131,11 +131,11 @@ class MemorySnapshots:
         if self.skipped == 1:
             self._journal.event(
                 "memory snapshot skipped",
-                f"the state of iteration {iteration} was not copied to host memory: a rank has no buffer free, since "
-                "its disk still writes or its newest snapshot is still hashed. A kill of the processes now goes back "
-                "to the snapshot before. Counted from now on, and reported at the end of this life",
+                f"snapshot {iteration} to host memory is late: no buffer is free, because the disk is still writing or "
+                "the newest snapshot is still hashed. A kill now goes back to the snapshot before it. Further ones are "
+                "counted until this life ends",
                 iteration,
-                logging.WARNING,
+                logging.INFO if self._journal.rank == 0 else logging.DEBUG,
             )
 
     def on_steps(self, _: Sequence[Step]) -> None:
@@ -149,8 +149,9 @@ class MemorySnapshots:
         self._check_sealed()
         if self.skipped > 1:
             due = self.taken + self.skipped
-            message = f"{self.skipped} of {due} snapshots to host memory were skipped in this life: no buffer was free"
-            self._journal.event("memory snapshots skipped", message, self._last)
+            message = f"{self.skipped} of {due} snapshots to host memory were late or skipped: no buffer was free"
+            level = logging.INFO if self._journal.rank == 0 else logging.DEBUG
+            self._journal.event("memory snapshots skipped", message, self._last, level)
 
     def complete(self, snapshot: Snapshot) -> None:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""

@@ -16,13 +16,12 @@ Origin = Literal["trained", "predicted"]
 def report_save(journal: RankJournal, outcome: SaveOutcome, origin: Origin) -> None:
     """Report how a save ended: an event if it was not committed, and a row in the journal on rank 0."""
     if outcome.status in ("failed", "skipped"):
-        what = f"checkpoint {outcome.iteration} {outcome.status} on rank {journal.rank}: {outcome.reason}"
-        journal.event(
-            f"checkpoint {outcome.status}",
-            f"{what}; training goes on, older checkpoints are untouched",
-            outcome.iteration,
-            logging.ERROR if outcome.status == "failed" else logging.WARNING,
-        )
+        failed = outcome.status == "failed"
+        what = f"checkpoint {outcome.iteration} {outcome.status}{f' on rank {journal.rank}' if failed else ''}"
+        # Rank 0 learns why another rank has skipped one, and says so for all.
+        level = logging.ERROR if failed else logging.WARNING if journal.rank == 0 else logging.DEBUG
+        message = f"{what}: {outcome.reason}; training continues, earlier checkpoints are kept"
+        journal.event(f"checkpoint {outcome.status}", message, outcome.iteration, level)
     if outcome.status == "written" or journal.rank != 0:
         return
     if outcome.status == "committed":

@@ -245,7 +245,7 @@ class Saver(Part):
             return
         if snapshot is None:
             self._all_experts = True
-            self._writer.skip(iteration, "the disk is still writing earlier checkpoints; no host buffer is free")
+            self._writer.skip(iteration, "no host buffer is free: the disk is still writing earlier checkpoints")
             return
         if replicate:
             self.memory.turns.sent(iteration, snapshot.is_pending)

@@ -46,8 +46,8 @@ PREDICTED = Restored(
             replace(PREDICTED, sources=sources("departure", "predicted")),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91 and left no state. Ranks 0 and 1 continue at iteration 91: "
-            "rank 0 exact from memory, rank 1 predicted from checkpoint 80 (line over 3 checkpoints). Predicted: on "
-            "time, for an end cost of 12 +- 8 iterations (exact: 11 iterations later). Check passed: loss "
+            "rank 0 exact from memory, rank 1 predicted from checkpoint 80 (line over 3 checkpoints). Predicted "
+            "state; expected cost 12 ± 8 iterations (exact: 11 iterations later). Check passed: loss "
             "1.24, checkpoint 1.52.",
         ),
         (
@@ -55,29 +55,29 @@ PREDICTED = Restored(
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91; rank 0 left no state. Ranks 0 and 1 continue at iteration "
             "91: rank 0 predicted from checkpoint 80 (line over 3 checkpoints), rank 1 exact from memory. "
-            "Predicted: on time, for an end cost of 12 +- 8 iterations (exact: 11 iterations later). Check "
+            "Predicted state; expected cost 12 ± 8 iterations (exact: 11 iterations later). Check "
             "passed: loss 1.24, checkpoint 1.52.",
         ),
         (
             replace(EXACT, beginning=Beginning.WEIGHTS, damaged=("damaged-step-0000000090-0",)),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, from the weights of "
-            "checkpoint 80 alone. No whole checkpoint is left (damaged and set aside: damaged-step-0000000090-0), so "
-            "the optimizer's moments are lost and begin at zero. Schedule and place in the data are the checkpoint's, "
-            "random states the script's. 11 iterations are recomputed.",
+            "checkpoint 80 alone. No complete checkpoint is left (damaged and set aside: damaged-step-0000000090-0): "
+            "the optimizer's moments start at zero. Schedule and data position come from the checkpoint, random states "
+            "from the script. 11 iterations are recomputed.",
         ),
         (
             replace(PREDICTED, guard={"loss": {"accepted": True, "reason": "not evaluated: no probe batches"}}),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
-            "checkpoint 80 (line over 3 checkpoints). Predicted: on time, for an end cost of 12 +- 8 iterations "
+            "checkpoint 80 (line over 3 checkpoints). Predicted state; expected cost 12 ± 8 iterations "
             "(exact: 11 iterations later). Not checked: no probe batches.",
         ),
         (
             replace(PREDICTED, forecast=replace(LINE, expected_end_cost_iterations=-12.4), guard={}),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
-            "checkpoint 80 (line over 3 checkpoints). Predicted: on time, for an end cost of -12 +- 8 iterations "
+            "checkpoint 80 (line over 3 checkpoints). Predicted state; expected cost -12 ± 8 iterations "
             "(exact: 11 iterations later).",
         ),
         (
@@ -90,13 +90,13 @@ PREDICTED = Restored(
             replace(EXACT, recomputes=Recomputes.PLANNED),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: 11 iterations later, which is cheaper than predicting.",
+            "80. Exact: 11 iterations later; a prediction would cost more.",
         ),
         (
             replace(EXACT, recomputes=Recomputes.PREDICTION_REFUSED, forecast=LINE, guard=REFUSED),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: 11 iterations later, because the check refused the prediction. Check failed: "
+            "80. Exact: 11 iterations later; the predicted state failed its check. Check failed: "
             "loss 2.31, checkpoint 1.52.",
         ),
         (
@@ -107,8 +107,7 @@ PREDICTED = Restored(
             ),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: 11 iterations later, because nothing can be predicted (2 checkpoints, 3 are "
-            "needed).",
+            "80. Exact: 11 iterations later; nothing can be predicted (2 checkpoints, 3 are needed).",
         ),
         (
             replace(EXACT, restored_iteration=91, sources=sources("memory", "memory")),
@@ -130,8 +129,8 @@ PREDICTED = Restored(
                 sources=sources("departure", "departure"),
             ),
             "rank 1 failed (ValueError: bad batch)",
-            "Rank 1 failed (ValueError: bad batch) after iteration 91. All ranks continue at iteration 91, with the "
-            "weights and moments that they had, from memory. Random states and registered objects are those of "
+            "Rank 1 failed (ValueError: bad batch) after iteration 91. All ranks continue at iteration 91, with their "
+            "last weights and moments, from memory. Random states and registered objects are those of "
             "checkpoint 80.",
         ),
         (
@@ -160,7 +159,7 @@ def test_every_reason_to_recompute_is_explained() -> None:
     lines = {why: recovery_message(replace(EXACT, recomputes=why, forecast=LINE), None, "") for why in Recomputes}
     plain = recovery_message(EXACT, None, "")
     assert plain.endswith("Exact: 11 iterations later.")
-    assert all(line.startswith(plain[:-1] + ", ") for line in lines.values())
+    assert all(line.startswith(plain[:-1] + "; ") for line in lines.values())
     assert len(set(lines.values())) == len(Recomputes) - 1  # by plan or by forecast, recomputing is cheaper
 
 

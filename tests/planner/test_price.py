@@ -15,11 +15,11 @@ def test_exact_is_later(iterations: float, count: str) -> None:
 @pytest.mark.parametrize(
     ("cost", "deviation", "words"),
     [
-        (12.4, 7.6, "12 +- 8"),
-        (-12.4, 7.6, "-12 +- 8"),
+        (12.4, 7.6, "12 ± 8"),
+        (-12.4, 7.6, "-12 ± 8"),
         (-0.4, 0.4, "0"),
         (3.0, math.nan, "3"),
     ],
 )
 def test_predicted_is_on_time_for_a_signed_cost(cost: float, deviation: float, words: str) -> None:
-    assert predicted_price(cost, deviation) == f"predicted: on time, for an end cost of {words} iterations"
+    assert predicted_price(cost, deviation) == f"predicted state; expected cost {words} iterations"

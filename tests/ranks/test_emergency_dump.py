@@ -84,7 +84,7 @@ def test_the_report_names_the_iteration_that_was_dumped() -> None:
     assert dump_guard.dump("a peer is gone")
     ((kind, message, iteration),) = recorder.events
     assert (kind, iteration) == ("dumped", 7)
-    assert "the exact state of iteration 7 was dumped" in message
+    assert "weights and moments of iteration 7 saved" in message
     assert message.endswith("the device has not completed the steps from there to iteration 8")
 
 

@@ -258,7 +258,7 @@ def test_training_goes_on_with_a_full_disk(tmp_path: Path) -> None:
         failures = [event for event in journal.events() if event.kind == "checkpoint failed"]
     assert [rows[iteration].status for iteration in (3, 6, 9)] == ["committed", "committed", "failed"]
     assert "No space left on device" in rows[9].reason
-    assert "training goes on, older checkpoints are untouched" in failures[0].message
+    assert "training continues, earlier checkpoints are kept" in failures[0].message
 
 
 def test_host_memory_that_does_not_suffice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def labelled(job: Job, damaged: list[str]) -> None:
     for part in (
         f"continue at iteration {WEIGHTS}, from the weights of checkpoint {WEIGHTS} alone",
         f"no whole checkpoint is left (damaged and set aside: {', '.join(damaged)})",
-        "the optimizer's moments are lost and begin at zero",
+        "the optimizer's moments start at zero",
         f"{FAILURE - WEIGHTS} iterations are recomputed",
     ):
         assert part.lower() in message.lower()

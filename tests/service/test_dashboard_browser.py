@@ -308,7 +308,7 @@ def test_a_failure_is_paid_for_in_one_of_two_ways(page: Any, journal: Journal, t
         ways = ("32 later", *exact, "predicted: on time, end cost +12 \u00b1 8.1")
         assert all(way in row for row, way in zip(rows, ways, strict=True)), rows
         assert "exact" not in rows[0]
-        expect(section(page, "Why this interval")).to_contain_text("predicted: on time, for an end cost of")
+        expect(section(page, "Why this interval")).to_contain_text("predicted state; expected cost")
         expect(section(page, "Why this interval")).to_contain_text("exact: ")
 
 

@@ -75,7 +75,7 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
     for words in (
         "run gpt: ok, iteration 7, 1 rank\n",
         f"a checkpoint every {interval} iterations ({interval * 1.5 / 60:.1f} min), by cpsr",
-        "after a failure: predicted: on time, for an end cost of ",
+        "after a failure: predicted state; expected cost ",
         "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
         "others would choose: young 139, checkfreq",
         "newest checkpoint: iteration 50, 2.5 MB",
