@@ -65,10 +65,11 @@ def allot_memory(
         report("predictor memory", message, level=logging.WARNING)
     footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
     if group.rank == 0:
+        peak = _megabytes(footprint.peak_bytes)
         report(
             "predictor memory",
-            f"the predictor uses at most {_megabytes(footprint.peak_bytes)} of host memory per rank for up to {checkpoints} "
-            "checkpoints" + ("" if learns else "; it does not learn (learning.budget_fraction is 0)"),
+            f"the predictor uses at most {peak} of host memory per rank for up to {checkpoints} checkpoints"
+            + ("" if learns else "; it does not learn (learning.budget_fraction is 0)"),
             # Mode exact predicts nothing, and asks for no attention to what would.
             level=logging.DEBUG if config.mode == "exact" else logging.INFO,
         )
