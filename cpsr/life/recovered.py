@@ -90,8 +90,8 @@ class LagReport(Part):
             lag, error = measured
             side = "ahead of" if lag < 0 else "behind"
             message = (
-                f"the recovered run is {abs(lag):.0f} ± {error:.0f} iterations {side} the loss trend before the failure "
-                f"(measured {FIRST_ITERATION} to {LAST_ITERATION} iterations after it)"
+                f"the recovered run is {abs(lag):.0f} ± {error:.0f} iterations {side} the loss trend before it "
+                f"(measured {FIRST_ITERATION} to {LAST_ITERATION} iterations after the failure)"
             )
             self._outcome.measured({"lag_iterations": lag, "standard_error_iterations": error}, settings)
         self._job.journal.event("recovered", message, iteration)
