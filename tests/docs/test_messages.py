@@ -34,7 +34,10 @@ def test_every_class_that_is_raised_has_its_messages() -> None:
 
 def test_what_is_filled_in_stands_in_angle_brackets() -> None:
     messages = found()
-    assert "no run is open: this belongs inside the `with CPSRRecovery(...)` block" in messages["ConfigError"]
+    assert (
+        "no run is open: this belongs inside the `with CPSRRecovery(...)` block, or after open()"
+        in messages["ConfigError"]
+    )
     assert any(message.startswith("cannot read the configuration <path>: ") for message in messages["ConfigError"])
 
 
