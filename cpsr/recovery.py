@@ -144,9 +144,7 @@ class CPSRRecovery:
             ConfigError: no run is open.
         """
         if self._life is None:
-            raise ConfigError(
-                "no run is open: this belongs inside the `with CPSRRecovery(...)` block, or behind recovery.open()"
-            )
+            raise ConfigError("no run is open: this belongs inside the `with CPSRRecovery(...)` block, or after open()")
         return self._life
 
     @property
