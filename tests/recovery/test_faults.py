@@ -527,8 +527,8 @@ def test_sigterm_commits_the_state_when_the_loop_asks_for_its_next_batch(tmp_pat
         ]
     if evaluates:
         assert dumps()[0].startswith(
-            f"SIGTERM, and the loop has asked for no batch for 0.3 s: the state of iteration {at}, as far as the loop "
-            "had finished it, was dumped"
+            f"SIGTERM, and the loop has asked for no batch for 0.3 s; weights and moments of iteration {at}, as far "
+            "as the loop had finished it, saved to host memory"
         )
 
 
