@@ -25,7 +25,7 @@ class CPSRCallback(Callback):  # type: ignore[misc]  # untyped here
     """Restores a run when `trainer.fit` begins, and follows it to its end: `Trainer(callbacks=[CPSRCallback(...)])`.
 
     What Lightning's own checkpoints contain comes back, with random states and the place in the data; see
-    docs/integrations.md. The mode is `exact`. No random number is drawn.
+    docs/integrations.md. The mode is `exact`.
 
     Args:
         config: as in `CPSRRecovery`.
