@@ -1,5 +1,6 @@
 """About a hundred sampled elements of a rank's weights, read in a few microseconds, on a GPU without waiting."""
 
+import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ __all__ = ["SentSample", "WeightSample"]
 
 # In the order of a `SampledBytes`.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+WHOLE_LOOKS = 16  # steps of a life, in which all addresses are compared
+PARTS = 8
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # NumPy has no bfloat16
 
 
@@ -44,7 +47,7 @@ class SentSample:
     def read(self) -> tuple[SampledBytes, float | None]:
         """The elements and the loss, once they are here."""
         content = self.host.numpy().tobytes()
-        loss = float(self.host[-4:].view(torch.float32)) if self.has_loss else None
+        loss = struct.unpack("<f", content[-4:])[0] if self.has_loss else None
         return SampledBytes(content[:-4] if self.has_loss else content, self.counts), loss
 
 
@@ -61,6 +64,7 @@ class WeightSample:
 
     def __init__(self, adapter: EngineAdapter, shard: Shard) -> None:
         self._adapter = adapter
+        self._looks, self._moves = 0, False
         self._build(shard)
         places = ",".join(f"{one.operator}:{one.index}:{one.view.dtype}" for one in self._elements)
         self.layout = xxhash.xxh3_64_intdigest(places.encode())
@@ -74,14 +78,14 @@ class WeightSample:
         """Where an element lies, for people."""
         return f"{self._elements[index].operator}[{self._elements[index].index}]"
 
-    def read(self) -> SampledBytes:
-        """The elements now; of weights on the host."""
-        self._renew()
+    def read(self, iteration: int) -> SampledBytes:
+        """The elements now, after this step; of weights on the host."""
+        self._renew(iteration)
         return SampledBytes(b"".join(self._buffers), self._counts)
 
-    def send(self, loss: torch.Tensor | None) -> SentSample:
+    def send(self, iteration: int, loss: torch.Tensor | None) -> SentSample:
         """Enqueue a copy of the elements and the loss on the current stream; returns at once."""
-        self._renew()
+        self._renew(iteration)
         with torch.no_grad():
             parts = [torch.cat(views) for views in self._by_dtype]
             if loss is not None:
@@ -91,13 +95,25 @@ class WeightSample:
             host.copy_(packed, non_blocking=True)
         return SentSample(host, self._counts, loss is not None)
 
-    def _renew(self) -> None:
-        """Look where the weights lie now: a loop may give a parameter other memory."""
-        if self._now_at() != self._addresses:
+    def _renew(self, iteration: int) -> None:
+        """Look where the weights lie now: a loop may give a parameter other memory, once or in every step.
+
+        In the first steps, and once that has happened, this looks at all of them; else at one part after the other, in
+        the same step each time that it is executed.
+        """
+        self._looks += 1
+        if self._moves or self._looks <= WHOLE_LOOKS:
+            same = self._now_at(self._plain, self._split) == self._addresses
+        else:
+            part = iteration % PARTS
+            same = self._now_at(self._plain[part::PARTS], self._split[part::PARTS]) == self._part_addresses[part]
+        if not same:
+            self._moves = True
             self._build(self._adapter.shard())
 
-    def _now_at(self) -> list[int]:
-        return [*map(torch.Tensor.data_ptr, self._plain), *(local(one).data_ptr() for one in self._split)]
+    @staticmethod
+    def _now_at(plain: list[torch.Tensor], split: list[torch.Tensor]) -> list[int]:
+        return [one.data_ptr() for one in plain] + [local(one).data_ptr() for one in split]
 
     def _build(self, shard: Shard) -> None:
         elements = list(_chosen(self._adapter, shard))
@@ -106,7 +122,10 @@ class WeightSample:
         owners = list({id(one.owner): one.owner for one in elements}.values())
         self._plain = [one for one in owners if not is_distributed(one)]
         self._split = [one for one in owners if is_distributed(one)]
-        self._addresses = self._now_at()
+        self._addresses = self._now_at(self._plain, self._split)
+        self._part_addresses = [
+            self._now_at(self._plain[part::PARTS], self._split[part::PARTS]) for part in range(PARTS)
+        ]
         views = {dtype: [one.view for one in elements if one.view.dtype == dtype] for dtype in _DTYPES}
         doubles, floats, bfloats, halves = (len(views[dtype]) for dtype in _DTYPES)
         self._counts = doubles, floats, bfloats, halves

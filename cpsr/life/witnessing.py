@@ -29,6 +29,7 @@ from cpsr.state.witness import (
 
 __all__ = ["Witnessing"]
 
+AUTOCAST_FORWARDS = 8  # of a life, that are looked at for an autocast
 PENDING = 8  # steps whose samples may still be on their way from a GPU
 CAUSES = {
     "batch position": (
@@ -53,6 +54,9 @@ CAUSES = {
         "the script was changed",
     ),
 }
+
+
+_NO_SAMPLE = SampledBytes(b"", (0, 0, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -92,11 +96,11 @@ class Witnessing(Part):
         self._obstacle = "no witness of these steps is left"
         self._sample = WeightSample(job.adapter, job.shard)
         self._on_device = self._sample.device is not None and self._sample.device.type != "cpu"
+        self._device, self._optimizers = job.adapter.device.type, job.adapter.optimizers
         self._ring = self._open(job)
         self._pending: deque[_Pending] = deque()
         self._rates: tuple[tuple[float, ...], int] = (), 0
-        self._least = _epsilon_of(job)
-        self._epsilon = self._least
+        self._epsilon, self._forwards = _epsilon_of(job), 0
         self._trajectory = 0
         self._last = 0  # newest step with a witness of its first execution
         self._checked = 0
@@ -147,17 +151,19 @@ class Witnessing(Part):
     # On the training thread, in every step
 
     def on_forward(self) -> None:
-        """A training forward begins: its dtype may be that of an autocast."""
-        kind = self._job.adapter.device.type
-        if torch.is_autocast_enabled(kind):
-            self._epsilon = max(self._epsilon, torch.finfo(torch.get_autocast_dtype(kind)).eps)
-        self.poll()
+        """A training forward begins: its dtype may be that of an autocast, as in all of this life."""
+        if self._forwards < AUTOCAST_FORWARDS:
+            self._forwards += 1
+            if torch.is_autocast_enabled(self._device):
+                self._epsilon = max(self._epsilon, torch.finfo(torch.get_autocast_dtype(self._device)).eps)
+        if self._pending:
+            self.poll()
 
     def before_update(self) -> None:
         """Note the learning rates of the update."""
         rates = [
             rate
-            for one in self._job.adapter.optimizers
+            for one in self._optimizers
             for group in one.param_groups
             if isinstance(rate := group.get("lr"), float | int)
         ]
@@ -171,26 +177,21 @@ class Witnessing(Part):
         position, loss = self._state.reached, self._losses.newest
         if position.batch == position.batches_per_epoch:
             position = position.advanced(0)
-        witness = Witness(
-            iteration,
-            self._job.journal.life,
-            self._trajectory,
-            position.epoch,
-            position.batch,
-            position.batches,
-            *self._rates,
-            None,
-            SampledBytes(b"", (0, 0, 0, 0)),
-            self._epsilon,
-        )
-        self._epsilon = self._least
-        if not self._on_device:
+        sent, weights, seen = None, _NO_SAMPLE, None
+        if self._on_device:
+            sent = self._sample.send(iteration, loss)
+        else:
+            weights = self._sample.read(iteration)
             seen = None if loss is None or loss.is_cuda else loss.item()
-            self._complete(witness._replace(loss=seen, weights=self._sample.read()))
+        place = position.epoch, position.batch, position.batches
+        life, trajectory = self._job.journal.life, self._trajectory
+        witness = Witness(iteration, life, trajectory, *place, *self._rates, seen, weights, self._epsilon)
+        if sent is None:
+            self._complete(witness)
             return
         if len(self._pending) == PENDING:
             self._pending.popleft()  # the host is far ahead of the device
-        self._pending.append(_Pending(witness, self._sample.send(loss)))
+        self._pending.append(_Pending(witness, sent))
 
     def poll(self) -> None:
         """Record the steps whose samples have arrived; without waiting."""

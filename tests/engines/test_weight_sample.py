@@ -1,0 +1,87 @@
+"""Sampled weights: always the same elements, where the weights lie now, and on a GPU without waiting."""
+
+import struct
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from cpsr import TorchAdapter
+from cpsr.engines.weight_sample import WeightSample
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from tests.stand_in_device import stand_in_device
+
+
+def training(*sizes: int, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, TorchAdapter]:
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(before, after) for before, after in pairwise(sizes))
+    model = torch.nn.Sequential(*layers).to(dtype)
+    return model, TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(("layers", "elements"), [(1, 96), (3, 96), (40, 80), (150, 75)])
+def test_elements_are_of_every_tensor_or_of_tensors_all_over(layers: int, elements: int) -> None:
+    _, adapter = training(*[50] * (layers + 1))
+    sample = WeightSample(adapter, adapter.shard())
+    found = sample.read(1)
+    assert sum(found.counts) == elements
+    names = {sample.name(index).split("[")[0] for index in range(elements)}
+    assert len(names) == min(2 * layers, elements)
+    assert WeightSample(adapter, adapter.shard()).read(1) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_elements_are_the_weights(dtype: torch.dtype) -> None:
+    model, adapter = training(20, 20, dtype=dtype)
+    sample = WeightSample(adapter, adapter.shard())
+    found, weights = sample.read(1).numbers(), dict(model.named_parameters())
+    for index, number in enumerate(found):
+        name, place = sample.name(index).removesuffix("]").split("[")
+        assert number == weights[name].detach().flatten()[int(place)].item()
+    with torch.no_grad():
+        weights["0.weight"].add_(1)
+    assert (sample.read(2).numbers() != found).any()
+
+
+@pytest.mark.parametrize("after", [1, 40])
+def test_weights_that_get_other_memory_are_found(after: int) -> None:
+    model, adapter = training(20, 20)
+    sample = WeightSample(adapter, adapter.shard())
+    for iteration in range(1, after):
+        sample.read(iteration)
+    for one in model.parameters():
+        one.data = torch.full_like(one, 3.0)
+    later = [sample.read(iteration).numbers() for iteration in range(after, after + 8)]
+    assert (later[-1] == 3.0).all()  # in eight steps at most
+    for one in model.parameters():
+        one.data = torch.full_like(one, 4.0)
+    assert (sample.read(after + 8).numbers() == 4.0).all()  # a loop that does so again is followed in every step
+
+
+class OnDevice:
+    """An engine whose weights lie on a stand-in for a GPU."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.optimizers: list[Any] = [type("Optimizer", (), {"param_groups": [{"params": tensors}]})()]
+
+    def shard(self) -> Shard:
+        named = enumerate(self.optimizers[0].param_groups[0]["params"])
+        return Shard({str(at): OperatorState(str(at), ParamSlice(one, tuple(one.shape)), {}, 0) for at, one in named})
+
+
+def test_a_device_is_not_waited_for() -> None:
+    with stand_in_device() as device:
+        engine: Any = OnDevice([device.tensor(torch.arange(40.0)), device.tensor(torch.arange(7.0).bfloat16())])
+        sample = WeightSample(engine, engine.shard())
+        device.at_once = False
+        device.trace.clear()
+        sent = sample.send(1, device.tensor(torch.tensor(0.5)))
+        assert not [call for call in device.trace if call[0] == "synchronize"]
+        device.complete()
+        found, loss = sent.read()
+        assert loss == 0.5
+        assert found.counts == (0, 40, 7, 0)
+        assert struct.unpack("<40f", found.content[:160])[3] in range(40)
+        assert sorted(found.numbers()[:40]) == list(range(40))
+        assert sample.send(2, None).has_loss is False
