@@ -29,6 +29,8 @@ from cpsr.state.witness import (
 
 __all__ = ["Witnessing"]
 
+NONE_LEFT = "no witness of these steps is left"
+OTHERWISE = "the run came to these steps from another state, or with other hyperparameters"
 AUTOCAST_FORWARDS = 8  # of a life, that are looked at for an autocast
 PENDING = 8  # steps whose samples may still be on their way from a GPU
 CAUSES = {
@@ -93,7 +95,7 @@ class Witnessing(Part):
         self._job, self._state, self._losses, self._published = job, state, losses, published
         self._is_whole = is_whole
         self._expected = 0  # steps that will be repeated and have a witness of their first execution
-        self._obstacle = "no witness of these steps is left"
+        self._obstacle = NONE_LEFT
         self._sample = WeightSample(job.adapter, job.shard)
         self._on_device = self._sample.device is not None and self._sample.device.type != "cpu"
         self._device, self._optimizers = job.adapter.device.type, job.adapter.optimizers
@@ -125,7 +127,9 @@ class Witnessing(Part):
         self._trajectory = self._of_state()
         if self._ring is None:
             return
-        repeated = {one.iteration for one in self._ring if one.trajectory == self._trajectory} - {*range(iteration + 1)}
+        left = [one for one in self._ring if one.iteration > iteration]
+        repeated = {one.iteration for one in left if one.trajectory == self._trajectory}
+        self._obstacle = OTHERWISE if left else NONE_LEFT
         self._expected, self._last = len(repeated), max(repeated, default=iteration)
 
     def outlook(self, lost_iterations: int) -> str:
