@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from cpsr.planner.plan import Plan
 from cpsr.restart.probes import LossFunction
 from cpsr.restart.restore import Restored
 from cpsr.state.loader import ResumableLoader
+from cpsr.state.loader_parts import iterable_of
 
 __all__ = ["CPSRRecovery"]
 
@@ -192,12 +193,15 @@ class CPSRRecovery:
         """
         return self.life.saver.plan
 
-    def resume(self, loader: Iterable[Any], *, epochs: int | None = None, repeat: bool = False) -> ResumableLoader:
+    def resume(
+        self, loader: Iterable[Any] | Callable[[], Any], *, epochs: int | None = None, repeat: bool = False
+    ) -> ResumableLoader:
         """Iterate over the loader, from the batch after the restored step.
 
         Args:
-            loader: a `DataLoader`, or any iterable that yields the same batches after a restart. If it has `state_dict`
-                and `load_state_dict`, as torchdata's `StatefulDataLoader`, a restart continues from its state at once.
+            loader: a `DataLoader`, or any iterable that yields the same batches after a restart, such as a generator.
+                If it has `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, a restart continues
+                from its state at once. Or a function that draws and returns one batch from random states alone.
             epochs: passes over the data of the whole run, those before a restart included. By default the iteration
                 ends with the current pass, for a loop of your own: `for epoch in range(recovery.epoch, epochs)`.
             repeat: never end (use it instead of DeepSpeed's `RepeatingLoader`).
@@ -215,6 +219,7 @@ class CPSRRecovery:
         if repeat and epochs is not None:
             raise ConfigError(f"resume(epochs={epochs}, repeat=True): give one of the two")
         require_loader(loader)
+        loader = iterable_of(loader)
         stream = self._loop.state.stream(loader, epochs, repeat)
         if self._life.on_probation and not stream.can_seek:
             self._life.job.journal.event(

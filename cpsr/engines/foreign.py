@@ -117,6 +117,12 @@ LOADERS = (
         "is a loader that Fabric set up, whose batches recovery.resume cannot deal again after a restart: pass a "
         "DataLoader that Fabric did not set up",
     ),
+    _Kind(
+        ("torch", "torchdata"),
+        ("_BaseDataLoaderIter",),
+        "is an iterator, which has drawn the order of its pass already: a restart could not draw it again. Pass the "
+        "DataLoader itself",
+    ),
 )
 
 

@@ -178,6 +178,8 @@ class Boundary(Part):
         """Dump the state before this rank leaves a broken group; returns its iteration."""
         if not self.may_dump:
             raise SaveError("the state may still be discarded, and a dump of it would be taken for the newest one")
+        if self._state.repeats_batches:
+            raise SaveError("the loop was between two steps on one batch, which no position in the data tells")
         state, adapter = self._state, self._job.adapter
         if adapter.scalars(on_device=True).get("module") is not None:
             raise SaveError(

@@ -30,7 +30,7 @@ class FirstBatches:
         adapter: defines which ranks need different batches, and how many a step takes.
         group: all ranks.
         predicts: whether a restart may continue without a checkpoint at its iteration, and so needs the batches per
-            step. Otherwise the data position must be that of the loop, and batches fetched ahead cause a warning.
+            step. Otherwise batches that another thread takes, or that do not come from `resume`, cause a warning.
         report: records an event: its kind, one sentence, the iteration and the logging level.
     """
 
@@ -50,6 +50,7 @@ class FirstBatches:
         self._per_step: list[int] = []
         self._thread = threading.get_ident()
         self._other_thread = False
+        self._asked = self._waited = False
 
     def on_batch(self, batch: Any) -> None:
         """A batch is about to be returned."""
@@ -68,7 +69,7 @@ class FirstBatches:
         if len(self._per_step) < COMPARED:
             return
         self._check_per_step()
-        self._check_ahead()
+        self._check_thread()
         if self._group.size > 1:
             self._compare()
 
@@ -93,16 +94,46 @@ class FirstBatches:
                 logging.WARNING,
             )
 
-    def _check_ahead(self) -> None:
-        ahead = self._per_step[0] > self._per_step[1] == self._per_step[2] > 0
-        if self._predicts or self._group.rank or not (ahead or self._other_thread):
+    def _check_thread(self) -> None:
+        if self._predicts or self._group.rank or not self._other_thread:
             return
-        how = "by another thread" if self._other_thread else f"({self._per_step[0]} before the first step)"
         self._report(
             "batches ahead",
-            f"the loop takes batches before it trains on them {how}: a restart goes on after the last batch that was "
-            "taken, and those in between are never trained on. Iterate over recovery.resume(loader) in the training "
+            "another thread takes the batches: a restart goes on after the last batch that was taken, and those that "
+            "wait for the training thread are never trained on. Iterate over recovery.resume(loader) in the training "
             "loop itself, and leave fetching ahead to the DataLoader: num_workers=..., prefetch_factor=...",
+            self._adapter.iteration,
+            logging.WARNING,
+        )
+
+    def at_checkpoint(self, drawn: int) -> None:
+        """A checkpoint begins; of the first one in mode exact it is said if it has no position in the data.
+
+        Args:
+            drawn: batches of this life that came from `resume`.
+        """
+        asked, self._asked = self._asked, True
+        if asked or drawn or self._predicts or self._group.rank or self._adapter.pipeline_stage is not None:
+            return
+        self._report(
+            "no batches from resume",
+            "no batch of this loop came from recovery.resume, so checkpoints hold no position in the data: after a "
+            "restart the script begins its data anew, and batches drawn ahead of a step are drawn from other random "
+            "numbers. Take the batches from recovery.resume(loader), or from recovery.resume(get_batch) where a "
+            "function draws them at random",
+            self._adapter.iteration,
+            logging.WARNING,
+        )
+
+    def waits_for_batch(self, *, due: bool) -> None:
+        """A save waits until the loop takes its next batch, for a whole interval if one more is `due`; said once."""
+        if not due or self._waited or self._group.rank:
+            return
+        self._waited = True
+        self._report(
+            "steps on one batch",
+            "the loop takes more steps on one batch than there are between two checkpoints. CPSR saves when the loop "
+            "takes its next batch, since no position in the data lies between: until then a failure loses all of them",
             self._adapter.iteration,
             logging.WARNING,
         )

@@ -38,6 +38,7 @@ class Leaving:
         ending: learns whether the last state is safe.
 
     Attributes:
+        begun: all ranks have agreed to leave.
         left: all ranks have agreed to leave, and have committed their state if they could.
     """
 
@@ -60,7 +61,7 @@ class Leaving:
         self._stop = stop
         self._capture = capture
         self._ending = ending
-        self.left = False
+        self.begun = self.left = False
 
     def save_last(self, iteration: int) -> None:
         """The loop has ended on all ranks: commit its state, unless it was left inside a step; a collective."""
@@ -76,16 +77,17 @@ class Leaving:
         elif self._job.config.checkpoint.final and iteration > 0:
             self._ending.last_state_is_safe = self._saver.save_now(iteration, self._capture)
 
-    def begin(self, iteration: int) -> None:
-        """Leave once the loop has finished this iteration; a collective.
+    def begin(self) -> None:
+        """Leave once the loop has finished this iteration, and all steps on its batch; a collective.
 
         If it evaluates for longer than launchers wait, the emergency dump remains.
         """
         self._boundary.emergency_dump.await_request()
-        self._tail.defer(lambda: self._leave(iteration))
+        self.begun = True
+        self._tail.defer(self._leave, saves=True)
 
-    def _leave(self, iteration: int) -> None:
-        self.commit(iteration)
+    def _leave(self) -> None:
+        self.commit(self._job.adapter.iteration)
         raise self._stop.kept or Leave
 
     def commit(self, iteration: int) -> None:

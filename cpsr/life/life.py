@@ -37,6 +37,7 @@ from cpsr.restart.ladder import Ladder
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restored, Restorer
 from cpsr.saving.copies import Copies
+from cpsr.saving.memory_snapshots import Turn
 from cpsr.saving.saver import Saver
 from cpsr.saving.unsaved import Unsaved
 from cpsr.state.loader_workers import prepared_workers
@@ -262,6 +263,7 @@ class Life:
             self.run.experts.begin_forward()
         self._witnessing.on_forward()
         self.run.memory.pool.look()
+        self.loop.state.draws.forward()
         self.loop.probes.on_forward(args, kwargs)
         self.rehearsals.on_forward(args, kwargs)
 
@@ -305,8 +307,11 @@ class Life:
             return
         # A predicted state is not committed while it is watched: it may still be discarded, and the checkpoint it came
         # from must stay the newest.
-        if not self._probation.active and self.saver.is_due(iteration):
-            self._tail.defer(partial(self._begin_checkpoint, iteration, self.saver.take(iteration)))
+        due = not self._probation.active and self.saver.is_due(iteration)
+        if self._tail.saves:  # the loop takes several steps on one batch
+            self._first_batches.waits_for_batch(due=due)
+        elif due:
+            self._tail.defer(partial(self._begin_checkpoint, self.saver.take(iteration)), saves=True)
         else:
             self._follow_up(iteration)
         if not self._probation.active and (end := self.saver.end_of(iteration, self._capture_for_memory)) is not None:
@@ -318,12 +323,12 @@ class Life:
         )
         if self._rehearsed is not None:
             leaves |= self._rehearsed.after_step(iteration)
-        if leaves:
-            self._leaving.begin(iteration)
+        if leaves and not self._leaving.begun:
+            self._leaving.begin()
 
     def before_external_load(self) -> None:
         """The user's load_checkpoint is about to overwrite state that a snapshot may still be copying."""
-        self._tail.finish()  # it may find nothing to load
+        self._tail.finish(ended=True)  # it may find nothing to load
         self.boundary.begin_change()
         self.saver.finish()
 
@@ -352,6 +357,7 @@ class Life:
     def _count(self, iteration: int, applied: bool) -> None:
         self.loop.learning.bubbles.end_iteration()
         self._tail.after_step()
+        self.loop.state.end_step()
         self._first_batches.after_step()
         if applied:
             self.loop.state.count_update(self._clock.learning_rate)
@@ -370,12 +376,17 @@ class Life:
         """What a step without a checkpoint may need: a snapshot to host memory, the first plan after a failure."""
         due = not self._probation.active and self.saver.is_memory_due(iteration)
         if due and (turn := self.saver.turn_in_memory(iteration)) is not None:
-            self._tail.defer_here(partial(self.saver.begin_in_memory, iteration, turn, self._capture_for_memory))
+            self._tail.defer_here(partial(self._begin_in_memory, turn), saves=True)
         if iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
             self._plan(iteration)  # a failure has changed the rate
 
-    def _begin_checkpoint(self, iteration: int, savers: Savers) -> None:
+    def _begin_in_memory(self, turn: Turn) -> None:
+        self.saver.begin_in_memory(self.job.adapter.iteration, turn, self._capture_for_memory)
+
+    def _begin_checkpoint(self, savers: Savers) -> None:
+        iteration = self.job.adapter.iteration  # a later one than it was due at if the loop repeats a batch
         self.saver.begin(iteration, savers, self._capture, self.loop.state.place)
+        self._first_batches.at_checkpoint(self.loop.state.draws.drawn)
         self.loop.learning.at_checkpoint(iteration)
         self._plan(iteration)
 
@@ -513,7 +524,7 @@ class Life:
     def _end(self) -> None:
         """The loop has ended on this rank: wait for the others, and save the last state."""
         try:
-            self._tail.finish()  # may leave, after a SIGTERM in the last step
+            self._tail.finish(ended=True)  # may leave, after a SIGTERM in the last step
             self._agreement.finish()
             self.job.group.barrier()  # all ranks are done; a dead rank raises here and not in the last save
         except BaseException as failure:

@@ -49,4 +49,5 @@ class Loop:
             waiting,
             batch,
             config.restart.hyperparameters,
+            exact=config.mode == "exact",
         )

@@ -2,11 +2,19 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cpsr.ranks.group import Group
 from cpsr.saving.run_state import RunState
 
 __all__ = ["LoopTail"]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    act: Callable[[], None]
+    at_request: bool  # a request ends the iteration
+    saves: bool
 
 
 class LoopTail:
@@ -34,7 +42,7 @@ class LoopTail:
         self._requests = False  # the loop has requested a batch in this life
         self._asked = False  # since the last step
         self._shows_end = False  # the iteration of the last step took a batch
-        self._waiting: list[tuple[bool, Callable[[], None]]] = []  # with whether a request ends the iteration
+        self._waiting: list[_Waiting] = []
 
     @property
     def is_here(self) -> bool:
@@ -49,10 +57,10 @@ class LoopTail:
         if not self._waiting:
             return
         self._state.release()
-        waiting, self._waiting = self._waiting, [one for one in self._waiting if not one[0]]
-        for at_request, act in waiting:
-            if at_request:
-                act()
+        waiting, self._waiting = self._waiting, [one for one in self._waiting if not one.at_request]
+        for one in waiting:
+            if one.at_request:
+                one.act()
         if self._waiting:
             self._state.hold()
 
@@ -60,24 +68,46 @@ class LoopTail:
         """A step is complete."""
         self._shows_end, self._asked = self._asked, False
 
-    def defer(self, act: Callable[[], None]) -> None:
-        """Call `act` at the end of this iteration, at one place on all ranks; a collective, after a step."""
-        self._defer(act, at_request=self._group.all(self._requests))
+    @property
+    def saves(self) -> bool:
+        """Whether the state is to be saved as soon as it has a position in the data."""
+        return any(one.saves for one in self._waiting)
 
-    def defer_here(self, act: Callable[[], None]) -> None:
+    def defer(self, act: Callable[[], None], *, saves: bool = False) -> None:
+        """Call `act` at the end of this iteration, at one place on all ranks; a collective, after a step.
+
+        Args:
+            act: is called once.
+            saves: it saves the state; between two steps on one batch, which no position tells, it waits for the last.
+        """
+        self._defer(act, at_request=self._group.all(self._requests), saves=saves)
+
+    def defer_here(self, act: Callable[[], None], *, saves: bool = False) -> None:
         """As `defer`, on this rank alone: `act` is no collective."""
-        self._defer(act, at_request=self._requests)
+        self._defer(act, at_request=self._requests, saves=saves)
 
-    def _defer(self, act: Callable[[], None], *, at_request: bool) -> None:
-        if not (self._shows_end or self._pipeline):
-            self._state.hold()  # the next batch may be drawn without a request
-        self._waiting.append((at_request, act))
+    def _defer(self, act: Callable[[], None], *, at_request: bool, saves: bool) -> None:
+        # The next batch may be drawn without a request; or it is in hand, and a restart repeats what follows the step.
+        if not (self._shows_end or self._pipeline) or self._state.draws.untrained:
+            self._state.hold()
+        self._waiting.append(_Waiting(act, at_request, saves and at_request))
 
-    def finish(self) -> None:
-        """Run the deferred work: the iteration is over, or the next forward or update is about to begin."""
-        while self._waiting:
-            self._waiting.pop(0)[1]()
-        self._state.release()
+    def finish(self, *, ended: bool = False) -> None:
+        """Run the deferred work: the iteration is over, or the next forward or update is about to begin.
+
+        Args:
+            ended: no further step follows.
+        """
+        inside = not ended and not self._pipeline and self._state.inside_batch
+        waiting, self._waiting = self._waiting, []
+        while waiting:
+            one = waiting.pop(0)
+            if inside and one.saves:
+                self._waiting.append(one)
+            else:
+                one.act()
+        if not self._waiting:
+            self._state.release()
 
     def drop(self) -> None:
         """Drop the deferred work."""

@@ -15,22 +15,31 @@ from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.foreign import require_no_engine
 from cpsr.engines.random_states import capture_random_states, restore_random_states
-from cpsr.errors import ConfigError
+from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Ending, Part, Rewind
 from cpsr.learning.learner import Learner
 from cpsr.restart.probes import Probes
 from cpsr.restart.restore import Restored
+from cpsr.saving.draws import Draw, Draws, HostRandomStates
 from cpsr.saving.hyperparameters import Hyperparameters
 from cpsr.state import codec
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.loader import LoaderHooks, ResumableLoader, is_repeating
+from cpsr.state.loader_contents import difference_of_data, recognisable
 from cpsr.state.losses import LossRecorder
-from cpsr.state.scalars import DataPosition, Scalars
+from cpsr.state.scalars import DataPosition, Scalars, restore_host_rng
 from cpsr.state.stateful import Stateful, stateful
 
 __all__ = ["RunState"]
 
 logger = logging.getLogger(__name__)
+
+TWO_STREAMS = (
+    "a batch was requested from a stream after resume() had been called once more: two streams are open, and CPSR "
+    "keeps the position of one. To train on several loaders side by side, give resume() one iterable that returns "
+    "batches of all: a DataLoader over torch's StackDataset, Lightning's CombinedLoader, or resume(pairs()) with a "
+    "generator pairs() that does 'yield from zip(first, second)'. Iterate over validation data without resume()"
+)
 
 
 class RunState(Part):
@@ -44,11 +53,13 @@ class RunState(Part):
         waiting: as in `ResumableLoader`.
         global_batch: is compared with that of the run; None: with nothing.
         hyperparameters: `restart.hyperparameters`.
+        exact: whether other data than those of the run are refused.
 
     Attributes:
         hyperparameters: those of the script and of the run.
         notice: what the script sets otherwise than the run, for people; None if nothing.
         frozen: parameters outside the optimizer.
+        draws: follows the batches that the loop draws.
     """
 
     def __init__(
@@ -60,10 +71,13 @@ class RunState(Part):
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         global_batch: GlobalBatch | None = None,
         hyperparameters: Literal["checkpoint", "script"] = "checkpoint",
+        *,
+        exact: bool = False,
     ) -> None:
         self._adapter = adapter
         self.hyperparameters = Hyperparameters(adapter, hyperparameters)
         self.notice: str | None = None
+        self._exact = exact
         self._global_batch = global_batch or GlobalBatch(adapter, None)
         self._losses = losses
         self._probes = probes
@@ -79,6 +93,12 @@ class RunState(Part):
         self._held: tuple[dict[str, Any], DataPosition] | None = None  # see `hold`
         self._stream: ResumableLoader | None = None
         self._data = DataPosition()
+        self.draws = Draws()
+        self._host = HostRandomStates()
+        self._redrawn: list[dict[str, Any]] = []  # random states for batches that the last life had drawn ahead
+        self._recognised: dict[str, Any] | None = None  # how to recognise the data set
+        # With batches drawn ahead, until a step is complete.
+        self._restored_data: tuple[DataPosition, dict[str, Any]] | None = None
         self._cumulative_learning_rate = 0.0
         self._peak_learning_rate = 0.0
         self._lineage: list[dict[str, int]] = []
@@ -94,8 +114,17 @@ class RunState(Part):
 
     @property
     def position(self) -> DataPosition:
-        """The position in the data; the end of a pass is the start of the next."""
-        return (self._data if self._stream is None else self._stream.position).advanced(0)
+        """The position of the state: after its last trained batch; the end of a pass is the start of the next."""
+        return self._trained().advanced(0)
+
+    def _trained(self) -> DataPosition:
+        first = self._first_untrained()
+        if first is not None:
+            return first.before
+        return self._data if self._stream is None else self._stream.position
+
+    def _first_untrained(self) -> Draw | None:
+        return self.draws.untrained[0] if self.draws.untrained else self.draws.next
 
     @property
     def taken(self) -> DataPosition:
@@ -109,8 +138,8 @@ class RunState(Part):
 
     @property
     def batches(self) -> int:
-        """Batches used since the start of the run."""
-        return (self._data if self._stream is None else self._stream.position).batches
+        """Batches trained since the start of the run."""
+        return self._trained().batches
 
     @property
     def reached(self) -> DataPosition:
@@ -122,6 +151,16 @@ class RunState(Part):
         """What a state descends from, beside steps of this run: a state that the user loaded, and predicted ones."""
         altered = [{"hyperparameters_iteration": iteration} for iteration in self.hyperparameters.since]
         return self.history_start, [*self._lineage, *altered]
+
+    @property
+    def inside_batch(self) -> bool:
+        """Whether the loop trains once more on a batch: a state in between has no position in the data."""
+        return self.draws.inside and self._stream is not None and not self._stream.left
+
+    @property
+    def repeats_batches(self) -> bool:
+        """Whether the loop takes several steps on one batch, and may be between two of them."""
+        return self.draws.repeats and self.inside_batch
 
     @property
     def peak_learning_rate(self) -> float:
@@ -136,7 +175,7 @@ class RunState(Part):
     def stream(self, loader: Iterable[Any], epochs: int | None, repeat: bool) -> ResumableLoader:
         """The loader from the current position on: to the end of the current pass, of `epochs` passes, or forever."""
         self._global_batch.require(loader)
-        position = self.position
+        position = self.taken
         repeat = repeat or (epochs is None and is_repeating(loader))
         if self._stream is not None and position.batch and self._stream.loader is not loader:
             logger.warning(
@@ -157,11 +196,38 @@ class RunState(Part):
             until_epoch=None if repeat else position.epoch + 1 if epochs is None else epochs,
             sets_epoch=repeat or epochs is not None,
             hooks=LoaderHooks(
-                self._put_back_rng, self._deal, lambda: self.on_request(), lambda last: self.on_end(last), self._waiting
+                self._positioned,
+                self._deal,
+                self._requested,
+                lambda last: self.on_end(last),
+                self._before_batch,
+                self._waiting,
             ),
             after=after,
         )
+        if before is None:
+            self._require_same_data(loader)
+        else:
+            before.close(TWO_STREAMS)
         return self._stream
+
+    def _require_same_data(self, loader: Iterable[Any]) -> None:
+        """Refuse other data than those of the pass that goes on, or warn of them."""
+        before, position = self._data.data, self._data
+        self._recognised = recognisable(loader, self.objects)
+        difference = None if position.resized else difference_of_data(before, self._recognised)
+        if difference is None:
+            return
+        if not position.batch or not self._exact:
+            logger.warning(
+                "%s: from here on the run trains on other batches than it would have without the restart", difference
+            )
+            return
+        raise RecoveryError(
+            f"{difference}. The run stopped after batch {position.batch} of pass {position.epoch}: the rest of that "
+            "pass would repeat some rows and leave others out, so mode 'exact' has trained nothing. Start with the "
+            "data of the run, or with mode 'auto', which goes on with a warning"
+        )
 
     def register(self, name: str, given: Any) -> None:
         """Save and restore a user's object with every checkpoint.
@@ -206,6 +272,11 @@ class RunState(Part):
             for optimizer, own in zip(self._adapter.optimizers, rates, strict=True):
                 optimizer_state.load_hyperparameters(optimizer, own)
 
+    def end_step(self) -> None:
+        """A step is complete: what the loop draws from here on belongs to the next one."""
+        self.draws.step()
+        self._restored_data = None
+
     def count_update(self, learning_rate: float) -> None:
         """Count an applied update with this learning rate."""
         self._cumulative_learning_rate += learning_rate
@@ -218,11 +289,6 @@ class RunState(Part):
     def release(self) -> None:
         """From here on captured states have the random states and the position of their own moment."""
         self._held = None
-
-    def _drawn(self) -> tuple[dict[str, Any], DataPosition]:
-        """What drawing a batch changes."""
-        position = self._data if self._stream is None else self._stream.saved_position()
-        return capture_random_states(self._adapter), position.advanced(0)
 
     def capture(self, *, whole: bool = True) -> Scalars:
         """The exact state of this iteration, including restored state of objects not registered (yet).
@@ -255,6 +321,25 @@ class RunState(Part):
             global_batch_size=self._global_batch.size,
             script=self.hyperparameters.state(),
         )
+
+    def _drawn(self) -> tuple[dict[str, Any], DataPosition]:
+        """What drawing a batch changes: as it was before the first batch that this state has not trained."""
+        if self._restored_data is not None:
+            position, random_states = self._restored_data
+            return random_states, position
+        random_states, first, stream = capture_random_states(self._adapter), self._first_untrained(), self._stream
+        if stream is None:
+            position = self._data if first is None else first.before
+        elif first is None:
+            position = stream.saved_position()
+        else:
+            position = stream.saved_before(first.before) if first.stream is stream else first.before
+        if self.draws.next is not None:
+            random_states["host"] = self.draws.next.host
+        elif stream is not None and (own := stream.data_states()):
+            random_states["host"]["data"] = own
+        ahead = [one.host for one in self.draws.untrained]
+        return random_states, replace(position.advanced(0), ahead=ahead or None, data=self._recognised)
 
     def place(self) -> dict[str, Any]:
         """The part of the small state that a history needs: its place on the predictor's time axis, and its label."""
@@ -307,6 +392,9 @@ class RunState(Part):
         if not_restored is not None:
             logger.warning("%s", not_restored)
         self._pending_rng = scalars.rng  # restored again after the loader is positioned, which draws random numbers
+        self.draws.restart()
+        self._redrawn = list(self._data.ahead or ())
+        self._restored_data = (self._data, scalars.rng) if self._redrawn else None
         if self._stream is not None:
             self._stream.seek(self._data)
 
@@ -338,11 +426,44 @@ class RunState(Part):
         self.put_back(scalars, random_states=self._held is None)  # else the next batch is drawn from them already
         self._put_back_rates()
 
+    def _requested(self) -> None:
+        """The loop asks for a batch."""
+        self.draws.requested = True
+        self.on_request()
+
+    def _before_batch(self) -> None:
+        """A batch is about to be drawn, which may draw random numbers."""
+        stream = self._stream
+        assert stream is not None
+        if self._redrawn:
+            host = self._redrawn[0]
+            self._restore_host(host)
+        elif stream.is_moved and self._pending_rng is not None:
+            host = self._pending_rng["host"]
+        else:
+            host = self._host.capture()
+            if own := stream.data_states():
+                host["data"] = own
+        self._draw = Draw(stream, stream.position_before_draw(), host)
+
+    def _restore_host(self, states: dict[str, Any]) -> None:
+        restore_host_rng(states)
+        if self._stream is not None and "data" in states:
+            self._stream.restore_data_states(states["data"])
+
     def _deal(self, batch: Any) -> None:
+        self.draws.add(self._draw)
+        if self._redrawn:
+            self._redrawn.pop(0)
+            self._positioned()
         for callback in self.on_batch:
             callback(batch)
 
-    def _put_back_rng(self) -> None:
-        if self._pending_rng is not None:
+    def _positioned(self) -> None:
+        """Restore the random states from which the next batch is drawn: those of training, but for one drawn ahead."""
+        if self._redrawn:
+            self._restore_host(self._redrawn[0])
+        elif self._pending_rng is not None:
             restore_random_states(self._adapter, self._pending_rng)
+            self._restore_host(self._pending_rng["host"])
             self._pending_rng = None

@@ -7,6 +7,7 @@ already trained, without loading them. A loader that has a state of its own cont
 `cpsr.state.loader_state`.
 """
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,9 +21,10 @@ from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
 from cpsr.state.codec import same
+from cpsr.state.loader_contents import data_generators, order_generators
 from cpsr.state.loader_dealing import Dealing, RestOfPass, dealt
 from cpsr.state.loader_parts import (
-    generators_of,
+    Calls,
     has_persistent_workers,
     index_sampler,
     is_plain,
@@ -34,6 +36,7 @@ from cpsr.state.loader_skipping import after_failure, load_again, skipped, warn_
 from cpsr.state.loader_state import LoaderState, has_more
 from cpsr.state.loader_workers import prepared_workers, seeding_generator
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
+from cpsr.state.stateful import Stateful
 from cpsr.state.worker_random_states import Follower, InTurn, WithState, followed
 
 __all__ = ["LoaderHooks", "ResumableLoader", "is_repeating"]
@@ -41,6 +44,10 @@ __all__ = ["LoaderHooks", "ResumableLoader", "is_repeating"]
 logger = logging.getLogger(__name__)
 
 
+CLOSED = (
+    "the recovery that gave these batches is closed: iterate over the loader itself, or open another CPSRRecovery and "
+    "call its resume()"
+)
 _DRAWN = ("host", "generators")  # of what is captured at the start of a pass: random states
 
 
@@ -54,6 +61,7 @@ class LoaderHooks:
         on_batch: called with every batch before it is returned.
         on_request: called before a batch is fetched; not at the known end of the last pass.
         on_end: called when a pass has ended, with whether it was the last.
+        before_batch: called right before a batch is fetched, after `on_request`.
         waiting: entered while a batch is fetched from a DataLoader's worker processes: the thread then waits. Without
             workers the thread loads the batch itself, and of other iterables it is not known whether they wait.
     """
@@ -62,6 +70,7 @@ class LoaderHooks:
     on_batch: Callable[[Any], None] = lambda batch: None
     on_request: Callable[[], None] = lambda: None
     on_end: Callable[[bool], object] = lambda last: None
+    before_batch: Callable[[], None] = lambda: None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -87,7 +96,7 @@ class ResumableLoader(Iterator[Any]):
         after: the stream that has given a whole pass of this loader before, in this process.
 
     Attributes:
-        left: whether the `for` loop over the current pass has ended, also before the end of the pass.
+        left: whether the `for` loop over the stream has ended, also before the end of the pass.
     """
 
     def __init__(
@@ -107,7 +116,11 @@ class ResumableLoader(Iterator[Any]):
         self.loader = given
         self._loader = loader
         self._length = length_of(loader)
-        self._generators = generators_of(loader)
+        # Of the first stream of a loader: later ones may have been made by the data set, and after a restart are not.
+        self._generators: dict[str, Stateful] = order_generators(loader) if after is None else after._generators
+        self._data_generators: dict[str, Stateful] = (
+            data_generators(loader) if after is None else after._data_generators
+        )
         self._state: LoaderState = LoaderState(loader) if after is None else after._state
         # Of the iterator, and after a pass of the last one.
         self._workers: InTurn | None = None if after is None else after._workers_after()
@@ -115,9 +128,10 @@ class ResumableLoader(Iterator[Any]):
         self._hooks = hooks
         self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
-        self._closed = False
+        self._ended: str | None = None  # why it gives no more batches
         self._thread: int | None = None  # that has opened it
         self.left = False
+        self._newest: dict[str, Any] | None = None  # state of the loader
         self._iterated = False  # a `for` loop has begun the current pass
         self._untold_epoch: int | None = None  # that an earlier version began without a word to the data set
         self.position = self._normalised(position)
@@ -154,9 +168,9 @@ class ResumableLoader(Iterator[Any]):
         if self._iterator is None and not self._pass_is_over():
             self._iterator = self._open()
 
-    def close(self) -> None:
+    def close(self, why: str = CLOSED) -> None:
         """Give no more batches; the workers of the pass end, unless they are persistent."""
-        self._iterator, self._closed = None, True
+        self._iterator, self._ended = None, why
 
     def __len__(self) -> int:
         """Batches of a whole pass."""
@@ -168,12 +182,9 @@ class ResumableLoader(Iterator[Any]):
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._one_pass() if self._is_of_one_pass else self
-
-    def _one_pass(self) -> Iterator[Any]:
-        if self._iterated or self.position.epoch >= (self._until_epoch or 0):
+        if self._is_of_one_pass and (self._iterated or self.position.epoch >= (self._until_epoch or 0)):
             self._leave_pass()
-        self._iterated, self.left = True, False
+        self._iterated = True
         try:
             with suppress(StopIteration):
                 while True:
@@ -193,16 +204,15 @@ class ResumableLoader(Iterator[Any]):
         self._until_epoch = self.position.epoch + 1
 
     def __next__(self) -> Any:
-        if self._closed:
-            raise RecoveryError(
-                "the recovery that gave these batches is closed: iterate over the loader itself, or open another "
-                "CPSRRecovery and call its resume()"
-            )
+        if self._ended is not None:
+            raise RecoveryError(self._ended)
         while True:
             if self._until_epoch is not None and self.position.epoch >= self._until_epoch:
+                self.left = True
                 raise StopIteration
             if not self._pass_is_over():
                 self._hooks.on_request()
+            self._hooks.before_batch()
             if self._iterator is None:
                 self._iterator = self._open()
             try:
@@ -215,7 +225,7 @@ class ResumableLoader(Iterator[Any]):
             except Exception as error:
                 self.position = after_failure(self._loader, self.position, error)
                 raise
-            self.position = self.position.after_a_batch()
+            self.position, self.left = self.position.after_a_batch(), False
             self._hooks.on_batch(batch)
             return batch
 
@@ -227,7 +237,26 @@ class ResumableLoader(Iterator[Any]):
 
     def _pass_is_over(self) -> bool:
         """Whether the current pass has no batches left; the loader may draw random numbers at its end."""
-        return self._length is not None and self.position.batch >= self._length
+        length = self.position.batches_per_epoch
+        return length is not None and self.position.batch >= length
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the next batch is the first at a restored position."""
+        return self._moved
+
+    def position_before_draw(self) -> DataPosition:
+        """The position before the next batch, for a state that will not count it as trained."""
+        return self.saved_position() if self._iterator is None else self.position
+
+    def saved_before(self, position: DataPosition) -> DataPosition:
+        """The position for a checkpoint, of an earlier batch of this stream."""
+        newest, self._newest = self._newest, self.saved_position().loader
+        usable = newest is not None and newest["batches"] <= position.batches
+        workers = position.workers
+        if self._workers is not None and position.epoch == self.position.epoch and position.batch:
+            workers = {"epoch": position.epoch, **self._workers.at(position.batch)}
+        return replace(position, loader=newest if usable else position.loader, workers=workers)
 
     def saved_position(self) -> DataPosition:
         """The position for a checkpoint, with the states from which the loader continues there."""
@@ -240,7 +269,8 @@ class ResumableLoader(Iterator[Any]):
             return replace(position, loader=None, workers=None)
         loader = self._state.take(position, between=between) if not between or self._follows_a_pass else None
         if loader is not None:
-            loader["generators"] = [item.get_state() for item in self._generators]
+            loader["generators"] = _states(self._generators)
+            self._newest = loader
         return replace(position, loader=loader, workers=self._worker_states(between))
 
     def _worker_states(self, between: bool) -> dict[str, Any] | None:
@@ -259,9 +289,10 @@ class ResumableLoader(Iterator[Any]):
 
     def _normalised(self, position: DataPosition) -> DataPosition:
         """A position at the end of a pass becomes the start of the next one; ranks that are there now are dealt to."""
-        warn_of_other_length(position, self._length)
         position = dealt(position, self._loader, self._length)
-        return replace(position, batches_per_epoch=self._length).advanced(0)
+        if not position.batch or position.batches_per_epoch is None or position.dealing is not None:
+            position = replace(position, batches_per_epoch=self._length)
+        return position.advanced(0)
 
     def _end_pass(self) -> None:
         if self.position.batch == 0:
@@ -369,7 +400,7 @@ class ResumableLoader(Iterator[Any]):
         states = self._capture()
         iterator = self._undrawn_rest(position, states) if position.batch else self._pass(position.epoch)
         self._hooks.on_positioned()
-        self.position = replace(position, states=states, states_epoch=position.epoch)
+        self.position = replace(self.position, states=states, states_epoch=position.epoch)
         return iterator
 
     def _undrawn_rest(self, position: DataPosition, states: dict[str, Any]) -> Iterator[Any]:
@@ -410,7 +441,8 @@ class ResumableLoader(Iterator[Any]):
         if not is_plain(self._loader):
             with self._following(WithState() if self._state.usable else None):
                 iterator = iter(self._loader)
-            next(islice(iterator, skip, skip), None)
+            if not isinstance(self._loader, Calls):
+                next(islice(iterator, skip, skip), None)
             return iterator
         rest = self._rest_of_pass(epoch)
         if rest is not None:
@@ -459,14 +491,26 @@ class ResumableLoader(Iterator[Any]):
             pass
 
     def _set_epoch(self, epoch: int) -> None:
-        if not self._sets_epoch:
-            return
-        for holder in with_epochs(self._loader, of_data=epoch != self._untold_epoch):
-            holder.set_epoch(epoch)
+        """Tell the pass to the samplers and the data set, which may have another length in each."""
+        if self._sets_epoch:
+            for holder in with_epochs(self._loader, of_data=epoch != self._untold_epoch):
+                holder.set_epoch(epoch)
+        self._length = length_of(self._loader)
+        if epoch == self.position.epoch:
+            warn_of_other_length(self.position, self._length)
+            self.position = replace(self.position, batches_per_epoch=self._length)
 
     def _capture(self) -> dict[str, Any]:
-        generators = [item.get_state() for item in self._generators]
+        generators = _states(self._generators)
         return {"host": capture_host_rng(), "generators": generators, "epochs": self._epochs(), "epochs_of_data": True}
+
+    def data_states(self) -> dict[str, Any]:
+        """States of the generators that the data set keeps, for the next batch; in worker processes they are others."""
+        return _states(self._data_generators)
+
+    def restore_data_states(self, states: dict[str, Any]) -> None:
+        """Restore what `data_states` returned."""
+        _restore(self._data_generators, states)
 
     def _epochs(self) -> list[int]:
         """The epochs last set with `set_epoch`, for samplers and data sets that expose them."""
@@ -492,12 +536,24 @@ class ResumableLoader(Iterator[Any]):
         restore_host_rng(states["host"])
         self._restore_generators(states["generators"])
 
-    def _restore_generators(self, states: list[torch.Tensor]) -> None:
-        if len(states) != len(self._generators):
-            raise RecoveryError(
-                f"the data loader has {len(self._generators)} random generators, the saved position "
-                f"{len(states)}: shuffle with the same sampler and generator as the run did "
-                "(accelerate makes one on several ranks alone, and none with use_seedable_sampler=True)"
-            )
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
+    def _restore_generators(self, states: dict[str, Any]) -> None:
+        _restore(self._generators, states)
+
+
+def _states(generators: dict[str, Stateful]) -> dict[str, Any]:
+    return {name: one.state_dict() for name, one in generators.items()}
+
+
+def _restore(generators: dict[str, Stateful], states: dict[str, Any]) -> None:
+    if generators.keys() != states.keys():
+        raise RecoveryError(
+            f"the data loader has the random generators {_names(generators)}, and had {_names(states)} when the "
+            "position was saved: shuffle with the same sampler and generator as the run did "
+            "(accelerate makes one on several ranks alone, and none with use_seedable_sampler=True)"
+        )
+    for name, state in copy.deepcopy(states).items():
+        generators[name].load_state_dict(state)
+
+
+def _names(generators: Iterable[str]) -> str:
+    return ", ".join(sorted(generators)) or "none"

@@ -1,13 +1,13 @@
 """What a loader is made of: its length, its samplers and generators, and what is told the number of the pass."""
 
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import repeat
 from typing import Any, TypeGuard
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 __all__ = [
-    "generators_of",
+    "Calls",
     "has_own_iteration",
     "has_persistent_workers",
     "index_sampler",
@@ -15,10 +15,34 @@ __all__ = [
     "is_hugging_face",
     "is_plain",
     "is_repeating",
+    "iterable_of",
     "length_of",
     "samplers_of",
     "with_epochs",
 ]
+
+
+class Calls(Iterable[Any]):
+    """Batches that a function draws, one at each call: it has no position but the random states."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_call, repeat(self.draw))
+
+
+def iterable_of(loader: Iterable[Any] | Callable[[], Any]) -> Iterable[Any]:
+    """The loader itself; for a function, also inside `iter(function, None)`, the batches that it draws."""
+    if isinstance(loader, type(iter(int, 1))):
+        return Calls(loader.__next__)
+    if isinstance(loader, Iterable) or hasattr(loader, "__getitem__") or not callable(loader):
+        return loader  # type: ignore[return-value]  # a sequence iterates by its indices
+    return Calls(loader)
+
+
+def _call(draw: Callable[[], Any]) -> Any:
+    return draw()
 
 
 def is_repeating(loader: Any) -> bool:
@@ -81,13 +105,3 @@ def with_epochs(loader: Iterable[Any], *, of_data: bool = True) -> list[Any]:
     """The samplers and, if `of_data`, the data set that have `set_epoch`."""
     dataset = [loader.dataset] if of_data and isinstance(loader, DataLoader) else []
     return [one for one in (*samplers_of(loader), *dataset) if callable(getattr(one, "set_epoch", None))]
-
-
-def generators_of(loader: Iterable[Any]) -> list[torch.Generator]:
-    """The generators of its own that a loader and its samplers draw from, each once."""
-    found: list[torch.Generator] = []
-    for holder in (loader, *samplers_of(loader)):
-        generator = getattr(holder, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-            found.append(generator)
-    return found

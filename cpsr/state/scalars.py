@@ -12,7 +12,7 @@ from cpsr.state.codec import lacks_tensors
 
 __all__ = ["DataPosition", "Scalars", "capture_host_rng", "capture_rng", "restore_host_rng", "restore_rng"]
 
-_OF_SOME_LOADERS = ("loader", "workers", "dealing", "resized")
+_OF_SOME_LOADERS = ("loader", "workers", "dealing", "resized", "ahead", "data")
 _LEARNED = ("probes", "learned", "planning")  # of no use to an exact restart
 
 
@@ -68,6 +68,9 @@ class DataPosition:
         loader: the newest saved state of the loader, of this batch or an earlier one (see `cpsr.state.loader_state`).
         workers: random states of the loader's workers (see `cpsr.state.worker_random_states`).
         dealing: how the samples of this pass are dealt to ranks (see `cpsr.state.loader_dealing`).
+        ahead: random states of the host from which batches after this one were drawn that the loop had not trained yet,
+            oldest first; those of training are then those after them.
+        data: how to recognise the data set (see `cpsr.state.loader_contents`).
         resized: True: another number of ranks saved it, and the loader has still to take that into account.
     """
 
@@ -81,12 +84,14 @@ class DataPosition:
     workers: dict[str, Any] | None = None
     dealing: dict[str, int] | None = None
     resized: bool | None = None
+    ahead: list[dict[str, Any]] | None = None
+    data: dict[str, Any] | None = None
 
     def without_random_states(self) -> "DataPosition":
         """The position where the random states are lost: a pass goes on only if they do not decide its order."""
         kept = None if self.states is None else {"epochs": self.states.get("epochs", [])}
         loader = None if lacks_tensors(self.loader) else self.loader
-        return replace(self, states=kept, loader=loader, workers=None)
+        return replace(self, states=kept, loader=loader, workers=None, ahead=None)
 
     @property
     def lacks_random_states(self) -> bool:

@@ -28,7 +28,8 @@ _NUMPY = struct.Struct("<iid")
 _NUMPY_WORDS_BYTES = 624 * 4
 _TORCH_BYTES = torch.get_rng_state().numel()
 STATE_BYTES = _PYTHON.size + 1 + _NUMPY.size + _NUMPY_WORDS_BYTES + _TORCH_BYTES
-_MORE_SLOTS = 3  # than a worker loads ahead: the round of the last batch, the next one, and one being written
+# Than a worker loads ahead: the round of the last batch, the next one, one being written, and those drawn ahead.
+_MORE_SLOTS = 3 + 8
 
 # What a worker of torchdata sends as the state of its dataset.
 _DATASET, _RANDOM = "dataset", "cpsr_random_states"

@@ -34,22 +34,25 @@ def reports(batches, kind=TorchAdapter, per_step=1, predicts=False):
             first.after_step()
     return kinds
 
-def ahead(count, predicts=False, threaded=False):
+def threaded(predicts=False):
     kinds = []
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
     first = FirstBatches(adapter, group, predicts, lambda kind, *rest: kinds.append(kind))
     def deal():
         first.on_batch(torch.rand(3) + rank)
-    for _ in range(count):
-        deal()
     for _ in range(6):
-        if threaded:
-            thread = threading.Thread(target=deal)
-            thread.start()
-            thread.join()
-        else:
-            deal()
+        thread = threading.Thread(target=deal)
+        thread.start()
+        thread.join()
         first.after_step()
+    return kinds
+
+def at_checkpoint(drawn, predicts=False):
+    kinds = []
+    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    first = FirstBatches(adapter, group, predicts, lambda kind, *rest: kinds.append(kind))
+    for _ in range(2):
+        first.at_checkpoint(drawn)
     return kinds
 
 def uneven(counts, predicts=True):
@@ -85,9 +88,11 @@ found = {
     "conjugated": reports([torch.complex(one, one).conj() for one in same]),
     "without data": reports([one.to("meta") for one in same]),
     "raises": reports([Raising()] * 6),
-    "two ahead": ahead(2),
-    "two ahead, predicts": ahead(2, predicts=True),
-    "another thread": ahead(0, threaded=True),
+    "another thread": threaded(),
+    "another thread, predicts": threaded(predicts=True),
+    "none from resume": at_checkpoint(0),
+    "none from resume, predicts": at_checkpoint(0, predicts=True),
+    "some from resume": at_checkpoint(1),
     "none": reports([]) + reports([torch.empty(0)] * 6),
     "two a step": reports(own, per_step=2, predicts=True),
     "two a step, exact": reports(own, per_step=2),
@@ -105,7 +110,7 @@ def test_only_ranks_that_are_dealt_the_same_are_reported(tmp_path: Path) -> None
         "same": ["same batches"],
         "same in structures": ["same batches"],
         "conjugated": ["same batches"],
-        "two ahead": ["batches ahead"],
+        "none from resume": ["no batches from resume"],
         "another thread": ["batches ahead"],
         "two a step": ["batches per step"],
         "uneven": ["batches per step"],

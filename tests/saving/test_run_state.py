@@ -98,18 +98,21 @@ def test_the_state_of_a_loader_goes_on_between_two_passes_but_not_where_one_was_
     state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None))
     loader = Counted()
     assert len(list(state.stream(loader, epochs=None, repeat=False))) == 3
+    state.end_step()
     assert state.capture().data.loader is None  # the next stream may be of another loader
     second = state.stream(loader, epochs=None, repeat=False)
     between = state.capture().data
     assert between.loader is not None
     assert (between.batches, between.loader["state"], between.loader["between"]) == (3, {"passes": 1, "at": 0}, True)
     next(second)
+    state.end_step()
     inside = state.capture().data
     assert inside.loader is not None
     assert (inside.batches, inside.loader["state"], inside.loader["between"]) == (4, {"passes": 1, "at": 1}, False)
     state.stream(loader, epochs=None, repeat=False)
     assert state.capture().data.loader is None
     next(state.stream(Counted(), epochs=None, repeat=False))
+    state.end_step()
     other = state.capture().data.loader
     assert other is not None
     assert other["state"] == {"passes": 0, "at": 1}

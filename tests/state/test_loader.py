@@ -400,10 +400,10 @@ def test_a_pass_that_goes_on_with_other_batches_is_reported(caplog: pytest.LogCa
     for _ in range(3):
         next(first)
     middle = first.saved_position()
-    stream(middle, 4)
+    next(stream(middle, 4))
     for _ in range(3):
         next(first)
-    stream(first.saved_position().advanced(0), 2)  # a pass that begins may be of others
+    next(stream(first.saved_position().advanced(0), 2))  # a pass that begins may be of others
     assert caplog.text == ""
-    stream(middle, 2)
+    next(stream(middle, 2))
     assert "has 12 batches now, and had 6" in caplog.text
