@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.state.codec import same
 from cpsr.state.loader import ResumableLoader
-from cpsr.state.loader_parts import generators_of, length_of
+from cpsr.state.loader_contents import order_generators
+from cpsr.state.loader_parts import length_of
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
 __all__ = ["TrainingData", "require_followed", "require_supported", "run_closure_first"]
@@ -153,13 +154,13 @@ class TrainingData:
 
     def _random_states(self) -> list[Any]:
         loader = self._loop._combined_loader.flattened[0]
-        return [capture_host_rng(), [one.get_state() for one in generators_of(loader)]]
+        return [capture_host_rng(), [one.state_dict() for one in order_generators(loader).values()]]
 
     def _put_back(self, states: list[Any]) -> None:
         restore_host_rng(states[0])
         loader = self._loop._combined_loader.flattened[0]
-        for generator, state in zip(generators_of(loader), states[1], strict=True):
-            generator.set_state(state)
+        for generator, state in zip(order_generators(loader).values(), states[1], strict=True):
+            generator.load_state_dict(state)
 
 
 class _Passes:
