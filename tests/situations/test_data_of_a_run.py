@@ -140,7 +140,7 @@ def trained(life: Life, loader: Any, passes: int | None, *, own_passes: bool = F
 
 def over_any_loader(life: Life) -> Any:
     torch.manual_seed(0)
-    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.current_process().daemon = False  # it has workers
     loader = LOADERS[life.options["loader"]]()
     passes = 3 if isinstance(loader, DataLoader) else None
     return trained(life, loader, passes, own_passes=life.options.get("own passes", False))

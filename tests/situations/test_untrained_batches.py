@@ -59,7 +59,7 @@ def inputs(batch: Any) -> torch.Tensor:
 
 
 def start(life: Life) -> tuple[Any, ...]:
-    multiprocessing.process.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has workers
+    multiprocessing.current_process().daemon = False  # it has workers
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
