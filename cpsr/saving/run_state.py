@@ -207,6 +207,7 @@ class RunState(Part):
         )
         if before is None:
             self._require_same_data(loader)
+            self._stream.name_generators_in_workers()
         else:
             before.close(TWO_STREAMS)
         return self._stream

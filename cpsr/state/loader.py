@@ -508,6 +508,15 @@ class ResumableLoader(Iterator[Any]):
         """States of the generators that the data set keeps, for the next batch; in worker processes they are others."""
         return _states(self._data_generators)
 
+    def name_generators_in_workers(self) -> None:
+        """Warn of generators that each worker process has a copy of."""
+        if self._data_generators and getattr(self._loader, "num_workers", 0):
+            logger.warning(
+                "the workers of the data loader draw from copies of %s, which CPSR cannot save: after a restart within "
+                "a pass they draw other numbers. Draw from torch's, NumPy's or Python's global generator there",
+                _names(self._data_generators),
+            )
+
     def restore_data_states(self, states: dict[str, Any]) -> None:
         """Restore what `data_states` returned."""
         _restore(self._data_generators, states)
