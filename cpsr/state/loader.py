@@ -510,7 +510,7 @@ class ResumableLoader(Iterator[Any]):
 
     def name_generators_in_workers(self) -> None:
         """Warn of generators that each worker process has a copy of."""
-        if len(self._data_generators) > 0 and getattr(self._loader, "num_workers", 0):
+        if isinstance(self._loader, DataLoader) and self._loader.num_workers and self._data_generators:
             logger.warning(
                 "the workers of the data loader draw from copies of %s, which CPSR cannot save: after a restart within "
                 "a pass they draw other numbers. Draw from torch's, NumPy's or Python's global generator there",
