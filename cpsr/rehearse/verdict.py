@@ -1,5 +1,6 @@
 """What a rehearsal has shown, in sentences: whether the script comes back, what differs first, and what to change."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -163,7 +164,7 @@ def _where(one: StepDifference) -> str:
     found = one.found
     values = f": {found.again} instead of {found.first}"
     if found.what == "weights":
-        values = f", by {found.amount:.1g}"
+        values = f", by {found.amount:.1g}" if math.isfinite(found.amount) else ", and some are not finite"
     return f"at step {found.iteration} on rank {one.rank}, in the {found.what}{values}"
 
 

@@ -42,7 +42,7 @@ def fingerprints(saved: Iterable[Any]) -> dict[str, str]:
         frame = frame.f_back
     for name, module in sorted(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if path is not None and _is_users(path):
+        if path is not None and name != "__mp_main__" and _is_users(path):  # which is `__main__` once more
             search.variables(vars(module), "" if name == "__main__" else f"{name}.")
     return search.found
 
