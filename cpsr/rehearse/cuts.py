@@ -33,13 +33,14 @@ def interval_of(steps: int) -> int:
     return max(1, min(5, steps // INTERVALS))
 
 
-def plan_cuts(steps: int, ranks: int, ends: Sequence[int]) -> list[PlannedCut]:
+def plan_cuts(steps: int, ranks: int, ends: Sequence[int], *, requests: bool = True) -> list[PlannedCut]:
     """One SIGKILL of a rank, one of all ranks, and one SIGTERM, each in a job of its own.
 
     Args:
         steps: of each job.
         ranks: of each job.
         ends: the last step of each pass over the data that ends within these.
+        requests: whether the loop takes batches from `recovery.resume`.
     """
     every = interval_of(steps)
     later = max(1, every - 2)  # steps after a checkpoint, so that a restart repeats some
@@ -52,8 +53,8 @@ def plan_cuts(steps: int, ranks: int, ends: Sequence[int]) -> list[PlannedCut]:
     end = next((end for end in ends if 2 <= end <= steps - 3), None)
     everyone = "all ranks" if ranks > 1 else "rank 0"
     if end is None:
-        of_all = Cut("SIGKILL", 3 * every + later, at_request=True)
-        where = f"at the batch request after step {of_all.iteration}"
+        of_all = Cut("SIGKILL", 3 * every + later, at_request=requests)
+        where = f"{'at the batch request ' if requests else ''}after step {of_all.iteration}"
     else:
         # The checkpoint of the pass's last step is complete when the next step is.
         of_all = Cut("SIGKILL", end + 1)
