@@ -126,3 +126,4 @@ def test_cuts_lie_inside_a_pass_and_at_its_end() -> None:
     assert left.signal == "SIGTERM"
     assert plan_cuts(30, 2, [12, 24])[1].interval_iterations == 4  # a checkpoint at the end of the pass
     assert plan_cuts(30, 1, [])[1].cut == Cut("SIGKILL", 18, at_request=True)
+    assert plan_cuts(30, 1, [], requests=False)[1].cut == Cut("SIGKILL", 18)
