@@ -36,8 +36,7 @@ class CPSRRecovery:
         config: a `CPSRConfig`, a mapping, or the path of a YAML or JSON file; None reads the `"cpsr"` block of the
             DeepSpeed configuration.
         loss_fn: loss of one batch of your loader, without backward; the guard's loss veto needs it if the module does
-            not return its loss. On pipelines, give it together with `probe_batches`. Rehearsals train on it too, so it
-            must be the loss that your loop trains on; if it differs, rehearsals are off.
+            not return its loss. On pipelines, give it together with `probe_batches`.
         probe_batches: held-out batches for the loss veto; by default the last few inputs before each checkpoint.
         mode: overrides the configured mode.
 

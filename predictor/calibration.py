@@ -6,7 +6,7 @@ element, curvature and the loss at injection do not find the setting of the lowe
     cost = features(context, setting) . coefficients + noise        (all in iterations),
 
 linear in coefficients that differ from run to run around a common mean: `coefficients ~ N(mean, covariance)`, both
-fitted over the table's runs (`cpsr bench prior`). A measured recovery or rehearsal of the present run is one more
+fitted over the table's runs (`cpsr bench prior`). A measured recovery of the present run is one more
 equation: its lag tells the end cost to some 27 iterations. The posterior is Bayesian linear regression in closed form
 (Bishop, Pattern Recognition and Machine Learning, 3.3).
 """
@@ -82,7 +82,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Observation:
-    """One recovery or rehearsal of this run: its lag, and how far the end cost may lie from it."""
+    """One recovery of this run: its lag, and how far the end cost may lie from it."""
 
     context: Context
     setting: Setting

@@ -13,23 +13,18 @@ from cpsr.predictor import prior
 from cpsr.predictor.calibration import Calibration, Context, Direction, Expected, Observation, Setting
 from cpsr.predictor.gram import gram
 from cpsr.predictor.obstacles import too_far, too_few, window_start
-from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
+from cpsr.predictor.protocol import History, HistoryEntry, Target
 from cpsr.predictor.series import Series
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, Plan, SeriesPredictor
 from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_positions, reach_factor, straightness
 
-__all__ = ["LAG_DEVIATION_ITERATIONS", "REHEARSAL_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
+__all__ = ["LAG_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
 # A setting's standard deviation counts against it: its expected end cost must be low and certain.
 CAUTION_DEVIATIONS = 1.0
-# A rehearsal explores: it prefers settings that may be good and are uncertain.
-CURIOSITY_DEVIATIONS = -1.0
 # How far the end cost lies from the lag after 60 to 160 iterations: 27 iterations, at 159 recoveries of 12 small runs
 # (2026-11-23). Early in a run the lag is 21 too low on average, in the middle 6, late 0.
 LAG_DEVIATION_ITERATIONS = 27.0
-# A rehearsal sees the lag 30 to 60 iterations after the failure, where some of the transient is left: 17 to 32
-# iterations more than from 60 to 160, in three cells. It counts as that much less sure.
-REHEARSAL_DEVIATION_ITERATIONS = 30.0
 
 
 class LinePredictor(SeriesPredictor):
@@ -71,23 +66,12 @@ class LinePredictor(SeriesPredictor):
         self._window_iterations = window_iterations
         self._gain = gain
         self._calibration = Calibration()
-        self._deviations = CAUTION_DEVIATIONS
         self._direction: Direction = "line"
         # Of the forecast under way: the path of the whole model, each operator's reach over the model's, and the
         # checkpoints that these are known over.
         self._straightness = TYPICAL_STRAIGHTNESS
         self._factors: dict[str, float] = {}
         self._points: tuple[HistoryEntry, ...] = ()
-
-    def candidates(self, history: History, target: Target) -> list[Forecast]:
-        """The most informative setting for a rehearsal of this failure: the one that may be best, as far as is known.
-
-        Raises:
-            ValueError: as `forecast`.
-        """
-        curious = copy.copy(self)
-        curious._deviations = CURIOSITY_DEVIATIONS
-        return [curious.forecast(history, target)]
 
     def expected(
         self, points: Sequence[HistoryEntry], target: Target, straightness: float = TYPICAL_STRAIGHTNESS
@@ -109,7 +93,7 @@ class LinePredictor(SeriesPredictor):
         return undecided._choose(context, points, target)[1]
 
     def record(self, outcome: dict[str, Any]) -> None:
-        """Record the outcome of a recovery or rehearsal; a measured lag updates the expected end costs.
+        """Record the outcome of a recovery; a measured lag updates the expected end costs.
 
         Raises:
             ValueError: the outcome is not plain JSON data, or its lag or standard error is not a number.
@@ -208,7 +192,7 @@ class LinePredictor(SeriesPredictor):
         windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
         directions = self._directions()
         considered = prior.settings(context, windows, self._gain, directions)
-        best = self._calibration.best(context, considered, self._deviations, usual=self._direction)
+        best = self._calibration.best(context, considered, CAUTION_DEVIATIONS, usual=self._direction)
         self._direction = best[0].direction
         return best
 
@@ -268,8 +252,6 @@ def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation
         share = float(settings.get("lost_share", 1.0))
         deviation = float(outcome.get("standard_error_iterations", math.nan)) / share
         deviation = math.hypot(deviation, LAG_DEVIATION_ITERATIONS)
-        if outcome.get("kind") == "rehearsal":
-            deviation = math.hypot(deviation, REHEARSAL_DEVIATION_ITERATIONS)
         yield Observation(context, setting, float(lag) / share, deviation)
 
 

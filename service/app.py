@@ -19,7 +19,6 @@ from cpsr.service import (
     plan,
     preview,
     recoveries,
-    rehearsals,
     run_list,
 )
 from cpsr.service.access import Access
@@ -41,7 +40,6 @@ NOUNS = (
     checkpoints,
     failures,
     recoveries,
-    rehearsals,
     backtests,
     bubbles,
     health,

@@ -147,10 +147,6 @@ class Client:
         """How lives began after failures."""
         return self._ask("GET", "/recoveries", window)
 
-    def rehearsals(self, **window: float) -> dict[str, Any]:
-        """Recoveries that were rehearsed."""
-        return self._ask("GET", "/rehearsals", window)
-
     def backtests(self, **window: float) -> dict[str, Any]:
         """Backtests of the predictor."""
         return self._ask("GET", "/backtests", window)

@@ -60,7 +60,7 @@ class TimeSpent(BaseModel):
     )
     recompute_seconds: float = Field(description="Of steps of iterations that had been completed before.")
     restart_seconds: float = Field(description="From failures to the first step after each.")
-    other_seconds: float = Field(description="First starts, ends, rehearsals, and what was not recorded.")
+    other_seconds: float = Field(description="First starts, ends, and what was not recorded.")
     paused_seconds: float = Field(description="Between lives that ended in good order and the next; no wall time.")
     failures: int
     predicted_recoveries: int = Field(description="Those whose predicted state was not given up.")

@@ -55,7 +55,7 @@ class Streams:
         200: {
             "content": {"text/event-stream": {"itemSchema": _MESSAGE_SCHEMA}},
             "description": "Server-sent events, each with JSON data. `hello` comes first. `event`, `checkpoint`, "
-            "`plan`, `failure`, `recovery`, `rehearsal`, `phase`, `fit`, `backtest` and `bubble` are rows of the "
+            "`plan`, `failure`, `recovery`, `phase`, `fit`, `backtest` and `bubble` are rows of the "
             "journal, have an id to go on from, and `row`, their number within their kind. `progress` is the newest "
             "step, at most once a second. `reset`: the journal is another one, or has lost rows that were sent; `kept` "
             "is the number of the last row of each kind that stays. Forget the rows behind these, and everything where "

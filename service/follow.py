@@ -18,7 +18,6 @@ from cpsr.journal import (
     PhaseRow,
     PlanRow,
     RecoveryRow,
-    RehearsalRow,
 )
 from cpsr.service.rows import open_journal, plain_row
 
@@ -31,7 +30,6 @@ FOLLOWED: dict[str, type[Any]] = {
     "plan": PlanRow,
     "failure": FailureRow,
     "recovery": RecoveryRow,
-    "rehearsal": RehearsalRow,
     "phase": PhaseRow,
     "fit": FitRow,
     "backtest": BacktestRow,

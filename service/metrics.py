@@ -18,7 +18,6 @@ from cpsr.journal import (
     FailureRow,
     JournalReader,
     RecoveryRow,
-    RehearsalRow,
     reported_failures,
 )
 from cpsr.service.ettr import PARTS, ettr_of
@@ -193,9 +192,6 @@ def _failures(families: _Families, run: str, reader: JournalReader, run_dir: Pat
     families.counter("failures", text, run, len(reported_failures(run_dir)), reported="true")
     for method, outcome, count in reader.tally(RecoveryRow, ("method", "outcome")):
         families.counter("recoveries", "Recoveries.", run, count, method=method, outcome=outcome)
-    for outcome, count, seconds in reader.tally(RehearsalRow, ("outcome",), ("cost_seconds",)):
-        families.counter("rehearsals", "Rehearsed recoveries.", run, count, outcome=outcome)
-        families.counter("rehearsal_cost_seconds", "That training waited for them.", run, seconds, outcome=outcome)
 
 
 # Column of the journal -> what its sum is; the sums are of all lives.

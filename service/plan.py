@@ -18,7 +18,6 @@ from cpsr.journal import (
     PhaseRow,
     PlanRow,
     RecoveryRow,
-    RehearsalRow,
     json_ready,
 )
 from cpsr.planner.inputs import Origin
@@ -31,7 +30,6 @@ from cpsr.service.override import Override, override_of
 from cpsr.service.parameters import RunDir, WindowQuery
 from cpsr.service.problems import Problem
 from cpsr.service.recoveries import Recovery, recovery_of
-from cpsr.service.rehearsals import Rehearsal
 from cpsr.service.rows import answered, open_journal
 from cpsr.service.sizes import SIZES_EXAMPLE, RunSize, sizes_of
 from cpsr.service.tiers import CLASSES_EXAMPLE, ClassPlan, classes_of
@@ -81,7 +79,6 @@ _EXAMPLE: dict[str, Any] = {
     "age_seconds": 200.0,
     "newest_checkpoint": None,
     "last_recovery": None,
-    "last_rehearsal": None,
     "network": NETWORK_EXAMPLE,
     "ettr": ETTR_EXAMPLE,
     "descends_from_predicted": False,
@@ -191,7 +188,6 @@ class PlanReply(BaseModel):
     age_seconds: float = Field(description="Of the plan.")
     newest_checkpoint: Checkpoint | None
     last_recovery: Recovery | None
-    last_rehearsal: Rehearsal | None = Field(description="The newest rehearsed recovery.")
     network: Network | None = Field(
         description="How far the predictor's network keeps pace; null where this life does not learn."
     )
@@ -293,7 +289,6 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             return None
         steps, lives, ended = reader.recent_steps(RECENT_STEPS), reader.lives(), reader.latest_phase()
         checkpoint, recovery = reader.latest_checkpoint(), reader.latest_recovery()
-        rehearsals = reader.newest(RehearsalRow, 1)
         repeated = [answered(RepeatedSteps, row, result=row.kind) for row in reader.newest_events(VERDICTS)]
         seconds = iteration_seconds(steps)
         last_iteration = steps[0].iteration if steps else None
@@ -319,7 +314,6 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             age_seconds=max(0.0, time.time() - current.created_unix_seconds),
             newest_checkpoint=None if checkpoint is None else checkpoint_of(checkpoint, run_dir),
             last_recovery=None if recovery is None else recovery_of(recovery),
-            last_rehearsal=answered(Rehearsal, rehearsals[0]) if rehearsals else None,
             network=network_of(reader, current.life),
             ettr=ettr_of(reader, lives, life_state(reader.path, lives, steps), time.time()),
             descends_from_predicted=_descends_from_predicted(reader, recovery),

@@ -170,7 +170,7 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     shown = [f"{name} {baselines[name]}" for name in BASELINES_SHOWN if name in baselines]
     if shown:
         lines.append(f"others would choose: {', '.join(shown)}")
-    found = _checkpoint_line(plan), _network_line(plan), *_recovery_lines(plan), _rehearsal_line(plan)
+    found = _checkpoint_line(plan), _network_line(plan), *_recovery_lines(plan)
     lines += [line for line in found if line]
     if plan["descends_from_predicted"]:
         lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
@@ -286,15 +286,6 @@ def _recovery_lines(plan: dict[str, Any]) -> list[str]:
         if one["result"] != "not restored":
             found.setdefault(one["message"], []).append(one["rank"])
     return [line, *(f"repeated steps of {ranks_named(ranks)}: {escape(said)}" for said, ranks in found.items())]
-
-
-def _rehearsal_line(plan: dict[str, Any]) -> str:
-    rehearsal = plan["last_rehearsal"]
-    if rehearsal is None:
-        return ""
-    lag = rehearsal["lag_iterations"]
-    measured = "" if lag is None else f", lag in its second half {lag:+.0f} iterations"
-    return f"last rehearsal: at iteration {rehearsal['iteration']}, {rehearsal['outcome']}{measured}"
 
 
 def _duration(seconds: float) -> str:

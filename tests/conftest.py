@@ -31,7 +31,7 @@ STARTS_RANKS = {
     "tests.two_ranks",
 }
 # Few tests, each long: they begin first, or one of the two workers waits at the end for what the other has left.
-LONG = {"test_campaign.py", "test_rehearsal.py", "test_readme.py"}
+LONG = {"test_campaign.py", "test_readme.py"}
 # Limits are for what hangs: ranks of two tests at once, and of other people's jobs, must not come near to it.
 RANKS_TIMEOUT_SECONDS = 900
 

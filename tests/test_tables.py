@@ -22,7 +22,7 @@ from cpsr.demo.result import DemoResult
 from cpsr.demo.timeline import Part, Restart
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, Transient
-from cpsr.journal import CheckpointRow, Journal, RecoveryRow, RecoverySource, RehearsalRow
+from cpsr.journal import CheckpointRow, Journal, RecoveryRow, RecoverySource
 from cpsr.tables import print_table
 
 ROOT = Path(__file__).parents[1]
@@ -98,20 +98,6 @@ def written_run(tmp_path: Path) -> Path:
                 reason=REASON,
             )
         )
-        journal.record(
-            RehearsalRow(
-                id=f"h{life}",
-                life=life,
-                iteration=1234627,
-                failure_iteration=1234567,
-                checkpoint_iteration=1234000,
-                outcome="measured",
-                lag_iterations=-123.4,
-                lag_standard_error_iterations=12.3456,
-                cost_seconds=123.456,
-                reason=REASON,
-            )
-        )
         journal.close()
     return tmp_path
 
@@ -123,9 +109,6 @@ def test_inspect(tmp_path: Path) -> None:
         "committed",
         "departure",
         "rolled_back",
-        "measured",
-        "-123",
-        "123.456",
         "[rank",
     )
     require_fit(run("inspect", str(written_run(tmp_path))), *words)

@@ -46,7 +46,6 @@ def measure_every_iteration(training: Training, pairs: int, way: str, run_dir: P
         "mode": "auto",
         "checkpoint": {"interval_iterations": WARM_UP_INTERVAL, "final": False, "fsync": False},
         "memory": {"interval_iterations": 1},
-        "rehearsal": {"budget_fraction": 0.0},
         "learning": {"budget_fraction": 0.0},
     }
     if way != EVERYTHING:

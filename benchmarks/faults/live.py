@@ -10,7 +10,7 @@ from cpsr.benchmarks.faults.life import Launched, Life
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.part import RANKS, Fault, Part
 from cpsr.benchmarks.faults.remains import remains_of, remove_memory, states_in
-from cpsr.benchmarks.faults.scenarios import REHEARSED_ITERATIONS, Scenario
+from cpsr.benchmarks.faults.scenarios import Scenario
 from cpsr.checkpoint.memory_states import PAGE_BYTES, SHARED_MEMORY
 from cpsr.errors import CPSRError
 
@@ -134,8 +134,6 @@ class _Stage:
         }
         if scenario.window_iterations is not None:
             config["replay"] = {"enabled": True, "window_iterations": scenario.window_iterations}
-        if scenario.iterations == REHEARSED_ITERATIONS:
-            config["rehearsal"] = {"budget_fraction": 0.9, "iterations": 12, "min_interval_iterations": 0}
         return config
 
     def _spoil_memory(self) -> None:

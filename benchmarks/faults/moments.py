@@ -20,7 +20,6 @@ from cpsr.checkpoint.memory import MemoryFile
 from cpsr.checkpoint.progress import ProgressCounter
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.engines.adapter import EngineAdapter
 from cpsr.life.life import Life
 from cpsr.life.probation import Probation
 from cpsr.predictor.guard import Guard
@@ -33,7 +32,6 @@ from cpsr.saving.saver import Saver
 __all__ = [
     "DEPARTING",
     "PREDICTING",
-    "REHEARSING",
     "REPLAYING",
     "REPLICATING",
     "RESTARTING",
@@ -115,7 +113,6 @@ PREDICTING = {
     "roll-back": Happening(Restorer, "roll_back", FIRST, after=True),
     "setting aside": Happening(CheckpointStore, "abandon_after", (2,)),
 }
-REHEARSING = {"rehearsal": Happening(None, "train_on", (1, 3, 5))}
 REPLICATING = {
     "sending": Happening(outgoing_module, "send_state", (2, 3, 4)),
     "receiving": Happening(incoming_module, "receive_state", (2, 3, 4)),
@@ -128,18 +125,17 @@ REPLAYING = {
 DEPARTING = {"dump": Happening(SnapshotPool, "dump", FIRST)}
 
 
-def arm(moment: str, place: int, act: Callable[[], None], adapter: type[EngineAdapter]) -> None:
+def arm(moment: str, place: int, act: Callable[[], None]) -> None:
     """Have `act` called at that moment, for the rest of this process; moments of the training loop are its own.
 
     Args:
         moment: its name.
         place: see `Happening`.
         act: sends the signal.
-        adapter: of the engine, whose class holds what a rehearsal calls.
     """
-    known = TRAINING | RESTARTING | PREDICTING | REHEARSING | REPLICATING | DEPARTING | REPLAYING
+    known = TRAINING | RESTARTING | PREDICTING | REPLICATING | DEPARTING | REPLAYING
     happening = known[moment]
-    owner = adapter if moment in REHEARSING else happening.owner
+    owner = happening.owner
     if owner is None:
         return
     original, counted = getattr(owner, happening.name), itertools.count(1)

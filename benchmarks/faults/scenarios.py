@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cpsr.benchmarks.faults.moments import PREDICTING, REHEARSING, REPLICATING, RESTARTING, TRAINING
+from cpsr.benchmarks.faults.moments import PREDICTING, REPLICATING, RESTARTING, TRAINING
 from cpsr.benchmarks.faults.part import RANKS, Fault
 
 __all__ = ["FIXED", "MOMENTS", "NEVER_SENT", "Scenario", "at_moment", "chosen", "draw", "in_step"]
@@ -16,11 +16,9 @@ Memory = Literal["kept", "damaged", "removed", "newest damaged", "newest removed
 INTERVAL = 4
 ITERATIONS = 30
 FAILURE = 23  # three steps after a checkpoint, with enough of them before it to predict from
-# A rehearsal begins once there are a hundred losses before it.
-REHEARSED_ITERATIONS, REHEARSED_INTERVAL = 140, 16
 STEP_SECONDS = 0.02  # about what a step of the job takes, so that a delay below it ends inside
 WEIGHTS = {"SIGKILL": 3, "SIGSEGV": 1, "SIGSTOP": 1, "SIGTERM": 1}
-MOMENTS = TRAINING | RESTARTING | PREDICTING | REHEARSING | REPLICATING
+MOMENTS = TRAINING | RESTARTING | PREDICTING | REPLICATING
 MODES: tuple[Mode, ...] = ("exact", "auto", "predict")
 
 NEVER_SENT = {
@@ -167,8 +165,7 @@ def _drawn(chance: random.Random, moment: str, number: int) -> Scenario:
         ranks = tuple(range(RANKS))
     delay_seconds = chance.uniform(0, STEP_SECONDS) if moment == "step" else 0.0
     fault = Fault(moment, signal, ranks, chance.choice(happening.places), delay_seconds)
-    rehearsing = moment in REHEARSING
-    mode: Mode = "predict" if moment in PREDICTING else chance.choice(MODES[1:] if rehearsing else MODES)
+    mode: Mode = "predict" if moment in PREDICTING else chance.choice(MODES)
     lost = in_step("SIGKILL", chance.choice(((0,), (1,), _BOTH)), chance.randint(21, 23))
     first = (lost,) if moment in RESTARTING or moment in PREDICTING else ()
     return Scenario(
@@ -179,6 +176,4 @@ def _drawn(chance: random.Random, moment: str, number: int) -> Scenario:
         shared_memory=moment in ("sealing", "decision") or moment in REPLICATING or chance.random() < 2 / 3,
         nodes=moment in REPLICATING,
         poison=moment in ("roll-back", "setting aside"),
-        iterations=REHEARSED_ITERATIONS if rehearsing else ITERATIONS,
-        interval_iterations=REHEARSED_INTERVAL if rehearsing else INTERVAL,
     )

@@ -56,10 +56,10 @@ class Faults:
         self._mine = [fault for fault in faults if rank in fault.ranks]
         self._notes = notes
 
-    def arm(self, adapter: type[EngineAdapter]) -> None:
+    def arm(self) -> None:
         """Make ready for all moments but those of the loop."""
         for fault in self._mine:
-            arm(fault.moment, fault.at, lambda fault=fault: self._meet(fault), adapter)  # type: ignore[misc]
+            arm(fault.moment, fault.at, lambda fault=fault: self._meet(fault))  # type: ignore[misc]
 
     def at_batch(self, iteration: int) -> None:
         """A step begins after that iteration."""
@@ -102,7 +102,7 @@ def main(part: Part, rank: int, ranks: int) -> None:
     faults = Faults(part.faults, rank, notes)
     engine, batches = _built(part, rank, ranks)
     adapter = adapt(engine)
-    faults.arm(type(adapter))
+    faults.arm()
     with CPSRRecovery(engine, part.config) as recovery:
         restored = recovery.restored
         notes.add(

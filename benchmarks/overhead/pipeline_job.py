@@ -42,7 +42,6 @@ def main(
     configuration = {
         "run_dir": run_dir,
         "checkpoint": {"interval_iterations": interval_iterations, "final": False},
-        "rehearsal": {"budget_fraction": 0.0},  # one rehearsal would be longer than an interval
     }
     with CPSRRecovery(engine, configuration) as recovery:
         data = recovery.resume(loader, repeat=True)

@@ -105,7 +105,6 @@ def _configuration(run_dir: Path, predicts: bool) -> dict[str, Any]:
         # What the first life leaves in shared memory is exact, and would spare the second its prediction.
         "checkpoint": {"interval_iterations": INTERVAL_ITERATIONS, "final": False, "shared_memory": False},
         "learning": {"budget_fraction": LEARNING_BUDGET_FRACTION if predicts else 0.0},
-        "rehearsal": {"budget_fraction": 0.0},
     }
 
 

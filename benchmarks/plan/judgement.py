@@ -49,7 +49,6 @@ class JobResult:
         intervals: those that applied while it could fail, with the iterations for which they did.
         modes: likewise.
         committed: checkpoints while it could fail.
-        rehearsals: of a recovery.
         course: iteration, lag and its standard error, all along the run.
         realised: of each predicted recovery, what was expected and how the lag moved.
     """
@@ -65,7 +64,6 @@ class JobResult:
     intervals: dict[int, int]
     modes: dict[str, int]
     committed: int
-    rehearsals: int
     course: list[tuple[int, float, float]]
     realised: list[Realised]
 
@@ -124,7 +122,7 @@ def judge(injection: Injection, seed: int, mode: Mode, record: JobRecord, run_di
     span = injection.first, injection.last
     with JournalReader(run_dir / "journal.db") as reader:
         plans = plan_spans(reader.plans(), record.lives, record.work)
-        checkpoints, recoveries, rehearsals = reader.checkpoints(), reader.recoveries(), reader.rehearsals()
+        checkpoints, recoveries = reader.checkpoints(), reader.recoveries()
         steps = reader.recent_steps(2 * record.work)[::-1]  # all of them, in the order of time
     checkpoints = begun_between(checkpoints, record.lives, *span)
     stalls = extra_seconds(steps, checkpoints)
@@ -144,7 +142,6 @@ def judge(injection: Injection, seed: int, mode: Mode, record: JobRecord, run_di
         intervals=_summed((plan.interval_iterations, work) for plan, work in exposed),
         modes=_summed((plan.mode, work) for plan, work in exposed),
         committed=sum(row.status == "committed" for row in checkpoints),
-        rehearsals=len(rehearsals),
         course=course,
         realised=realised(failures, course, injection.iterations),
     )

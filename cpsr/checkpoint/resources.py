@@ -69,11 +69,10 @@ def existing_part(path: Path) -> Path:
 def kept_checkpoints(config: CPSRConfig) -> tuple[int, int]:
     """Checkpoints on the disk at most: whole ones with the one being written, and those of the history."""
     checkpoint = config.checkpoint
-    rehearsed = int(config.rehearsal.budget_fraction > 0 and config.mode != "exact")  # keeps its checkpoint whole
     copied = int(checkpoint.target is not None)  # stays whole while it is read
     # If the planner chooses the interval, it is not known yet: assume the longest.
     interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
-    return checkpoint.full_checkpoints + 1 + rehearsed + copied, checkpoint.history_checkpoints(interval)
+    return checkpoint.full_checkpoints + 1 + copied, checkpoint.history_checkpoints(interval)
 
 
 def kept_bytes(state_bytes: int, weight_bytes: int, config: CPSRConfig) -> int:

@@ -17,7 +17,6 @@ from cpsr.journal import (
     PhaseRow,
     PlanRow,
     RecoveryRow,
-    RehearsalRow,
     json_ready,
     sizes,
 )
@@ -37,7 +36,6 @@ class _Rows:
     checkpoints: Sequence[CheckpointRow]
     failures: Sequence[FailureRow]
     recoveries: Sequence[RecoveryRow]
-    rehearsals: Sequence[RehearsalRow]
     phases: Sequence[PhaseRow]
     plans: Sequence[PlanRow]
 
@@ -54,7 +52,7 @@ def run_json(directory: Path) -> str:
 
 
 def print_run(directory: Path, verbose: bool) -> None:
-    """Print tables of lives, checkpoints and rehearsals, numbers of ranks, and a sentence for each recovery.
+    """Print tables of lives and checkpoints, numbers of ranks, and a sentence for each recovery.
 
     Args:
         directory: of the run.
@@ -81,8 +79,6 @@ def print_run(directory: Path, verbose: bool) -> None:
             console.print(f"Life {row.life}: {escape(began.get(row.life, row.reason))}", highlight=False)
     else:
         console.print("No recovery so far.")
-    if rows.rehearsals:
-        print_table(console, _rehearsals_table(rows.rehearsals))
     for plan in rows.plans:
         console.print(
             f"From iteration {plan.from_iteration} on a checkpoint every {plan.interval_iterations} iterations"
@@ -101,7 +97,6 @@ def _rows(reader: JournalReader) -> _Rows:
         checkpoints=reader.checkpoints(),
         failures=reader.failures(),
         recoveries=reader.recoveries(),
-        rehearsals=reader.rehearsals(),
         phases=reader.phases(),
         plans=[] if plan is None else [plan],
     )
@@ -142,24 +137,6 @@ def _recoveries_table(recoveries: Sequence[RecoveryRow]) -> Table:
     for row in recoveries:
         iterations = (row.failure_iteration, row.checkpoint_iteration, row.restored_iteration)
         table.add_row(str(row.life), *("-" if at is None else str(at) for at in iterations), row.method, row.outcome)
-    return table
-
-
-def _rehearsals_table(rehearsals: Sequence[RehearsalRow]) -> Table:
-    table = Table(
-        "failure at",
-        "checkpoint",
-        "outcome",
-        "lag",
-        "cost s",
-        "reason",
-        title="Rehearsals (lag: in iterations, over the second half)",
-    )
-    for row in rehearsals[-TABLE_ROWS_MAX:]:
-        error = row.lag_standard_error_iterations
-        lag = "-" if row.lag_iterations is None else f"{row.lag_iterations:+.0f} ± {_number(error)}"
-        iterations = str(row.failure_iteration), str(row.checkpoint_iteration)
-        table.add_row(*iterations, row.outcome, lag, _number(row.cost_seconds), escape(row.reason))
     return table
 
 

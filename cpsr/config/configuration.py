@@ -26,7 +26,6 @@ from cpsr.config.sections import (
     PlannerConfig,
     PredictorConfig,
     RanksConfig,
-    RehearsalConfig,
     ReplayConfig,
     RestartConfig,
     Section,
@@ -57,7 +56,6 @@ class CPSRConfig(Section):
     learning: LearningConfig = LearningConfig()
     restart: RestartConfig = RestartConfig()
     life: LifeConfig = LifeConfig()
-    rehearsal: RehearsalConfig = RehearsalConfig()
     engines: EnginesConfig = EnginesConfig()
     elastic: ElasticConfig = ElasticConfig()
     experts: ExpertsConfig = ExpertsConfig()

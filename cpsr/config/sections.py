@@ -20,7 +20,6 @@ __all__ = [
     "PlannerPolicy",
     "PredictorConfig",
     "RanksConfig",
-    "RehearsalConfig",
     "ReplayConfig",
     "RestartConfig",
     "Section",
@@ -283,24 +282,6 @@ class LifeConfig(Section):
     )
     watch_tolerance_nats: float = Field(
         default=0.5, gt=0, description="Excess of the training loss over its level before the failure that rolls back."
-    )
-
-
-class RehearsalConfig(Section):
-    """How often a recovery is rehearsed in the running job, to measure what one would cost."""
-
-    budget_fraction: float = Field(
-        default=0.005, ge=0, le=1, description="Share of the training time that rehearsals may take; 0 turns them off."
-    )
-    iterations: int = Field(
-        default=60, ge=8, description="Iterations that a rehearsal goes back, and trains again from a predicted state."
-    )
-    min_interval_iterations: int = Field(
-        default=500, ge=0, description="Iterations between rehearsals at least, whatever the budget has earned."
-    )
-    # Far above what 60 iterations of tokens take, and far below what a host that holds checkpoints has to spare.
-    batches_limit_bytes: int = Field(
-        default=1 << 30, ge=1, description="Host memory of a rank for the batches that a rehearsal trains on again."
     )
 
 

@@ -313,27 +313,3 @@ class EngineAdapter(Protocol):
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Loss of one recorded forward input inside `evaluation()`: a detached scalar, no side effects on training."""
-
-    def rehearsal_obstacle(self, loss_given: bool) -> str | None:
-        """Why `train_on` could not stand for the user's loop, None where it can; one clause for people.
-
-        Args:
-            loss_given: the user gave a function for the loss of a batch, so that the module need not return it.
-        """
-
-    def rehearsing(self) -> AbstractContextManager[None]:
-        """Training by `train_on`, untold to the observer and without a trace in what the engine counts and reports.
-
-        On exit gradients of a step that was not finished are dropped. Weights, moments and `scalars()` stay as
-        trained: the caller puts them back.
-        """
-
-    def training_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Loss of one recorded forward input inside `rehearsing()`, with its graph.
-
-        Raises:
-            UnsupportedEngineError: the module gave no loss.
-        """
-
-    def train_on(self, loss: torch.Tensor) -> None:
-        """Backward of one micro-batch's loss and, after the last of an iteration, the step, as the user's loop does."""

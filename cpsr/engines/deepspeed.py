@@ -16,7 +16,6 @@ from cpsr.engines.beta_powers import watch
 from cpsr.engines.deepspeed_loop import DeepSpeedLoop
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
-    discard_gradients,
     frozen_place,
     master_slices,
     masters,
@@ -27,7 +26,7 @@ from cpsr.engines.deepspeed_masters import (
 )
 from cpsr.engines.deepspeed_muon import muon_of
 from cpsr.engines.deepspeed_offload import warn_of_kept_gradients
-from cpsr.engines.deepspeed_quiet import unmarked, unreported, untimed
+from cpsr.engines.deepspeed_quiet import untimed
 from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
 from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps, repeated_steps
 from cpsr.engines.deepspeed_scalars import EngineScalars
@@ -389,48 +388,6 @@ class DeepSpeedAdapter:
     def detach(self) -> None:
         """Remove the hooks; without any it does nothing."""
         self._loop.detach()
-
-    def rehearsal_obstacle(self, loss_given: bool) -> str | None:
-        """A pipeline; or a loop that does not train, by `engine.backward`, on `loss_fn`'s loss or the module's own."""
-        if self._pipeline:
-            return "a pipeline takes its batches from the user's iterator by itself"
-        if not self._engine.managed_gradient_accumulation():
-            return UNMANAGED
-        if not loss_given and not self.can_evaluate:
-            return "the module does not return its loss; give loss_fn"
-        if not loss_given and not self._loop.trains_given_loss:
-            return "the loop does not call engine.backward on the loss that the module returned"
-        if not self._loop.calls_backward:
-            return "the loop does not call engine.backward"
-        return None
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """Hooks, monitors, timers and progress lines are silent inside; see `EngineAdapter.rehearsing`.
-
-        Buffers and plain Python state of the module (see `unmarked`) are as before on exit.
-        """
-        engine = self._engine
-        with self._loop.unobserved(), unreported(engine), unmarked(engine.module), torch.enable_grad():
-            try:
-                yield
-                settle_after_forward(engine.optimizer)  # not after an error: the other ranks may not be here
-            finally:
-                discard_gradients(engine.optimizer)
-
-    def training_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Loss of one forward through the engine; collective as `evaluate` is."""
-        loss = loss_of(self._engine(*args, **kwargs))
-        if loss is None:
-            raise UnsupportedEngineError(
-                f"{type(self._engine.module).__name__} returned no loss; return a scalar tensor or an object with .loss"
-            )
-        return loss
-
-    def train_on(self, loss: torch.Tensor) -> None:
-        """`engine.backward` and `engine.step`; collective."""
-        self._engine.backward(loss)
-        self._engine.step()
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; modes, buffers, random states and timers are as before on exit."""

@@ -1,11 +1,9 @@
 """How a user's loop over a DeepSpeed engine is watched."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.deepspeed_masters import torch_optimizer
@@ -15,43 +13,6 @@ from cpsr.engines.grad_scaler import autocast_scaler
 from cpsr.engines.hooks import Hooks
 
 __all__ = ["DeepSpeedLoop"]
-
-
-class _Unobserved:
-    """The observer of what is not the user's training: it takes no notice."""
-
-    def before_update(self) -> None:
-        pass
-
-    def state_changes(self) -> None:
-        pass
-
-    def after_step(self, iteration: int, applied: bool) -> None:
-        pass
-
-    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pass
-
-    def on_other_forward(self) -> None:
-        pass
-
-    def on_loss(self, loss: torch.Tensor) -> None:
-        pass
-
-    def before_external_load(self) -> None:
-        pass
-
-    def after_external_load(self, iteration: int | None) -> None:
-        pass
-
-    def on_train_batch(self) -> None:
-        pass
-
-    def wait_begins(self, place: str) -> None:
-        pass
-
-    def wait_ends(self) -> None:
-        pass
 
 
 class DeepSpeedLoop:
@@ -68,9 +29,6 @@ class DeepSpeedLoop:
 
     Attributes:
         gives_loss: whether the last training forward returned a loss.
-        trains_given_loss: whether the last backward was that of the very loss which the forward had returned, and
-            nothing had been added to it in place.
-        calls_backward: whether the last step's gradients came from `engine.backward`.
     """
 
     def __init__(self, engine: Any, pipeline: bool, committing: Sequence[tuple[Any, str]] = ()) -> None:
@@ -79,24 +37,8 @@ class DeepSpeedLoop:
         self._hooks = Hooks()
         self._observer: StepObserver | None = None
         self.gives_loss = False
-        self.trains_given_loss = False
-        self.calls_backward = False
         self._updates = False  # whether the optimizer stepped in the update in progress
-        # Weak, or it would keep the graph alive; with its version, which changes where a loop adds to it in place.
-        self._given_loss: tuple[TensorWeakRef, int] | None = None
         self.forget_step()
-
-    @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Report nothing of what happens inside to the observer."""
-        observer, self._observer = self._observer, _Unobserved()
-        known = self.gives_loss, self.trains_given_loss, self.calls_backward
-        try:
-            yield
-        finally:
-            self._observer = observer
-            self.gives_loss, self.trains_given_loss, self.calls_backward = known
-            self.forget_step()
 
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks on this engine instance.
@@ -174,7 +116,6 @@ class DeepSpeedLoop:
         return result
 
     def _complete_step(self) -> None:
-        self.calls_backward = self._backward_seen
         losses = [] if self._backward_seen else self._forward_losses
         self.forget_step()
         for loss in losses:
@@ -194,9 +135,6 @@ class DeepSpeedLoop:
         self._forward_losses: list[torch.Tensor] = []
 
     def _around_backward(self, original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = self._given_loss
-        # An id would not do: where the forward's loss is gone, the one made of it may have taken its place in memory.
-        self.trains_given_loss = given is not None and given[0]() is loss and given[1] == loss._version
         result = original(loss, *args, **kwargs)
         self._backward_seen = True
         self._watching().on_loss(loss.detach())
@@ -222,6 +160,5 @@ class DeepSpeedLoop:
         if engine.module.training and torch.is_grad_enabled():
             loss = loss_of(output)
             self.gives_loss = loss is not None
-            self._given_loss = None if loss is None else (TensorWeakRef(loss), loss._version)
             if loss is not None and not self._backward_seen:
                 self._forward_losses.append(loss.detach().clone())  # for loops that call loss.backward() themselves

@@ -12,16 +12,14 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from cpsr.engines.deepspeed_offload import discard_offloaded_gradients
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.frozen import FrozenPlace
 
 __all__ = [
     "MasterSlice",
     "advance_loss_scale",
-    "discard_gradients",
     "frozen_place",
     "master_slices",
     "masters",
@@ -204,25 +202,6 @@ def advance_loss_scale(optimizer: Any) -> None:
         return
     if hasattr(optimizer, "_update_scale"):
         optimizer._update_scale(False)
-
-
-def discard_gradients(optimizer: Any) -> None:
-    """Drop what micro-batches of an unfinished step have accumulated, as an overflowing step would."""
-    kind = type(optimizer)
-    if isinstance(optimizer, torch.optim.Optimizer):  # FusedAdam's own `zero_grad` takes no argument
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        return
-    optimizer.zero_grad(set_to_none=True)
-    if kind is DeepSpeedZeroOptimizer_Stage3:
-        optimizer.averaged_gradients = {}
-    elif kind is DeepSpeedZeroOptimizer:
-        for group in optimizer.averaged_gradients:
-            optimizer.averaged_gradients[group] = None
-            optimizer.all_grad_tensors[group] = None
-        optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
-    discard_offloaded_gradients(optimizer)
 
 
 def settle_after_forward(optimizer: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["discard_offloaded_gradients", "require_visible_states", "warn_of_kept_gradients"]
+__all__ = ["require_visible_states", "warn_of_kept_gradients"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +44,6 @@ def _device(offload: Any) -> str:
 
 def _offloads(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False))
-
-
-def discard_offloaded_gradients(optimizer: Any) -> None:
-    """Drop the norms and the overflow of an unfinished step; its gradients on the host are written over."""
-    if _offloads(optimizer):
-        optimizer.reset_cpu_buffers()
 
 
 def warn_of_kept_gradients(optimizer: Any, inner: torch.optim.Optimizer) -> None:

@@ -409,22 +409,6 @@ class TorchAdapter:
         self._buckets.detach()
         self._loop.detach()
 
-    def rehearsal_obstacle(self, loss_given: bool) -> str | None:
-        """Always one: the loop around the module is the user's own."""
-        return "a plain torch loop is not known to CPSR (its backward, clipping and gradient scaling)"
-
-    def rehearsing(self) -> AbstractContextManager[None]:
-        """Not possible here; see `rehearsal_obstacle`."""
-        raise UnsupportedEngineError(f"nothing can be rehearsed: {self.rehearsal_obstacle(False)}")
-
-    def training_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Not possible here; see `rehearsal_obstacle`."""
-        raise UnsupportedEngineError(f"nothing can be rehearsed: {self.rehearsal_obstacle(False)}")
-
-    def train_on(self, loss: torch.Tensor) -> None:
-        """Not possible here; see `rehearsal_obstacle`."""
-        raise UnsupportedEngineError(f"nothing can be rehearsed: {self.rehearsal_obstacle(False)}")
-
     def evaluation(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; modes, buffers and random states are as before on exit."""
         return self._evaluation()

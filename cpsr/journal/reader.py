@@ -22,7 +22,6 @@ from cpsr.journal.rows import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
-    RehearsalRow,
     StepRow,
     TotalsRow,
     columns,
@@ -40,7 +39,6 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 BUSY_SECONDS = 1.0
 # Tables that older files lack, by the version that added them; there they have no rows.
 SINCE_VERSION: dict[type[Any], int] = {
-    RehearsalRow: 2,
     PhaseRow: 3,
     FitRow: 3,
     BacktestRow: 4,
@@ -195,10 +193,6 @@ class JournalReader:
                 yield self._build(RecoveryRow, values)
         except sqlite3.Error as error:
             raise unreadable(self.path, error) from error
-
-    def rehearsals(self) -> list[RehearsalRow]:
-        """Every rehearsed recovery; none in a file of version 1, which has no rehearsals."""
-        return self._rows(RehearsalRow, "ORDER BY row")
 
     def trained_seconds(self) -> float:
         """Wall time of all steps together, also of those that were thinned out, and of branches that were given up."""

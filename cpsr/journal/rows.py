@@ -29,7 +29,6 @@ __all__ = [
     "PlanRow",
     "RecoveryRow",
     "RecoverySource",
-    "RehearsalRow",
     "SQLValue",
     "StepRow",
     "TotalsRow",
@@ -168,41 +167,6 @@ class RecoveryRow:
         if self.given_up:
             return Beginning.of(self.guard.get("rolled_back_to", Beginning.EXACT.value)).labelled
         return self.beginning.labelled
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RehearsalRow:
-    """A recovery that was rehearsed in the running job at `iteration`, as if it had failed at `failure_iteration`.
-
-    `outcome` is `running` until it has ended; where a later life is present, the job was killed during it. Afterwards
-    it is `measured`, `failed`, `diverged` (its loss was no longer finite) or `refused`. `refused` stands for no
-    predicted state to train from, or for a job that was asked to leave meanwhile. `lag_iterations` is None if nothing
-    was measured, or the loss falls too slowly to measure a lag. `cost_seconds` is the time that training waited; while
-    it runs, the expected time.
-    """
-
-    id: str
-    life: int
-    iteration: int
-    failure_iteration: int
-    checkpoint_iteration: int
-    outcome: Literal["running", "measured", "refused", "diverged", "failed"]
-    reason: str = ""
-    method: str = ""
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    guard: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    lag_iterations: float | None = None
-    lag_standard_error_iterations: float | None = None
-    gap_nats: float | None = None
-    gap_standard_error_nats: float | None = None
-    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    load_seconds: float | None = None
-    predict_seconds: float | None = None
-    inject_seconds: float | None = None
-    train_seconds: float | None = None
-    cost_seconds: float = 0.0
-    cost_iterations: float | None = None
-    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

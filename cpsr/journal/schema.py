@@ -25,7 +25,6 @@ from cpsr.journal.rows import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
-    RehearsalRow,
     StepRow,
     TotalsRow,
     columns,
@@ -57,7 +56,6 @@ TABLES: dict[type[Any], str] = {
     FailureRow: "failures",
     RecoveryRow: "recoveries",
     RecoverySource: "recovery_sources",
-    RehearsalRow: "rehearsals",
     PhaseRow: "phases",
     FitRow: "fits",
     BacktestRow: "backtests",
@@ -113,17 +111,6 @@ CREATE TABLE events (
 """
 # Additions of each version; a new file gets all.
 ADDED = {
-    2: """
-CREATE TABLE rehearsals (
-    row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL,
-    iteration INTEGER NOT NULL CHECK (iteration >= 0), failure_iteration INTEGER NOT NULL,
-    checkpoint_iteration INTEGER NOT NULL,
-    outcome TEXT NOT NULL CHECK (outcome IN ('running', 'measured', 'refused', 'diverged', 'failed')),
-    reason TEXT NOT NULL, method TEXT NOT NULL, settings TEXT NOT NULL, guard TEXT NOT NULL, lag_iterations REAL,
-    lag_standard_error_iterations REAL, gap_nats REAL, gap_standard_error_nats REAL, measured TEXT NOT NULL,
-    load_seconds REAL, predict_seconds REAL, inject_seconds REAL, train_seconds REAL, cost_seconds REAL NOT NULL,
-    cost_iterations REAL, created_unix_seconds REAL NOT NULL);
-""",
     # SQLite cannot drop a CHECK: the plans move into a table without one on the origin.
     3: """
 CREATE TABLE plans_3 (
@@ -248,7 +235,7 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute("INSERT INTO meta VALUES ('created_unix_seconds', ?)", (repr(time.time()),))
     for added in range(max(version, 1) + 1, SCHEMA_VERSION + 1):
-        _execute(connection, ADDED[added])
+        _execute(connection, ADDED.get(added, ""))
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     facts = {"filesystem": filesystem, "journal_mode": mode, **_opened(connection)}
     connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())

@@ -20,7 +20,6 @@ from cpsr.journal.rows import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
-    RehearsalRow,
     SQLValue,
     StepRow,
     to_sql,
@@ -36,7 +35,6 @@ Row = (
     | CheckpointRow
     | FailureRow
     | RecoveryRow
-    | RehearsalRow
     | PlanRow
     | PhaseRow
     | FitRow
@@ -79,9 +77,8 @@ def freeze(row: Row) -> Frozen:
 
 def statement(kind: type[Row], rows: Sequence[Frozen]) -> Apply:
     """A function that writes rows of one table, in one transaction."""
-    apply = {RecoveryRow: _recoveries, RehearsalRow: _rehearsals}.get(kind)
-    if apply is not None:
-        return lambda connection: apply(connection, rows)
+    if kind is RecoveryRow:
+        return lambda connection: _recoveries(connection, rows)
     sql = insert_sql(kind)
     if kind is BacktestRow:
         sql += " ON CONFLICT (iteration, checkpoints, result) DO NOTHING"
@@ -128,13 +125,3 @@ def _recoveries(connection: sqlite3.Connection, rows: Sequence[Frozen]) -> None:
         if row.method != "scratch":
             values = (row.restored_iteration, row.life)
             connection.execute("UPDATE lives SET restored_iteration = ? WHERE life = ?", values)
-
-
-def _rehearsals(connection: sqlite3.Connection, rows: Sequence[Frozen]) -> None:
-    """Rehearsals; each replaces the earlier row with its id, and gets a new row number."""
-    for frozen in rows:
-        # Read before the deletion, or the number of the last row would be used twice: a reader that follows the row
-        # numbers would miss how the rehearsal ended.
-        (last,) = connection.execute("SELECT COALESCE(MAX(row), 0) FROM rehearsals").fetchone()
-        connection.execute("DELETE FROM rehearsals WHERE id = ?", (frozen.row.id,))
-        connection.execute(insert_sql(RehearsalRow, ("row",)), (*frozen.values, last + 1))

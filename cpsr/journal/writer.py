@@ -144,8 +144,8 @@ class Journal:
     def record(self, *rows: Row) -> None:
         """Record rows, all of one table.
 
-        A step that is repeated after a recovery keeps its earlier row. A rehearsal replaces the earlier row with the
-        same id. A backtest that is recorded already, with equal values, is ignored.
+        A step that is repeated after a recovery keeps its earlier row. A backtest that is recorded already,
+        with equal values, is ignored.
 
         Raises:
             TypeError: the rows are of several tables.

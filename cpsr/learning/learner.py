@@ -221,7 +221,7 @@ class Learner:
     def _acquired(self) -> Iterator[None]:
         """Lock the predictor; a slice that does not end loses it."""
         while not (lock := self._lock).acquire(timeout=SLICE_LIMIT_SECONDS):
-            if self._hangs():  # else a rehearsal, say, has the lock, and may take its time
+            if self._hangs():  # else its owner may take its time
                 self._abandon(lock)
         try:
             yield

@@ -12,7 +12,7 @@ from cpsr.ranks.group import Group
 __all__ = ["Use", "allot_memory", "history_checkpoints"]
 
 # Beside those of the history's span: one that was committed while an older one is still being removed, and one that a
-# rehearsal or a copy keeps.
+# copy keeps.
 EXTRA_CHECKPOINTS = 2
 MEGABYTE = 1e6
 
@@ -41,7 +41,7 @@ def allot_memory(
     Returns:
         The same on every rank.
     """
-    if config.mode == "exact" and not (config.learning.budget_fraction or config.rehearsal.budget_fraction):
+    if config.mode == "exact" and not config.learning.budget_fraction:
         return "nothing"
     checkpoints = max(history_checkpoints(config), checkpoints_on_disk + EXTRA_CHECKPOINTS)
     limit_bytes = config.learning.memory_limit_bytes
@@ -104,6 +104,4 @@ def history_checkpoints(config: CPSRConfig) -> int:
     """Most checkpoints in a history, at the shortest interval that the configuration allows."""
     checkpoint = config.checkpoint
     interval = checkpoint.interval_iterations or config.planner.interval_min_iterations
-    # The checkpoints that a rehearsal predicts from stay until it is over.
-    rehearsed = config.rehearsal.iterations if config.rehearsal.budget_fraction > 0 else 0
-    return max(checkpoint.history_checkpoints(interval, rehearsed), checkpoint.full_checkpoints) + EXTRA_CHECKPOINTS
+    return max(checkpoint.history_checkpoints(interval), checkpoint.full_checkpoints) + EXTRA_CHECKPOINTS

@@ -1,4 +1,4 @@
-"""Decisions of all ranks at a step boundary: to leave, another interval, a rehearsal."""
+"""Decisions of all ranks at a step boundary: to leave, another interval."""
 
 from dataclasses import replace
 
@@ -8,7 +8,6 @@ from cpsr.job import Job
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
 from cpsr.ranks.group import Ballot
-from cpsr.rehearsal.rehearsals import Rehearsals
 from cpsr.saving.saver import Saver
 
 __all__ = ["Agreement"]
@@ -21,24 +20,21 @@ class Agreement:
         job: this rank's.
         planner: proposes intervals on rank 0.
         saver: adopts an agreed interval.
-        rehearsals: propose rehearsals on rank 0.
     """
 
-    def __init__(self, job: Job, planner: JobPlanner, saver: Saver, rehearsals: Rehearsals) -> None:
+    def __init__(self, job: Job, planner: JobPlanner, saver: Saver) -> None:
         self._job = job
         self._planner = planner
         self._saver = saver
-        self._rehearsals = rehearsals
         self._votes = job.group.votes()
         self._proposed: Plan | None = None  # not agreed upon yet
 
-    def exchange(self, iteration: int, *, stop: bool, may_rehearse: bool) -> bool:
+    def exchange(self, iteration: int, *, stop: bool) -> bool:
         """Propose now, and carry out the agreement from the previous call.
 
         Args:
             iteration: the one that has just ended.
             stop: whether this rank was asked to leave.
-            may_rehearse: whether a rehearsal may be proposed.
 
         Returns:
             Whether all ranks leave after this iteration.
@@ -52,7 +48,6 @@ class Agreement:
             Ballot(
                 stop,
                 0 if proposal is None else proposal.interval_iterations,
-                self._rehearsals.propose(iteration) if may_rehearse else 0,
                 0 if proposal is None else proposal.memory_interval_iterations or 0,
                 blocked,
                 busy,
@@ -63,8 +58,6 @@ class Agreement:
             plan = self._agreed_plan(agreed.interval_iterations, agreed.memory_interval_iterations or None)
             self._saver.adopt(plan, iteration)
             self._proposed = None
-        if agreed.rehearsed_checkpoint:
-            self._rehearsals.prepare(agreed.rehearsed_checkpoint, iteration)
         return agreed.stop
 
     def finish(self) -> None:

@@ -32,7 +32,6 @@ from cpsr.life.witnessing import Witnessing
 from cpsr.planner.cadence import Savers
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.emergency_dump import undisturbed
-from cpsr.rehearsal.rehearsals import Rehearsals
 from cpsr.restart.ladder import Ladder
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restored, Restorer
@@ -66,7 +65,6 @@ class Life:
         restored: the state that this life began with, or the one after a roll-back.
         saver: saves the state when it is due.
         planner: of the interval.
-        rehearsals: of failures, in the running job.
 
     Raises:
         CPSRError: see `CPSRRecovery`.
@@ -178,17 +176,14 @@ class Life:
         loop.learning.start(job, run.store, run.memory.pool)
         self.planner.start(job.config.run_dir, job.group.size, job.journal)
         run.memory.follow_replicas(self.planner.note_replica)
-        self.rehearsals = Rehearsals(
-            job, self.restorer, self.saver, loop.learning, loop.state, loop.loss_fn, lambda: self._stop.made
-        )
-        self._agreement = Agreement(job, self.planner, self.saver, self.rehearsals)
+        self._agreement = Agreement(job, self.planner, self.saver)
         self._tail = LoopTail(job.group, loop.state, pipeline=job.adapter.pipeline_stage is not None)
         self._first_batches = FirstBatches(job.adapter, job.group, job.config.mode != "exact", job.journal.event)
         self._leaving = Leaving(
             job, self.boundary, self.saver, loop, self._tail, self._stop, self._capture, self._ending
         )
         loop.events.begin(job, self.saver.saved_iteration, self._tail.defer_here)
-        run.steps.followers += [self.rehearsals.on_steps, self._lag.on_steps, self.saver.memory.on_steps]
+        run.steps.followers += [self._lag.on_steps, self.saver.memory.on_steps]
         loop.state.on_request = self._on_request
         loop.state.on_end = self._on_end
         loop.state.on_batch.append(self._first_batches.on_batch)
@@ -196,7 +191,6 @@ class Life:
             loop.state,
             self._witnessing,
             self._lag,
-            self.rehearsals,
             self.boundary,
             self.saver,
             loop.events,
@@ -265,7 +259,6 @@ class Life:
         self.run.memory.pool.look()
         self.loop.state.draws.forward()
         self.loop.probes.on_forward(args, kwargs)
-        self.rehearsals.on_forward(args, kwargs)
 
     def on_other_forward(self) -> None:
         """The module is called for something else, perhaps with other weights."""
@@ -279,7 +272,6 @@ class Life:
         """The loss of one micro-batch."""
         self.boundary.sign()
         self.loop.losses.add(loss)
-        self.rehearsals.on_loss(loss)
 
     def wait_begins(self, place: str) -> None:
         """The thread is about to wait for another pipeline stage."""
@@ -317,9 +309,8 @@ class Life:
         if not self._probation.active and (end := self.saver.end_of(iteration, self._capture_for_memory)) is not None:
             self._tail.defer_here(end)
         self._lag.report_if_due(iteration)
-        self._rehearse_if_due(iteration, applied, step.seconds)
         leaves = iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(
-            iteration, stop=self._stop.made, may_rehearse=self._may_rehearse()
+            iteration, stop=self._stop.made
         )
         if self._rehearsed is not None:
             leaves |= self._rehearsed.after_step(iteration)
@@ -393,20 +384,6 @@ class Life:
     def _plan(self, iteration: int) -> None:
         peak = self.loop.state.peak_learning_rate
         self.planner.consider(self._clock.situation(iteration, peak, self.saver.plan))
-
-    def _rehearse_if_due(self, iteration: int, applied: bool, seconds: float) -> None:
-        if not self.rehearsals.end_iteration(iteration, applied, seconds):
-            return
-        self.boundary.begin_change()  # a rehearsal trains another state
-        with self.boundary.busy():
-            self.rehearsals.rehearse(iteration, self._capture)
-        self._clock.restart()
-        self.boundary.end_change(iteration)
-
-    def _may_rehearse(self) -> bool:
-        """False while a predicted state is watched, a window replayed, or experts catch up with longer steps."""
-        catching_up = self.run.experts is not None and self.run.experts.catching_up
-        return not self._probation.active and self.run.memory.pool.obstacle is None and not catching_up
 
     def _capture(self) -> Scalars:
         self.run.steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself

@@ -272,8 +272,7 @@ def _predictable(job: Job) -> CPSRConfig:
         )
         job.journal.event("predicting is off", message, level=logging.WARNING)
     learning = config.learning.model_copy(update={"budget_fraction": 0.0})
-    rehearsal = config.rehearsal.model_copy(update={"budget_fraction": 0.0})
-    return config.model_copy(update={"mode": "exact", "learning": learning, "rehearsal": rehearsal})
+    return config.model_copy(update={"mode": "exact", "learning": learning})
 
 
 def _possible(job: Job, learning: Learning, use: Use) -> CPSRConfig:

@@ -20,7 +20,7 @@ class Limits:
     Attributes:
         interval_min_iterations: the user's minimum, at least 1.
         interval_max_iterations: the user's maximum.
-        predictable_interval_iterations: longest interval from which the state can be predicted, by rehearsals and the
+        predictable_interval_iterations: longest interval from which the state can be predicted, by recoveries and the
             prior; None if no limit is known.
         predictable_by: the source of that, for the plan's explanation.
 

@@ -35,7 +35,7 @@ Row = tuple[float, float, float]  # a (iterations), b and c (iterations per iter
 
 @dataclass(frozen=True)
 class CostObservation:
-    """What one rehearsal or recovery tells about the end cost.
+    """What one recovery tells about the end cost.
 
     Attributes:
         horizon_iterations: from the checkpoint to the failure.

@@ -140,7 +140,7 @@ class Liveness:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """No step ends inside, on purpose: a blocking save, a rehearsal, a roll-back."""
+        """No step ends inside, on purpose: a blocking save, a roll-back."""
         self._busy += 1
         try:
             yield

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.remote.target import CheckpointTarget
@@ -16,21 +15,20 @@ from cpsr.errors import RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
 from cpsr.planner.ways import Prices
-from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose
+from cpsr.restart.choice import Candidate, Circumstances, Mode, candidates, choose
 from cpsr.restart.comparison import compared
 from cpsr.restart.engine_state import EngineState
 from cpsr.restart.ladder import Ladder
 from cpsr.restart.near_failure import FromFailure, NearFailure
 from cpsr.restart.newest_checkpoint import NewestCheckpoint
 from cpsr.restart.older_experts import older_experts, older_operators
-from cpsr.restart.prediction import Forecaster, PredictionSettings, StatePrediction
+from cpsr.restart.prediction import PredictionSettings, StatePrediction
 from cpsr.restart.restored import Refusal, Restored
 from cpsr.restart.sources import (
     FromCheckpoint,
     FromMemory,
     FromScratch,
     FromWeights,
-    RefusedError,
     Restart,
     StateSource,
     bring,
@@ -213,45 +211,6 @@ class Restorer:
             data=restored.scalars.data,
             cumulative_learning_rate=restored.scalars.cumulative_learning_rate,
         )
-
-    def rehearse(self, into: Snapshot, failure_iteration: int, forecaster: Forecaster | None = None) -> Restored:
-        """Rehearse a recovery by prediction, as `restore` would do it after a failure.
-
-        The caller has saved the exact state. Partial checkpoints are left out, so that the measurement has one horizon
-        and one interval for all ranks.
-
-        Args:
-            into: a host buffer for the checkpoint, at the iteration of that checkpoint.
-            failure_iteration: the assumed failure, after the checkpoint.
-            forecaster: decides instead of the predictor's own `forecast`.
-
-        Returns:
-            `predicted` is False where there is no predicted state; `reason` says why.
-
-        Raises:
-            RunMismatchError: the checkpoint does not fit this engine.
-        """
-        started = time.perf_counter()
-        c, f, ranks = into.iteration, failure_iteration, self._job.group.size
-        problem = self._newest.load_into(into)
-        load_seconds = time.perf_counter() - started
-        if problem is not None:
-            return Restored(Beginning.EXACT, c, c, f, problem, load_seconds=load_seconds)
-        live = self._prediction.predictor.state_dict()
-        try:
-            # A restart would not have what the predictor has learned since.
-            exact = self._engine.restore(into, all_from("disk", c, ranks), c, f, load_seconds)
-            settings = PredictionSettings(forecaster=forecaster, partial=False)
-            return self._near.predict(exact, all_from("predicted", f, ranks), into, settings)
-        except RefusedError as error:
-            self.inject(into)
-            return exact.instead(error.refusal, f"{f - c} iterations are recomputed from the checkpoint")
-        finally:
-            self._prediction.predictor.load_state_dict(live)
-
-    def probe_loss(self, saved: list[Any]) -> float | None:
-        """Mean loss of saved probes over all ranks with the engine's present weights; None where there are none."""
-        return self._prediction.probe_loss(saved)
 
     def inject(self, snapshot: Snapshot) -> None:
         """Put a snapshot's tensors and the engine's scalars back, exactly."""

@@ -12,7 +12,6 @@ import { showNotices } from "./notices.js";
 import { showNow } from "./now.js";
 import { showPreview } from "./preview.js";
 import { showRecoveries } from "./recoveries.js";
-import { showRehearsals } from "./rehearsals.js";
 import { signIn } from "./sign-in.js";
 import { NAMES, Store } from "./store.js";
 import { showTime } from "./time.js";
@@ -26,7 +25,6 @@ const PANELS = [
   showInterval,
   showTime,
   showRecoveries,
-  showRehearsals,
   showWhy,
   showBubbles,
   showCheckpoints,
@@ -42,7 +40,6 @@ const TOUCHED = {
   plan: ["plan", "history"],
   failure: ["failures", "plan", "health"],
   recovery: ["recoveries", "plan", "losses", "history"],
-  rehearsal: ["rehearsals", "plan"],
   phase: ["phases", "plan"],
   fit: ["fits"],
   bubble: ["bubbles"],

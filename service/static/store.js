@@ -9,7 +9,6 @@ const PATHS = {
   checkpoints: "/checkpoints?limit=1000",
   failures: "/failures?limit=1000",
   recoveries: "/recoveries?limit=100",
-  rehearsals: "/rehearsals?limit=50",
   bubbles: "/bubbles?limit=1000",
 };
 const PAUSE_SECONDS = 2; // between two questions for the same: a busy run must not make the page busy

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.journal import CheckpointRow, EventRow, FailureRow, Journal, PlanRow, RecoveryRow, RehearsalRow
+from cpsr.journal import CheckpointRow, EventRow, FailureRow, Journal, PlanRow, RecoveryRow
 from tests.cli.commands import cpsr
 
 
@@ -36,19 +36,6 @@ def run_dir(tmp_path: Path) -> Path:
                     guard={"loss": math.nan},
                 )
             )
-            journal.record(
-                RehearsalRow(
-                    id="d",
-                    life=1,
-                    iteration=95,
-                    failure_iteration=90,
-                    checkpoint_iteration=50,
-                    outcome="measured",
-                    lag_iterations=-7.0,
-                    lag_standard_error_iterations=3.0,
-                    cost_seconds=4.5,
-                )
-            )
             journal.record(CheckpointRow(life=1, iteration=100, status="failed", reason="disk full"))
         journal.close()
     return tmp_path
@@ -57,8 +44,7 @@ def run_dir(tmp_path: Path) -> Path:
 def test_inspect_shows_lives_checkpoints_and_recoveries(run_dir: Path) -> None:
     code, output, _ = cpsr("inspect", run_dir)
     assert code == 0
-    rehearsed = ("measured", "-7 ± 3.0", "4.5")
-    for words in ("killed", "running", "scratch", "2,048", "0.012", "disk full", "line", "kept", *rehearsed):
+    for words in ("killed", "running", "scratch", "2,048", "0.012", "disk full", "line", "kept"):
         assert words in output
     assert "Ranks: 3 since iteration 92." in output  # what trained before has recorded no beginning
 
@@ -82,7 +68,6 @@ def test_inspect_json_has_everything(run_dir: Path) -> None:
     assert (data["recoveries"][0]["method"], data["recoveries"][0]["guard"]) == ("line", {"loss": "nan"})
     assert data["failures"][0]["iteration"] == 92
     assert data["plans"][0]["interval_iterations"] == 50
-    assert data["rehearsals"][0]["lag_iterations"] == -7.0
 
 
 def test_inspect_says_which_checkpoints_it_left_out(tmp_path: Path) -> None:

@@ -119,67 +119,6 @@ def losses_without_engine_backward() -> None:
         assert torch.equal(ours, theirs)
 
 
-def only_the_loss_that_the_forward_gave_is_rehearsed() -> None:
-    """Not one made of it, wherever Python puts that in memory, nor one that was added to in place."""
-    seed(1)
-    job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(1, "fp32", 1))), Recorder()
-    job.adapter.attach(recorder)
-    engine, extra = job.engine, torch.tensor(0.1)
-
-    def in_place(loss: torch.Tensor) -> torch.Tensor:
-        loss += extra
-        return loss
-
-    tokens, targets = (one.to(engine.device) for one in token_batch(0, 0, 0))
-    for _ in range(3):  # the same again: where the first one lay may be free only later
-        loss = engine(tokens, targets=targets)
-        engine.backward(loss)
-        engine.step()
-        assert job.adapter.rehearsal_obstacle(False) is None
-        loss = engine(tokens, targets=targets) * 0.5 + extra
-        engine.backward(loss)
-        engine.step()
-        assert "on the loss that the module returned" in str(job.adapter.rehearsal_obstacle(False))
-        assert job.adapter.rehearsal_obstacle(True) is None
-        loss = in_place(engine(tokens, targets=targets))
-        engine.backward(loss)
-        engine.step()
-        assert "on the loss that the module returned" in str(job.adapter.rehearsal_obstacle(False))
-    engine(tokens, targets=targets).backward()
-    engine.step()
-    assert "does not call engine.backward" in str(job.adapter.rehearsal_obstacle(True))
-
-
-class Drawing(TinyLM):
-    """Counts its forwards in a plain number, and draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.generator = 0, torch.Generator()
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.calls += 1
-        loss: torch.Tensor = super().forward(*args, **kwargs)
-        return loss * (1.0 + 0.1 * torch.rand((), generator=self.generator) / self.calls)
-
-
-def a_rehearsal_leaves_the_modules_own_numbers(stage: int, precision: str = "fp32", optimizer: str = "adamw") -> None:
-    seed(1)
-    job, recorder = DeepSpeedJob(initialize(Drawing(), configuration(stage, precision, 1), optimizer)), Recorder()
-    job.adapter.attach(recorder)
-    run(job, 0, 2)
-    assert recorder.inputs is not None
-    calls, drawn = job.module.calls, job.module.generator.get_state()
-    with job.adapter.rehearsing():
-        for _ in range(2):
-            job.adapter.train_on(job.adapter.training_loss(*recorder.inputs))
-        job.adapter.training_loss(*recorder.inputs)  # the backward of which never comes
-    assert job.module.calls == calls == 2
-    assert torch.equal(job.module.generator.get_state(), drawn)
-    run(job, 2, 1)
-    assert job.module.calls == 3
-
-
 def roll_back_from_after_step(stage: int, precision: str, optimizer: str = "adamw") -> None:
     """A roll-back inside `after_step` stays: nothing of the finished step is written after it returns."""
     seed(1)
@@ -409,9 +348,6 @@ OTHER: dict[str, Case] = {
     "overflow-counts": overflow_steps_are_counted,
     "hooks": hooks_are_settled_and_removed,
     "direct-backward": losses_without_engine_backward,
-    "rehearsed-loss": only_the_loss_that_the_forward_gave_is_rehearsed,
-    "rehearsed-module-zero1": partial(a_rehearsal_leaves_the_modules_own_numbers, 1),
-    "rehearsed-module-zero3": partial(a_rehearsal_leaves_the_modules_own_numbers, 3),
     "roll-back": partial(roll_back_from_after_step, 3, "bf16"),
     "own-checkpoints-zero1": partial(own_checkpoints, 1),
     "own-checkpoints-zero3": partial(own_checkpoints, 3),

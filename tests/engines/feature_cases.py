@@ -65,7 +65,6 @@ def unmanaged(stage: int, precision: str, **extra: Any) -> None:
     engine = initialize(TinyLM(), configuration(stage, precision, managed_gradient_accumulation=False))
     adapter = adapt(engine)
     assert "the loop decides how many batches a step takes" in str(adapter.prediction_obstacle())
-    assert adapter.rehearsal_obstacle(True) == adapter.prediction_obstacle()
 
 
 class BoundaryJob(DeepSpeedJob):

@@ -23,7 +23,6 @@ from cpsr.qualify.models import VOCABULARY, WIDTH, TinyLM
 from cpsr.qualify.torch_cases import TorchJob
 from tests.engines.deepspeed_cases import (
     Case,
-    a_rehearsal_leaves_the_modules_own_numbers,
     early_state,
     own_checkpoints,
     pipeline,
@@ -192,9 +191,6 @@ MIXTURE = partial(TinyMoE, 2)
 FUSED |= {
     "fused-ep2-zero0-fp16": lambda: check_resume(lambda: fused_job(0, "fp16", MIXTURE)),
     "fused-ep2-zero1-bf16": lambda: check_resume(lambda: fused_job(1, "bf16", MIXTURE), 3),
-    "fused-rehearsed-zero0": partial(a_rehearsal_leaves_the_modules_own_numbers, 0, "fp32", "fused"),
-    "fused-rehearsed-zero0-fp16": partial(a_rehearsal_leaves_the_modules_own_numbers, 0, "fp16", "fused"),
-    "fused-rehearsed-zero2": partial(a_rehearsal_leaves_the_modules_own_numbers, 2, "bf16", "fused"),
     "fused-roll-back-zero0-fp16": partial(roll_back_from_after_step, 0, "fp16", "fused"),
     "fused-roll-back-zero0-fp32": partial(roll_back_from_after_step, 0, "fp32", "fused"),
     "fused-own-checkpoints-zero0": partial(own_checkpoints, 0, optimizer="fused"),

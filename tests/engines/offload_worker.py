@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from cpsr.engines import offload
-from tests.rehearsal import worker
-from tests.rehearsal.worker import Options
+from tests.engines import several_runs
+from tests.engines.several_runs import Options
 
 __all__ = ["Options", "main"]
 
@@ -24,4 +24,4 @@ def main(options: Options, rank: int, ranks: int) -> None:
     offload.MIN_BYTES = 1
     if rank == 1:
         offload.ActivationOffload = _Late  # type: ignore[misc] # for as long as this process lives
-    worker.main(options, rank, ranks)
+    several_runs.main(options, rank, ranks)

@@ -25,7 +25,6 @@ from tests.service.journals import (
     plan_row,
     record_steps,
     recovery_row,
-    rehearsal_row,
     two_tier_plan,
 )
 
@@ -51,7 +50,7 @@ def record_everything(journal: Journal, run_dir: Path) -> None:
     for iteration in (2, 4):
         journal.record(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=1000, stall_seconds=0.25))
     journal.record(FailureRow(life=0, iteration=6, checkpoint_iteration=4, description="x"))
-    for row in (recovery_row(), rehearsal_row(), bubble_row()):
+    for row in (recovery_row(), bubble_row()):
         journal.record(row)
     flushed(journal)
     report_failure(run_dir, ReportedFailure(description="y", failed_unix_seconds=1.0))

@@ -38,7 +38,6 @@ from cpsr.journal import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
-    RehearsalRow,
     StepRow,
     json_ready,
     schema,
@@ -212,55 +211,11 @@ def test_committed_checkpoints_of_a_life_within_some_iterations(path: Path, jour
         assert [reader.is_predicted(iteration) for iteration in (10, 20, 30)] == [False, True, False]
 
 
-def rehearsal(**changes: Any) -> RehearsalRow:
-    row = RehearsalRow(
-        id="d1",
-        life=0,
-        iteration=160,
-        failure_iteration=100,
-        checkpoint_iteration=80,
-        outcome="running",
-        cost_seconds=6.0,
-        created_unix_seconds=1.0,
-    )
-    return dataclasses.replace(row, **changes)
-
-
-def test_a_rehearsal_is_replaced_by_how_it_ended(path: Path, journal: Journal) -> None:
-    journal.record(rehearsal())
-    ended = rehearsal(
-        outcome="measured",
-        reason="lag",
-        method="line",
-        settings={"gain": 2.0},
-        guard={"loss": {"accepted": True}},
-        lag_iterations=-3.5,
-        lag_standard_error_iterations=2.0,
-        gap_nats=-0.01,
-        gap_standard_error_nats=0.005,
-        measured={"gaps_nats": [0.1, -0.1], "slope_standard_error": float("inf")},
-        load_seconds=0.1,
-        predict_seconds=0.2,
-        inject_seconds=0.3,
-        train_seconds=4.0,
-        cost_seconds=5.0,
-        cost_iterations=50.0,
-    )
-    other = rehearsal(id="d2", iteration=400)
-    journal.record(other)
-    journal.record(ended)
-    journal.record(*[step(1), step(2)])
-    assert journal.flush(FLUSH_SECONDS)
-    with JournalReader(path) as reader:
-        assert reader.rehearsals() == [other, ended]
-        assert reader.trained_seconds() == 0.5
-
-
 def older_file(path: Path, version: int) -> None:
     """A journal as an older version wrote it, with one life and one plan."""
     path.parent.mkdir(exist_ok=True)
     connection = sqlite3.connect(path, isolation_level=None)
-    for statements in (schema.STATEMENTS, *(schema.ADDED[added] for added in range(2, version + 1))):
+    for statements in (schema.STATEMENTS, *(schema.ADDED.get(added, "") for added in range(2, version + 1))):
         connection.executescript(statements)
     connection.execute(f"PRAGMA application_id={schema.APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version={version}")
@@ -287,7 +242,7 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     older_file(path, version)
     kept = PlanRow(life=0, from_iteration=20, interval_iterations=50, origin="young", created_unix_seconds=1.0)
     with JournalReader(path) as reader:
-        assert (reader.rehearsals(), reader.phases(), reader.openings()) == ([], [], [])
+        assert (reader.phases(), reader.openings()) == ([], [])
         assert [reader.newest(kind, 9) for kind in (FitRow, BacktestRow, BubbleRow)] == [[], [], []]
         assert (reader.latest_learning(), reader.committed_between(0, 0, 999)) == (None, 0)
         assert (reader.newest(PlanRow, 5), reader.count(BacktestRow), reader.last_row(BacktestRow)) == ([kept], 0, 0)
@@ -300,7 +255,6 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
         assert ([one.scope for one in reader.failures()], reader.count(FailureRow)) == ([None], 1)
     journal = Journal.open(path)
     assert journal.start_life("auto", ranks=3) == 1
-    journal.record(rehearsal(life=1))
     newer = PlanRow(
         life=1, from_iteration=60, interval_iterations=40, origin="cpsr", mode="predict", memory_interval_iterations=4
     )
@@ -310,7 +264,6 @@ def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) 
     journal.close()
     with JournalReader(path) as reader:
         assert [one.scope for one in reader.failures()] == [None, "machine"]
-        assert reader.rehearsals() == [rehearsal(life=1)]
         assert reader.plans() == [kept, newer]
         assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]
         ((_, last),) = reader.openings()

@@ -18,7 +18,6 @@ from cpsr.journal import (
     Journal,
     JournalReader,
     RecoveryRow,
-    RehearsalRow,
     StepRow,
     open_journal,
     writer,
@@ -26,48 +25,10 @@ from cpsr.journal import (
 from cpsr.journal.events import import_events
 from cpsr.life.recovered import losses_before
 from cpsr.ranks.group import Group
-from cpsr.rehearsal.budget import RehearsalAccount, rehearsal_account
 
 
 def step(iteration: int) -> StepRow:
     return StepRow(life=0, iteration=iteration, loss=2.0, learning_rate=1e-3, seconds=0.5)
-
-
-def test_the_next_life_knows_what_rehearsals_have_cost(tmp_path: Path) -> None:
-    first = open_journal(tmp_path, Group(), "auto")
-    assert rehearsal_account(first) == RehearsalAccount()
-    first.record(*(step(iteration) for iteration in range(1, 101)))
-    ended = RehearsalRow(
-        id="a", life=0, iteration=90, failure_iteration=30, checkpoint_iteration=20, outcome="running", cost_seconds=9.0
-    )
-    first.record(ended)
-    killed = RehearsalRow(
-        id="b", life=0, iteration=99, failure_iteration=39, checkpoint_iteration=30, outcome="running", cost_seconds=4.0
-    )
-    first.record(killed)
-    first.record(
-        RehearsalRow(
-            id="a",
-            life=0,
-            iteration=90,
-            failure_iteration=30,
-            checkpoint_iteration=20,
-            outcome="measured",
-            cost_seconds=3.0,
-        )
-    )
-    first.close("error")
-    second = open_journal(tmp_path, Group(), "auto")
-    # What was killed is charged with what it was expected to cost.
-    assert rehearsal_account(second) == RehearsalAccount(50.0, 7.0, 2, killed=1)
-    second.close("clean")
-
-
-def test_a_damaged_journal_starts_the_account_anew(tmp_path: Path) -> None:
-    (tmp_path / "journal.db").write_bytes(b"not a journal" * 100)
-    journal = open_journal(tmp_path, Group(), "auto")
-    assert rehearsal_account(journal) == RehearsalAccount()
-    journal.close("clean")
 
 
 @pytest.fixture

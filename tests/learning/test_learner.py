@@ -390,7 +390,7 @@ def test_who_holds_the_predictor_for_long_is_waited_for(
     monkeypatch.setattr(module, "SLICE_LIMIT_SECONDS", LIMIT_SECONDS)
     learner = Learner(Reader(), BudgetPace(1.0))
     learner.start(filled, 0)
-    other = threading.Thread(target=lambda: learner.ask(lambda: None))  # the planner, during a rehearsal
+    other = threading.Thread(target=lambda: learner.ask(lambda: None))  # the planner
     with learner.locked():
         other.start()
         other.join(3 * LIMIT_SECONDS)
@@ -417,9 +417,9 @@ def test_a_slice_without_an_end_is_left_behind(
     assert learner.failure() is None  # reported once
     # From here on nobody waits for it, and what was complete is there.
     started = time.monotonic()
-    learner.record({"kind": "rehearsal"})
+    learner.record({"kind": "recovery"})
     assert learner.state_dict()["known"] == [10, 20]
-    assert learner.state_dict()["outcomes"][-1] == {"kind": "rehearsal"}
+    assert learner.state_dict()["outcomes"][-1] == {"kind": "recovery"}
     with learner.locked():
         predictor.known = [10]
     assert time.monotonic() - started < LIMIT_SECONDS

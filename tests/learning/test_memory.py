@@ -172,9 +172,9 @@ def test_what_was_learned_before_outlives_a_life_that_follows_the_line(tmp_path:
     short.follow_line()
     assert short.state_dict()["vitp"]["checkpoints"] == 0
     short.load_state_dict(state)
-    short.record({"kind": "rehearsal"})
+    short.record({"kind": "vetoed"})
     kept = short.state_dict()
-    assert kept["outcomes"] == [{"kind": "recovery"}, {"kind": "rehearsal"}]
+    assert kept["outcomes"] == [{"kind": "recovery"}, {"kind": "vetoed"}]
     assert kept["vitp"] == state["vitp"]
     predictor.load_state_dict(kept)
     assert predictor.state_dict()["vitp"]["checkpoints"] == 7
@@ -259,8 +259,8 @@ def test_checkpoints_of_a_shorter_interval_that_are_on_the_disk_count_too(tmp_pa
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"interval_iterations": 20, "history_span_iterations": 400}, (400 + 60) // 20 + 1 + 2),
-        ({"history_span_iterations": 400}, (400 + 60) // 10 + 1 + 2),  # the planner's shortest interval
+        ({"interval_iterations": 20, "history_span_iterations": 400}, 400 // 20 + 1 + 2),
+        ({"history_span_iterations": 400}, 400 // 10 + 1 + 2),  # the planner's shortest interval
         ({"interval_iterations": 500, "history_min_checkpoints": 6}, 6 + 2),
         ({"interval_iterations": 500, "full_checkpoints": 9}, 9 + 2),
     ],

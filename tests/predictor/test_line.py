@@ -401,19 +401,6 @@ def test_it_says_where_recomputing_is_expected_to_be_cheaper(make_history: MakeH
     assert predictor.forecast(history, TARGET).expected_end_cost_iterations > 30
 
 
-def test_a_rehearsal_tries_what_may_be_best(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    predictor = LinePredictor()
-    (candidate,) = predictor.candidates(history, TARGET)
-    usual = predictor.forecast(history, TARGET)
-    assert candidate.feasible
-    bounds = [
-        one.expected_end_cost_iterations - one.settings["expected_deviation_iterations"] for one in (candidate, usual)
-    ]
-    assert bounds[0] <= bounds[1]
-    assert predictor.forecast(history, TARGET) == usual  # asking changes nothing
-
-
 def test_given_settings_are_taken(make_history: MakeHistory) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
     given_ones = LinePredictor(150, 1.2).forecast(history, Target(1030, 1030.0, 1.0)).settings

@@ -51,7 +51,6 @@ from tests.recovery.engines import (
     pipeline,
 )
 from tests.recovery.options import LifeOptions
-from tests.rehearsal.faults import FAULTS
 
 SAVE_SECONDS = 1.0  # far more than a save of this model takes, and soon over where a dead rank's part never comes
 
@@ -330,9 +329,6 @@ class Faults:
     the others hang there without an error, as over NCCL. Also `sigterm`, and `sigterm-group`, which goes to all
     processes of the rank's group. Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and
     `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
-
-    In a rehearsal: `rehearsal-` and a name in `tests.rehearsal.faults`, with the number of the call in place of the
-    iteration.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
@@ -401,8 +397,6 @@ class Faults:
         elif self._phase == "sigterm-twice":
             again = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
             before(CheckpointWriter, "close", lambda writer, timeout: True, again)
-        elif self._phase.startswith("rehearsal-"):
-            FAULTS[self._phase.removeprefix("rehearsal-")](self._at)
 
 
 def before(owner: Any, name: str, is_due: Callable[..., bool], act: Callable[[], None]) -> None:

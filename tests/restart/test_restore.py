@@ -6,24 +6,12 @@ import torch
 from torch import nn
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.remote.target import CheckpointTarget
-from cpsr.checkpoint.run_directory import open_run
-from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Source
-from cpsr.config import CPSRConfig
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import CheckpointError
-from cpsr.job import Job
-from cpsr.journal import open_journal
 from cpsr.planner.live.job_planner import JobPlanner
-from cpsr.predictor.protocol import Forecast, History, Target
-from cpsr.predictor.vitp import VITPPredictor
-from cpsr.ranks.group import Group
 from cpsr.restart.ladder import Ladder
-from cpsr.restart.prediction import StatePrediction
-from cpsr.restart.probes import Probes
-from cpsr.restart.restore import Restored, Restorer
+from cpsr.restart.restore import Restored
 from cpsr.state.shard import Shard
 from tests.committed import wait_until_committed
 
@@ -109,42 +97,6 @@ def test_a_state_in_memory_that_cannot_be_read_leaves_the_checkpoint_as_it_is(
     with CPSRRecovery(adapter, config) as recovery:
         assert recovery.restored.restored_iteration == 2 * INTERVAL
         assert torch.equal(model.linear.weight, kept[2 * INTERVAL])
-
-
-def test_a_rehearsal_predicts_with_what_was_learned_by_its_checkpoint(tmp_path: Path) -> None:
-    fail_at(23, tmp_path)
-    assert fail_at(31, tmp_path).predicted, "so that the end of its watch is an outcome to learn from"
-    config, group, (_, adapter) = CPSRConfig.load(settings(tmp_path)), Group(), job()
-    run = open_run(tmp_path, group, config.mode, adapter.describe())
-    journal = open_journal(tmp_path, group, config.mode)
-    now = Job(adapter, group, config, run, adapter.shard(), journal)
-    store, pool = CheckpointStore(tmp_path, 0, 1, run.run_id, journal.life, fsync=False), SnapshotPool(now.shard)
-    predictor = VITPPredictor(**config.predictor.settings())
-    restorer = Restorer(
-        now,
-        store,
-        CheckpointTarget(config.checkpoint, tmp_path, group),
-        pool,
-        Ladder(run.run_id, group, now.shard, config.peers, (journal.life, 0)),
-        StatePrediction(now, store, predictor, Probes(adapter, 0)),
-    )
-    for outcome in ("kept", "kept", "rolled_back"):
-        predictor.record({"outcome": outcome})
-    known: list[int] = []
-
-    def forecast(history: History, target: Target) -> Forecast:
-        known.append(len(predictor.state_dict()["outcomes"]))
-        return predictor.forecast(history, target)
-
-    for checkpoint, failure in ((20, 23), (28, 31)):
-        into = pool.acquire(checkpoint)
-        assert into is not None
-        restored = restorer.rehearse(into, failure, forecast)
-        assert (restored.predicted, restored.restored_iteration) == (True, failure)
-        pool.release(into)
-    assert known == [0, 1]
-    assert len(predictor.state_dict()["outcomes"]) == 3, "the run's own knowledge is back"
-    journal.close("clean")
 
 
 @pytest.mark.parametrize(("mode", "asked"), [("auto", False), ("predict", True)])

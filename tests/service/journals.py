@@ -20,7 +20,6 @@ from cpsr.journal import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
-    RehearsalRow,
     StepRow,
 )
 from cpsr.planner.bounds import Limits
@@ -89,20 +88,6 @@ def recovery_row(**changes: Any) -> RecoveryRow:
     return RecoveryRow(**(values | changes))
 
 
-def rehearsal_row(**changes: Any) -> RehearsalRow:
-    values: dict[str, Any] = {
-        "id": f"rehearsal-{time.monotonic_ns()}",
-        "life": 0,
-        "iteration": 70,
-        "failure_iteration": 60,
-        "checkpoint_iteration": 50,
-        "outcome": "refused",
-        "reason": "vetoed",
-        "cost_seconds": 2.0,
-    }
-    return RehearsalRow(**(values | changes))
-
-
 def bubble_row(**changes: Any) -> BubbleRow:
     values: dict[str, Any] = {
         "life": 0,
@@ -132,7 +117,6 @@ ROWS: dict[str, Callable[[Journal, float], None]] = {
         FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed", detected_unix_seconds=at)
     ),
     "/recoveries": lambda journal, at: journal.record(recovery_row(created_unix_seconds=at)),
-    "/rehearsals": lambda journal, at: journal.record(rehearsal_row(created_unix_seconds=at)),
     "/phases": lambda journal, at: journal.record(
         PhaseRow(
             life=0,

@@ -25,7 +25,6 @@ OPERATIONS = {
     "get /plan/history": "list_plans",
     "get /readyz": "get_readiness",
     "get /recoveries": "list_recoveries",
-    "get /rehearsals": "list_rehearsals",
     "get /runs": "list_runs",
     "post /failures": "report_failure",
     "post /plan/preview": "preview_plan",

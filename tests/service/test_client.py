@@ -52,7 +52,7 @@ def test_it_asks_everything_that_there_is(tmp_path: Path) -> None:
         assert client.fits(kind="loss", since_unix_seconds=5)["total"] == 1
         assert client.fits(kind="predictor")["total"] == 0
         assert client.checkpoints()["total"] == 2
-        for asked in (client.phases, client.recoveries, client.rehearsals, client.backtests, client.bubbles):
+        for asked in (client.phases, client.recoveries, client.backtests, client.bubbles):
             assert asked(until_unix_seconds=6.0)["total"] == 1
         assert client.runs()["runs"][0]["name"] == tmp_path.name
         assert "cpsr_iteration" in client.metrics()

@@ -40,7 +40,6 @@ from tests.service.journals import (
     plan_row,
     record_event,
     recovery_row,
-    rehearsal_row,
     two_tier_plan,
 )
 
@@ -190,7 +189,6 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         expect(section(page, "Interval between checkpoints")).to_contain_text(f"Every {interval} iterations now; Young")
         expect(section(page, "Why this interval").get_by_role("cell", name="CheckFreq")).to_be_visible()
         expect(section(page, "Newest checkpoints")).to_contain_text("skipped: the disk was busy")
-        expect(section(page, "Rehearsed recoveries")).to_be_hidden()
 
 
 def test_it_shows_both_tiers_and_what_failures_leave(page: Any, journal: Journal, tmp_path: Path) -> None:
@@ -348,12 +346,10 @@ def test_what_happens_is_shown_without_being_asked(page: Any, journal: Journal, 
         page.evaluate("marked = document.querySelector('#why td')")
         journal.record(*losses(LAST + 1, LAST + 15))
         journal.record(CheckpointRow(life=0, iteration=130, status="committed", bytes=1))
-        journal.record(rehearsal_row(outcome="measured", lag_iterations=5.0))
         record_event(journal, "something")
         flushed(journal)
         expect(section(page, "Now")).to_contain_text("135")
         expect(section(page, "Newest checkpoints")).to_contain_text("5 of 5")
-        expect(section(page, "Rehearsed recoveries")).to_contain_text("+5")
         assert page.evaluate("marked.isConnected"), "what is the same as before is left alone"
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cpsr.journal import SCHEMA_VERSION, CheckpointRow, EventRow, Journal
 from cpsr.service.follow import FOLLOWED, ROWS_AT_ONCE, News, Place, end_of, recorded_after, start_of
-from tests.service.journals import ROWS, flushed, record_event, record_steps, rehearsal_row
+from tests.service.journals import ROWS, flushed, record_event, record_steps
 
 NUMBERS = st.integers(0, 10**18 - 1)
 
@@ -44,7 +44,6 @@ def test_every_row_is_sent_once_in_the_order_of_its_time(tmp_path: Path, journal
         "backtest",
         "fit",
         "phase",
-        "rehearsal",
         "recovery",
         "failure",
         "checkpoint",
@@ -74,16 +73,6 @@ def test_much_is_sent_in_pieces_without_a_gap_whatever_the_clocks_say(tmp_path: 
     assert recorded_after(tmp_path, place).rows == []
     assert [message for name, message in sent if name == "event"] == [str(number) for number in range(count)]
     assert [at for name, at in sent if name == "checkpoint"] == list(range(count))
-
-
-def test_how_a_rehearsal_ended_is_sent_to_who_has_seen_it_begin(tmp_path: Path, journal: Journal) -> None:
-    journal.record(rehearsal_row(id="d", outcome="running"))
-    flushed(journal)
-    rows = everything(tmp_path).rows
-    journal.record(rehearsal_row(id="d", outcome="refused"))
-    flushed(journal)
-    ended = recorded_after(tmp_path, rows[-1].place)
-    assert [row.content["outcome"] for row in ended.rows] == ["refused"]
 
 
 def test_of_another_journal_in_its_place_everything_is_sent(tmp_path: Path) -> None:

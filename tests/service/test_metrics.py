@@ -14,7 +14,6 @@ from tests.service.journals import (
     plan_row,
     record_steps,
     recovery_row,
-    rehearsal_row,
     two_tier_plan,
 )
 
@@ -47,7 +46,6 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
         )
     journal.record(FailureRow(life=0, iteration=1, checkpoint_iteration=None, description="x"))
     journal.record(recovery_row())
-    journal.record(rehearsal_row())
     for rank in (0, 1, 1):
         journal.record(bubble_row(rank=rank))
     flushed(journal)
@@ -68,7 +66,6 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
     assert (value("checkpoint_iteration"), value("checkpoint_timestamp_seconds")) == (100, 100)
     assert (value("failures_total", reported="false"), value("failures_total", reported="true")) == (1, 1)
     assert value("recoveries_total", method="line", outcome="kept") == 1
-    assert value("rehearsal_cost_seconds_total", outcome="refused") == 2.0
     assert (value("bubble_seconds_total", rank="0"), value("bubble_seconds_total", rank="1")) == (8.0, 16.0)
     assert (value("bubble_used_seconds_total", rank="1"), value("bubble_late_slices_total", rank="1")) == (4.0, 6)
     assert (value("bubble_copied_bytes_total", rank="0"), value("bubble_copied_seconds_total", rank="1")) == (3000, 2.0)

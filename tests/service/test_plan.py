@@ -19,7 +19,6 @@ from tests.service.journals import (
     plan_row,
     record_steps,
     recovery_row,
-    rehearsal_row,
     two_tier_plan,
 )
 
@@ -31,10 +30,8 @@ def test_plan_with_everything(tmp_path: Path, client: TestClient, journal: Journ
     journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=1234))
     journal.record(CheckpointRow(life=0, iteration=100, status="skipped", reason="slow disk"))
     journal.record(recovery_row())
-    journal.record(rehearsal_row())
     flushed(journal)
     body = client.get("/plan").json()
-    assert (body["last_rehearsal"]["outcome"], body["last_rehearsal"]["lag_iterations"]) == ("refused", None)
     assert body["recovery_mode"] == "recompute"
     assert (body["run_id"], body["world_size"], body["mode"], body["last_iteration"]) == ("gpt", 2, "predict", 7)
     assert (body["iteration_seconds"], body["bound"], body["override"], body["warnings"]) == (1.5, "none", None, [])

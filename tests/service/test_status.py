@@ -21,7 +21,6 @@ from tests.service.journals import (
     plan_row,
     record_steps,
     recovery_row,
-    rehearsal_row,
     two_tier_plan,
 )
 from tests.service.test_events import served
@@ -50,7 +49,6 @@ def run_dir(tmp_path: Path) -> Path:
     journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=2_500_000))
     journal.record(LearningRow(life=0, iteration=None, first_iteration=0, checkpoints=0, updates=0))
     journal.record(recovery_row())
-    journal.record(rehearsal_row(outcome="measured", lag_iterations=-7.0))
     for rank, life in ((0, 0), (1, 0), (1, 0)):
         journal.record(bubble_row(rank=rank, life=life))
     flushed(journal)
@@ -81,7 +79,6 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         "newest checkpoint: iteration 50, 2.5 MB",
         "predictor: learned from 0 of 1 checkpoints, 0 gradient steps",
         "last recovery: line from a failure at 92, continued at 92, kept",
-        "last rehearsal: at iteration 70, measured, lag in its second half -7 iterations",
         "the state descends from a predicted one, or from one that was restored in part",
         "bubbles: training waited 40.0% of the time on 2 ranks, the predictor worked in 25.0% of that, "
         "snapshots were copied in 12.5%; 1.5 s past",

@@ -75,7 +75,7 @@ class HookedTokenCounts:
     """Adds up on the device what layers report after each training forward; the host waits for it in `take` alone.
 
     Counted is what is trained on: forwards between `begin_forward` and `end_iteration` of layers in training mode. Not
-    counted are evaluations, rehearsals, and forwards that activation checkpointing repeats during a backward. Tokens
+    counted are evaluations, and forwards that activation checkpointing repeats during a backward. Tokens
     that an expert has no room for are routed to it all the same.
 
     Between two calls of `take` the device holds 8 bytes for each expert and iteration, and 8 more with probabilities.

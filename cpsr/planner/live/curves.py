@@ -15,7 +15,7 @@ from cpsr.fitter.failure_classes import FailureClasses
 from cpsr.fitter.failure_rate import FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
-from cpsr.journal import JournalReader, LifeRow, RecoveryRow, RehearsalRow, ReportedFailure
+from cpsr.journal import JournalReader, LifeRow, RecoveryRow, ReportedFailure
 from cpsr.planner.live.recovery_cost import lost_share, measured_costs
 from cpsr.planner.recovery_curve import CostObservation
 
@@ -37,7 +37,7 @@ class Curves:
     Attributes:
         iteration: at the fit.
         failures: how often the job fails, in each class.
-        costs: what the run's own rehearsals and recoveries tell about the end cost, for `lost_share` of the state.
+        costs: what the run's own recoveries tell about the end cost, for `lost_share` of the state.
         lost_share: mean share of the state that the run's failures have lost; 1 before any.
         predict_seconds: median of the predictions and injections so far; 0 without any.
         predictions: how many these were.
@@ -90,16 +90,15 @@ def fit_curves(
         JournalError: the journal cannot be read.
     """
     missing: list[str] = []
-    rehearsals, recoveries = reader.rehearsals(), reader.recoveries()
+    recoveries = reader.recoveries()
     lost = lost_share(recoveries)
-    done: list[RehearsalRow | RecoveryRow] = [*rehearsals, *recoveries]
     predicted = [  # in an exact restart these are 0
-        one.predict_seconds + one.inject_seconds for one in done if one.predict_seconds and one.inject_seconds
+        one.predict_seconds + one.inject_seconds for one in recoveries if one.predict_seconds and one.inject_seconds
     ]
     return Curves(
         iteration,
         _failures(reader, config, reported),
-        tuple(measured_costs(rehearsals, recoveries, config.life.watch_iterations, lost)),
+        tuple(measured_costs(recoveries, config.life.watch_iterations, lost)),
         lost,
         statistics.median(predicted) if predicted else 0.0,
         len(predicted),

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy
 
 from cpsr.config import CheckpointConfig
-from cpsr.journal import RecoveryRow, RehearsalRow
+from cpsr.journal import RecoveryRow
 from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
-from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, REHEARSAL_DEVIATION_ITERATIONS, LinePredictor
+from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS
 
@@ -94,34 +94,20 @@ def lost_share(recoveries: Iterable[RecoveryRow]) -> float:
 
 
 def measured_costs(
-    rehearsals: Iterable[RehearsalRow], recoveries: Iterable[RecoveryRow], watch_iterations: int, lost: float = 1.0
+    recoveries: Iterable[RecoveryRow], watch_iterations: int, lost: float = 1.0
 ) -> Iterator[CostObservation]:
-    """What this run's rehearsals and recoveries tell about the end cost, oldest first.
+    """What this run's recoveries tell about the end cost, oldest first.
 
-    A lag tells it to some 27 iterations. A vetoed prediction, also in a rehearsal, cost the horizon, since it is
-    recomputed. One that diverged or was rolled back also cost the iterations of its watch.
+    A lag tells it to some 27 iterations. A vetoed prediction cost the horizon, since it is recomputed.
+    One that was rolled back also cost the iterations of its watch.
 
     Args:
-        rehearsals: of the run.
         recoveries: of the run.
         watch_iterations: of a predicted restart.
         lost: share of the state for which the lags are to hold: they are in proportion to what was lost.
     """
-    found = [(row.created_unix_seconds, _rehearsed(row, watch_iterations, lost)) for row in rehearsals]
-    found += [(row.created_unix_seconds, _recovered(row, watch_iterations, lost)) for row in recoveries]
-    for _, costs in sorted(found, key=lambda one: one[0]):
-        yield from costs
-
-
-def _rehearsed(rehearsal: RehearsalRow, watch_iterations: int, lost: float) -> Iterator[CostObservation]:
-    horizon = rehearsal.failure_iteration - rehearsal.checkpoint_iteration
-    if rehearsal.outcome == "measured" and rehearsal.lag_iterations is not None:
-        error = math.hypot(rehearsal.lag_standard_error_iterations or 0.0, REHEARSAL_DEVIATION_ITERATIONS)
-        yield from _lagged(horizon, rehearsal.settings, rehearsal.lag_iterations, error, 1.0, lost)
-    elif rehearsal.outcome == "diverged":
-        yield from _observed(horizon, rehearsal.settings, horizon + watch_iterations, 0.0)
-    elif rehearsal.outcome == "refused" and rehearsal.guard:  # the guard had checked a predicted state
-        yield from _observed(horizon, rehearsal.settings, horizon, 0.0)
+    for row in sorted(recoveries, key=lambda one: one.created_unix_seconds):
+        yield from _recovered(row, watch_iterations, lost)
 
 
 def _recovered(recovery: RecoveryRow, watch_iterations: int, lost: float) -> Iterator[CostObservation]:

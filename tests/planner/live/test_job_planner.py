@@ -23,7 +23,6 @@ from cpsr.journal import (
     RankJournal,
     RecoveryRow,
     RecoverySource,
-    RehearsalRow,
     StepRow,
     open_journal,
     override_plan,
@@ -684,7 +683,7 @@ def test_phases_follow_the_second_moments_of_all_ranks(tmp_path: Path, journal: 
     after.close()
 
 
-def test_rehearsals_of_this_run_move_the_longest_predictable_interval(tmp_path: Path, journal: RankJournal) -> None:
+def test_recoveries_of_this_run_move_the_longest_predictable_interval(tmp_path: Path, journal: RankJournal) -> None:
     planner = planner_of(configured(tmp_path, mode="predict", planner={"mtbf_hours": 10.0}))
     planner.start(tmp_path, 1, journal)
     planner.note(saved(2000, stall_seconds=1.0))
@@ -698,15 +697,16 @@ def test_rehearsals_of_this_run_move_the_longest_predictable_interval(tmp_path: 
     context = {"context": {"interval_iterations": 90.0}}
     for number in range(4):
         journal.record(
-            RehearsalRow(
+            RecoveryRow(
                 id=str(number),
                 life=0,
-                iteration=2100 + number,
                 failure_iteration=2090,
                 checkpoint_iteration=2040,
-                outcome="refused",
+                restored_iteration=2040,
+                method="exact",
+                requested_mode="predict",
+                outcome="vetoed",
                 settings=context,
-                guard={"loss": {"accepted": False}},
             )
         )
     planner.note(saved(2210, moment=1.2))  # a phase has ended

@@ -5,9 +5,9 @@ import numpy
 import pytest
 
 from cpsr.config import CheckpointConfig
-from cpsr.journal import RecoveryRow, RehearsalRow
+from cpsr.journal import RecoveryRow
 from cpsr.planner.live.recovery_cost import Schedule, expected_costs, lost_share, measured_costs
-from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, REHEARSAL_DEVIATION_ITERATIONS, LinePredictor
+from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
 CONTEXT = {"context": {"interval_iterations": 50.0}}
@@ -60,22 +60,6 @@ def test_more_history_allows_longer_intervals() -> None:
     assert len([one for one in found if one is not None]) == 2
 
 
-def rehearsal(**changes: Any) -> RehearsalRow:
-    values: dict[str, Any] = {
-        "id": "d",
-        "life": 0,
-        "iteration": 160,
-        "failure_iteration": 100,
-        "checkpoint_iteration": 70,
-        "outcome": "measured",
-        "settings": CONTEXT,
-        "lag_iterations": -20.0,
-        "lag_standard_error_iterations": 40.0,
-        "cost_seconds": 1.0,
-    }
-    return RehearsalRow(**{**values, **changes})
-
-
 def recovery(**changes: Any) -> RecoveryRow:
     values: dict[str, Any] = {
         "id": "r",
@@ -91,22 +75,18 @@ def recovery(**changes: Any) -> RecoveryRow:
     return RecoveryRow(**{**values, **changes})
 
 
-def test_rehearsals_and_recoveries_are_measurements() -> None:
-    rehearsed, recovered = measured_costs([rehearsal()], [recovery()], 60)
-    assert (rehearsed.horizon_iterations, rehearsed.interval_iterations, rehearsed.end_cost_iterations) == (30, 50, -20)
-    assert rehearsed.standard_error_iterations == pytest.approx(
-        math.hypot(40, REHEARSAL_DEVIATION_ITERATIONS, LAG_DEVIATION_ITERATIONS)
-    )
-    assert (recovered.horizon_iterations, recovered.end_cost_iterations) == (40, 12)
+def test_recoveries_are_measurements() -> None:
+    (recovered,) = measured_costs([recovery()], 60)
+    assert (recovered.horizon_iterations, recovered.interval_iterations, recovered.end_cost_iterations) == (40, 50, 12)
     assert recovered.standard_error_iterations == pytest.approx(math.hypot(9, LAG_DEVIATION_ITERATIONS))
 
 
 def test_lags_are_in_proportion_to_what_was_lost() -> None:
     settings = {**CONTEXT, "lost_share": 0.5}
-    rehearsed, recovered = measured_costs([rehearsal()], [recovery(settings=settings)], 60, lost=0.25)
-    assert (rehearsed.end_cost_iterations, recovered.end_cost_iterations) == (-5.0, 6.0)
+    (recovered,) = measured_costs([recovery(settings=settings)], 60, lost=0.25)
+    assert recovered.end_cost_iterations == 6.0
     assert recovered.standard_error_iterations == pytest.approx(0.25 * math.hypot(18, LAG_DEVIATION_ITERATIONS))
-    (vetoed,) = measured_costs([], [recovery(settings=settings, outcome="vetoed")], 60, lost=0.25)
+    (vetoed,) = measured_costs([recovery(settings=settings, outcome="vetoed")], 60, lost=0.25)
     assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40.0, 0.0)  # all is recomputed
 
 
@@ -117,36 +97,19 @@ def test_the_lost_share_is_the_mean_of_the_failures_after_one_that_loses_all() -
 
 
 def test_what_was_measured_is_in_the_order_of_time() -> None:
-    rows = [rehearsal(lag_iterations=lag, created_unix_seconds=at) for lag, at in ((1.0, 10.0), (3.0, 30.0))]
-    guard = {"lag": {"lag_iterations": 2.0, "standard_error_iterations": 9.0}}
-    found = measured_costs(rows, [recovery(guard=guard, created_unix_seconds=20.0)], 60)
-    assert [one.end_cost_iterations for one in found] == [1.0, 2.0, 3.0]
+    rows = [
+        recovery(
+            guard={"lag": {"lag_iterations": lag, "standard_error_iterations": 9.0}}, created_unix_seconds=10.0 * lag
+        )
+        for lag in (3.0, 1.0, 2.0)
+    ]
+    assert [one.end_cost_iterations for one in measured_costs(rows, 60)] == [1.0, 2.0, 3.0]
 
 
 def test_what_the_guard_refused_cost_what_was_recomputed() -> None:
-    vetoed, rolled_back = measured_costs([], [recovery(outcome="vetoed"), recovery(outcome="rolled_back")], 60)
+    vetoed, rolled_back = measured_costs([recovery(outcome="vetoed"), recovery(outcome="rolled_back")], 60)
     assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40, 0)
     assert rolled_back.end_cost_iterations == 100
-
-
-def test_rehearsed_predictions_that_could_not_be_used_cost_what_a_restart_would_have_lost() -> None:
-    vetoed = rehearsal(outcome="refused", guard={"loss": {"accepted": False}}, lag_iterations=None)
-    diverged = rehearsal(outcome="diverged", lag_iterations=None)
-    costs = list(measured_costs([vetoed, diverged], [], 60))
-    assert [cost.end_cost_iterations for cost in costs] == [30, 90]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"outcome": "refused"},  # not feasible, or asked to leave
-        {"lag_iterations": None},
-        {"lag_iterations": float("nan")},
-        {"settings": {}},
-    ],
-)
-def test_what_was_not_measured_is_left_out(changes: dict[str, Any]) -> None:
-    assert list(measured_costs([rehearsal(**changes)], [], 60)) == []
 
 
 @pytest.mark.parametrize(
@@ -156,8 +119,9 @@ def test_what_was_not_measured_is_left_out(changes: dict[str, Any]) -> None:
         {"checkpoint_iteration": None},
         {"guard": {}},
         {"settings": {}},
+        {"guard": {"lag": {"lag_iterations": float("nan"), "standard_error_iterations": 9.0}}},
         {"settings": {**CONTEXT, "own_series_operators": 2}},
     ],
 )
 def test_a_recovery_without_a_lag_is_left_out(changes: dict[str, Any]) -> None:
-    assert list(measured_costs([], [recovery(**changes)], 60)) == []
+    assert list(measured_costs([recovery(**changes)], 60)) == []

@@ -1,1 +1,0 @@
-"""Rehearsals: recoveries tested in the running job, after which the exact state is restored."""
