@@ -87,7 +87,7 @@ class Attendance:
         self._missed = {rank: seen for rank, seen in self._missed.items() if marks.get(rank) == seen[0]}
         for rank, mark in marks.items():
             if self._waits_in_vain(rank, mark):
-                raise UnevenRanksError(self._message(rank, mark))
+                raise self._error(rank, mark)
 
     def _waits_in_vain(self, rank: int, mark: Mark) -> bool:
         if mark.how == "error":
@@ -101,10 +101,10 @@ class Attendance:
         _, since = self._missed.setdefault(rank, (mark, time.monotonic()))
         return mark.how == "block" or time.monotonic() - since > NEXT_PASS_SECONDS
 
-    def _message(self, rank: int, mark: Mark) -> str:
+    def _error(self, rank: int, mark: Mark) -> UnevenRanksError:
         if mark.how == "error":
-            return f"{mark.of(rank)}, and rank {self._rank} would wait for it without end"
-        return (
+            return UnevenRanksError(f"{mark.of(rank)}, and rank {self._rank} would wait for it without end")
+        return UnevenRanksError(
             f"{mark.of(rank)}, and rank {self._rank} is at iteration {self._iteration}. A checkpoint needs the state "
             "of all ranks after the same iteration, so CPSR cannot follow ranks that take different numbers of steps, "
             "also inside torch's Join. The run is as it was last saved. Give all ranks the same number of batches: "

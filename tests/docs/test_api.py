@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import textwrap
 from importlib import import_module
 from pathlib import Path
 
@@ -20,7 +21,7 @@ EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 def programs() -> dict[str, str]:
     """Python that users read, by its place."""
     found = {
-        f"{page.relative_to(ROOT)}:{number}": program
+        f"{page.relative_to(ROOT)}:{number}": textwrap.dedent(program)
         for page in PAGES
         for number, program in enumerate(PYTHON.findall(page.read_text(encoding="utf-8")))
     }
