@@ -133,6 +133,7 @@ def rehearsed_config(config: CPSRConfig) -> CPSRConfig:
                 update={"interval_iterations": every, "final": True, "target": None}
             ),
             "memory": config.memory.model_copy(update={"interval_iterations": every}),
+            "restart": config.restart.model_copy(update={"on_difference": "warn"}),  # the command compares
             "service": config.service.model_copy(update={"enabled": False}),
         }
     )

@@ -179,7 +179,7 @@ def _unprotected(ran: Ran, tried: Sequence[Tried]) -> list[str]:
         )
     if steps and all(one.loss is None for one in steps):
         found.append(
-            "The loss is unknown: neither the module nor the loop gives it, so steps are compared by weights alone"
+            "The loss is unknown, so steps are compared by weights alone: call recovery.log_loss(loss) in each step"
         )
     variables = list(dict.fromkeys(name for one in tried if one.compared for name in one.compared.variables))
     if variables:
