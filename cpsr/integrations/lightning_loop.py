@@ -69,7 +69,9 @@ class TrainingData:
         """Of which pass the loader is, and the random states that the module may have made its data from."""
         reloads = self._trainer.reload_dataloaders_every_n_epochs > 0
         last = self._loop._last_train_dl_reload_epoch
-        return {"requested": self._requested, "pass": last if reloads and last >= 0 else None}
+        if not reloads or last < 0:  # then nobody requests the loader again
+            return {"requested": None, "pass": None}
+        return {"requested": self._requested, "pass": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next request is that of the pass to continue."""
