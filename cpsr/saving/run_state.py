@@ -210,6 +210,7 @@ class RunState(Part):
             self._stream.name_generators_in_workers()
         else:
             before.close(TWO_STREAMS)
+            self._recognised = recognisable(loader, self.objects)  # each pass may be given data of its own
         return self._stream
 
     def _require_same_data(self, loader: Iterable[Any]) -> None:
@@ -227,7 +228,8 @@ class RunState(Part):
         raise RecoveryError(
             f"{difference}. The run stopped after batch {position.batch} of pass {position.epoch}: the rest of that "
             "pass would repeat some rows and leave others out, so mode 'exact' has trained nothing. Start with the "
-            "data of the run, or with mode 'auto', which goes on with a warning"
+            "data of the run, or with mode 'auto', which goes on with a warning. Data that the loop itself changes "
+            'belong into a registered object: recovery.register("labels", {"labels": tensor})'
         )
 
     def register(self, name: str, given: Any) -> None:

@@ -41,6 +41,7 @@ class Unsaved:
 
     - An optimizer of torch that the engine does not have and the user has not registered: at its first step. torch's
       hook sees every optimizer of the process. Those of other threads and of forked children are not looked at.
+    - One that is registered, over parameters that are not: at its first step.
     - A gradient scaler that calls the engine's optimizer: at the first step, before anything has changed.
     - A schedule of the engine's optimizer, and an average of its module (`AveragedModel`): when they are first used.
 
@@ -125,6 +126,16 @@ class Unsaved:
             'iteration; else call recovery.register("other", optimizer) before the loop, and register what it trains. '
             "Another phase of the training is a run of its own: open it with this optimizer and another run_dir",
         )
+        reached = _reachable(self._registered())
+        for group in optimizer.param_groups:
+            reached.pop(id(group["params"]), None)  # an optimizer does not save what it trains
+        saved = {id(part) for one in reached.values() for part in _parts(one) if isinstance(part, torch.Tensor)}
+        if unsaved := own - module - saved:
+            self._refuse(
+                f"{type(optimizer).__name__} is registered, but {len(unsaved)} of the {len(own)} parameters that it "
+                "trains are neither in the engine's module nor in a registered object, and would begin anew after a "
+                'restart: call recovery.register("other module", module) for the module that has them, too'
+            )
 
     def _around_schedule(self, original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
         groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
@@ -171,7 +182,11 @@ class Unsaved:
     def _warn_of_written(self) -> None:
         """A script that loads weights by itself, after CPSR has restored its own, takes these away again."""
         before, now = self._versions, _versions(self._adapter) if self._versions else {}
-        written = [name for name, version in before.items() if now.get(name, version) != version]
+        others = [one for one in self._known if isinstance(one, Optimizer)]  # those that step before the engine's
+        theirs = {id(part) for one in others for group in one.param_groups for part in group["params"]}
+        theirs_by_name = {name for name, part in self._adapter.module.named_parameters() if id(part) in theirs}
+        moved = [name for name, version in before.items() if now.get(name, version) != version]
+        written = [name for name in moved if name not in theirs_by_name]
         if written:
             message = (
                 f"{len(written)} parameters (the first is {written[0]!r}) were written to after iteration "

@@ -225,3 +225,37 @@ def test_two_open_streams_are_refused(how: str, tmp_path: Path) -> None:
     ended = live(two_streams, Life(tmp_path, options={"how": how}))
     assert ended.statuses == [1]
     assert "two streams are open" in ended.output
+
+
+def passes_with_data_of_their_own(life: Life) -> str:
+    """`resume` is called for each pass: with another shard of the data, or after the loop has changed its labels."""
+    torch.manual_seed(0)
+    rows = torch.randn(3, 64, 8)
+    labels = {"labels": rows[0].clone()}
+    module = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    with CPSRRecovery(TorchAdapter(module, optimizer), life.config()) as recovery:
+        if life.options["data"] == "registered labels":
+            recovery.register("labels", labels)
+        for epoch in range(recovery.epoch, 3):
+            shard = rows[epoch] if life.options["data"] == "shards" else labels["labels"]
+            loader = DataLoader(TensorDataset(rows[0], shard), batch_size=8, shuffle=True)
+            for inputs, targets in recovery.resume(loader):
+                optimizer.zero_grad()
+                backward(torch.nn.functional.mse_loss(module(inputs), targets))
+                optimizer.step()
+                life.step(recovery.iteration)
+            labels["labels"].mul_(0.5)
+    return digest(module)
+
+
+@pytest.mark.parametrize("data", ["shards", "registered labels"])
+def test_each_pass_may_have_its_own_data(data: str, tmp_path: Path) -> None:
+    alone, cut = alone_and_cut(passes_with_data_of_their_own, tmp_path, at=11, how=signal.SIGTERM, data=data)
+    assert cut.result == alone.result
+
+
+def test_labels_that_the_loop_has_changed_and_nobody_saves_are_refused(tmp_path: Path) -> None:
+    _, cut = alone_and_cut(passes_with_data_of_their_own, tmp_path, at=11, how=signal.SIGTERM, data="labels")
+    assert cut.statuses == [1]
+    assert "dataset.tensors[1] has other values than before" in cut.output

@@ -114,9 +114,15 @@ def adversarial(life: Life) -> str:
     loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
     makes, judges = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1)
     optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (makes, judges))
-    with CPSRRecovery(TorchAdapter(makes, optimizer), life.config()) as recovery:
-        recovery.register("judges", judges)
+    schedule = torch.optim.lr_scheduler.ConstantLR(other)
+    engine = nn.ModuleList([makes, judges]) if life.options.get("judges") == "engine" else makes
+    with CPSRRecovery(TorchAdapter(engine, optimizer), life.config()) as recovery:
+        if (saved := life.options.get("judges", "module")) == "module":
+            recovery.register("judges", judges)
+        elif saved == "tensors":
+            recovery.register("judges", dict(judges.named_parameters()))
         recovery.register("optimizer of judges", other)
+        recovery.register("schedule of judges", schedule)
         for (real,) in recovery.resume(loader, epochs=1):
             made = makes(torch.randn(8, 4))
             backward(functional.softplus(judges(made.detach()) - judges(real)).mean())
@@ -133,3 +139,16 @@ def adversarial(life: Life) -> str:
 def test_a_registered_one_comes_back(tmp_path: Path) -> None:
     alone, cut = alone_and_cut(adversarial, tmp_path, at=13)
     assert cut.result == alone.result
+
+
+def test_one_over_parameters_that_nobody_saves_is_refused(tmp_path: Path) -> None:
+    ended = live(adversarial, Life(tmp_path, options={"judges": "nobody"}))
+    assert ended.statuses == [1]
+    assert "AdamW is registered, but 2 of the 2 parameters that it trains are neither" in ended.output
+    assert live(adversarial, Life(tmp_path / "tensors", options={"judges": "tensors"})).result
+
+
+def test_one_that_steps_first_is_not_taken_for_a_script_that_loads_weights(tmp_path: Path) -> None:
+    alone, cut = alone_and_cut(adversarial, tmp_path, at=13, judges="engine")
+    assert cut.result == alone.result
+    assert "were written to after iteration" not in cut.output
