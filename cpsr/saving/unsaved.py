@@ -119,21 +119,26 @@ class Unsaved:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         what = "parameters of the same module" if own & module else "other parameters"
         given = "TorchAdapter(model, [optimizer, other])" if isinstance(self._adapter, TorchAdapter) else "the engine"
-        self._require(
+        registered = self._require(
             optimizer,
             f"{type(optimizer).__name__} steps, an optimizer of {what} that CPSR does not follow: its state would "
             f"begin anew after a restart, and its steps are not counted. Give it to {given} if it steps in every "
             'iteration; else call recovery.register("other", optimizer) before the loop, and register what it trains. '
             "Another phase of the training is a run of its own: open it with this optimizer and another run_dir",
         )
+        if registered:
+            self._require_parameters(optimizer, own - module)
+
+    def _require_parameters(self, optimizer: Optimizer, trained: set[int]) -> None:
+        """Refuse or report a registered optimizer over parameters that nobody saves."""
         reached = _reachable(self._registered())
         for group in optimizer.param_groups:
             reached.pop(id(group["params"]), None)  # an optimizer does not save what it trains
         saved = {id(part) for one in reached.values() for part in _parts(one) if isinstance(part, torch.Tensor)}
-        if unsaved := own - module - saved:
+        if unsaved := trained - saved:
             self._refuse(
-                f"{type(optimizer).__name__} is registered, but {len(unsaved)} of the {len(own)} parameters that it "
-                "trains are neither in the engine's module nor in a registered object, and would begin anew after a "
+                f"{type(optimizer).__name__} is registered, but {len(unsaved)} of the parameters that it trains are "
+                "neither in the engine's module nor in a registered object, and would begin anew after a "
                 'restart: call recovery.register("other module", module) for the module that has them, too'
             )
 
@@ -163,12 +168,18 @@ class Unsaved:
         """False in other threads, as CPSR's own, and in forked children."""
         return (os.getpid(), threading.get_ident()) == self._here
 
-    def _require(self, one: Any, what: str) -> None:
-        """Refuse or report an object that neither the engine nor a registered object contains, once."""
-        if id(one) not in _reachable([*self._adapter.loop_parts, *self._registered()]):
+    def _require(self, one: Any, what: str) -> bool:
+        """Refuse or report an object that neither the engine nor a registered object contains, once.
+
+        Returns:
+            Whether one of them contains it.
+        """
+        contained = id(one) in _reachable([*self._adapter.loop_parts, *self._registered()])
+        if not contained:
             self._refuse(what)
         parts = (part for part in _reachable([one]).values() if isinstance(part, lr_scheduler.LRScheduler))
         self._known.update([one, *parts])
+        return contained
 
     def _refuse(self, what: str) -> None:
         if self._exact:

@@ -1,7 +1,6 @@
 """Weights outside the optimizer are saved once in a run, and come back with every state of it."""
 
 import os
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -201,22 +200,6 @@ def test_what_is_written_past_the_version_count_is_never_committed_as_it_was(
     ended = frozen.run(base_seed=OTHER_BASE)
     assert ended.result()["started"] == 12
     assert same_end(ended, expected)
-
-
-@pytest.mark.parametrize("base_seed", [3, OTHER_BASE])
-def test_a_checkpoint_of_the_version_that_kept_them_with_the_buffers_goes_on(
-    frozen: FrozenJob, left_alone: Any, base_seed: int
-) -> None:
-    """`frozen_with_buffers.tar.gz` is the run directory of this worker after 8 iterations with that version."""
-    _, expected = left_alone()
-    with tarfile.open(Path(__file__).with_name("frozen_with_buffers.tar.gz")) as archive:
-        archive.extractall(frozen.directory, filter="data")
-    assert "layers.0.base.weight" in frozen.record(8).others
-    ended = frozen.run(base_seed=base_seed)
-    assert ended.result()["started"] == 8
-    assert same_end(ended, expected)
-    assert frozen.record(ITERATIONS).frozen.keys() == frozen.record(8).others.keys() - {"seen"}
-    assert verify_run(frozen.run_dir) == []
 
 
 def test_one_that_begins_to_train_ends_the_job_at_the_checkpoint(tmp_path: Path) -> None:

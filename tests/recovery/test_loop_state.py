@@ -153,10 +153,10 @@ def test_what_nobody_saves_is_refused_when_the_loop_has_used_it_once(tmp_path: P
     assert min(losses(job, 2)) <= (1, 0)
 
 
-def test_a_schedule_that_is_used_later_is_warned_of(tmp_path: Path) -> None:
+def test_a_schedule_that_is_used_later_is_refused_then(tmp_path: Path) -> None:
     ended = case("schedule by metric", own_epochs=OWN).launch(Job(tmp_path))
-    assert ended.statuses == [0], ended.output[0]
-    assert ended.output[0].count("The schedule ReduceLROnPlateau was not given") == 1
+    assert ended.statuses == [1], ended.output[0]
+    assert "cannot restore all that this loop keeps. The schedule ReduceLROnPlateau was not given" in ended.output[0]
 
 
 def test_in_other_modes_it_is_reported_once_and_the_advice_can_be_followed(tmp_path: Path) -> None:
