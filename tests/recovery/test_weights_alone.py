@@ -86,7 +86,7 @@ def labelled(job: Job, damaged: list[str]) -> None:
     assert (row.failure_iteration, row.labelled, row.feasible) == (FAILURE, True, ("weights",))
     for part in (
         f"continue at iteration {WEIGHTS}, from the weights of checkpoint {WEIGHTS} alone",
-        f"no whole checkpoint is left (damaged and set aside: {', '.join(damaged)})",
+        f"no complete checkpoint is left (damaged and set aside: {', '.join(damaged)})",
         "the optimizer's moments start at zero",
         f"{FAILURE - WEIGHTS} iterations are recomputed",
     ):
