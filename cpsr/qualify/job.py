@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cpsr.demo.ranks import rank_environment
 from cpsr.qualify.records import read_records
 from cpsr.qualify.remains import clear, release_memory
+from cpsr.ranks.link import EXPECTS_ERRORS
 
 __all__ = ["WORKER", "follow"]
 
@@ -42,7 +43,8 @@ def follow(console: Console, folder: Path, log: Path, device: str, ranks: int, o
     """
     command = [sys.executable, "-m", "cpsr", "run", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}"]
     command += ["--monitor-interval=0.1", "-m", worker, str(folder), f"--device={device}", f"--only={only}"]
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(LEAVE_SECONDS / 2))}
+    # After a check that fails, hangs or kills, the ranks start again with the next one.
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(LEAVE_SECONDS / 2)), EXPECTS_ERRORS: "1"}
     environment = {**os.environ, **rank_environment(device), **variables}
     clear(folder)
     with log.open("wb") as file, _interrupted_by_sigterm():

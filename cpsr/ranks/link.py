@@ -28,6 +28,7 @@ from cpsr.errors import (
 from cpsr.ranks.exits import lost_another
 
 __all__ = [
+    "EXPECTS_ERRORS",
     "JOB",
     "LAUNCHER",
     "REFUSED_STATUS",
@@ -44,6 +45,7 @@ __all__ = [
 
 LAUNCHER = "CPSR_LAUNCHER"  # the launcher's directory
 JOB = "CPSR_JOB"  # names the launchers that meet at one store: others of the same run are another job
+EXPECTS_ERRORS = "CPSR_EXPECTS_ERRORS"  # set if ranks start again after any error: each start does the next thing
 VERBOSE = "CPSR_VERBOSE"  # set for more than one line per event
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that torchrun gives its ranks after SIGTERM
 SHUTDOWN_SECONDS = 30  # where that is not set
