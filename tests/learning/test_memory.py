@@ -88,7 +88,8 @@ def take(recovery: CPSRRecovery, step: Callable[[], None]) -> None:
 def wait_until_written(recovery: CPSRRecovery) -> None:
     """Or a busy disk would decide how many checkpoints the prediction has."""
     deadline = time.monotonic() + PATIENCE_SECONDS
-    due = recovery.iteration // INTERVAL * INTERVAL
+    # A loop that draws its batches itself ends an iteration with its next forward, and then its checkpoint begins.
+    due = (recovery.iteration - 1) // INTERVAL * INTERVAL
     while due and recovery.life.saver.saved_iteration != due:
         recovery.life.saver.surface()
         assert time.monotonic() < deadline
