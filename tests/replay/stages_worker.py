@@ -132,9 +132,9 @@ def train(
             await_window(Path(options.config["run_dir"]), options)
             time.sleep(options.pause_seconds)
             os.kill(os.getpid(), signal.SIGKILL)
-        for name, values in average.items():  # before the step: in a pipeline its state is saved right after it
-            values.lerp_(engine.module.get_parameter(name).detach(), 0.1)
         loss = engine.train_batch(data)
+        for name, values in average.items():  # of this step, whose state is saved when train_batch is called again
+            values.lerp_(engine.module.get_parameter(name).detach(), 0.1)
         losses[recovery.iteration] = [float(loss), str(engine.get_global_grad_norm())]
         if recovery.iteration == options.evaluates:
             engine.eval_batch(iter([next(iter(loader))] * options.micro_batches))
