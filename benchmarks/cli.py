@@ -1,6 +1,7 @@
 """The `cpsr bench` commands; everything heavy is imported inside its own command."""
 
 import signal
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -20,10 +21,10 @@ Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; 
 
 
 @bench.callback()
-def end_together() -> None:
+def end_together(context: typer.Context) -> None:
     """Measure what checkpoints and failures cost."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end)
+        context.call_on_close(partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _end)))
 
 
 def _end(number: int, frame: FrameType | None) -> None:
