@@ -9,10 +9,11 @@ import psutil
 # Starts a process of another program, and one of multiprocessing, as benchmarks do.
 CODE = """
 import multiprocessing, subprocess, time
-from cpsr.benchmarks.cli import end_together
+import typer
+from cpsr.benchmarks.cli import bench, end_together
 
 if __name__ == "__main__":
-    end_together()
+    end_together(typer.Context(typer.main.get_command(bench)))
     other = subprocess.Popen(["sleep", "600"])
     own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     own.start()
