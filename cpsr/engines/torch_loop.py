@@ -13,6 +13,13 @@ from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["TorchLoop"]
 
+_ORDER = (
+    "CPSR takes the last one's as the end of a step: call each once in every step, in the order in which TorchAdapter "
+    "has them. One that steps more or less often, as the optimizer of a discriminator or a schedule by the epoch, is "
+    'registered instead: recovery.register("optimizer of judge", optimizer). What it trains is registered, too, unless '
+    "it is a part of TorchAdapter's module"
+)
+
 
 class TorchLoop:
     """The hooks on a module, its optimizers, schedulers and gradient scaler, for the loop that `TorchAdapter` states.
@@ -113,9 +120,7 @@ class TorchLoop:
             missing = "scheduler.step()" if self._awaits_scheduler else "grad_scaler.update()"
             if left := self._left():
                 raise UnsupportedEngineError(
-                    f"{type(left[0]).__name__}.step() was not called in optimizer step {self.iteration + 1}. CPSR "
-                    "takes the last optimizer's as the end of a step: call each one in every step, in the order in "
-                    "which TorchAdapter has them"
+                    f"{type(left[0]).__name__}.step() was not called in optimizer step {self.iteration + 1}. {_ORDER}"
                 )
             raise UnsupportedEngineError(
                 f"{missing} was not called after optimizer step {self.iteration + 1}. CPSR takes it as the end of a "
@@ -176,8 +181,7 @@ class TorchLoop:
             expected = type(order[min(len(taken), len(order) - 1)]).__name__
             raise UnsupportedEngineError(
                 f"{type(one).__name__}.step() was called where {expected}.step() was to come, in step "
-                f"{self.iteration + 1}. CPSR takes the last one's as the end of a step: call each once in every step, "
-                "in the order in which TorchAdapter has them"
+                f"{self.iteration + 1}. {_ORDER}"
             )
         self._stepped.append(one)
 

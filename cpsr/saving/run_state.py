@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from cpsr.elastic.global_batch import GlobalBatch
@@ -88,7 +89,8 @@ class RunState(Part):
         self.objects: list[Any] = []  # as they were registered
         self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
         self._restored = self._warned = False
-        self._rates: tuple[int, list[Any]] = -1, []  # parameter groups as restored by optimizer, and at which iteration
+        # At which iteration optimizers were restored, and their parameter groups then.
+        self._rates: tuple[int, list[tuple[Optimizer, Any]]] = -1, []
         self._pending_rng: dict[str, Any] | None = None
         self._held: tuple[dict[str, Any], DataPosition] | None = None  # see `hold`
         self._stream: ResumableLoader | None = None
@@ -262,18 +264,20 @@ class RunState(Part):
 
     def _claim(self, name: str, item: Stateful) -> None:
         item.load_state_dict(self._unclaimed.pop(name))
+        if isinstance(item, Optimizer):
+            self._rates[1].append((item, optimizer_state.hyperparameters(item)))
         self._put_back_rates()
 
     def _keep_rates(self) -> None:
         """The parameter groups are as a restart has left them."""
-        self._rates = self._adapter.iteration, list(map(optimizer_state.hyperparameters, self._adapter.optimizers))
+        every = [*self._adapter.optimizers, *(one for one in self.objects if isinstance(one, Optimizer))]
+        self._rates = self._adapter.iteration, [(one, optimizer_state.hyperparameters(one)) for one in every]
 
     def _put_back_rates(self) -> None:
         """Restore the learning rates: a schedule created after the restart has reset them to their initial values."""
         iteration, rates = self._rates
-        if self._adapter.iteration == iteration:
-            for optimizer, own in zip(self._adapter.optimizers, rates, strict=True):
-                optimizer_state.load_hyperparameters(optimizer, own)
+        for optimizer, own in rates if self._adapter.iteration == iteration else ():
+            optimizer_state.load_hyperparameters(optimizer, own)
 
     def end_step(self) -> None:
         """A step is complete: what the loop draws from here on belongs to the next one."""

@@ -43,7 +43,8 @@ class Unsaved:
       hook sees every optimizer of the process. Those of other threads and of forked children are not looked at.
     - One that is registered, over parameters that are not: at its first step.
     - A gradient scaler that calls the engine's optimizer: at the first step, before anything has changed.
-    - A schedule of the engine's optimizer, and an average of its module (`AveragedModel`): when they are first used.
+    - A schedule of the engine's optimizer or of a registered one, and an average of the engine's module
+      (`AveragedModel`): when they are first used.
 
     In mode exact they are errors, raised before the object acts. In other modes each is one event of level error.
 
@@ -145,10 +146,12 @@ class Unsaved:
     def _around_schedule(self, original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
         groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
         ours = any(one.param_groups is groups for one in self._adapter.optimizers)
-        if ours and schedule not in self._known and self._is_here() and not _in_constructor():
-            name = type(schedule).__name__
-            what = f"The schedule {name} was not given to CPSR and would begin anew after a restart: {self._remedy()}"
-            self._require(schedule, what)
+        theirs = any(one.param_groups is groups for one in self._registered() if isinstance(one, Optimizer))
+        if (ours or theirs) and schedule not in self._known and self._is_here() and not _in_constructor():
+            name, remedy = type(schedule).__name__, self._remedy() if ours else _REGISTER_SCHEDULE
+            self._require(
+                schedule, f"The schedule {name} was not given to CPSR and would begin anew after a restart: {remedy}"
+            )
         return original(schedule, *args, **kwargs)
 
     def _around_average(self, original: Any, average: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +165,7 @@ class Unsaved:
     def _remedy(self) -> str:
         torch_loop = isinstance(self._adapter, TorchAdapter)
         whole = "TorchAdapter(model, optimizer, scheduler)" if torch_loop else _DEEPSPEED_SCHEDULE
-        return f'{whole} if it is stepped with every optimizer step, else recovery.register("scheduler", scheduler)'
+        return f"{whole} if it is stepped with every optimizer step, else {_REGISTER_SCHEDULE}"
 
     def _is_here(self) -> bool:
         """False in other threads, as CPSR's own, and in forked children."""
@@ -208,6 +211,7 @@ class Unsaved:
             self._report("weights written", message, self._adapter.iteration, logging.WARNING)
 
 
+_REGISTER_SCHEDULE = 'recovery.register("scheduler", scheduler)'
 _DEEPSPEED_SCHEDULE = "deepspeed.initialize(..., lr_scheduler=scheduler)"
 _SCALER = (
     "The {} that scales the loss was not given to CPSR and would start afresh after a restart: "

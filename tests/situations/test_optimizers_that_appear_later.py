@@ -114,20 +114,29 @@ def adversarial(life: Life) -> str:
     loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
     makes, judges = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1)
     optimizer, other = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (makes, judges))
-    schedule = torch.optim.lr_scheduler.ConstantLR(other)
+    scheduled = life.options.get("schedule", "before")
+    schedule = torch.optim.lr_scheduler.ConstantLR(other) if scheduled == "before" else None
     engine = nn.ModuleList([makes, judges]) if life.options.get("judges") == "engine" else makes
-    with CPSRRecovery(TorchAdapter(engine, optimizer), life.config()) as recovery:
+    often, given = life.options.get("often", 1), life.options.get("given", False)
+    optimizers = [other, optimizer] if given else [optimizer]
+    with CPSRRecovery(TorchAdapter(engine, optimizers), life.config()) as recovery:
         if (saved := life.options.get("judges", "module")) == "module":
             recovery.register("judges", judges)
         elif saved == "tensors":
             recovery.register("judges", dict(judges.named_parameters()))
-        recovery.register("optimizer of judges", other)
-        recovery.register("schedule of judges", schedule)
-        for (real,) in recovery.resume(loader, epochs=1):
+        if not given:
+            recovery.register("optimizer of judges", other)
+        schedule = schedule or torch.optim.lr_scheduler.ConstantLR(other)
+        if scheduled != "unsaved":
+            recovery.register("schedule of judges", schedule)
+        for (real,) in recovery.resume(loader, epochs=often):
             made = makes(torch.randn(8, 4))
             backward(functional.softplus(judges(made.detach()) - judges(real)).mean())
             other.step()
+            schedule.step()
             other.zero_grad()
+            if recovery.batch % often:
+                continue
             backward(functional.softplus(-judges(made)).mean())
             other.zero_grad()
             optimizer.step()
@@ -136,9 +145,26 @@ def adversarial(life: Life) -> str:
     return digest(makes, judges)
 
 
-def test_a_registered_one_comes_back(tmp_path: Path) -> None:
-    alone, cut = alone_and_cut(adversarial, tmp_path, at=13)
+@pytest.mark.parametrize("schedule", ["before", "inside"])
+def test_a_registered_one_comes_back(tmp_path: Path, schedule: str) -> None:
+    alone, cut = alone_and_cut(adversarial, tmp_path, at=13, schedule=schedule)
     assert cut.result == alone.result
+
+
+@pytest.mark.parametrize("judges", ["module", "engine"])
+def test_one_that_steps_three_times_in_a_step_is_registered(tmp_path: Path, judges: str) -> None:
+    alone, cut = alone_and_cut(adversarial, tmp_path, at=13, often=3, judges=judges)
+    assert cut.result == alone.result
+    assert "exact, checked over" in cut.output
+    ended = live(adversarial, Life(tmp_path / "given", options={"often": 3, "given": True, "judges": "engine"}))
+    assert ended.statuses == [1]
+    assert 'is registered instead: recovery.register("optimizer of judge", optimizer)' in ended.output
+
+
+def test_its_schedule_must_be_registered_too(tmp_path: Path) -> None:
+    ended = live(adversarial, Life(tmp_path, options={"schedule": "unsaved"}))
+    assert ended.statuses == [1]
+    assert "The schedule ConstantLR was not given to CPSR" in ended.output
 
 
 def test_one_over_parameters_that_nobody_saves_is_refused(tmp_path: Path) -> None:
