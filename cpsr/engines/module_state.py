@@ -17,6 +17,11 @@ __all__ = ["ModuleState"]
 
 _EXTRA = "_extra_state"  # torch's own suffix
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+_BUILT = (
+    "and the module has none of that name at its start, so that a restart cannot put it back. If it appears later, "
+    'call register_buffer("{}", None) in the constructor. A pruning or parametrization of weights must be there before '
+    "the optimizer is made, and may change later: torch.nn.utils.prune.identity(layer, name) begins with none pruned"
+)
 _Layout = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -39,6 +44,7 @@ class ModuleState:
     def __init__(self, module: nn.Module, rename: Rename = plain_name) -> None:
         self._module, self._rename = module, rename
         self._layouts: dict[str, _Layout] | None = None
+        self._names: set[str] = set()  # of all buffers at that time, also where they are None
         self._room: dict[str, torch.Tensor] = {}
         self._returns_more = any(map(_returns_more, module.modules()))
         for prefix, part in module.named_modules():
@@ -63,6 +69,7 @@ class ModuleState:
         found = named_buffers(self._module, self._rename)
         if self._layouts is None:
             self._layouts = {name: _layout(one) for name, one in found.items()}
+            self._names = {self._rename(name) for name, _ in _buffer_places(self._module)}
         elif found.keys() == self._layouts.keys() and all(_layout(found[k]) == v for k, v in self._layouts.items()):
             return found
         return {name: self._placed(name, found.get(name), to_fill) for name in self._layouts}
@@ -74,11 +81,16 @@ class ModuleState:
         `absent`: buffers that are gone; `more`: entries of the state dict.
 
         Raises:
-            UnsupportedEngineError: an entry is not plain data; the message names it.
+            UnsupportedEngineError: an entry is not plain data, or a restarted script will have no place for a buffer;
+                the message names it.
         """
         found, more = named_buffers(self._module, self._rename), self._more()
         layouts = {name: _layout(one) for name, one in found.items()} if self._layouts is None else self._layouts
         moved = {name: one for name, one in found.items() if layouts.get(name) != _layout(one)}
+        for name in sorted(moved.keys() - self._names):
+            raise UnsupportedEngineError(
+                f"the loop has added a buffer {name}, {_BUILT.format(name.rpartition('.')[2])}"
+            )
         absent = sorted(layouts.keys() - found.keys())
         if not (moved or absent or more):
             return None
@@ -119,8 +131,7 @@ class ModuleState:
         for name, value in values.items():
             if name not in places:
                 raise UnsupportedEngineError(
-                    f"the saved run had a buffer {name}, and {type(self._module).__name__} has none of that name at "
-                    f'its start: let it register one there, which may be None: register_buffer("{name}", None)'
+                    f"the saved run had a buffer {name}, {_BUILT.format(name.rpartition('.')[2])}"
                 )
             owner, key = places[name]
             current = owner._buffers[key]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune as untyped_prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
@@ -18,6 +19,7 @@ from tests.engines.optimizer_cases import Stacked
 from tests.situations.lives import Life, alone_and_cut, backward, digest, live
 
 WIDTH = 16
+prune: Any = untyped_prune
 
 
 class Scaling(nn.Linear):
@@ -267,3 +269,42 @@ def test_other_modes_report_it_at_every_checkpoint(tmp_path: Path) -> None:
         skipped = {row.iteration: row.reason for row in journal.checkpoints() if row.status == "skipped"}
     assert skipped.keys() == {10, 15, 20}
     assert all("param/late is new" in reason for reason in skipped.values())
+
+
+def pruning(life: Life) -> str:
+    """A loop that prunes its weights after the eighth step, and again after the fifteenth."""
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+    module = nn.Sequential(layers[0], nn.ReLU(), layers[1])
+    for layer in layers if life.options["pruned"] == "from the start" else ():
+        prune.identity(layer, "weight")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    rows = torch.randn(160, WIDTH)
+    loader = DataLoader(TensorDataset(rows, rows[:, :4]), batch_size=8, shuffle=True)
+    with CPSRRecovery(TorchAdapter(module, optimizer), life.config()) as recovery:
+        for inputs, targets in recovery.resume(loader, epochs=1):
+            optimizer.zero_grad()
+            backward(functional.mse_loss(module(inputs), targets))
+            optimizer.step()
+            for layer in layers if recovery.iteration in (8, 15) else ():
+                prune.l1_unstructured(layer, "weight", amount=0.3)
+                if life.options["pruned"] == "for good":
+                    prune.remove(layer, "weight")
+            life.step(recovery.iteration)
+    return str([value.tolist() for layer in layers for _, value in sorted(layer.state_dict().items())])
+
+
+def test_pruning_that_a_restart_would_not_know_ends_the_job(tmp_path: Path) -> None:
+    ended = live(pruning, Life(tmp_path, options={"pruned": "later"}))
+    assert ended.statuses == [1]
+    assert "no checkpoint can be taken of iteration 10 or later" in ended.output
+    assert (
+        "the loop has added a buffer 0.weight_mask, and the module has none of that name at its start" in ended.output
+    )
+
+
+@pytest.mark.parametrize("pruned", ["from the start", "for good"])
+@pytest.mark.parametrize("at", [7, 13, 18])
+def test_pruning_comes_back(pruned: str, at: int, tmp_path: Path) -> None:
+    alone, cut = alone_and_cut(pruning, tmp_path, at=at, pruned=pruned)
+    assert cut.result == alone.result
