@@ -18,6 +18,20 @@ logger = logging.getLogger(__name__)
 
 # Equal on two ranks and different from each other: fewer could be chance in a tiny or constant data set.
 COMPARED = 3
+_PREPARE = (
+    "as a learning-rate finder does, take them before the run is opened: CPSR counts them as steps of the training, "
+    "and a restarted script would take them again, on the restored weights"
+)
+NONE_YET = (
+    "no batch came from recovery.resume in the first {}. If these steps train, checkpoints hold no position in the "
+    "data: after a restart the script begins its data anew, and batches drawn ahead of a step are drawn from other "
+    "random numbers. Take the batches from recovery.resume(loader), or from recovery.resume(get_batch) where a "
+    f"function draws them at random. If these steps prepare the training, {_PREPARE}"
+)
+STEPS_BEFORE = (
+    "this life has taken {} before its first batch from recovery.resume. If these steps train, take their batches from "
+    f"recovery.resume, too. If they prepare the training, {_PREPARE}"
+)
 
 
 class FirstBatches:
@@ -47,13 +61,18 @@ class FirstBatches:
         self._report = report
         self._digests: list[str | None] = []
         self._dealt = 0  # since the last step
+        self._any = False
+        self._steps = 0  # before the first batch
         self._per_step: list[int] = []
         self._thread = threading.get_ident()
         self._other_thread = False
-        self._asked = self._waited = False
+        self._told = self._waited = False
 
     def on_batch(self, batch: Any) -> None:
         """A batch is about to be returned."""
+        if self._steps and not self._any:
+            self._tell_without_batches(STEPS_BEFORE)
+        self._any = True
         self._dealt += 1
         if len(self._per_step) < COMPARED:
             self._other_thread |= threading.get_ident() != self._thread
@@ -62,6 +81,7 @@ class FirstBatches:
 
     def after_step(self) -> None:
         """A step is complete; once in a life a collective."""
+        self._steps += not self._any
         if len(self._per_step) == COMPARED:
             return
         self._per_step.append(self._dealt)
@@ -106,24 +126,16 @@ class FirstBatches:
             logging.WARNING,
         )
 
-    def at_checkpoint(self, drawn: int) -> None:
-        """A checkpoint begins; of the first one in mode exact it is said if it has no position in the data.
+    def at_checkpoint(self) -> None:
+        """A checkpoint begins; of the first one in mode exact it is said if it has no position in the data."""
+        if not self._any:
+            self._tell_without_batches(NONE_YET)
 
-        Args:
-            drawn: batches of this life that came from `resume`.
-        """
-        asked, self._asked = self._asked, True
-        if asked or drawn or self._predicts or self._group.rank or self._adapter.pipeline_stage is not None:
-            return
-        self._report(
-            "no batches from resume",
-            "no batch of this loop came from recovery.resume, so checkpoints hold no position in the data: after a "
-            "restart the script begins its data anew, and batches drawn ahead of a step are drawn from other random "
-            "numbers. Take the batches from recovery.resume(loader), or from recovery.resume(get_batch) where a "
-            "function draws them at random",
-            self._adapter.iteration,
-            logging.WARNING,
-        )
+    def _tell_without_batches(self, message: str) -> None:
+        told, self._told = self._told, True
+        if not (told or self._predicts or self._group.rank or self._adapter.pipeline_stage is not None):
+            steps = message.format(f"{self._steps} step{'s' * (self._steps > 1)}")
+            self._report("no batches from resume", steps, self._adapter.iteration, logging.WARNING)
 
     def waits_for_batch(self, *, due: bool) -> None:
         """A save waits until the loop takes its next batch, for a whole interval if one more is `due`; said once."""

@@ -377,7 +377,7 @@ class Life:
     def _begin_checkpoint(self, savers: Savers) -> None:
         iteration = self.job.adapter.iteration  # a later one than it was due at if the loop repeats a batch
         self.saver.begin(iteration, savers, self._capture, self.loop.state.place)
-        self._first_batches.at_checkpoint(self.loop.state.draws.drawn)
+        self._first_batches.at_checkpoint()
         self.loop.learning.at_checkpoint(iteration)
         self._plan(iteration)
 

@@ -47,12 +47,16 @@ def threaded(predicts=False):
         first.after_step()
     return kinds
 
-def at_checkpoint(drawn, predicts=False):
+def at_checkpoint(drawn, predicts=False, before=0):
     kinds = []
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
     first = FirstBatches(adapter, group, predicts, lambda kind, *rest: kinds.append(kind))
+    for _ in range(before):
+        first.after_step()
+    for _ in range(drawn):
+        first.on_batch(torch.rand(3) + rank)
     for _ in range(2):
-        first.at_checkpoint(drawn)
+        first.at_checkpoint()
     return kinds
 
 def uneven(counts, predicts=True):
@@ -93,6 +97,8 @@ found = {
     "none from resume": at_checkpoint(0),
     "none from resume, predicts": at_checkpoint(0, predicts=True),
     "some from resume": at_checkpoint(1),
+    "steps before": at_checkpoint(1, before=2),
+    "steps before, predicts": at_checkpoint(1, before=2, predicts=True),
     "none": reports([]) + reports([torch.empty(0)] * 6),
     "two a step": reports(own, per_step=2, predicts=True),
     "two a step, exact": reports(own, per_step=2),
@@ -110,6 +116,7 @@ def test_only_ranks_that_are_dealt_the_same_are_reported(tmp_path: Path) -> None
         "same": ["same batches"],
         "same in structures": ["same batches"],
         "conjugated": ["same batches"],
+        "steps before": ["no batches from resume"],
         "none from resume": ["no batches from resume"],
         "another thread": ["batches ahead"],
         "two a step": ["batches per step"],

@@ -1,4 +1,4 @@
-"""The plainest loop of all comes back, so that a situation that does not is the situation's."""
+"""The plainest loop of all comes back, so that a situation that does not is the situation's; and steps before it."""
 
 import signal
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
-from tests.situations.lives import Life, alone_and_cut, backward, digest
+from tests.situations.lives import Life, alone_and_cut, backward, digest, live
 
 
 def plain(life: Life) -> str:
@@ -18,6 +18,10 @@ def plain(life: Life) -> str:
     model = torch.nn.Linear(16, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with CPSRRecovery(TorchAdapter(model, optimizer), life.config()) as recovery:
+        for rate in torch.logspace(-4, -1, life.options.get("tried", 0)):  # a learning-rate finder
+            optimizer.param_groups[0]["lr"] = float(rate)
+            backward(model(x[:8]).square().mean())
+            optimizer.step()
         for inputs, targets in recovery.resume(loader, epochs=1):
             loss = torch.nn.functional.mse_loss(model(inputs), targets)
             optimizer.zero_grad()
@@ -31,3 +35,18 @@ def plain(life: Life) -> str:
 def test_a_plain_loop_comes_back_bit_for_bit(how: signal.Signals, tmp_path: Path) -> None:
     alone, cut = alone_and_cut(plain, tmp_path, at=13, how=how)
     assert cut.result == alone.result
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (0, ""),
+        (3, "taken 3 steps before its first batch"),
+        (7, "no batch came from recovery.resume in the first 5 steps"),
+    ],
+)
+def test_steps_before_the_first_batch_are_reported_once(steps: int, said: str, tmp_path: Path) -> None:
+    with_steps = live(plain, Life(tmp_path, options={"tried": steps}))
+    assert with_steps.result
+    assert said in with_steps.output
+    assert with_steps.output.count("If these steps train") == (steps > 0)
