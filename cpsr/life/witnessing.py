@@ -21,41 +21,63 @@ from cpsr.state.witness import (
     RATES,
     Difference,
     SampledBytes,
+    What,
     Witness,
     Witnesses,
     difference,
     witness_path,
 )
 
-__all__ = ["Witnessing"]
+__all__ = ["Witnessing", "likely_causes"]
 
 NONE_LEFT = "no witness of these steps is left"
 OTHERWISE = "the run came to these steps from another state, or with other hyperparameters"
 AUTOCAST_FORWARDS = 8  # of a life, that are looked at for an autocast
 PENDING = 8  # steps whose samples may still be on their way from a GPU
-CAUSES = {
+_SETTINGS = (
+    "the loop sets requires_grad, train() or eval(), dropout, sampler weights or the batch size from a counter of its "
+    "own, or at a pass that a restart does not repeat: set them from recovery.epoch or recovery.iteration at the head "
+    "of every pass"
+)
+_CHANGED = "the script or the data was changed"
+_CAUSES: dict[What, tuple[str, ...]] = {
     "batch position": (
-        "the loop takes another number of batches than before, also from a second loader",
-        "a pass has another length than before: the dataset or the sampler has changed",
+        "the loop takes another number of batches than before, as where it counts them from 0 again: use "
+        "recovery.batch and recovery.iteration",
+        "a pass has another length than before: the dataset, the sampler or the batch size has changed",
     ),
     "learning rate": (
         "the loop sets it from a counter that begins at 0 again: use recovery.iteration",
         "a schedule is not given to the adapter, nor to recovery.register",
-        "the script was changed",
+        _CHANGED,
     ),
     "loss": (
         "the batches do not come from recovery.resume(loader), or were drawn ahead",
+        "a second DataLoader is iterated beside recovery.resume: give resume one generator that yields from "
+        "zip(first, second)",
         "the data, or a transform of it, draws random numbers that are not restored",
+        _SETTINGS,
         "an object that the loop changes is not given to recovery.register",
         "the loop changes weights or buffers after the step, and the restart went on before that",
-        "the script or the data was changed",
+        _CHANGED,
     ),
     "weights": (
         "an object that changes the gradients or the update is not given to recovery.register",
-        "the loop counts steps by itself, for accumulation or clipping: use recovery.iteration",
-        "the script was changed",
+        "the optimizer keeps an attribute that its state_dict lacks, such as a list of gradient norms: keep it in a "
+        "dictionary that is registered",
+        "the loop counts batches or steps by itself, for accumulation or clipping: use recovery.batch and "
+        "recovery.iteration",
+        _SETTINGS,
+        _CHANGED,
     ),
 }
+
+
+def likely_causes(found: Difference) -> list[str]:
+    """Likely causes of a difference, in order; without a known loss, weights also show what would change the loss."""
+    blind = found.what == "weights" and not found.loss_is_known
+    causes = [*(_CAUSES["loss"][:-1] if blind else ()), *_CAUSES[found.what]]
+    return list(dict.fromkeys(causes))
 
 
 _NO_SAMPLE = SampledBytes(b"", (0, 0, 0, 0))
@@ -249,10 +271,10 @@ class Witnessing(Part):
         if found.elements:
             first, again = "", f"the first is {self._sample.name(found.elements[0])}"
         values = f"{first} at first, {again} now" if first else f"by {found.amount:.1g}; {again}"
-        causes = "; ".join(f"({number}) {cause}" for number, cause in enumerate(CAUSES[found.what], 1))
+        causes = "; ".join(f"({number}) {cause}" for number, cause in enumerate(likely_causes(found), 1))
         return (
-            f"{rank}this loop is not restored: in step {found.iteration}, which the restart repeats, the {found.what} "
-            f"differs first ({values}). Likely causes: {causes}"
+            f"{rank}this loop is not restored: in step {found.iteration}, which the restart repeats, {found.differs} "
+            f"first ({values}). Likely causes: {causes}"
         )
 
     def _end(self) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cpsr.life.witnessing import CAUSES
+from cpsr.life.witnessing import likely_causes
 from cpsr.rehearse.comparison import Compared, Reference, StepDifference
 from cpsr.rehearse.cuts import PlannedCut
 from cpsr.rehearse.jobs import Ran
@@ -23,9 +23,8 @@ NOT_REPRODUCED = (
 ADVICE = {
     "batch position": "Iterate over recovery.resume(loader), and begin passes at recovery.epoch",
     "learning rate": "Compute it from recovery.iteration, or give the schedule to the adapter or to recovery.register",
-    "loss": "Give each object that changes to recovery.register(name, object), and draw batches by recovery.resume",
-    "weights": "Give each object that changes weights or gradients to recovery.register(name, object)",
 }
+OTHER_ADVICE = "Give each object that changes to recovery.register(name, object), and draw batches by recovery.resume"
 
 
 @dataclass(frozen=True)
@@ -110,10 +109,10 @@ def judge(reference: Reference, tried: Sequence[Tried]) -> Verdict:
     first = bad.compared.first
     if first is None:
         return Verdict("does not come back", sentence, unprotected=unprotected)
-    what, causes = first.found.what, list(CAUSES[first.found.what])
+    causes = likely_causes(first.found)
     if bad.compared.variables:
         causes.insert(0, f"variables that the restart did not bring back: {_listed(bad.compared.variables)}")
-    return Verdict("does not come back", sentence, causes, ADVICE[what], unprotected)
+    return Verdict("does not come back", sentence, causes, ADVICE.get(first.found.what, OTHER_ADVICE), unprotected)
 
 
 def failed(ran: Ran) -> Verdict:
@@ -155,8 +154,7 @@ def _differs(compared: Compared) -> str:
 
 def _what_differs(compared: Compared) -> str:
     if compared.first is not None:
-        what = compared.first.found.what
-        return f"{what} {'differ' if what == 'weights' else 'differs'} at step {compared.first.found.iteration}"
+        return f"{compared.first.found.differs} at step {compared.first.found.iteration}"
     return f"differs at the end: {_listed(compared.final, 2)}"
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "NOT_RESTORED",
     "Difference",
     "SampledBytes",
+    "What",
     "Witness",
     "Witnesses",
     "difference",
@@ -137,6 +138,7 @@ class Difference:
             that differ; for a batch position the number of batches.
         rounding: whether another order of additions explains it.
         elements: indexes of the sampled elements that differ, if the weights do.
+        loss_is_known: whether the losses were compared.
     """
 
     iteration: int
@@ -146,6 +148,12 @@ class Difference:
     amount: float
     rounding: bool
     elements: tuple[int, ...] = ()
+    loss_is_known: bool = False
+
+    @property
+    def differs(self) -> str:
+        """As in "the loss differs", for sentences."""
+        return f"the {self.what} {'differ' if self.what == 'weights' else 'differs'}"
 
 
 def difference(first: Witness, again: Witness, before: Witness | None = None, slack: float = 1.0) -> Difference | None:
@@ -220,7 +228,8 @@ def _weight_difference(first: Witness, again: Witness, before: Witness | None, e
     rounding = bool(2 * numpy.count_nonzero(apart <= allowed) >= differ.size)
     amount = float(numpy.median(relative))
     hashes = f"{first.weights_hash:016x}", f"{again.weights_hash:016x}"
-    return Difference(first.iteration, "weights", *hashes, amount, rounding=rounding, elements=tuple(differ.tolist()))
+    elements, known = tuple(differ.tolist()), None not in (first.loss, again.loss)
+    return Difference(first.iteration, "weights", *hashes, amount, rounding, elements, known)
 
 
 # The ring

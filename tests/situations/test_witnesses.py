@@ -32,6 +32,17 @@ class Regression(torch.nn.Module):
         return torch.nn.functional.mse_loss(out, y) if self.gives_loss else out
 
 
+def before_update(fault: str, life: Life, calls: int, optimizer: torch.optim.Optimizer, norms: list[float]) -> None:
+    """What a fault does to the gradients, or to the learning rate."""
+    parameters = optimizer.param_groups[0]["params"]
+    if fault == "gradients on rank 1" and life.rank == 1 and life.number:
+        optimizer.param_groups[0]["lr"] = 2e-2
+    if fault == "gradients" and life.number and calls == 1:
+        torch._foreach_mul_([one.grad for one in parameters], 0.5)
+    if "norms" in fault:  # as adaptive clipping keeps them
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, sum(norms[-5:], 1.0) / 6)))
+
+
 def training(life: Life) -> str:
     """A loop with the fault that `life.options` names."""
     fault = life.options.get("fault", "")
@@ -45,8 +56,10 @@ def training(life: Life) -> str:
     inputs, targets = torch.randn(160, 8), torch.randn(160, 4)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True)
     own = torch.Generator().manual_seed(1)  # a generator that nobody saves
-    calls = 0
+    calls, norms = 0, list[float]()
     with CPSRRecovery(TorchAdapter(module, optimizer), life.config(**life.options.get("config", {}))) as recovery:
+        if fault == "registered norms":
+            recovery.register("norms", {"norms": norms})
         for x, y in recovery.resume(loader, epochs=1):
             calls += 1
             if fault == "learning rate":
@@ -60,11 +73,7 @@ def training(life: Life) -> str:
                 loss = loss * (1 + 2e-7)  # as if the gradients were summed in another order
             optimizer.zero_grad()
             backward(loss)
-            if fault == "gradients on rank 1" and life.rank == 1 and life.number:
-                optimizer.param_groups[0]["lr"] = 2e-2
-            if fault == "gradients" and life.number and calls == 1:
-                for one in model.parameters():
-                    one.grad = None if one.grad is None else 0.5 * one.grad
+            before_update(fault, life, calls, optimizer, norms)
             optimizer.step()
             life.step(recovery.iteration)
     if life.ranks > 1:
@@ -81,8 +90,9 @@ def verdicts(folder: Path) -> list[tuple[str, int | None, str]]:
     return events(folder, "checked", "arithmetic", "not restored")
 
 
-def test_a_loop_that_comes_back_is_checked(tmp_path: Path) -> None:
-    alone, cut = alone_and_cut(training, tmp_path, at=KILLED_AT)
+@pytest.mark.parametrize("fault", ["", "registered norms"])
+def test_a_loop_that_comes_back_is_checked(tmp_path: Path, fault: str) -> None:
+    alone, cut = alone_and_cut(training, tmp_path, at=KILLED_AT, fault=fault)
     assert cut.result == alone.result
     assert verdicts(tmp_path / "alone") == []
     assert verdicts(tmp_path / "cut") in [[("checked", 13, f"exact, checked over {steps}")] for steps in REPEATED]
@@ -95,24 +105,24 @@ def test_a_loop_that_comes_back_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "what"),
+    ("fault", "differs"),
     [
-        ("learning rate", "learning rate"),
-        ("batches", "loss"),
-        ("batches without a loss", "weights"),
-        ("gradients", "weights"),
+        ("learning rate", "the learning rate differs"),
+        ("batches", "the loss differs"),
+        ("batches without a loss", "the weights differ"),
+        ("gradients", "the weights differ"),
+        ("norms", "the weights differ"),
     ],
 )
-def test_what_differs_first_is_reported(tmp_path: Path, fault: str, what: str) -> None:
+def test_what_differs_first_is_reported(tmp_path: Path, fault: str, differs: str) -> None:
     alone, cut = alone_and_cut(training, tmp_path, at=KILLED_AT, fault=fault)
     assert cut.result != alone.result
     ((kind, iteration, message),) = verdicts(tmp_path / "cut")
     assert kind == "not restored"
     assert iteration in FIRST
-    assert (
-        f"this loop is not restored: in step {iteration}, which the restart repeats, the {what} differs first"
-        in message
-    )
+    assert f"this loop is not restored: in step {iteration}, which the restart repeats, {differs} first" in message
+    # Batches are a cause unless the losses were equal.
+    assert ("the batches do not come from recovery.resume(loader)" in message) == ("batches" in fault)
     assert message in cut.output
     plan = plan_of(tmp_path / "cut" / "run")
     assert plan is not None
