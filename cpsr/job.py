@@ -61,10 +61,12 @@ class Ending:
 
     Attributes:
         how: `clean` at the end of the loop, `sigterm` by agreement of all ranks, `error` anything else.
+        iteration: the last one that counts, at an end in order.
         last_state_is_safe: whether the last state is on the disk.
     """
 
     how: Literal["clean", "sigterm", "error"] = "error"
+    iteration: int = 0
     last_state_is_safe: bool = True
 
     @property

@@ -46,7 +46,12 @@ class StepClock:
         """The time since the last step does not count as training."""
         self._ended = time.perf_counter()
 
+    @property
+    def median_seconds(self) -> float:
+        """Of the last steps; 0 before the first."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
     def situation(self, iteration: int, peak_learning_rate: float, plan: Plan) -> Situation:
         """The planner's view of the training now."""
         schedule = Schedule(iteration, self.learning_rate, peak_learning_rate)
-        return Situation(schedule, statistics.median(self._seconds), len(self._seconds), plan)
+        return Situation(schedule, self.median_seconds, len(self._seconds), plan)

@@ -1,20 +1,30 @@
-"""Leaves by agreement: after SIGTERM on any rank, all ranks commit the state of one iteration and end."""
+"""Leaves by agreement: after SIGTERM on any rank, all ranks commit the state of one iteration and end.
+
+In between they train two steps more. These do not count: a restart repeats them from the committed state, and compares.
+"""
 
 import logging
 import signal
+import time
 from collections.abc import Callable
+from typing import NoReturn
 
 from cpsr.job import Ending, Job
 from cpsr.life.boundary import Boundary
+from cpsr.life.clock import StepClock
 from cpsr.life.loop import Loop
 from cpsr.life.loop_tail import LoopTail
 from cpsr.life.stop_request import StopRequest
+from cpsr.life.witnessing import Witnessing
 from cpsr.saving.saver import Saver
 from cpsr.state.scalars import Scalars
 
 __all__ = ["Leave", "Leaving"]
 
 SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
+# The second one shows what the loop does after a step.
+COMPARED_STEPS = 2
+COMPARED_SECONDS = 15.0  # after the agreement, by which they have to end: launchers kill after 30
 
 
 class Leave(SystemExit):
@@ -36,10 +46,12 @@ class Leaving:
         stop: keeps the exception of the script's handler.
         capture: captures the small state.
         ending: learns whether the last state is safe.
+        witnessing: keeps the steps to compare.
+        clock: tells how long a step takes.
 
     Attributes:
         begun: all ranks have agreed to leave.
-        left: all ranks have agreed to leave, and have committed their state if they could.
+        left: all ranks have agreed to leave, and have committed their state if they could. They may train on.
     """
 
     def __init__(
@@ -52,15 +64,21 @@ class Leaving:
         stop: StopRequest,
         capture: Callable[[], Scalars],
         ending: Ending,
+        witnessing: Witnessing,
+        clock: StepClock,
     ) -> None:
         self._job = job
         self._boundary = boundary
         self._saver = saver
-        self._events = loop.events
+        self._events, self._state = loop.events, loop.state
         self._tail = tail
         self._stop = stop
         self._capture = capture
         self._ending = ending
+        self._witnessing = witnessing
+        self._clock = clock
+        self._until = 0.0  # when the steps to compare have to be complete
+        self._compared = 0
         self.begun = self.left = False
 
     def save_last(self, iteration: int) -> None:
@@ -83,17 +101,42 @@ class Leaving:
         If it evaluates for longer than launchers wait, the emergency dump remains.
         """
         self._boundary.emergency_dump.await_request()
-        self.begun = True
+        self.begun, self._until = True, time.monotonic() + COMPARED_SECONDS
         self._tail.defer(self._leave, saves=True)
 
     def _leave(self) -> None:
         self.commit(self._job.adapter.iteration)
+        if not self._job.group.all(self._may_train()):
+            self.raise_leave()
+
+    def _may_train(self) -> bool:
+        """Whether a step to compare can be trained: the loop goes on with it, and launchers wait for that long."""
+        if self._tail.ended or self._stop.script_handles or not self._witnessing.keeps_steps:
+            return False
+        if self._compared and self._state.pass_is_over:  # an evaluation may follow
+            return False
+        return time.monotonic() + 2 * self._clock.median_seconds < self._until
+
+    def raise_leave(self) -> NoReturn:
+        """End the loop on this rank.
+
+        Raises:
+            BaseException: what the script's own handler has raised, or `Leave`.
+        """
         raise self._stop.kept or Leave
+
+    def after_step(self, iteration: int) -> None:
+        """A step to compare is complete; a collective. After the last one, see `raise_leave`."""
+        self._witnessing.last_step(iteration)
+        self._compared += 1
+        if self._compared == COMPARED_STEPS or not self._job.group.all(self._may_train()):
+            self.raise_leave()
 
     def commit(self, iteration: int) -> None:
         """Commit this iteration, which is the last of this life; a collective."""
         self._job.group.barrier()  # a rank that evaluates keeps the others waiting, who may still have to dump
         self._boundary.leave_in_order()
+        self._ending.iteration = iteration
         saved = self._ending.last_state_is_safe = self._saver.save_now(iteration, self._capture)
         result = "its state is committed" if saved else "its state could not be committed; the last checkpoint remains"
         self._job.journal.event(

@@ -178,9 +178,19 @@ class Life:
         run.memory.follow_replicas(self.planner.note_replica)
         self._agreement = Agreement(job, self.planner, self.saver)
         self._tail = LoopTail(job.group, loop.state, pipeline=job.adapter.pipeline_stage is not None)
+        self._clock = StepClock(job.adapter)
         self._first_batches = FirstBatches(job.adapter, job.group, job.config.mode != "exact", job.journal.event)
         self._leaving = Leaving(
-            job, self.boundary, self.saver, loop, self._tail, self._stop, self._capture, self._ending
+            job,
+            self.boundary,
+            self.saver,
+            loop,
+            self._tail,
+            self._stop,
+            self._capture,
+            self._ending,
+            self._witnessing,
+            self._clock,
         )
         loop.events.begin(job, self.saver.saved_iteration, self._tail.defer_here)
         run.steps.followers += [self._lag.on_steps, self.saver.memory.on_steps]
@@ -195,7 +205,6 @@ class Life:
             self.saver,
             loop.events,
         ]
-        self._clock = StepClock(job.adapter)
         self._rehearsed = None if (asked := rehearsed()) is None else Rehearsed(asked, job)
 
     def _attach(self, opened: ExitStack) -> None:
@@ -283,6 +292,9 @@ class Life:
 
     def after_step(self, iteration: int, applied: bool) -> None:
         """One step is complete: publish, save if due, and agree on what comes next."""
+        if self._leaving.left:
+            self._compare_later(iteration)
+            return
         self._stop.look()
         if self._attendance is not None:
             self._attendance.train(iteration)
@@ -354,6 +366,14 @@ class Life:
             self.loop.state.count_update(self._clock.learning_rate)
         if self.run.experts is not None:
             self.run.experts.end_iteration(iteration, applied)
+
+    def _compare_later(self, iteration: int) -> None:
+        """A step after the last commit of this life, for the next life to compare with."""
+        self.loop.losses.close_iteration()
+        self._leaving.after_step(iteration)
+        self._tail.after_step()
+        self.loop.state.end_step()
+        self.boundary.end_change(iteration)
 
     def _follow_background(self, iteration: int) -> None:
         """Notify the background threads and the user of the newest checkpoint, and report their failures."""
@@ -500,6 +520,9 @@ class Life:
 
     def _end(self) -> None:
         """The loop has ended on this rank: wait for the others, and save the last state."""
+        if self._leaving.left:  # and by itself, before the last step to compare
+            self._end_left()
+            self._leaving.raise_leave()
         try:
             self._tail.finish(ended=True)  # may leave, after a SIGTERM in the last step
             self._agreement.finish()
@@ -514,7 +537,7 @@ class Life:
             raise
         self.boundary.leave_in_order()
         self.saver.finish()
-        iteration = self.job.adapter.iteration
+        iteration = self._ending.iteration = self.job.adapter.iteration
         self._leaving.save_last(iteration)
         self.loop.events.at_step(iteration, self.saver.saved_iteration)
         self._ending.how = "clean"

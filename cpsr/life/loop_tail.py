@@ -32,6 +32,9 @@ class LoopTail:
         group: all ranks.
         state: keeps random states and position from before the next batch is drawn.
         pipeline: whether the engine requests the batches.
+
+    Attributes:
+        ended: the loop has ended, or the user replaces its state: no step follows what is being done.
     """
 
     def __init__(self, group: Group, state: RunState, pipeline: bool) -> None:
@@ -43,6 +46,7 @@ class LoopTail:
         self._asked = False  # since the last step
         self._shows_end = False  # the iteration of the last step took a batch
         self._waiting: list[_Waiting] = []
+        self.ended = False
 
     @property
     def is_here(self) -> bool:
@@ -98,6 +102,7 @@ class LoopTail:
         Args:
             ended: no further step follows.
         """
+        self.ended = ended
         inside = not ended and not self._pipeline and self._state.inside_batch
         waiting, self._waiting = self._waiting, []
         while waiting:

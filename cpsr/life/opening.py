@@ -316,7 +316,7 @@ def _close_journal(job: Job, steps: StepLog, ending: Ending) -> None:
     job.journal.close(ending.how)
     newest = superseded(job.run.path, job.journal.life) is None
     if ending.how != "error" and job.group.rank == 0 and newest:
-        job.run.mark_ended(ending.how, job.adapter.iteration)
+        job.run.mark_ended(ending.how, ending.iteration)
 
 
 def _await_others(job: Job) -> None:

@@ -160,12 +160,12 @@ class Witnessing(Part):
         Args:
             lost_iterations: steps that it repeats.
         """
-        if lost_iterations <= 0:
-            return "not checked: no step is repeated"
         if self._job.run.resized:
             return "not checked: the run had another number of ranks"
         if not self._expected:
-            return f"not checked: {self._obstacle}"
+            return f"not checked: {self._obstacle if lost_iterations > 0 else 'no step is repeated'}"
+        if lost_iterations <= 0:
+            return f"{self._expected} of its steps are compared with those that the last life trained after saving"
         which = "each repeated step is" if self._expected >= lost_iterations else f"{self._expected} of them are"
         return f"{which} compared with its first execution"
 
@@ -198,7 +198,7 @@ class Witnessing(Part):
 
     def after_step(self, iteration: int) -> None:
         """One step is complete, its loss is closed, and the loop has changed nothing since."""
-        if self._ring is None or not self._is_whole():
+        if not self.keeps_steps:
             return
         position, loss = self._state.reached, self._losses.newest
         if position.batch == position.batches_per_epoch:
@@ -222,9 +222,24 @@ class Witnessing(Part):
     def poll(self) -> None:
         """Record the steps whose samples have arrived; without waiting."""
         while self._pending and self._pending[0].witness.iteration <= self._published():
-            pending = self._pending.popleft()
-            weights, loss = pending.sample.read()
-            self._complete(pending.witness._replace(loss=loss, weights=weights))
+            self._record(self._pending.popleft())
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether the witness of a step would be kept now."""
+        return self._ring is not None and self._is_whole()
+
+    def last_step(self, iteration: int) -> None:
+        """As `after_step`, at the end of a life; waits for the device."""
+        self.after_step(iteration)
+        if self._pending and self._sample.device is not None:
+            torch.cuda.synchronize(self._sample.device)
+        while self._pending:
+            self._record(self._pending.popleft())
+
+    def _record(self, pending: _Pending) -> None:
+        weights, loss = pending.sample.read()
+        self._complete(pending.witness._replace(loss=loss, weights=weights))
 
     def _complete(self, witness: Witness) -> None:
         assert self._ring is not None

@@ -149,6 +149,11 @@ class RunState(Part):
         return self._data if self._stream is None else self._stream.position
 
     @property
+    def pass_is_over(self) -> bool:
+        """Whether the loop has taken the last batch of a pass whose length is known."""
+        return self.reached.batch > 0 and self.reached.batch == self.reached.batches_per_epoch
+
+    @property
     def descent(self) -> tuple[int, list[dict[str, int]]]:
         """What a state descends from, beside steps of this run: a state that the user loaded, and predicted ones."""
         altered = [{"hyperparameters_iteration": iteration} for iteration in self.hyperparameters.since]

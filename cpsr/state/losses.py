@@ -119,12 +119,16 @@ class LossRecorder:
 
     def end_iteration(self, step: Step) -> list[Step]:
         """Close an iteration; returns finished iterations whose losses have arrived (often none)."""
-        self.begin()
-        self._latest = _mean(self._logged or self._micro)
-        self._micro, self._closed = [], True
+        self.close_iteration()
         self._steps.append((step, self._latest))
         newest = int(self._logs_late)  # stays: its loss is still to come
         return self.flush(newest=newest) if len(self._steps) - newest >= self._flush_iterations else []
+
+    def close_iteration(self) -> None:
+        """The micro-batches so far are all of the iteration: `newest` is their mean."""
+        self.begin()
+        self._latest = _mean(self._logged or self._micro)
+        self._micro, self._closed = [], True
 
     @property
     def newest(self) -> torch.Tensor | None:

@@ -1,6 +1,5 @@
 """Loops that a restart brings back, and loops that it does not: each repeated step is compared with its first run."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -154,9 +153,10 @@ def test_a_difference_can_stop_the_job(tmp_path: Path) -> None:
 
 
 def test_without_a_repeated_step_nothing_is_claimed(tmp_path: Path) -> None:
-    alone_and_cut(training, tmp_path, at=KILLED_AT, how=signal.SIGTERM)
-    assert verdicts(tmp_path / "cut") == []
-    message = events(tmp_path / "cut", BEGAN)[-1][2]
+    live(training, Life(tmp_path))
+    live(training, Life(tmp_path, number=1))
+    assert verdicts(tmp_path) == []
+    message = events(tmp_path, BEGAN)[-1][2]
     assert message.endswith("Nothing is lost. Not checked: no step is repeated.")
 
 

@@ -1,0 +1,205 @@
+"""Loops that a restart after SIGTERM does not bring back: it repeats two steps, which show it."""
+
+import signal
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.journal import JournalReader
+from tests.situations.lives import Ended, Life, alone_and_cut, backward, digest
+
+ROWS, BATCH, PASSES = 64, 8, 4
+CUT_AT = 20  # in the third pass; the state is committed after the next step, and two further ones are trained
+Batch = tuple[torch.Tensor, torch.Tensor]
+Net = nn.Sequential
+
+
+class Job:
+    """What a loop of this file trains; others replace some of it."""
+
+    passes_of_a_stream: int | None = None
+    shows_at = CUT_AT + 2
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = Net(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+        self.data = TensorDataset(torch.randn(ROWS, 12), torch.randn(ROWS, 4))
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.sampler = WeightedRandomSampler([1.0] * ROWS, ROWS)
+        self.loader = DataLoader(self.data, batch_size=BATCH, sampler=self.sampler)
+        self.more: list[torch.optim.Optimizer] = []
+
+    def begin(self, recovery: CPSRRecovery) -> None:
+        """Inside the block, before the first pass."""
+
+    def begin_pass(self, number: int) -> None:
+        """Before the batches of a pass, from 0; a restart begins with the pass that it continues."""
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def after_step(self) -> None:
+        """After `optimizer.step()`."""
+
+
+class MovedWeights(Job):
+    """Rows count more from pass to pass, starting from what they were."""
+
+    def begin_pass(self, number: int) -> None:
+        self.sampler.weights *= torch.linspace(0.5, 1.5, ROWS, dtype=torch.double)
+
+
+class Unfrozen(Job):
+    """The first layer trains from the second pass on, which a restart in the third does not repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def begin_pass(self, number: int) -> None:
+        if number == 1:
+            self.net[0].requires_grad_(True)
+
+
+class Undropped(Job):
+    """Dropout grows from pass to pass, starting from what it was."""
+
+    def begin_pass(self, number: int) -> None:
+        self.net[2].p += 0.1
+
+
+class Clipping(torch.optim.SGD):
+    """Clips at the median of the gradient norms so far, which its `state_dict` lacks (as AutoClip)."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.norms: deque[float] = deque(maxlen=50)
+
+    def step(self, closure: Any = None) -> Any:
+        own = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        self.norms.append(float(nn.utils.get_total_norm([one.grad for one in own])))
+        nn.utils.clip_grad_norm_(own, 0.5 * statistics.median(self.norms))
+        return super().step(closure)
+
+
+class ClippedByMedian(Job):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = Clipping(self.net.parameters())
+
+
+class Unlabelled(Job):
+    """As FixMatch: batches of a second loader beside those of `resume`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = self._batches()
+
+    def _batches(self) -> Iterator[torch.Tensor]:
+        rows = TensorDataset(torch.arange(ROWS * 12, dtype=torch.float32).reshape(ROWS, 12) / 500)
+        while True:
+            for (x,) in DataLoader(rows, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)):
+                yield x
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        on_unlabelled: torch.Tensor = self.net(next(self.second))
+        return super().loss(batch) + on_unlabelled.square().mean()
+
+
+class TwoSchedules(Job):
+    """A second optimizer is registered; its schedule is made inside the block and is not."""
+
+    shows_at = CUT_AT + 3  # the second optimizer's weights are not sampled, but the next loss shows them
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.second = torch.optim.SGD(self.head.parameters(), lr=0.1)
+        self.more = [self.second]
+
+    def begin(self, recovery: CPSRRecovery) -> None:
+        recovery.register("head", self.head)
+        recovery.register("second", self.second)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.second, lambda steps: 0.8**steps)
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        return nn.functional.mse_loss(self.head(self.net(batch[0])), batch[1])
+
+    def after_step(self) -> None:
+        self.schedule.step()
+
+
+class RegisteredSchedule(TwoSchedules):
+    """The schedule is registered, too: a restart undoes what its constructor does to the restored learning rate."""
+
+    def begin(self, recovery: CPSRRecovery) -> None:
+        super().begin(recovery)
+        recovery.register("schedule", self.schedule)
+
+
+class Relabelled(Job):
+    """Labels are corrected in place during all passes of one stream."""
+
+    passes_of_a_stream = PASSES
+
+    def after_step(self) -> None:
+        self.data.tensors[1].mul_(0.97)
+
+
+RESTORED: dict[str, type[Job]] = {one.__name__: one for one in (Job, RegisteredSchedule)}
+FAULTS: dict[str, type[Job]] = {
+    one.__name__: one
+    for one in (MovedWeights, Unfrozen, Undropped, ClippedByMedian, Unlabelled, TwoSchedules, Relabelled)
+}
+
+
+def loop(life: Life) -> str:
+    job = {**RESTORED, **FAULTS}[life.options["job"]]()
+    adapter = TorchAdapter(job.net, job.optimizer)
+    with CPSRRecovery(adapter, life.config()) as recovery:
+        job.begin(recovery)
+        for number in range(recovery.epoch, PASSES):
+            job.begin_pass(number)
+            if recovery.epoch == PASSES:
+                break
+            for batch in recovery.resume(job.loader, epochs=job.passes_of_a_stream):
+                loss = job.loss(batch)
+                for one in (job.optimizer, *job.more):
+                    one.zero_grad()
+                backward(loss)
+                for one in (job.optimizer, *job.more):
+                    one.step()
+                job.after_step()
+                life.step(recovery.iteration)
+    return digest(job.net)
+
+
+def checks(folder: Path) -> list[tuple[str, int | None]]:
+    with JournalReader(folder / "run" / "journal.db") as reader:
+        return [(one.kind, one.iteration) for one in reader.events() if one.kind in ("checked", "not restored")]
+
+
+def cut(folder: Path, **options: Any) -> tuple[Ended, Ended]:
+    return alone_and_cut(loop, folder, at=CUT_AT, how=signal.SIGTERM, **options)
+
+
+@pytest.mark.parametrize("job", RESTORED)
+def test_a_loop_that_comes_back_repeats_two_steps(job: str, tmp_path: Path) -> None:
+    alone, again = cut(tmp_path, job=job)
+    assert again.result == alone.result
+    assert checks(tmp_path / "cut") == [("checked", CUT_AT + 3)]
+
+
+@pytest.mark.parametrize("job", FAULTS)
+def test_what_a_restart_does_not_bring_back_is_reported(job: str, tmp_path: Path) -> None:
+    alone, again = cut(tmp_path, job=job)
+    assert again.result != alone.result
+    assert checks(tmp_path / "cut") == [("not restored", FAULTS[job].shows_at)]
