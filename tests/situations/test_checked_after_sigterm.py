@@ -73,7 +73,9 @@ class Undropped(Job):
     """Dropout grows from pass to pass, starting from what it was."""
 
     def begin_pass(self, number: int) -> None:
-        self.net[2].p += 0.1
+        dropout = self.net[2]
+        assert isinstance(dropout, nn.Dropout)
+        dropout.p += 0.1
 
 
 class Clipping(torch.optim.SGD):
