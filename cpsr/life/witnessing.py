@@ -120,7 +120,8 @@ class Witnessing(Part):
         self._obstacle = NONE_LEFT
         self._sample = WeightSample(job.adapter, job.shard)
         self._on_device = self._sample.device is not None and self._sample.device.type != "cpu"
-        self._device, self._optimizers = job.adapter.device.type, job.adapter.optimizers
+        self._device, self._optimizers = job.adapter.device.type, list(job.adapter.optimizers)
+        self._registered = 0  # objects that were looked at for further optimizers
         self._ring = self._open(job)
         self._pending: deque[_Pending] = deque()
         self._rates: tuple[tuple[float, ...], int] = (), 0
@@ -186,7 +187,11 @@ class Witnessing(Part):
             self.poll()
 
     def before_update(self) -> None:
-        """Note the learning rates of the update."""
+        """Note the learning rates of the update, also of registered optimizers."""
+        objects = self._state.objects
+        if len(objects) > self._registered:
+            added, self._registered = objects[self._registered :], len(objects)
+            self._optimizers += [one for one in added if isinstance(one, torch.optim.Optimizer)]
         rates = [
             rate
             for one in self._optimizers
