@@ -19,7 +19,7 @@ from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.pool_buffers import PoolBuffers
 from cpsr.checkpoint.running import RunningCopy
 from cpsr.checkpoint.sealing import Sealing
-from cpsr.checkpoint.write_watch import WriteWatch
+from cpsr.checkpoint.write_watch import DISTURBED, WriteWatch
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.arrival import Deadline
 from cpsr.state.frozen import FrozenWeights
@@ -34,10 +34,6 @@ logger = logging.getLogger(__name__)
 BOUNDARY_SECONDS = 10.0
 # Share of it for the running snapshot: behind a step that hangs it never completes.
 RUNNING_SHARE = 0.5
-DISTURBED = (
-    "the loop changes weights between a step and the next update, as weight noise, adversarial weights and the weights "
-    "of an evaluation do. From now on it waits at each snapshot until all is copied"
-)
 # For a copy under way at the end of a life; after a dump that failed, the launcher's 30 s are half over.
 CLOSE_SECONDS = 5.0
 
@@ -175,7 +171,7 @@ class SnapshotPool:
         if contents.moments:
             buffer.copy_others(shard)
         if not writes.disturbed:
-            writes.begin(shard, thorough=snapshot.disk)
+            writes.begin(self, shard, thorough=snapshot.disk)
         copy = self.copier.start(buffer, shard, contents, partial(_put_views, snapshot, buffer))
         running = RunningCopy(copy, small, self.copier.arrival())
         self._running = snapshot, running
@@ -217,14 +213,14 @@ class SnapshotPool:
             self._discard(snapshot, copy)
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
         finally:
-            self.writes.end()
+            self.writes.end(self)
         self.seal(snapshot)
         snapshot.stall_seconds += copy.stall_seconds(time.perf_counter() - started)
         return snapshot
 
     def look(self) -> None:
         """A forward begins: a copy of weights that the loop has changed for it counts no more."""
-        if self._running is not None and self.writes.look():
+        if self.writes.look() and self._running is not None:
             self._unseal(*self._running)
 
     def _discard(self, snapshot: Snapshot, copy: RunningCopy) -> None:

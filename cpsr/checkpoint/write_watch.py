@@ -1,4 +1,4 @@
-"""Whether a loop changes weights while a snapshot copies them: between a step and the next update."""
+"""Whether a loop changes weights while they are copied: between a step and the next update."""
 
 from operator import is_
 from typing import Any
@@ -9,8 +9,12 @@ import torch
 from cpsr.state.arrival import Arrival
 from cpsr.state.shard import Shard
 
-__all__ = ["WriteWatch"]
+__all__ = ["DISTURBED", "WriteWatch"]
 
+DISTURBED = (
+    "the loop changes weights between a step and the next update, as weight noise, adversarial weights and the weights "
+    "of an evaluation do. From now on it waits at each snapshot until all is copied"
+)
 THOROUGH_SNAPSHOTS = 3  # of a life; later ones for host memory alone are watched by single elements
 ROWS_MAX = 1 << 16  # of a tensor that are looked at
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -19,17 +23,20 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 class WriteWatch:
     """Compares the weights at the begin of a copy with those at each forward until the next update.
 
+    Snapshots and windows share one: their copies begin between the same two steps, and end before the next update.
+
     Torch counts writes in place, also to moments. It does not count those through `.data`: one element of each tensor
     shows them, and in a thorough watch one of each row, as adversarial changes of an embedding touch few rows.
 
     Attributes:
         disturbed: whether the loop has ever changed weights there: it must then wait for each copy.
         trusted: whether enough snapshots were watched thoroughly, and nothing changed.
+        changed: whether a look has found a change since the begin of the copies that are under way.
     """
 
     def __init__(self) -> None:
-        self.disturbed = False
-        self._changed = False  # since the begin of this copy
+        self.disturbed = self.changed = False
+        self._copies: set[object] = set()  # under way
         self._watched = 0
         self._sources: list[torch.Tensor] = []
         self._counted: list[torch.Tensor] = []
@@ -44,18 +51,23 @@ class WriteWatch:
         """See the class."""
         return not self.disturbed and self._watched >= THOROUGH_SNAPSHOTS
 
-    def begin(self, shard: Shard, *, thorough: bool) -> None:
+    def begin(self, copy: object, shard: Shard, *, thorough: bool) -> None:
         """A copy of this state begins.
 
         Args:
+            copy: by which `end` knows it.
             shard: its sources.
             thorough: look at each row, also later in this life.
         """
-        self._prepare(shard)
         thorough = thorough or self._watched < THOROUGH_SNAPSHOTS
+        first = not self._copies
+        self._copies.add(copy)
+        if not first and not thorough:
+            return  # since the begin of the other
+        self._prepare(shard)
         self._watched += thorough
         self._mark = self._versions(), b"".join(self._elements), self._sums() if thorough else None
-        self._changed, self._sent = False, []
+        self.changed, self._sent = self.changed and not first, []
         self._send()
 
     def look(self, *, forward: bool = True) -> bool:
@@ -67,20 +79,22 @@ class WriteWatch:
         if self._mark is None:
             return False
         versions, elements, sums = self._mark
-        changed = self._changed or self._versions() != versions or b"".join(self._elements) != elements
+        changed = self.changed or self._versions() != versions or b"".join(self._elements) != elements
         if not changed and sums is not None:
             changed = self._sums() != sums
         if forward:
             self._send()
         elif not changed:
             changed = self._differs_on_device()
-        self._changed = changed
+        self.changed = changed
         self.disturbed = self.disturbed or changed
         return changed
 
-    def end(self) -> None:
-        """The copy is over."""
-        self._mark, self._sent = None, []
+    def end(self, copy: object) -> None:
+        """The copy is over; without `begin` nothing happens."""
+        self._copies.discard(copy)
+        if not self._copies:
+            self._mark, self._sent, self.changed = None, [], False
 
     def _versions(self) -> list[int]:
         return [one._version for one in self._counted]

@@ -265,13 +265,13 @@ class Life:
         if self.run.experts is not None:
             self.run.experts.begin_forward()
         self._witnessing.on_forward()
-        self.run.memory.pool.look()
+        self.run.memory.look()
         self.loop.state.draws.forward()
         self.loop.probes.on_forward(args, kwargs)
 
     def on_other_forward(self) -> None:
         """The module is called for something else, perhaps with other weights."""
-        self.run.memory.pool.look()
+        self.run.memory.look()
 
     def log_loss(self, loss: torch.Tensor) -> None:
         """The script reports the loss of a micro-batch."""

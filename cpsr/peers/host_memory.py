@@ -130,6 +130,12 @@ class HostMemory:
         if self.windows is not None:
             self.windows.after_step(iteration)
 
+    def look(self) -> None:
+        """A forward begins: copies of weights that the loop has changed for it count no more."""
+        self.pool.look()
+        if self.windows is not None:
+            self.windows.look()
+
     def follow_replicas(self, on_replica: Callable[[float], None]) -> None:
         """Call this with the seconds that each replica of this rank's snapshots took; from several threads."""
         if self._replicator is not None:

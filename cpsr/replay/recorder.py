@@ -16,6 +16,7 @@ from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import describe
 from cpsr.checkpoint.parts import Held
 from cpsr.checkpoint.pinning import Pinning
+from cpsr.checkpoint.write_watch import DISTURBED, WriteWatch
 from cpsr.replay.layout import WindowLayout
 from cpsr.state.shard import OperatorState, Shard
 from cpsr.state.small_state import SmallState
@@ -90,13 +91,25 @@ class OnSealed(Protocol):
         """One is: its file, its first iteration, and whether it goes to the peers."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
-    """A copy that has begun."""
+    """A copy that has begun.
 
+    Attributes:
+        window: to which it belongs.
+        iteration: that it copies.
+        done: its seconds, once it is complete.
+        bytes: of it.
+        begun_at: by the host's clock.
+        counts: its sources are known to stay unchanged until it is complete.
+    """
+
+    window: Window
+    iteration: int
     done: Future[float]
     bytes: int
     begun_at: float
+    counts: bool = False
 
 
 class Recorder:
@@ -110,6 +123,7 @@ class Recorder:
         shard: gives the engine's views.
         report: takes what has failed.
         files: how many windows have memory.
+        writes: whether the loop changes weights while they are copied.
 
     Attributes:
         files: how many windows have memory.
@@ -122,8 +136,10 @@ class Recorder:
         shard: Callable[[], Shard],
         report: Callable[[str], None],
         files: int = FILES,
+        writes: WriteWatch | None = None,
     ) -> None:
         self._memory, self._shard, self._report = memory, shard, report
+        self._writes = WriteWatch() if writes is None else writes
         self.files = files
         self.on_sealed: OnSealed | None = None
         self._files: list[MemoryFile | None] = [None] * files
@@ -249,20 +265,33 @@ class Recorder:
                 window.outcomes.append(SmallState(outcome))
             shard = self._shard()
             pairs = self._pairs(window, step, shard)
+            if not self._writes.disturbed:
+                self._writes.begin(self, shard, thorough=False)
             work: Callable[[], float] = partial(self._copied, pairs)
             if self._stream is not None:
                 copy = DeviceCopy(self._stream, shard)
                 copy.enqueue(_on_device(pairs))
                 work = copy.result
         except Exception as error:  # noqa: BLE001 - training goes on without this window
+            self._writes.end(self)
             self._fail(window, iteration, error)
             return None
         if send and step + 1 == len(window.layout.turns):
             window.sent, self._sent_at = True, window.first
         done = self._worker.submit(work)
-        self._running = _Running(done, window.layout.copied_bytes(step), time.perf_counter())
-        self._worker.submit(self._settle, window, step, iteration, done)
+        begun_at, size = time.perf_counter(), window.layout.copied_bytes(step)
+        running = self._running = _Running(window, iteration, done, size, begun_at)
+        self._worker.submit(self._hash, running, step)
+        if self._writes.disturbed:
+            wait([done])
+        if self._writes.disturbed or (self._writes.trusted and not window.sent):
+            self._count(running)
         return window if window.sent else None
+
+    def look(self) -> None:
+        """A forward begins: a window with weights that the loop has changed for it is not used."""
+        if self._running is not None and self._writes.changed:
+            self._spoil(self._running)
 
     def finish(self) -> Copied | None:
         """Wait for a running copy; call it before the optimizer changes the state."""
@@ -271,11 +300,34 @@ class Recorder:
             return None
         overlap = time.perf_counter() - running.begun_at
         try:
-            return Copied(running.bytes, running.done.result() + self._hash_seconds, overlap)
+            copied = Copied(running.bytes, running.done.result() + self._hash_seconds, overlap)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
-            if self._window is not None:
-                self._fail(self._window, self._window.first, error)
-            return None
+            self._fail(running.window, running.window.first, error)
+            copied = None
+        self._confirm(running)
+        return copied
+
+    def _confirm(self, running: _Running) -> None:
+        """The copy is complete: if its sources have changed meanwhile, it does not count."""
+        if self._writes.look(forward=False):
+            self._spoil(running)
+        self._writes.end(self)
+        self._count(running)
+
+    def _count(self, running: _Running) -> None:
+        """The copy is, or will be, that of one state: seal a window that ends with it."""
+        window = running.window
+        if not running.counts and not window.dropped and window.taken == len(window.layout.turns):
+            self._worker.submit(self._seal, window, running.iteration)
+        running.counts = True
+
+    def _spoil(self, running: _Running) -> None:
+        """The loop has changed weights that were being copied: the window is not used, even if it is sealed."""
+        window = running.window
+        if not window.dropped:
+            self._drop(window)
+            self._report(f"the window of iterations from {window.first} on is dropped: {DISTURBED}")
+            self._worker.submit(window.file.unseal).result()  # after it was sealed, if it was
 
     def forget(self) -> None:
         """The run has gone back: no window leads to its state."""
@@ -294,14 +346,16 @@ class Recorder:
         Args:
             remove: the windows go; else they stay for the next life.
         """
-        running = [] if self._running is None else [self._running.done]
-        if self._window is not None and running and not running[0].done():
-            self._window.dropped = True
-        if wait(running, CLOSE_SECONDS).not_done:
+        running = self._running
+        if running is not None and not running.done.done():
+            running.window.dropped = True
+        if running is not None and wait([running.done], CLOSE_SECONDS).not_done:
             self._report(f"a copy to host memory has not ended within {CLOSE_SECONDS:g} s: its memory is left as it is")
             self._worker.shutdown(wait=False)
             _left_alone.append(self)
             return
+        if running is not None:
+            self._confirm(running)
         self._worker.shutdown(wait=True)
         for pinning in self._pinnings.values():
             pinning.undo()
@@ -348,32 +402,40 @@ class Recorder:
         copy_beside_training(pairs)
         return time.perf_counter() - started
 
-    def _settle(self, window: Window, step: int, iteration: int, copied: "Future[float]") -> None:
-        """Hash what was copied, and seal the window with its last snapshot; in the worker."""
+    def _hash(self, running: _Running, step: int) -> None:
+        """Hash what was copied; in the worker."""
+        window, started = running.window, time.perf_counter()
         if window.dropped:
             return
-        layout, file = window.layout, window.file
         try:
-            copied.result()  # complete; nothing is sealed of a copy that has failed
-            started = time.perf_counter()
-            layout.taken(window.held, step, iteration)
-            self._hash_seconds = time.perf_counter() - started
-            if step + 1 < len(layout.turns):
-                return
+            running.done.result()  # complete; nothing is sealed of a copy that has failed
+            window.layout.taken(window.held, step, running.iteration)
+        except Exception as error:  # noqa: BLE001 - training goes on without this window
+            self._give_up(window, running.iteration, error)
+        self._hash_seconds = time.perf_counter() - started
+
+    def _seal(self, window: Window, iteration: int) -> None:
+        """The window is complete with this iteration; in the worker."""
+        if window.dropped:
+            return
+        try:
             for small in (window.small, *window.outcomes):
                 small.wait()
             outcomes = [small.tree() for small in window.outcomes]
             start, life = window.small.tree(), self._memory.life
             scalars = {"start": start, "last": iteration, "outcomes": outcomes, "life": life}
             stamp = self._memory.rank, self._memory.life, "window"
-            views = layout.shard(file.bytes)
-            file.seal(*stamp, views, window.first, scalars, branch=self._memory.branch, held=window.held)
+            views = window.layout.shard(window.file.bytes)
+            window.file.seal(*stamp, views, window.first, scalars, branch=self._memory.branch, held=window.held)
             if self.on_sealed is not None:
-                self.on_sealed(file.path, window.first, send=window.sent)
+                self.on_sealed(window.file.path, window.first, send=window.sent)
             window.settled = True
         except Exception as error:  # noqa: BLE001 - training goes on without this window
-            window.dropped, self._firsts[window.slot] = True, -1
-            self._report(f"the window of iterations {window.first} to {iteration} could not be sealed: {error}")
+            self._give_up(window, iteration, error)
+
+    def _give_up(self, window: Window, iteration: int, error: Exception) -> None:
+        window.dropped, self._firsts[window.slot] = True, -1
+        self._report(f"the window of iterations {window.first} to {iteration} could not be sealed: {error}")
 
 
 def _first_in(path: Path) -> int:

@@ -34,7 +34,7 @@ class Windows:
     Args:
         job: this rank's.
         memory: names and stamps of the files.
-        pool: takes no snapshot while the state is not whole.
+        pool: takes no snapshot while the state is not whole, and knows whether the loop changes weights meanwhile.
 
     Attributes:
         file_bytes: of each window, as long as the number of iterations stays the same.
@@ -53,7 +53,7 @@ class Windows:
         files = _files(job, self.file_bytes)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
-        self._recorder: Recorder | None = Recorder(memory, KeptViews(job.adapter), self._report, files)
+        self._recorder: Recorder | None = Recorder(memory, KeptViews(job.adapter), self._report, files, pool.writes)
         self._off = False
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
@@ -122,6 +122,11 @@ class Windows:
     def iterations(self) -> int | None:
         """Of windows that begin now, as agreed; None where none are taken."""
         return None if self._off or self._recorder is None else self._agreed[1]
+
+    def look(self) -> None:
+        """A forward begins; see `Recorder.look`."""
+        if self._recorder is not None:
+            self._recorder.look()
 
     def before_update(self) -> None:
         """The optimizer is about to change the state."""

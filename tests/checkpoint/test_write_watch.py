@@ -9,6 +9,8 @@ from cpsr.checkpoint.write_watch import THOROUGH_SNAPSHOTS, WriteWatch
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.stand_in_device import stand_in_device
 
+COPY, OTHER = "a snapshot", "that of a window"
+
 
 def shard_of(*tensors: torch.Tensor) -> Shard:
     return Shard(
@@ -38,13 +40,13 @@ def test_a_write_is_seen_in_the_forward_even_if_it_is_undone(write: Callable[[to
     weights, watch = torch.randn(40, 8), WriteWatch()
     shard = shard_of(weights, torch.randn(5))
     before = weights.clone()
-    watch.begin(shard, thorough=True)
+    watch.begin(COPY, shard, thorough=True)
     assert not watch.look()
     write(weights)
     assert watch.look()
     weights.data.copy_(before)
     assert watch.look(forward=False)
-    watch.end()
+    watch.end(COPY)
     assert watch.disturbed
     assert not watch.look()
 
@@ -54,23 +56,37 @@ def test_a_loop_is_trusted_once_enough_copies_were_watched() -> None:
     shard = shard_of(weights)
     for _ in range(THOROUGH_SNAPSHOTS):
         assert not watch.trusted
-        watch.begin(shard, thorough=False)
+        watch.begin(COPY, shard, thorough=False)
         assert not watch.look(forward=False)
-        watch.end()
+        watch.end(COPY)
         weights.add_(1)  # the update
     assert watch.trusted
-    watch.begin(shard, thorough=False)
+    watch.begin(COPY, shard, thorough=False)
     through_data(weights)
     assert watch.look()
     assert not watch.trusted
 
 
+def test_two_copies_end_each_by_itself() -> None:
+    weights, watch = torch.randn(40, 8), WriteWatch()
+    watch.begin(COPY, shard_of(weights), thorough=True)
+    watch.begin(OTHER, shard_of(weights), thorough=True)
+    counted(weights)
+    assert watch.look()
+    watch.end(COPY)
+    assert watch.look(forward=False)
+    assert watch.changed
+    watch.end(OTHER)
+    assert not watch.changed
+    assert not watch.look(forward=False)
+
+
 def test_other_tensors_are_watched_once_the_engine_has_them() -> None:
     watch = WriteWatch()
-    watch.begin(shard_of(torch.zeros(4, 4)), thorough=True)
-    watch.end()
+    watch.begin(COPY, shard_of(torch.zeros(4, 4)), thorough=True)
+    watch.end(COPY)
     weights = torch.zeros(4, 4)
-    watch.begin(shard_of(weights), thorough=True)
+    watch.begin(COPY, shard_of(weights), thorough=True)
     through_data(weights)
     assert watch.look()
 
@@ -81,7 +97,7 @@ def test_a_device_is_not_waited_for_before_the_copy_must_be_complete() -> None:
         shard = Shard({"w": OperatorState("w", ParamSlice(weights, (64,)), {}, 0)})
         watch = WriteWatch()
         device.at_once = False
-        watch.begin(shard, thorough=True)
+        watch.begin(COPY, shard, thorough=True)
         for undone in (1.0, -1.0):
             weights.data.add_(undone)
             assert not watch.look()

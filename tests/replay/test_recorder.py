@@ -60,9 +60,9 @@ class Rank:
         self.iteration += 1
         self._sealed.clear()
         window = self.recorder.take(1, self.iteration, send=send)
-        assert self._sealed.wait(30)
         assert (window is not None) == send
         self.recorder.finish()
+        assert self._sealed.wait(30)
 
     @property
     def whole(self) -> set[int]:

@@ -73,6 +73,39 @@ def test_no_snapshot_in_memory_holds_weights_that_are_put_back(tmp_path: Path, k
     assert told(tmp_path / "alone") == 1
 
 
+def last_rows(life: Life) -> str:
+    """A loop that changes the last rows of a large embedding as soon as it has its batch, and then puts them back."""
+    data, rows = life.options["data"], 100_000
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(rows, 64), torch.nn.Linear(64, 4))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(torch.randint(0, rows, (160,)), torch.randn(160, 4)), batch_size=8, shuffle=True)
+    last = next(model.parameters()).detach()[-1000:]
+    last = last.data if data else last
+    kept = last.clone()
+    replay = {"enabled": True, "window_iterations": 2}
+    config = life.config(replay=replay, checkpoint={"interval_iterations": 100})
+    with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
+        for x, y in recovery.resume(loader, epochs=1):
+            kept.copy_(last)
+            last.add_(1.0)
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            backward(loss)
+            last.copy_(kept)
+            optimizer.step()
+            life.step(recovery.iteration)
+    return digest(model)
+
+
+@pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
+def test_no_window_holds_weights_that_are_put_back(tmp_path: Path, data: bool) -> None:
+    alone, cut = alone_and_cut(last_rows, tmp_path, at=13, data=data)
+    assert cut.result == alone.result
+    assert "Training continues at iteration 1" in cut.output  # from a window, all of whose copies the loop awaited
+    assert told(tmp_path / "alone") == 1
+
+
 def test_no_checkpoint_holds_weights_that_are_put_back(tmp_path: Path) -> None:
     config = {"checkpoint": {"interval_iterations": 5, "shared_memory": False}}
     alone, cut = alone_and_cut(noisy, tmp_path, at=18, kind="noise", data=True, config=config)
