@@ -212,25 +212,29 @@ class RunState(Part):
             ),
             after=after,
         )
+        self._recognised = recognisable(loader, self.objects)  # each pass may be given data of its own
         if before is None:
-            self._require_same_data(loader)
+            self._require_same_data()
             self._stream.name_generators_in_workers()
         else:
             before.close(TWO_STREAMS)
-            self._recognised = recognisable(loader, self.objects)  # each pass may be given data of its own
         return self._stream
 
-    def _require_same_data(self, loader: Iterable[Any]) -> None:
+    def _require_same_data(self) -> None:
         """Refuse other data than those of the pass that goes on, or warn of them."""
-        before, position = self._data.data, self._data
-        self._recognised = recognisable(loader, self.objects)
-        difference = None if position.resized else difference_of_data(before, self._recognised)
+        position = self._data
+        difference = None if position.resized else difference_of_data(position.data, self._recognised)
         if difference is None:
             return
-        if not position.batch or not self._exact:
+        if not position.batch:
             logger.warning(
-                "%s: from here on the run trains on other batches than it would have without the restart", difference
+                "%s. A new pass begins, so no row of it has been trained. If your loop does not give each pass data of "
+                "its own, the data have changed since the run stopped",
+                difference,
             )
+            return
+        if not self._exact:
+            logger.warning("%s: the rest of this pass repeats some rows and leaves others out", difference)
             return
         raise RecoveryError(
             f"{difference}. The run stopped after batch {position.batch} of pass {position.epoch}: the rest of that "
