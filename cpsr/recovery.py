@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from cpsr.config import CPSRConfig
-from cpsr.engines import adapt, require_loader
+from cpsr.engines import adapt, refuse_known
 from cpsr.errors import ConfigError
 from cpsr.journal.terminal import log_to_terminal
 from cpsr.life.events import EventCallback
@@ -217,7 +217,7 @@ class CPSRRecovery:
             )
         if repeat and epochs is not None:
             raise ConfigError(f"resume(epochs={epochs}, repeat=True): give one of the two")
-        require_loader(loader)
+        refuse_known(loader)
         loader = iterable_of(loader)
         stream = self._loop.state.stream(loader, epochs, repeat)
         if self._life.on_probation and not stream.can_seek:

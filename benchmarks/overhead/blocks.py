@@ -52,6 +52,8 @@ def measure_pairs(
     plain = _endless(loader)
     for _ in range(WARM_UP_STEPS):
         step(next(wrapped))
+    adapter.detach()
+    for _ in range(WARM_UP_STEPS):
         step(next(plain))
 
     def block(with_wrapper: bool) -> float:

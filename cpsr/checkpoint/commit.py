@@ -93,9 +93,9 @@ def abandoned_reason(directory: Path, attempt: Attempt) -> str | None:
 
 
 def mark_abandoned(directory: Path, attempt: Attempt, reason: str) -> None:
-    """Abandon the attempt for all ranks; the caller reports it, and the next retention pass removes its files."""
+    """Abandon the attempt for all ranks; the next retention pass removes its files."""
     _write_marker(directory / ABANDONED, attempt, reason)
-    _log.debug("checkpoint %s is abandoned: %s", directory, reason)
+    _log.warning("checkpoint %s is abandoned: %s", directory, reason)
 
 
 def abandon(directory: Path, attempt: Attempt, reason: str) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, SetAside, record_set_aside, scan, set_aside_list
-from cpsr.checkpoint.commit import ABANDONED
 from cpsr.checkpoint.files import is_temporary, remove_tree, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import COMMIT, THINNED, holds_weights, step_iteration, thinned_record
 from cpsr.checkpoint.verify import UnreadableFileError, is_committed, read_manifest
@@ -160,9 +159,8 @@ def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: i
             _log.warning("%s stays: whether it was committed cannot be read now (%s)", directory, error)
             continue
         if not committed:
-            level = logging.DEBUG if (directory / ABANDONED).exists() else logging.WARNING  # that was reported then
             remove_tree(directory, first=COMMIT, fsync=fsync)
-            _log.log(level, "%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
+            _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
             continue
         for path in [path for path in directory.iterdir() if is_temporary(path)]:
             path.unlink(missing_ok=True)

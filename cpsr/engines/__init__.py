@@ -4,11 +4,11 @@ import sys
 from typing import Any, cast
 
 from cpsr.engines.adapter import EngineAdapter, StepObserver
-from cpsr.engines.foreign import require_engine, require_loader
+from cpsr.engines.foreign import named, refuse_known
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["EngineAdapter", "StepObserver", "TorchAdapter", "adapt", "require_loader"]
+__all__ = ["EngineAdapter", "StepObserver", "TorchAdapter", "adapt", "refuse_known"]
 
 _INTERFACE = tuple(name for name in (*vars(EngineAdapter), *EngineAdapter.__annotations__) if not name.startswith("_"))
 
@@ -29,8 +29,9 @@ def adapt(engine: Any) -> EngineAdapter:
         return DeepSpeedAdapter(engine)
     if not isinstance(engine, type) and all(hasattr(engine, name) for name in _INTERFACE):
         return cast(EngineAdapter, engine)
-    require_engine(engine)
+    refuse_known(engine)
     raise UnsupportedEngineError(
-        f"{type(engine).__name__} is not a training engine that CPSR knows: pass the engine that deepspeed.initialize "
-        "returned, or wrap module and optimizer as TorchAdapter(module, optimizer)"
+        f"{named(engine)} is no training engine that CPSR knows: pass the engine that deepspeed.initialize returns "
+        "first, or TorchAdapter(model, optimizer); a Trainer of Lightning or transformers takes the CPSRCallback of "
+        "cpsr.integrations"
     )

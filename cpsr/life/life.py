@@ -14,9 +14,9 @@ from cpsr.errors import NotRestoredError
 from cpsr.job import Ending, Part, Rewind
 from cpsr.life.agreement import Agreement
 from cpsr.life.announcement import announce, cause_of_failure
+from cpsr.life.batch_warnings import BatchWarnings
 from cpsr.life.boundary import Boundary
 from cpsr.life.clock import StepClock
-from cpsr.life.first_batches import FirstBatches
 from cpsr.life.leaving import Leave, Leaving
 from cpsr.life.loop import Loop
 from cpsr.life.loop_tail import LoopTail
@@ -179,7 +179,7 @@ class Life:
         self._agreement = Agreement(job, self.planner, self.saver)
         self._tail = LoopTail(job.group, loop.state, pipeline=job.adapter.pipeline_stage is not None)
         self._clock = StepClock(job.adapter)
-        self._first_batches = FirstBatches(job.adapter, job.group, job.config.mode != "exact", job.journal.event)
+        self._batch_warnings = BatchWarnings(job, loop.state.draws)
         self._leaving = Leaving(
             job,
             self.boundary,
@@ -196,7 +196,6 @@ class Life:
         run.steps.followers += [self._lag.on_steps, self.saver.memory.on_steps]
         loop.state.on_request = self._on_request
         loop.state.on_end = self._on_end
-        loop.state.on_batch.append(self._first_batches.on_batch)
         self._parts += [
             loop.state,
             self._witnessing,
@@ -313,7 +312,7 @@ class Life:
         # from must stay the newest.
         due = not self._probation.active and self.saver.is_due(iteration)
         if self._tail.saves:  # the loop takes several steps on one batch
-            self._first_batches.waits_for_batch(due=due)
+            self._batch_warnings.waits_for_batch(due=due)
         elif due:
             self._tail.defer(partial(self._begin_checkpoint, self.saver.take(iteration)), saves=True)
         else:
@@ -361,7 +360,7 @@ class Life:
         self.loop.learning.bubbles.end_iteration()
         self._tail.after_step()
         self.loop.state.end_step()
-        self._first_batches.after_step()
+        self._batch_warnings.after_step()
         if applied:
             self.loop.state.count_update(self._clock.learning_rate)
         if self.run.experts is not None:
@@ -397,7 +396,7 @@ class Life:
     def _begin_checkpoint(self, savers: Savers) -> None:
         iteration = self.job.adapter.iteration  # a later one than it was due at if the loop repeats a batch
         self.saver.begin(iteration, savers, self._capture, self.loop.state.place)
-        self._first_batches.at_checkpoint()
+        self._batch_warnings.at_checkpoint()
         self.loop.learning.at_checkpoint(iteration)
         self._plan(iteration)
 

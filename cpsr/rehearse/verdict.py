@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cpsr.life.batch_warnings import NO_BATCHES
 from cpsr.life.witnessing import likely_causes
 from cpsr.rehearse.comparison import Compared, Reference, StepDifference
 from cpsr.rehearse.cuts import PlannedCut
@@ -171,13 +172,16 @@ def _unprotected(ran: Ran, tried: Sequence[Tried]) -> list[str]:
     found = []
     steps = [one for rank in range(ran.ranks) for one in ran.witnesses(rank).values()]
     if steps and not any(one.batches for one in steps):
-        found.append(
-            "No batch came from recovery.resume(...): a restart cannot tell which data was trained. Iterate over "
-            "recovery.resume(loader), or over recovery.resume(your iterator of batches)"
-        )
+        said = NO_BATCHES.format(f"{ran.iteration} steps")
+        found.append(f"{said[0].upper()}{said[1:]}")
     if steps and all(one.loss is None for one in steps):
         found.append(
             "The loss is unknown, so steps are compared by weights alone: call recovery.log_loss(loss) in each step"
+        )
+    if _same_losses(ran):
+        found.append(
+            "Several ranks had the same loss in each step. Unless the model is split over them, they train on the same "
+            "batches: give the DataLoader sampler=DistributedSampler(dataset), without shuffle=True"
         )
     variables = list(dict.fromkeys(name for one in tried if one.compared for name in one.compared.variables))
     if variables:
@@ -186,6 +190,13 @@ def _unprotected(ran: Ran, tried: Sequence[Tried]) -> list[str]:
             "recovery.register(name, object), and compute counters from recovery.iteration"
         )
     return found
+
+
+def _same_losses(ran: Ran) -> bool:
+    """Whether two ranks had equal losses, which changed from step to step."""
+    losses = [tuple(one.loss for one in ran.witnesses(rank).values()) for rank in range(ran.ranks)]
+    known = [each for each in losses if None not in each and len(set(each)) > 1]
+    return len(set(known)) < len(known)
 
 
 def _listed(names: Sequence[str], limit: int = NAMES_MAX) -> str:

@@ -13,10 +13,10 @@ import torch
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.scalars import DataPosition
 
-__all__ = ["AHEAD_MAX", "Draw", "Draws", "HostRandomStates"]
+__all__ = ["AHEAD_MAX", "LEARNED", "Draw", "Draws", "HostRandomStates"]
 
 AHEAD_MAX = 8  # batches that a loop may draw ahead
-_LEARNED = 3  # steps of a life that tell how its loop draws
+LEARNED = 3  # steps of a life that tell how its loop draws
 _MT19937_BYTES = 625 * 4  # what NumPy's documented `BitGenerator.ctypes.state_address` points to
 
 
@@ -74,6 +74,7 @@ class Draws:
         requested: the loop has drawn a batch, or asks for one, since the last step.
         drawn: batches of this life.
         repeats: the loop has taken several steps on one batch.
+        by_another_thread: not the one that trains takes the batches.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,7 @@ class Draws:
         self.repeats = False
         self.requested = False
         self._thread = threading.get_ident()
-        self._by_another_thread = False
+        self.by_another_thread = False
         self._recent: deque[Draw] = deque(maxlen=AHEAD_MAX)
         self._ahead: list[Draw] = []
         self._next: Draw | None = None  # the first one since the last step
@@ -98,6 +99,11 @@ class Draws:
         return self._ahead
 
     @property
+    def taken(self) -> list[int]:
+        """Batches drawn for each of the first steps of the life."""
+        return [draws for draws, _, _ in self._counts]
+
+    @property
     def next(self) -> Draw | None:
         """The first batch drawn since the last step."""
         return self._next
@@ -105,19 +111,19 @@ class Draws:
     @property
     def inside(self) -> bool:
         """Whether the loop has no other batch than that of its last step; while it trains, it repeats that one."""
-        return self.drawn > 0 and not (self.requested or self._ahead or self._by_another_thread)
+        return self.drawn > 0 and not (self.requested or self._ahead or self.by_another_thread)
 
     @property
     def unknown(self) -> bool:
         """Whether the steps so far leave open which batches are trained."""
-        if not 0 < len(self._counts) < _LEARNED or self._by_another_thread:
+        if not 0 < len(self._counts) < LEARNED or self.by_another_thread:
             return False
         draws, forwards, late = self._counts[0]
         return draws > forwards > 0 and not late
 
     def add(self, draw: Draw) -> None:
         """The loop has drawn a batch."""
-        self._by_another_thread |= threading.get_ident() != self._thread
+        self.by_another_thread |= threading.get_ident() != self._thread
         self.drawn += 1
         self._draws += 1
         self._late += 1
@@ -132,12 +138,12 @@ class Draws:
     def step(self) -> None:
         """A step is complete."""
         self.repeats |= self.drawn > 0 and not self._draws and not self._ahead
-        if len(self._counts) < _LEARNED:
+        if len(self._counts) < LEARNED:
             self._learn()
         else:
             surplus = self._draws - self._forwards - self._surplus
             self.ahead = min(max(self.ahead + surplus, 0), self._depth)
-        if self._by_another_thread:
+        if self.by_another_thread:
             self.ahead = 0
         self._ahead = list(self._recent)[-self.ahead :] if self.ahead else []
         self._next, self.requested = None, False
@@ -152,7 +158,7 @@ class Draws:
         shown = late if forwards and all(one[2] == late for one in counts) else 0
         if len(counts) == 1:
             self.ahead = shown
-        elif len(counts) < _LEARNED:
+        elif len(counts) < LEARNED:
             self.ahead = shown if excess == shown else 0
         else:
             steady = forwards > 0 and counts[1][0] - counts[1][1] == self._surplus

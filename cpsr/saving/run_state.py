@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.foreign import require_no_engine
+from cpsr.engines.foreign import refuse_known
 from cpsr.engines.random_states import capture_random_states, restore_random_states
 from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Ending, Part, Rewind
@@ -212,29 +212,25 @@ class RunState(Part):
             ),
             after=after,
         )
-        self._recognised = recognisable(loader, self.objects)  # each pass may be given data of its own
         if before is None:
-            self._require_same_data()
+            self._require_same_data(loader)
             self._stream.name_generators_in_workers()
         else:
             before.close(TWO_STREAMS)
+            self._recognised = recognisable(loader, self.objects)  # each pass may be given data of its own
         return self._stream
 
-    def _require_same_data(self) -> None:
+    def _require_same_data(self, loader: Iterable[Any]) -> None:
         """Refuse other data than those of the pass that goes on, or warn of them."""
-        position = self._data
-        difference = None if position.resized else difference_of_data(position.data, self._recognised)
+        before, position = self._data.data, self._data
+        self._recognised = recognisable(loader, self.objects)
+        difference = None if position.resized else difference_of_data(before, self._recognised)
         if difference is None:
             return
-        if not position.batch:
+        if not position.batch or not self._exact:
             logger.warning(
-                "%s. A new pass begins, so no row of it has been trained. If your loop does not give each pass data of "
-                "its own, the data have changed since the run stopped",
-                difference,
+                "%s: from here on the run trains on other batches than it would have without the restart", difference
             )
-            return
-        if not self._exact:
-            logger.warning("%s: the rest of this pass repeats some rows and leaves others out", difference)
             return
         raise RecoveryError(
             f"{difference}. The run stopped after batch {position.batch} of pass {position.epoch}: the rest of that "
@@ -251,12 +247,12 @@ class RunState(Part):
             given: as for `stateful`.
 
         Raises:
-            ConfigError: the name is taken, or the object has no state.
-            UnsupportedEngineError: its state is not plain data and tensors, or it is a second engine.
+            ConfigError: the name is taken, or the object has no state, as a second engine or a pair of parts.
+            UnsupportedEngineError: its state is not plain data and tensors, or it is DeepSpeed's engine.
         """
         if name in self._registered:
             raise ConfigError(f"an object named '{name}' is registered already")
-        require_no_engine(name, given)
+        refuse_known(given, of="deepspeed")
         item = stateful(name, given)
         codec.encode(item.state_dict(), name)
         self._registered[name] = item

@@ -42,7 +42,9 @@ def stateful(name: str, given: Any) -> Stateful:
             return adapter(given)
     raise ConfigError(
         f"register('{name}', ...): {type(given).__name__} has no state_dict and load_state_dict. Give it both, or keep "
-        "its numbers in a dictionary and register that; generators of torch, NumPy and Python are taken as they are"
+        "its numbers in a dictionary and register that; generators of torch, NumPy and Python are taken as they are. "
+        "Of several parts, as the module and the optimizer of a second engine, register each: "
+        f"register('{name}.model', module)"
     )
 
 

@@ -1,6 +1,6 @@
 """What is passed in place of an engine, or of its parts, is refused by what it is, with what to pass instead."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.engines import adapt, require_loader
+from cpsr.engines import adapt
 from cpsr.errors import UnsupportedEngineError
 
 
@@ -37,30 +38,30 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 
 
 ENGINES: dict[str, tuple[Any, str]] = {
-    "None": (lambda: None, "None is given as the engine"),
-    "a class": (lambda: nn.Linear, "Linear is a class"),
-    "a module": (model, r"this Linear is a model without its optimizer: pass TorchAdapter\(model, optimizer\)"),
-    "an optimizer": (lambda: adam(model()), "this Adam is an optimizer without its model"),
-    "a list": (lambda: [model(), adam(model())], r"a list \(Linear, Adam\) is no training engine"),
+    "None": (lambda: None, "None is no training engine that CPSR knows: pass the engine that deepspeed.initialize"),
+    "a class": (lambda: nn.Linear, "the class Linear is no training engine"),
+    "a module": (model, r"an object of Linear is no training engine .* TorchAdapter\(model, optimizer\)"),
+    "an optimizer": (lambda: adam(model()), "an object of Adam is no training engine"),
+    "a list": (lambda: [model(), adam(model())], r"an object of list is no training engine"),
     "Accelerator": (
         lambda: named("accelerate.accelerator", "Accelerator"),
         r"pass engine_of\(accelerator, model, optimizer, scheduler\) of cpsr\.integrations\.accelerate",
     ),
     "accelerate with DeepSpeed": (
         lambda: named("accelerate.utils.deepspeed", "DeepSpeedEngineWrapper"),
-        "pass the DeepSpeed engine itself",
+        "pass its attribute engine",
     ),
     "Trainer": (
         lambda: named("mine", "MyTrainer", type(named("transformers.trainer", "Trainer"))),
-        r"this MyTrainer is a Hugging Face Trainer.*trainer\.add_callback\(CPSRCallback\(trainer, config\)\)",
+        r"this MyTrainer runs its own loop: add CPSRCallback of cpsr\.integrations\.transformers",
     ),
     "Lightning": (
         lambda: named("lightning.pytorch.trainer.trainer", "Trainer"),
-        r"Trainer\(callbacks=\[CPSRCallback\(config\)\]\)",
+        r"add CPSRCallback of cpsr\.integrations\.lightning",
     ),
     "LightningModule": (
         lambda: named("mine", "Net", type(named("pytorch_lightning.core.module", "LightningModule", nn.Module))),
-        "this Net belongs to Lightning",
+        "an object of Net is no training engine.*a Trainer of Lightning or transformers takes the CPSRCallback",
     ),
     "Fabric": (lambda: named("lightning.fabric.fabric", "Fabric"), "this Fabric is Lightning Fabric's"),
 }
@@ -76,7 +77,7 @@ def test_an_engine_that_is_none(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_models_that_torch_wraps_over_ranks() -> None:
-    with pytest.raises(UnsupportedEngineError, match="this DistributedDataParallel is a model without its optimizer"):
+    with pytest.raises(UnsupportedEngineError, match="an object of DistributedDataParallel is no training engine"):
         adapt(DistributedDataParallel(model()))
     flat = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
     for refused in (
@@ -88,7 +89,7 @@ def test_models_that_torch_wraps_over_ranks() -> None:
             refused(flat)
     sharded = model()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))  # changes its class
-    with pytest.raises(UnsupportedEngineError, match="this FSDPLinear is a model without its optimizer: pass TorchAd"):
+    with pytest.raises(UnsupportedEngineError, match="an object of FSDPLinear is no training engine"):
         adapt(sharded)
     assert len(TorchAdapter(sharded, adam(sharded)).shard().operators) == 2
 
@@ -102,13 +103,16 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": lambda module, optimizer: [optimizer, optimizer]},
         "one object is given twice among the optimizers",
     ),
-    "no optimizers": ({"optimizer": lambda module, optimizer: []}, "an empty list is given as the optimizers"),
+    "no optimizers": ({"optimizer": lambda module, optimizer: []}, "an empty list is no torch optimizer"),
     "optimizers of the same parameters": (
         {"optimizer": lambda module, optimizer: [optimizer, adam(module)]},
         "is in two optimizers, Adam and Adam; give each parameter to one of them",
     ),
-    "optimizer None": ({"optimizer": lambda module, optimizer: None}, "None is given as the optimizer"),
-    "an optimizer's class": ({"optimizer": lambda module, optimizer: torch.optim.Adam}, "Adam is a class"),
+    "optimizer None": ({"optimizer": lambda module, optimizer: None}, "None is no torch optimizer"),
+    "an optimizer's class": (
+        {"optimizer": lambda module, optimizer: torch.optim.Adam},
+        "the class Adam is no torch optimizer",
+    ),
     "parameters": (
         {"optimizer": lambda module, optimizer: module.parameters()},
         "an object of generator is no torch optimizer",
@@ -117,9 +121,9 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": other("accelerate.optimizer", "AcceleratedOptimizer")},
         r"pass engine_of\(accelerator, model, optimizer, scheduler\)",
     ),
-    "of Fabric": ({"optimizer": other("lightning.fabric.wrappers", "_FabricOptimizer")}, "not set up by Fabric"),
+    "of Fabric": ({"optimizer": other("lightning.fabric.wrappers", "_FabricOptimizer")}, "that Fabric did not set up"),
     "of a DeepSpeed engine": (
-        {"optimizer": other("deepspeed.runtime.base_optimizer", "ZeROOptimizer")},
+        {"optimizer": other("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer")},
         "pass the engine to CPSRRecovery itself",
     ),
     "the other way round": (
@@ -157,11 +161,22 @@ def test_what_the_advice_says_is_taken() -> None:
     assert len(TorchAdapter(both, optimizer, chained).shard().operators) == 4
 
 
-@pytest.mark.parametrize(
-    ("package", "name"),
-    [("accelerate.data_loader", "DataLoaderShard"), ("lightning.fabric.wrappers", "_FabricDataLoader")],
-)
-def test_loaders_that_do_not_deal_the_same_batches_again(package: str, name: str) -> None:
-    with pytest.raises(UnsupportedEngineError, match="cannot deal again after a restart"):
-        require_loader(named(package, name))
-    require_loader([1, 2])
+LOADERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "accelerate": (
+        lambda: named("accelerate.data_loader", "DataLoaderShard"),
+        r"iterate over resume\(recovery, loader\)",
+    ),
+    "Fabric": (lambda: named("lightning.fabric.wrappers", "_FabricDataLoader"), "pass the objects that Fabric did not"),
+    "iterator": (lambda: iter(DataLoader([1, 2])), "has drawn the order of its pass already"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_loaders_that_do_not_deal_the_same_batches_again(kind: str, tmp_path: Path) -> None:
+    make, message = LOADERS[kind]
+    module = model()
+    with (
+        CPSRRecovery(TorchAdapter(module, adam(module)), {"run_dir": str(tmp_path / "run")}) as recovery,
+        pytest.raises(UnsupportedEngineError, match=message),
+    ):
+        recovery.resume(make())

@@ -171,17 +171,6 @@ def test_in_other_modes_it_is_reported_once_and_the_advice_can_be_followed(tmp_p
     assert "micro_batches_per_iteration=" not in better.output[0]
 
 
-def test_ranks_that_train_the_same_batches_are_reported_once(tmp_path: Path) -> None:
-    ended = case("nothing").launch(Job(tmp_path / "same"), ranks=2)
-    assert ended.statuses == [0, 0], ended.output
-    assert ended.output[0].count("ranks 0 and 1 train on the same batches") == 1
-    assert "sampler=DistributedSampler(dataset)" in ended.output[0]
-    assert "same batches" not in ended.output[1]
-    apart = case("nothing", sampler="sets epoch", own_epochs=OWN).launch(Job(tmp_path / "apart"), ranks=2)
-    assert apart.statuses == [0, 0], apart.output
-    assert "same batches" not in apart.output[0]
-
-
 def test_a_loop_over_passes_that_begins_anew_is_reported(tmp_path: Path) -> None:
     job = Job(tmp_path)
     tried = case("nothing", at=17, committed=12, own_epochs="from 0", sampler="sets epoch")

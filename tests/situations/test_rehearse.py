@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
 from cpsr.rehearse.command import Rehearsal
+from cpsr.rehearse.comparison import Reference
 from cpsr.rehearse.cuts import plan_cuts
 from cpsr.rehearse.jobs import Ran
-from cpsr.rehearse.verdict import Verdict
+from cpsr.rehearse.verdict import Verdict, judge
+from cpsr.state.witness import SampledBytes, Witness, Witnesses, witness_path
 from tests.situations.lives import Life, backward, live
 
 STEPS = 12
@@ -117,6 +119,23 @@ def test_a_loop_that_cannot_start_again(tmp_path: Path) -> None:
     verdict = rehearsed(training, tmp_path, fault="error")
     assert (verdict.result, verdict.status) == ("does not come back", 1)
     assert "the job failed (exit status 1)" in verdict.sentence
+
+
+def test_ranks_that_train_on_the_same_batches_are_listed(tmp_path: Path) -> None:
+    def unprotected(apart: float) -> str:
+        folder = tmp_path / str(apart)
+        for rank in range(2):
+            ring = Witnesses(witness_path(folder / "run", rank))
+            for step in (1, 2, 3):
+                loss = 1 / step + rank * apart
+                ring.put(Witness(step, 0, 0, 0, step, step, (0.1,), 0, loss, SampledBytes(b"", (0, 0, 0, 0)), 1e-7))
+            ring.close()
+            (folder / f"end-{rank}.json").write_text('{"iteration": 3, "ranks": 2, "life": 0}')
+        asked = RehearsedJob(str(folder), last_iteration=3, interval_iterations=5)
+        return " ".join(judge(Reference(Ran(asked, 0, 1.0)), []).unprotected)
+
+    assert "they train on the same batches: give the DataLoader sampler=DistributedSampler" in unprotected(0.0)
+    assert "same batches" not in unprotected(0.01)
 
 
 def test_cuts_lie_inside_a_pass_and_at_its_end() -> None:
