@@ -18,8 +18,10 @@ import torch
 
 from cpsr.engines.hooks import Hooks
 from cpsr.engines.random_states import capture_random_states, restore_random_states
-from cpsr.engines.stage_traffic import Operation, Repeats, TrafficLog, Verb, witness_of
+from cpsr.engines.stage_traffic import SAMPLED_ELEMENTS, Operation, Repeats, TrafficLog, Verb
+from cpsr.engines.weight_sample import sampled
 from cpsr.errors import RecoveryError
+from cpsr.state.codec import same_bits
 
 __all__ = ["DeepSpeedTraffic"]
 
@@ -168,7 +170,7 @@ class DeepSpeedTraffic:
     def _receive(self, original: Callable[..., Any], tensor: torch.Tensor, src: int, **more: Any) -> Any:
         result = original(tensor=tensor, src=src, **more)
         if self._open and self._log is not None:
-            self._log.add(_operation("receive", tensor, str(src)), witness_of(tensor))
+            self._log.add(_operation("receive", tensor, str(src)), sampled(tensor, SAMPLED_ELEMENTS))
         return result
 
     def _all_reduce(
@@ -289,8 +291,7 @@ class DeepSpeedTraffic:
             engine.pipe_recv_buf = engine._recv_tensor_meta(engine.prev_stage)
         tensor = torch.empty(operation.shape, dtype=getattr(torch, operation.dtype), device=engine.device)
         deepspeed.comm.recv(tensor, other)
-        now = witness_of(tensor).cpu().contiguous()
-        if not torch.equal(now.view(torch.uint8), values.contiguous().view(torch.uint8)):
+        if not same_bits(sampled(tensor, SAMPLED_ELEMENTS).cpu(), values):
             repeats.void()
             raise RecoveryError(
                 f"{what} came from rank {other} with other values than the first time (a tensor of shape "

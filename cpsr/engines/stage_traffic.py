@@ -6,10 +6,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-__all__ = ["WITNESS_ELEMENTS", "Operation", "Repeats", "StageTraffic", "TrafficLog", "Verb", "witness_of"]
+__all__ = ["SAMPLED_ELEMENTS", "Operation", "Repeats", "StageTraffic", "TrafficLog", "Verb"]
 
 # Of what a stage receives: so many elements show whether it is what came the first time.
-WITNESS_ELEMENTS = 256
+SAMPLED_ELEMENTS = 256
 
 Verb = Literal["load", "send", "receive", "all_reduce", "broadcast", "step", "result"]
 
@@ -94,9 +94,3 @@ class StageTraffic(Protocol):
 
     def stop(self) -> None:
         """Follow no more."""
-
-
-def witness_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A few elements, from all over."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, -(-flat.numel() // WITNESS_ELEMENTS))]

@@ -1,4 +1,4 @@
-"""About a hundred sampled elements of a rank's weights, read in a few microseconds, on a GPU without waiting."""
+"""Sampled elements: about a hundred of a rank's weights, read in a few microseconds, and a few of one tensor."""
 
 import struct
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from cpsr.engines.sharded import is_distributed, local
 from cpsr.state.shard import Shard
 from cpsr.state.witness import SAMPLE_BYTES, SampledBytes
 
-__all__ = ["SentSample", "WeightSample"]
+__all__ = ["SentSample", "WeightSample", "sampled"]
 
 # In the order of a `SampledBytes`.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -132,6 +132,12 @@ class WeightSample:
         self._by_dtype = [same for same in views.values() if same]
         on_host = self.device is not None and self.device.type == "cpu"
         self._buffers = [_as_integer(one.view).numpy().data for one in elements] if on_host else []
+
+
+def sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """So many elements of one tensor at most, evenly spread over it; a view, if the tensor is contiguous."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // count))]
 
 
 def _as_integer(view: torch.Tensor) -> torch.Tensor:

@@ -116,9 +116,10 @@ class Life:
         return planner
 
     def _witnesses(self) -> Witnessing:
-        pool = self.run.memory.pool
         published = lambda: self.boundary.published  # noqa: E731 - there is no boundary yet
-        return Witnessing(self.job, self.loop.state, self.loop.losses, published, lambda: pool.obstacle is None)
+        windows = self.run.memory.windows
+        replays = (lambda: None) if windows is None else windows.replays
+        return Witnessing(self.job, self.loop.state, self.loop.losses, published, replays)
 
     def _restorer(self, asked: str) -> Restorer:
         job, run = self.job, self.run

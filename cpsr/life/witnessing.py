@@ -87,6 +87,7 @@ _NO_SAMPLE = SampledBytes(b"", (0, 0, 0, 0))
 class _Pending:
     witness: Witness  # without loss and weights
     sample: SentSample
+    whole: bool
 
 
 class Witnessing(Part):
@@ -100,7 +101,8 @@ class Witnessing(Part):
         state: tells the position in the data, and where the state comes from.
         losses: of this rank.
         published: newest step that the device has completed; asked only where weights are on a GPU.
-        is_whole: False while a replayed window has not brought all weights back: its own check applies.
+        replays: None where all weights are trained. Else a window is replayed, which checks the weights itself: whether
+            this rank computes the step.
 
     Raises:
         NotRestoredError: in a step that differs, with `restart.on_difference: stop`.
@@ -112,10 +114,10 @@ class Witnessing(Part):
         state: RunState,
         losses: LossRecorder,
         published: Callable[[], int],
-        is_whole: Callable[[], bool],
+        replays: Callable[[], bool | None],
     ) -> None:
         self._job, self._state, self._losses, self._published = job, state, losses, published
-        self._is_whole = is_whole
+        self._replays = replays
         self._expected = 0  # steps that will be repeated and have a witness of their first execution
         self._obstacle = NONE_LEFT
         self._sample = WeightSample(job.adapter, job.shard)
@@ -203,8 +205,10 @@ class Witnessing(Part):
 
     def after_step(self, iteration: int) -> None:
         """One step is complete, its loss is closed, and the loop has changed nothing since."""
-        if not self.keeps_steps:
+        computes = self._replays()
+        if self._ring is None or computes is False:
             return
+        whole = computes is None
         position, loss = self._state.reached, self._losses.newest
         if position.batch == position.batches_per_epoch:
             position = position.advanced(0)
@@ -218,11 +222,11 @@ class Witnessing(Part):
         life, trajectory = self._job.journal.life, self._trajectory
         witness = Witness(iteration, life, trajectory, *place, *self._rates, seen, weights, self._epsilon)
         if sent is None:
-            self._complete(witness)
+            self._complete(witness, whole)
             return
         if len(self._pending) == PENDING:
             self._pending.popleft()  # the host is far ahead of the device
-        self._pending.append(_Pending(witness, sent))
+        self._pending.append(_Pending(witness, sent, whole))
 
     def poll(self) -> None:
         """Record the steps whose samples have arrived; without waiting."""
@@ -232,7 +236,7 @@ class Witnessing(Part):
     @property
     def keeps_steps(self) -> bool:
         """Whether the witness of a step would be kept now."""
-        return self._ring is not None and self._is_whole()
+        return self._ring is not None and self._replays() is None
 
     def last_step(self, iteration: int) -> None:
         """As `after_step`, at the end of a life; waits for the device."""
@@ -244,13 +248,14 @@ class Witnessing(Part):
 
     def _record(self, pending: _Pending) -> None:
         weights, loss = pending.sample.read()
-        self._complete(pending.witness._replace(loss=loss, weights=weights))
+        self._complete(pending.witness._replace(loss=loss, weights=weights), pending.whole)
 
-    def _complete(self, witness: Witness) -> None:
+    def _complete(self, witness: Witness, whole: bool) -> None:
         assert self._ring is not None
         if witness.iteration <= self._last:
-            self._compare(witness)
-        self._ring.put(witness)
+            self._compare(witness if whole else witness._replace(weights=_NO_SAMPLE))
+        if whole:  # else that of the first execution stays
+            self._ring.put(witness)
 
     # The check
 

@@ -13,7 +13,7 @@ from cpsr.checkpoint.loading import SCALARS, decoded_scalars
 from cpsr.checkpoint.verify import open_tensors, read_manifest, read_rank_manifest
 from cpsr.errors import CPSRError
 from cpsr.rehearse.jobs import Ran
-from cpsr.state.codec import same
+from cpsr.state.codec import same, same_bits
 from cpsr.state.scalars import DataPosition
 from cpsr.state.witness import Difference, Witness, difference
 
@@ -82,7 +82,7 @@ class FinalState:
             for key in own:
                 if key.startswith(SCALARS):
                     continue
-                if key not in its or not _same_bits(own[key], its[key]):
+                if key not in its or not same_bits(own[key], its[key]):
                     found.append(key.partition("/")[2])
         return sorted(set(found))
 
@@ -245,9 +245,3 @@ def _words(part: str, name: str) -> str:
     if part == "rng":
         return f"random states ({name})"
     return part.replace("_", " ")
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -17,8 +17,10 @@ import torch
 from cpsr.checkpoint.memory_reader import OpenState, ages_in_memory
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.weight_sample import sampled
 from cpsr.errors import CheckpointError, RecoveryError
-from cpsr.replay.layout import compute_key, witness_key
+from cpsr.replay.layout import SAMPLED_ELEMENTS, compute_key, sample_key
+from cpsr.state.codec import same_bits
 from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["REPEATED", "VOID", "Conversion", "load_window"]
@@ -100,14 +102,14 @@ class Conversion:
         """
         step = iteration - self.first
         for name, operator in self._adapter.shard().operators.items():
-            values, witness = operator.parameter.values.detach(), f"other/{witness_key(step, name)}"
+            values, few = operator.parameter.values.detach(), f"other/{sample_key(step, name)}"
             if self.anchors[name] >= iteration:
                 before, cause = self._weights(name, step), _WRITES
-            elif self._window.has(witness):
-                before, cause = self._window.as_it_is(witness), _DIFFERS
+            elif self._window.has(few):
+                values, before, cause = sampled(values, SAMPLED_ELEMENTS), self._window.as_it_is(few), _DIFFERS
             else:
                 continue
-            if not _same_bits(values[: before.numel()].to(before.device), before.to(values.dtype)):
+            if not same_bits(values.to(before.device), before.to(values.dtype)):
                 raise RecoveryError(
                     f"iteration {iteration} was repeated from the window of iterations {self.first} to {self.last}, "
                     f"and {name} is not what it was the first time. {cause} The window ({self._name}) {then}. "
@@ -156,8 +158,3 @@ def _fill(
 def _is_absent(moment: torch.Tensor) -> bool:
     """Whether the optimizer has still to create it: its zeros are one number, which cannot be written."""
     return moment.numel() > 1 and moment.stride() == (0,)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also of numbers that are none."""
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -8,14 +8,15 @@ import torch
 
 from cpsr.checkpoint.memory_states import PAGE_BYTES
 from cpsr.checkpoint.parts import REST, Held, Parts
+from cpsr.engines.weight_sample import sampled
 from cpsr.replay.schedule import Schedule
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["WindowLayout", "compute_key", "witness_key"]
+__all__ = ["SAMPLED_ELEMENTS", "WindowLayout", "compute_key", "sample_key"]
 
 _ALIGNED = 64  # of each tensor, for views of any type
 # Another training than the first time differs in all weights: so few elements of so few operators show it.
-WITNESSES, WITNESS_ELEMENTS = 8, 1024
+SAMPLED_OPERATORS, SAMPLED_ELEMENTS = 8, 1024
 
 
 def compute_key(step: int, operator: str) -> str:
@@ -23,9 +24,9 @@ def compute_key(step: int, operator: str) -> str:
     return f"compute/{step}/{operator}"
 
 
-def witness_key(step: int, operator: str) -> str:
-    """Name of the first weights of an operator that is replayed, as they were the first time."""
-    return f"witness/{step}/{operator}"
+def sample_key(step: int, operator: str) -> str:
+    """Name of a few weights of an operator that is replayed, as they were the first time."""
+    return f"sample/{step}/{operator}"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class WindowLayout:
     """The tensors of a window, snapshot after snapshot.
 
     Each snapshot holds the operators whose turn it is whole, and of those whose turn comes later the compute weights.
-    Of some whose turn is over it holds the first weights: a replay must give the same. The first one also holds the
+    Of some whose turn is over it holds a few weights: a replay must give the same. The first one also holds the
     buffers.
 
     Args:
@@ -80,7 +81,7 @@ class WindowLayout:
                 self._add(f"other/{compute_key(step, name)}", weights, compute.get(name, weights.dtype))
             for name in _spread([name for earlier in turns[:step] for name in earlier]):
                 values = template.operators[name].parameter.values
-                self._add(f"other/{witness_key(step, name)}", values[:WITNESS_ELEMENTS])
+                self._add(f"other/{sample_key(step, name)}", sampled(values, SAMPLED_ELEMENTS))
             self._end = -(-self._end // PAGE_BYTES) * PAGE_BYTES
             self._ends.append(self._end)
         self.bytes = self._end
@@ -102,8 +103,8 @@ class WindowLayout:
         for key, place in self._places[step].items():
             if key.startswith("other/compute/"):
                 yield place.view(content), tensors[f"param/{key.split('/', 3)[3]}"]
-            elif key.startswith("other/witness/"):
-                yield place.view(content), tensors[f"param/{key.split('/', 3)[3]}"][:WITNESS_ELEMENTS]
+            elif key.startswith("other/sample/"):
+                yield place.view(content), sampled(tensors[f"param/{key.split('/', 3)[3]}"], SAMPLED_ELEMENTS)
             elif not key.startswith("other/"):
                 yield place.view(content), tensors[key]
 
@@ -143,5 +144,5 @@ class WindowLayout:
 
 def _spread(names: list[str]) -> list[str]:
     """A few of them, from all over."""
-    count = min(len(names), WITNESSES)
+    count = min(len(names), SAMPLED_OPERATORS)
     return [names[place * len(names) // count] for place in range(count)]

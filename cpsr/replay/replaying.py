@@ -81,7 +81,7 @@ class Replaying:
             iteration: of the step.
             forget: makes the window void.
         """
-        if iteration <= self.last and not self._rests:
+        if iteration <= self.last and not self.rests:
             with self._void_after_an_error(forget):
                 self._conversion.after_step(iteration)
         if self._rest is not None and iteration == self.until:
@@ -97,7 +97,7 @@ class Replaying:
         Raises:
             RecoveryError: see `Conversion.require_same`.
         """
-        if iteration <= self.last and not self._rests:
+        if iteration <= self.last and not self.rests:
             with self._void_after_an_error(forget):
                 self._conversion.require_same(iteration, REPEATED if self._frozen.leaves_out else VOID)
         if iteration < self.until:
@@ -118,7 +118,8 @@ class Replaying:
         self._conversion.close()
 
     @property
-    def _rests(self) -> bool:
+    def rests(self) -> bool:
+        """Whether this rank computes nothing, until its rest ends."""
         return self._rest is not None and self._rest.here
 
     def _end_at(self, until: int) -> None:

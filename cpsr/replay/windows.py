@@ -123,6 +123,10 @@ class Windows:
         """Of windows that begin now, as agreed; None where none are taken."""
         return None if self._off or self._recorder is None else self._agreed[1]
 
+    def replays(self) -> bool | None:
+        """Whether this rank computes the steps of a window that is replayed; None where none is, any more."""
+        return None if self._replaying is None else not self._replaying.rests
+
     def look(self) -> None:
         """A forward begins; see `Recorder.look`."""
         if self._recorder is not None:

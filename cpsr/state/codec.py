@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import DeviceNumber, DeviceValues
 
-__all__ = ["LOST", "decode", "decode_without_tensors", "encode", "is_plain", "lacks_tensors", "same"]
+__all__ = ["LOST", "decode", "decode_without_tensors", "encode", "is_plain", "lacks_tensors", "same", "same_bits"]
 
 _TAG = "__cpsr__"  # a mapping with this key is one of ours; user mappings that have it are written as pairs
 # JSON's own types. Sequences of only these are copied whole: Python's random state alone has 625 integers, and the
@@ -186,14 +186,16 @@ def same(one: Any, other: Any) -> bool:
     return (
         data == other_data
         and tensors.keys() == other_tensors.keys()
-        and all(_same_bits(values, other_tensors[key]) for key, values in tensors.items())
+        and all(same_bits(values, other_tensors[key]) for key, values in tensors.items())
     )
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, also where they hold NaNs; of one device, with any strides."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    bits, others = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(bits, others)
 
 
 def decode(data: Any, tensors: Mapping[str, torch.Tensor], later: Mapping[int, torch.Tensor] | None = None) -> Any:

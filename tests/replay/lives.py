@@ -25,8 +25,10 @@ from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
+from cpsr.journal import JournalReader
 from cpsr.planner.ways import Prices
 from cpsr.replay.conversion import Conversion
+from cpsr.state.witness import ARITHMETIC, CHECKED, NOT_RESTORED
 
 ITERATIONS = 30
 TOKENS = [4, 1, 3, 2]
@@ -49,6 +51,7 @@ class LifeOf:
         mixture: the model has experts, and some of them in a checkpoint.
         committed: iteration of a checkpoint that must be on the disk before the kill.
         mode: of the configuration.
+        logged: the loop reports its losses.
         end_cost: of a prediction, in iterations, as the plan before is to have expected it.
     """
 
@@ -64,6 +67,7 @@ class LifeOf:
     mixture: bool = False
     committed: int | None = None
     mode: str = "exact"
+    logged: bool = False
     end_cost: float | None = None
 
 
@@ -125,6 +129,8 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
         left |= {"iteration": recovery.iteration, "reason": restored.reason, "compared": restored.compared}
         for batch, targets in recovery.resume(loader, repeat=True):
             loss = life.factor * nn.functional.mse_loss(model(batch), targets)
+            if life.logged:
+                recovery.log_loss(loss)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -161,6 +167,13 @@ def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest.hexdigest()
 
 
+def verdict(run_dir: Path) -> str:
+    """What the last check of repeated steps has found."""
+    with JournalReader(run_dir / "journal.db") as reader:
+        found = [one.message for one in reader.events() if one.kind in (CHECKED, ARITHMETIC, NOT_RESTORED)]
+    return found[-1] if found else ""
+
+
 def leave(life: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(life) + "\n")
     sys.stdout.flush()
@@ -184,9 +197,10 @@ def run(run_dir: Path, lives: list[LifeOf]) -> None:
             os.waitpid(pid, 0)
             continue
         try:
-            leave(live(run_dir, life))
+            left = live(run_dir, life)
         except CPSRError as error:
-            leave({"run": run_dir.name, "error": f"{type(error).__name__}: {error}"})
+            left = {"run": run_dir.name, "error": f"{type(error).__name__}: {error}"}
+        leave(left | {"repeated": verdict(run_dir)})
         os._exit(0)
     remove_memory_states(run_id(run_dir))
 

@@ -25,14 +25,14 @@ RUNS = {
     "uninterrupted": [LifeOf(enabled=False)],  # without windows: that they change nothing shows as well
     # Windows begin at 1, 4, 7, 10 and 13; the last that is whole ends at 12, or before.
     "killed at 12": [LifeOf(12), LifeOf()],
-    "killed at 13": [LifeOf(13), LifeOf()],
+    "killed at 13": [LifeOf(13, logged=True), LifeOf(logged=True)],
     "killed at 14": [LifeOf(14), LifeOf()],
     "killed again": [LifeOf(15), LifeOf(11), LifeOf(13), LifeOf()],
     # The second life replays the window from 10 to 12, and takes its own from 12 on.
     "killed after a replay": [LifeOf(15, awaited=10), LifeOf(21, awaited=18), LifeOf()],
     "damaged": [LifeOf(15), LifeOf(damage=True)],
     "checkpoints": [LifeOf(12, 3, 11, awaited=11), LifeOf(24, 3, 11), LifeOf(None, 3, 11)],
-    "another training": [LifeOf(15), LifeOf(factor=2.0), LifeOf()],
+    "another training": [LifeOf(15, logged=True), LifeOf(factor=2.0, logged=True), LifeOf()],
     "control": [LifeOf(15), LifeOf(converts=False)],
     "turned off": [LifeOf(15), LifeOf(enabled=False)],
     "measured": [LifeOf(17, None, 9), LifeOf(None, None, 9)],
@@ -72,6 +72,7 @@ def test_the_state_is_that_of_a_run_that_nothing_happened_to(lives: Lives, kille
     killed, back = lives[f"killed at {killed_at}"]
     (uninterrupted,) = lives["uninterrupted"]
     assert killed["losses"] == {at: uninterrupted["losses"][at] for at in killed["losses"]}
+    assert back["repeated"] == f"exact, checked over {killed_at - back['iteration']} repeated steps"
     assert back["iteration"] in (7, 10)  # whether the one that ended last was sealed before the kill
     assert "window" in back["reason"]
     repeated = f"{killed_at - back['iteration']} iterations repeated"
@@ -130,6 +131,7 @@ def test_a_newer_checkpoint_goes_first_and_a_due_one_waits_for_the_whole_state(l
 def test_another_training_than_the_first_time_ends_the_life_and_the_window(lives: Lives) -> None:
     _, refused, back = lives["another training"]
     assert "iteration 11 was repeated from the window of iterations 10 to 12" in refused["error"]
+    assert "in step 11, which the restart repeats, the loss differs first" in refused["repeated"]
     assert back["iteration"] == 0
     require_rest(back, lives)
 

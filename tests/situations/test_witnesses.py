@@ -34,6 +34,8 @@ class Regression(torch.nn.Module):
 def before_update(fault: str, life: Life, calls: int, optimizer: torch.optim.Optimizer, norms: list[float]) -> None:
     """What a fault does to the gradients, or to the learning rate."""
     parameters = optimizer.param_groups[0]["params"]
+    if fault == "learning rate":
+        optimizer.param_groups[0]["lr"] = 1e-2 / calls
     if fault == "gradients on rank 1" and life.rank == 1 and life.number:
         optimizer.param_groups[0]["lr"] = 2e-2
     if fault == "gradients" and life.number and calls == 1:
@@ -60,10 +62,8 @@ def training(life: Life) -> str:
     with CPSRRecovery(TorchAdapter(module, optimizer), life.config(**life.options.get("config", {}))) as recovery:
         if fault == "registered norms":
             recovery.register("norms", {"norms": norms})
-        for x, y in recovery.resume(loader, epochs=1):
+        for x, y in recovery.resume(loader, epochs=3 if fault == "accumulation" else 1):
             calls += 1
-            if fault == "learning rate":
-                optimizer.param_groups[0]["lr"] = 1e-2 / calls
             if "batches" in fault:  # as in nanoGPT's train.py
                 rows = torch.randint(0, 160, (8,), generator=own)
                 x, y = inputs[rows], targets[rows]
@@ -71,10 +71,12 @@ def training(life: Life) -> str:
             loss = found if found.dim() == 0 else torch.nn.functional.mse_loss(found, y)
             if fault == "rounding" and life.number:
                 loss = loss * (1 + 2e-7)  # as if the gradients were summed in another order
-            optimizer.zero_grad()
             backward(loss)
+            if fault == "accumulation" and calls % 3 != 1:
+                continue
             before_update(fault, life, calls, optimizer, norms)
             optimizer.step()
+            optimizer.zero_grad()
             life.step(recovery.iteration)
     if life.ranks > 1:
         torch.distributed.destroy_process_group()
@@ -107,6 +109,7 @@ def test_a_loop_that_comes_back_is_checked(tmp_path: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "differs"),
     [
+        ("accumulation", "the batch position differs"),
         ("learning rate", "the learning rate differs"),
         ("batches", "the loss differs"),
         ("batches without a loss", "the weights differ"),
