@@ -88,7 +88,8 @@ def last_rows(life: Life) -> str:
     with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
         for x, y in recovery.resume(loader, epochs=1):
             kept.copy_(last)
-            last.add_(1.0)
+            if recovery.iteration >= life.options["begins"]:
+                last.add_(1.0)
             loss = torch.nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             backward(loss)
@@ -98,9 +99,9 @@ def last_rows(life: Life) -> str:
     return digest(model)
 
 
-@pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
-def test_no_window_holds_weights_that_are_put_back(tmp_path: Path, data: bool) -> None:
-    alone, cut = alone_and_cut(last_rows, tmp_path, at=13, data=data)
+@pytest.mark.parametrize(("data", "begins"), [(False, 0), (True, 0), (False, 9)], ids=["counted", "data", "later"])
+def test_no_window_holds_weights_that_are_put_back(tmp_path: Path, data: bool, begins: int) -> None:
+    alone, cut = alone_and_cut(last_rows, tmp_path, at=13, data=data, begins=begins)
     assert cut.result == alone.result
     assert "Training continues at iteration 1" in cut.output  # from a window, all of whose copies the loop awaited
     assert told(tmp_path / "alone") == 1
