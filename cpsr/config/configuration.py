@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field
 
 from cpsr.config.experts import ExpertsConfig
 from cpsr.config.reading import read_file, validated
-from cpsr.config.renamed import with_new_names
 from cpsr.config.sections import (
     CheckpointConfig,
     ElasticConfig,
@@ -63,12 +62,6 @@ class CPSRConfig(Section):
     peers: PeersConfig = PeersConfig()
     journal: JournalConfig = JournalConfig()
     service: ServiceConfig = ServiceConfig()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, data: Any, info: ValidationInfo) -> Any:
-        where = (info.context or {}).get("where", "configuration")
-        return with_new_names(where, data) if isinstance(data, Mapping) else data
 
     @classmethod
     def load(cls, source: "CPSRConfig | Mapping[str, Any] | str | Path") -> "CPSRConfig":

@@ -1,21 +1,12 @@
 """The section of mixtures of experts: which of them a checkpoint saves."""
 
-import logging
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cpsr.config.sections import Section
 
 __all__ = ["ExpertsConfig"]
-
-logger = logging.getLogger(__name__)
-
-_STALE_PREDICT = (
-    "predicted experts were no better than stale ones in any of 14 measured cells; use 'stale' or 'catch_up' "
-    "(docs/experts.md)"
-)
-_EXPERTS_MEMORY = "memory.interval_iterations decides which experts snapshots in host memory copy (docs/experts.md)"
 
 
 class ExpertsConfig(Section):
@@ -64,18 +55,3 @@ class ExpertsConfig(Section):
         description="Capacity that layers with stale experts have in addition until the lost tokens are made up; 0 is "
         "off.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed(cls, data: Any) -> Any:
-        """Refuse what was removed, and say why; `memory: all`, which is what remains, is accepted for one version."""
-        if not isinstance(data, dict):
-            return data
-        if data.get("stale") == "predict":
-            raise ValueError(f"experts.stale 'predict' was removed: {_STALE_PREDICT}")
-        memory = data.get("memory", "all")
-        if memory != "all":
-            raise ValueError(f"experts.memory {memory!r} was removed: {_EXPERTS_MEMORY}")
-        if "memory" in data:
-            logger.warning("experts.memory was removed, delete it from the configuration: %s", _EXPERTS_MEMORY)
-        return {key: value for key, value in data.items() if key != "memory"}

@@ -193,12 +193,6 @@ class FitterConfig(Section):
         return self
 
 
-_PREDICTOR_BASE = (
-    "a prediction begins at the checkpoint's weights; from the line's value it cost a horizon more early in training, "
-    "and no less later (docs/prediction.md)"
-)
-
-
 class PredictorConfig(Section):
     """How the state at the failure is predicted; null leaves a choice to the prior."""
 
@@ -213,15 +207,6 @@ class PredictorConfig(Section):
         description="Elements predicted at a time: bounds the predictor's memory. A MiB of each checkpoint stays in a "
         "processor's cache while it is combined; with four it took half as long again.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed(cls, data: Any) -> Any:
-        """Accept `base` for one version, without effect, and say so."""
-        if isinstance(data, dict) and "base" in data:
-            logger.warning("predictor.base was removed, delete it from the configuration: %s", _PREDICTOR_BASE)
-            return {key: value for key, value in data.items() if key != "base"}
-        return data
 
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of the predictor."""

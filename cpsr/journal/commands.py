@@ -32,21 +32,20 @@ MAX_REPORTED_FAILURES = 10_000
 # the failure rate.
 REPORTS_PER_HOUR_MAX = 1000
 HOUR_SECONDS = 3600.0
-# Tables added by each version; a new file gets all.
-TABLES = {
-    1: """
+TABLES = (
+    """
 CREATE TABLE reported_failures (
     id INTEGER PRIMARY KEY, description TEXT NOT NULL, failed_unix_seconds REAL NOT NULL,
     created_unix_seconds REAL NOT NULL)
 """,
-    2: """
+    """
 CREATE TABLE overrides (
     id INTEGER PRIMARY KEY, interval_min_iterations INTEGER CHECK (interval_min_iterations >= 1),
     interval_max_iterations INTEGER CHECK (interval_max_iterations >= 1), reason TEXT NOT NULL,
     expires_unix_seconds REAL NOT NULL, created_unix_seconds REAL NOT NULL)
 """,
-}
-SCHEMA_VERSION = max(TABLES)
+)
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +104,7 @@ def reported_failures(run_dir: Path) -> list[ReportedFailure]:
     statement = "SELECT description, failed_unix_seconds, created_unix_seconds FROM reported_failures ORDER BY id"
     return [
         ReportedFailure(description=what, failed_unix_seconds=when, created_unix_seconds=created)
-        for what, when, created in read_commands(run_dir, statement, since_version=1)
+        for what, when, created in read_commands(run_dir, statement)
     ]
 
 
@@ -115,7 +114,7 @@ def write_command(
     values: Sequence[Any],
     check: Callable[[sqlite3.Connection], None] | None = None,
 ) -> int:
-    """Insert one row and return its id; it is durable then. A file of an older version gets its missing tables.
+    """Insert one row and return its id; it is durable then.
 
     Args:
         run_dir: of the run.
@@ -141,10 +140,10 @@ def write_command(
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == 0:
                 connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+                for table in TABLES:
+                    connection.execute(table)
+                connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             _check(connection, path)
-            for added in range(version + 1, SCHEMA_VERSION + 1):
-                connection.execute(TABLES[added])
-            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             if check is not None:
                 check(connection)
             row = connection.execute(statement, values).lastrowid
@@ -154,15 +153,12 @@ def write_command(
     return int(row or 0)
 
 
-def read_commands(
-    run_dir: Path, statement: str, since_version: int, values: Sequence[Any] = ()
-) -> list[tuple[Any, ...]]:
+def read_commands(run_dir: Path, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     """The rows of a query; empty if there are no commands of this kind.
 
     Args:
         run_dir: of the run.
         statement: the query.
-        since_version: version that added its table.
         values: of its parameters.
 
     Raises:
@@ -177,7 +173,7 @@ def read_commands(
             if version == 0:
                 return []  # a process is about to write the first row, or was killed before it did
             _check(reader, path)
-            return reader.execute(statement, values).fetchall() if version >= since_version else []
+            return reader.execute(statement, values).fetchall()
     except (sqlite3.Error, OSError) as error:
         raise unreadable(path, error) from error
 
@@ -185,7 +181,7 @@ def read_commands(
 def _check(connection: sqlite3.Connection, path: Path) -> None:
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if application != APPLICATION_ID or version > SCHEMA_VERSION:
+    if application != APPLICATION_ID or version != SCHEMA_VERSION:
         raise JournalError(
             f"{path} was not written by this version of cpsr (application {application}, version {version}); nothing "
             "in it was changed; move it away, or use the version that wrote it"

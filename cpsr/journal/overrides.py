@@ -75,7 +75,7 @@ def latest_override(run_dir: Path) -> PlanOverride | None:
     Raises:
         JournalError: the file cannot be read.
     """
-    rows = read_commands(run_dir, f"SELECT {_COLUMNS}, id FROM overrides ORDER BY id DESC LIMIT 1", since_version=2)  # noqa: S608
+    rows = read_commands(run_dir, f"SELECT {_COLUMNS}, id FROM overrides ORDER BY id DESC LIMIT 1")  # noqa: S608
     for low, high, reason, expires, created, number in rows:
         return PlanOverride(
             interval_min_iterations=low,

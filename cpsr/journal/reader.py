@@ -10,12 +10,9 @@ from typing import Any, TypeVar
 
 from cpsr.errors import JournalError
 from cpsr.journal.rows import (
-    BacktestRow,
-    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
-    FitRow,
     LearningRow,
     LifeRow,
     PhaseRow,
@@ -38,22 +35,6 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 # Longest wait for a writer's lock; readers wait only for a rollback journal or a foreign process.
 BUSY_SECONDS = 1.0
 # Tables that older files lack, by the version that added them; there they have no rows.
-SINCE_VERSION: dict[type[Any], int] = {
-    PhaseRow: 3,
-    FitRow: 3,
-    BacktestRow: 4,
-    BubbleRow: 5,
-    LearningRow: 7,
-    TotalsRow: 9,
-}
-PLANS_OF_VERSION_7 = select_sql(PlanRow).replace("memory_interval_iterations", "NULL")
-# Columns that older files lack, or have under another name: the SELECT for versions up to each, oldest first.
-OLDER: dict[type[Any], dict[int, str]] = {
-    PlanRow: {2: PLANS_OF_VERSION_7.replace("mode", "NULL"), 7: PLANS_OF_VERSION_7},
-    RecoveryRow: {5: select_sql(RecoveryRow).replace("expected_end_cost_iterations", "expected_lag_iterations")},
-    FailureRow: {7: select_sql(FailureRow).replace("scope", "NULL")},
-    LifeRow: {9: select_sql(LifeRow).replace("ranks", "NULL")},
-}
 # Time column of a row; most have `created_unix_seconds`, steps have none.
 TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
 _INDEX_ERRORS = "SQLITE_IOERR_SHM"  # prefix of the names of index errors
@@ -70,7 +51,7 @@ class JournalReader:
         unwritten: the caller knows that no process writes to it.
 
     Raises:
-        JournalError: the file is absent, is no journal, is truncated, locked, or has a newer schema.
+        JournalError: the file is absent, is no journal, is truncated, locked, or has another schema.
     """
 
     def __init__(self, path: Path, unwritten: bool = False) -> None:
@@ -187,7 +168,7 @@ class JournalReader:
 
     def recoveries_before(self, life: int) -> Iterator[RecoveryRow]:
         """The recoveries of earlier lives, newest first; each is read when it is asked for."""
-        statement = f"{self._select(RecoveryRow)} WHERE life < ? ORDER BY row DESC"
+        statement = f"{select_sql(RecoveryRow)} WHERE life < ? ORDER BY row DESC"
         try:
             for values in self._connection.execute(statement, (life,)):
                 yield self._build(RecoveryRow, values)
@@ -202,9 +183,7 @@ class JournalReader:
         return float(seconds)
 
     def seconds_of_lives(self) -> dict[int, float]:
-        """Wall time of the steps of each life, by life; only of lives since the file has totals."""
-        if not self._has(TotalsRow):
-            return {}
+        """Wall time of the steps of each life, by life."""
         until = "COALESCE(LEAD(MIN(step_seconds)) OVER (ORDER BY life), MAX(step_seconds))"
         return dict(self._query(f"SELECT life, {until} - MIN(step_seconds) FROM totals GROUP BY life"))  # noqa: S608
 
@@ -323,8 +302,6 @@ class JournalReader:
         kind: str | None = None,
     ) -> int:
         """Number of rows that `newest` selects from."""
-        if not self._has(row_type):
-            return 0
         statement = f"SELECT COUNT(*) FROM {TABLES[row_type]} WHERE {_chosen(row_type)}"  # noqa: S608 - no input in it
         asked = {"since": since_unix_seconds, "until": until_unix_seconds, "kind": kind}
         ((count,),) = self._query(statement, asked)
@@ -332,16 +309,12 @@ class JournalReader:
 
     def after(self, row_type: type[Row], row: int, limit: int) -> list[tuple[int, Row]]:
         """At most `limit` rows recorded after this row number, oldest first, with their numbers."""
-        if not self._has(row_type):
-            return []
-        statement = self._select(row_type).replace(" FROM", ", row FROM", 1)
+        statement = select_sql(row_type).replace(" FROM", ", row FROM", 1)
         rows = self._query(f"{statement} WHERE row > ? ORDER BY row LIMIT ?", (row, limit))
         return [(values[-1], self._build(row_type, values[:-1])) for values in rows]
 
     def last_row(self, row_type: type[Any]) -> int:
         """Number of the row that was recorded last; 0 if there is none."""
-        if not self._has(row_type):
-            return 0
         ((last,),) = self._query(f"SELECT COALESCE(MAX(row), 0) FROM {TABLES[row_type]}")  # noqa: S608 - no input in it
         return int(last)
 
@@ -363,33 +336,16 @@ class JournalReader:
         unknown = {*keys, *sums} - set(columns(row_type))
         if unknown:
             raise ValueError(f"{row_type.__name__} has no columns {sorted(unknown)}")
-        if not self._has(row_type):
-            return []
         chosen = ", ".join([*keys, "COUNT(*)", *(f"TOTAL({name})" for name in sums)])
         # The names were checked above: they are this package's own.
         statement = f"SELECT {chosen} FROM {TABLES[row_type]} WHERE {_chosen(row_type)} GROUP BY {', '.join(keys)}"  # noqa: S608
         return self._query(statement, {"since": since_unix_seconds, "until": None, "kind": None})
 
-    def _has(self, row_type: type[Any]) -> bool:
-        return self._version() >= SINCE_VERSION.get(row_type, 1)
-
-    def _version(self) -> int:
-        ((version,),) = self._query("PRAGMA user_version")
-        return int(version)
-
-    def _select(self, row_type: type[Any]) -> str:
-        """The SELECT of a table's columns, as far as this file has them."""
-        older = OLDER.get(row_type, {})
-        version = self._version() if older else 0
-        return next((statement for last, statement in older.items() if version <= last), select_sql(row_type))
-
     def _sources(self, recovery_id: str) -> tuple[RecoverySource, ...]:
         return tuple(self._rows(RecoverySource, "WHERE recovery_id = ? ORDER BY rank, source", (recovery_id,)))
 
     def _rows(self, row_type: type[Row], clause: str, parameters: Parameters = ()) -> list[Row]:
-        if not self._has(row_type):
-            return []
-        rows = self._query(f"{self._select(row_type)} {clause}", parameters)
+        rows = self._query(f"{select_sql(row_type)} {clause}", parameters)
         return [self._build(row_type, row) for row in rows]
 
     def _build(self, row_type: type[Row], values: Sequence[Any]) -> Row:

@@ -75,7 +75,8 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lives (
     life INTEGER PRIMARY KEY CHECK (life >= 0), mode TEXT NOT NULL, pid INTEGER NOT NULL, host TEXT NOT NULL,
     started_unix_seconds REAL NOT NULL, ended_unix_seconds REAL,
-    ending TEXT NOT NULL CHECK (ending IN ('running', 'clean', 'sigterm', 'error')), restored_iteration INTEGER);
+    ending TEXT NOT NULL CHECK (ending IN ('running', 'clean', 'sigterm', 'error')), restored_iteration INTEGER,
+    ranks INTEGER CHECK (ranks >= 1));
 CREATE TABLE steps (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0), loss REAL,
     learning_rate REAL, seconds REAL NOT NULL, applied INTEGER NOT NULL);
@@ -88,12 +89,13 @@ CREATE TABLE checkpoints (
 CREATE INDEX checkpoints_by_iteration ON checkpoints (iteration);
 CREATE TABLE failures (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0),
-    checkpoint_iteration INTEGER, description TEXT NOT NULL, detected_unix_seconds REAL NOT NULL);
+    checkpoint_iteration INTEGER, description TEXT NOT NULL, detected_unix_seconds REAL NOT NULL,
+    scope TEXT CHECK (scope IN ('process', 'machine', 'everything')));
 CREATE TABLE recoveries (
     row INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, life INTEGER NOT NULL, failure_iteration INTEGER,
     checkpoint_iteration INTEGER, restored_iteration INTEGER NOT NULL,
     method TEXT NOT NULL, requested_mode TEXT NOT NULL,
-    feasible TEXT NOT NULL, expected_lag_iterations REAL, settings TEXT NOT NULL, reason TEXT NOT NULL,
+    feasible TEXT NOT NULL, expected_end_cost_iterations REAL, settings TEXT NOT NULL, reason TEXT NOT NULL,
     load_seconds REAL, predict_seconds REAL, inject_seconds REAL, guard TEXT NOT NULL,
     outcome TEXT NOT NULL CHECK (outcome IN ('kept', 'vetoed', 'rolled_back', 'watching')),
     created_unix_seconds REAL NOT NULL);
@@ -102,25 +104,12 @@ CREATE TABLE recovery_sources (
     PRIMARY KEY (recovery_id, rank, source)) WITHOUT ROWID;
 CREATE TABLE plans (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, from_iteration INTEGER NOT NULL,
-    interval_iterations INTEGER NOT NULL CHECK (interval_iterations >= 1),
-    origin TEXT NOT NULL CHECK (origin IN ('fixed', 'young')), explanation TEXT NOT NULL,
-    created_unix_seconds REAL NOT NULL);
+    interval_iterations INTEGER NOT NULL CHECK (interval_iterations >= 1), origin TEXT NOT NULL,
+    mode TEXT CHECK (mode IN ('predict', 'recompute')), explanation TEXT NOT NULL, created_unix_seconds REAL NOT NULL,
+    memory_interval_iterations INTEGER CHECK (memory_interval_iterations >= 1));
 CREATE TABLE events (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, rank INTEGER NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL,
     iteration INTEGER, created_unix_seconds REAL NOT NULL);
-"""
-# Additions of each version; a new file gets all.
-ADDED = {
-    # SQLite cannot drop a CHECK: the plans move into a table without one on the origin.
-    3: """
-CREATE TABLE plans_3 (
-    row INTEGER PRIMARY KEY, life INTEGER NOT NULL, from_iteration INTEGER NOT NULL,
-    interval_iterations INTEGER NOT NULL CHECK (interval_iterations >= 1), origin TEXT NOT NULL,
-    mode TEXT CHECK (mode IN ('predict', 'recompute')), explanation TEXT NOT NULL, created_unix_seconds REAL NOT NULL);
-INSERT INTO plans_3 SELECT row, life, from_iteration, interval_iterations, origin, NULL, explanation,
-    created_unix_seconds FROM plans;
-DROP TABLE plans;
-ALTER TABLE plans_3 RENAME TO plans;
 CREATE TABLE phases (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, phase INTEGER NOT NULL CHECK (phase >= 0),
     first_iteration INTEGER NOT NULL, last_iteration INTEGER NOT NULL, xi REAL NOT NULL, last_xi REAL NOT NULL,
@@ -129,35 +118,20 @@ CREATE TABLE fits (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL,
     kind TEXT NOT NULL CHECK (kind IN ('loss', 'predictor', 'failure_rate')), result TEXT NOT NULL,
     created_unix_seconds REAL NOT NULL);
-""",
-    # A life that continues from a checkpoint has the backtests up to there, and records them again.
-    4: """
+-- A life that continues from a checkpoint has the backtests up to there, and records them again.
 CREATE TABLE backtests (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0),
     checkpoints INTEGER NOT NULL, result TEXT NOT NULL, created_unix_seconds REAL NOT NULL,
     UNIQUE (iteration, checkpoints, result));
-""",
-    # Queries for the copies of checkpoints select events by kind.
-    5: """
 CREATE TABLE bubbles (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, rank INTEGER NOT NULL,
     iteration INTEGER NOT NULL CHECK (iteration >= 0), iterations INTEGER NOT NULL, seconds REAL NOT NULL,
     bubble_seconds REAL NOT NULL, used_seconds REAL NOT NULL, late_seconds REAL NOT NULL,
     outside_seconds REAL NOT NULL, slices INTEGER NOT NULL, late_slices INTEGER NOT NULL, copied_seconds REAL,
     copied_bytes INTEGER, copied_beside_bytes INTEGER, created_unix_seconds REAL NOT NULL);
-CREATE INDEX events_by_kind ON events (kind);
-""",
-    6: "ALTER TABLE recoveries RENAME COLUMN expected_lag_iterations TO expected_end_cost_iterations",
-    7: """
 CREATE TABLE learning (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER, first_iteration INTEGER NOT NULL,
     checkpoints INTEGER NOT NULL, updates INTEGER NOT NULL, created_unix_seconds REAL NOT NULL);
-""",
-    8: """
-ALTER TABLE failures ADD COLUMN scope TEXT CHECK (scope IN ('process', 'machine', 'everything'));
-ALTER TABLE plans ADD COLUMN memory_interval_iterations INTEGER CHECK (memory_interval_iterations >= 1);
-""",
-    9: """
 CREATE TABLE totals (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL,
     moment TEXT NOT NULL CHECK (moment IN ('start', 'end', 'failure', 'first', 'step')), iteration INTEGER NOT NULL,
@@ -165,9 +139,9 @@ CREATE TABLE totals (
     repeated_seconds REAL NOT NULL, checkpoint_stall_seconds REAL NOT NULL, memory_stall_seconds REAL NOT NULL,
     repeated_stall_seconds REAL NOT NULL, memory_snapshots INTEGER NOT NULL, restart_seconds REAL NOT NULL,
     paused_seconds REAL NOT NULL, created_unix_seconds REAL NOT NULL);
-""",
-    10: "ALTER TABLE lives ADD COLUMN ranks INTEGER CHECK (ranks >= 1)",
-}
+-- Queries for the copies of checkpoints select events by kind.
+CREATE INDEX events_by_kind ON events (kind);
+"""
 # In `meta`, once for each time that a writer opened the file: the last row of each table then. A reader with later rows
 # has seen rows that a power cut has lost. The keys must keep their order even if the clock goes back.
 OPENED = "opened:{microseconds}"
@@ -219,7 +193,7 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Set up a writing connection: journal mode, tables of a new file, identity of an existing one.
 
     Raises:
-        JournalError: the file is no journal, or has a newer schema; it is not changed.
+        JournalError: the file is no journal, or has another schema; it is not changed.
     """
     if connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]:
         check_identity(connection, path)
@@ -234,9 +208,7 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
         _execute(connection, STATEMENTS)
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute("INSERT INTO meta VALUES ('created_unix_seconds', ?)", (repr(time.time()),))
-    for added in range(max(version, 1) + 1, SCHEMA_VERSION + 1):
-        _execute(connection, ADDED.get(added, ""))
-    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     facts = {"filesystem": filesystem, "journal_mode": mode, **_opened(connection)}
     connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", facts.items())
     connection.execute("COMMIT")
@@ -262,7 +234,7 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
     """Make sure that the file is a journal that this version can read.
 
     Raises:
-        JournalError: it belongs to another program, is empty, or was written by a newer version.
+        JournalError: it belongs to another program, is empty, or was written by another version.
     """
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -270,10 +242,10 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
         (tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
         what = "is an SQLite file of another program, not a CPSR journal" if tables else "is empty, not a journal yet"
         raise JournalError(f"{path} {what}; nothing in it was changed; name the journal.db of a run directory")
-    if version > SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise JournalError(
-            f"{path} has schema {version}, this version of cpsr reads up to {SCHEMA_VERSION}; nothing in it was "
-            "changed; use the cpsr version that wrote it, or a newer one"
+            f"{path} has schema {version}, and this version of cpsr reads {SCHEMA_VERSION}; nothing in it was changed; "
+            "use the cpsr version that wrote it"
         )
 
 

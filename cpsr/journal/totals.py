@@ -145,7 +145,7 @@ def _stepped(last: TotalsRow, iteration: int, seconds: float) -> TotalsRow:
 
 
 def _origin(connection: sqlite3.Connection, life: int, at: float) -> TotalsRow:
-    """The first row of a file; an older version may have recorded steps before."""
+    """The first row of a file."""
     (reached,) = connection.execute("SELECT COALESCE(MAX(iteration), 0) FROM steps").fetchone()
     return TotalsRow(life=life, moment="start", iteration=reached, reached_iteration=reached, created_unix_seconds=at)
 

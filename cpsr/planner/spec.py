@@ -14,10 +14,9 @@ For example:
     ranks: [{count: 7}, {state_bytes: 5e9}]
 """
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -141,7 +140,7 @@ class RecoverySpec(_Section):
     predictable_interval_iterations: int | None = Field(
         default=None, ge=1, description="Longest interval from which the state can be predicted."
     )
-    end_cost: EndCostSpec | None = Field(default=None, description="Known as `lag` in the version before.")
+    end_cost: EndCostSpec | None = Field(default=None)
     watch_iterations: int = Field(
         default=LifeConfig().watch_iterations,
         ge=0,
@@ -153,20 +152,6 @@ class RecoverySpec(_Section):
         description="Of training after a predicted restart, before an end cost below zero is had; a failure before "
         "loses it.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_new_name(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or "lag" not in data:
-            return data
-        if "end_cost" in data:
-            raise ValueError("'lag' is the old name of 'end_cost', and both are given; keep 'end_cost'")
-        warnings.warn(
-            "'recovery.lag' is now called 'recovery.end_cost'; the next version does not accept the old name",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return {"end_cost" if key == "lag" else key: value for key, value in data.items()}
 
 
 class PhaseSpec(_Section):

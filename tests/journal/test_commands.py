@@ -180,20 +180,6 @@ def test_the_newest_override_is_the_one(run_dir: Path) -> None:
     )
 
 
-def test_a_file_of_version_1_is_read_and_gets_what_it_lacks(run_dir: Path) -> None:
-    connection = sqlite3.connect(run_dir / COMMANDS_FILE, isolation_level=None)
-    connection.execute(commands.TABLES[1])
-    connection.execute(f"PRAGMA application_id={commands.APPLICATION_ID}")
-    connection.execute("PRAGMA user_version=1")
-    connection.execute("INSERT INTO reported_failures VALUES (1, 'two GPUs', 5.0, 6.0)")
-    connection.close()
-    assert (reported_failures(run_dir), latest_override(run_dir)) == ([failure()], None)
-    override_plan(run_dir, override(5, 5))
-    report_failure(run_dir, failure("later"))
-    assert latest_override(run_dir) == dataclasses.replace(override(5, 5), id=1)
-    assert [one.description for one in reported_failures(run_dir)] == ["two GPUs", "later"]
-
-
 BOUND = st.none() | st.integers(1, 1000)
 
 

@@ -40,8 +40,6 @@ from cpsr.journal import (
     RecoverySource,
     StepRow,
     json_ready,
-    schema,
-    sizes,
     writer,
 )
 from cpsr.journal.rows import columns, from_sql, to_sql
@@ -209,66 +207,6 @@ def test_committed_checkpoints_of_a_life_within_some_iterations(path: Path, jour
         assert newest.iteration == 10
         assert reader.committed_in(0, 21, 40) is None
         assert [reader.is_predicted(iteration) for iteration in (10, 20, 30)] == [False, True, False]
-
-
-def older_file(path: Path, version: int) -> None:
-    """A journal as an older version wrote it, with one life and one plan."""
-    path.parent.mkdir(exist_ok=True)
-    connection = sqlite3.connect(path, isolation_level=None)
-    for statements in (schema.STATEMENTS, *(schema.ADDED.get(added, "") for added in range(2, version + 1))):
-        connection.executescript(statements)
-    connection.execute(f"PRAGMA application_id={schema.APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version={version}")
-    connection.execute(
-        "INSERT INTO lives (life, mode, pid, host, started_unix_seconds, ending) VALUES (0, 'auto', 1, 'a', 1, 'clean')"
-    )
-    columns = "life, from_iteration, interval_iterations, origin, explanation, created_unix_seconds"
-    connection.execute(f"INSERT INTO plans ({columns}) VALUES (0, 20, 50, 'young', '{{}}', 1.0)")
-    expected = "expected_end_cost_iterations" if version >= 6 else "expected_lag_iterations"
-    connection.execute(
-        "INSERT INTO recoveries (id, life, failure_iteration, checkpoint_iteration, restored_iteration, method, "
-        f"requested_mode, feasible, {expected}, settings, reason, guard, outcome, created_unix_seconds) "
-        "VALUES ('a', 0, 42, 40, 42, 'line', 'auto', '[]', 3.5, '{}', '', '{}', 'kept', 1.0)"
-    )
-    connection.execute(
-        "INSERT INTO failures (life, iteration, checkpoint_iteration, description, detected_unix_seconds) "
-        "VALUES (0, 42, 40, 'killed', 1.0)"
-    )
-    connection.close()
-
-
-@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
-def test_an_older_file_is_read_and_gets_what_it_lacks(path: Path, version: int) -> None:
-    older_file(path, version)
-    kept = PlanRow(life=0, from_iteration=20, interval_iterations=50, origin="young", created_unix_seconds=1.0)
-    with JournalReader(path) as reader:
-        assert (reader.phases(), reader.openings()) == ([], [])
-        assert [reader.newest(kind, 9) for kind in (FitRow, BacktestRow, BubbleRow)] == [[], [], []]
-        assert (reader.latest_learning(), reader.committed_between(0, 0, 999)) == (None, 0)
-        assert (reader.newest(PlanRow, 5), reader.count(BacktestRow), reader.last_row(BacktestRow)) == ([kept], 0, 0)
-        assert [(life.life, life.ranks) for life in reader.lives()] == [(0, None)]
-        assert sizes(reader) == []
-        assert reader.seconds_of_lives() == {}
-        assert reader.plans() == [kept]
-        assert reader.latest_plan() == kept
-        assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]
-        assert ([one.scope for one in reader.failures()], reader.count(FailureRow)) == ([None], 1)
-    journal = Journal.open(path)
-    assert journal.start_life("auto", ranks=3) == 1
-    newer = PlanRow(
-        life=1, from_iteration=60, interval_iterations=40, origin="cpsr", mode="predict", memory_interval_iterations=4
-    )
-    journal.record(newer)
-    journal.record(FailureRow(life=1, iteration=60, checkpoint_iteration=60, description="", scope="machine"))
-    assert journal.flush(FLUSH_SECONDS)
-    journal.close()
-    with JournalReader(path) as reader:
-        assert [one.scope for one in reader.failures()] == [None, "machine"]
-        assert reader.plans() == [kept, newer]
-        assert [one.expected_end_cost_iterations for one in reader.recoveries()] == [3.5]
-        ((_, last),) = reader.openings()
-        assert (last[PlanRow], last[BubbleRow]) == (1, 0)
-        assert [(life.life, life.ranks) for life in reader.lives()] == [(0, None), (1, 3)]
 
 
 def test_what_was_learned_last_and_the_checkpoints_that_lead_here(path: Path, journal: Journal) -> None:
@@ -489,7 +427,12 @@ def truncated(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-UNUSABLE = [(newer, "newer"), (foreign, "another program"), (text, "not a CPSR journal"), (truncated, "truncated")]
+UNUSABLE = [
+    (newer, "use the cpsr version that wrote it"),
+    (foreign, "another program"),
+    (text, "not a CPSR journal"),
+    (truncated, "truncated"),
+]
 
 
 @pytest.mark.parametrize(("spoil", "words"), UNUSABLE)
@@ -616,10 +559,7 @@ def test_a_disk_that_is_full_at_the_start_keeps_nobody_from_training(path: Path,
 
 def test_a_file_that_turns_out_to_be_newer_is_left_as_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the disk had no room to look into it at first."""
-    older_file(path, SCHEMA_VERSION)
-    connection = sqlite3.connect(path)
-    connection.execute(f"PRAGMA user_version={SCHEMA_VERSION + 1}")
-    connection.close()
+    newer(path)
     content = path.read_bytes()
     monkeypatch.setattr(writer, "RETRY_SECONDS", 0.02)
     journal = Journal(path, None, 7)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.journal import Journal, JournalReader, StepRow, TotalsRow, thinning
-from tests.journal.test_journal import older_file
+from cpsr.journal import Journal, JournalReader, StepRow, thinning
 from tests.journal.timeline import START, Timeline, step
 
 FLUSH_SECONDS = 20.0
@@ -146,18 +145,3 @@ def test_they_survive_thinning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         newest = found[1]
     assert (newest.step_seconds, newest.repeated_seconds, newest.reached_iteration) == (600, 100, 500)
     assert (newest.memory_snapshots, newest.memory_stall_seconds, newest.repeated_stall_seconds) == (60, 7.5, 1.25)
-
-
-def test_in_an_older_file_they_begin_with_the_next_life(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    older_file(path, 8)
-    with Timeline(path) as timeline:
-        timeline.connection.execute(
-            "INSERT INTO steps (life, iteration, seconds, applied) VALUES (0, 41, 1, 1), (0, 42, 1, 1)"
-        )
-        assert timeline.totals() == []
-        timeline.begin(1, 0)
-        timeline.train(1, 41, 50, begins=5)
-        first, _, newest = timeline.totals()
-    assert first == TotalsRow(life=1, moment="start", iteration=42, reached_iteration=42, created_unix_seconds=START)
-    assert (newest.step_seconds, newest.repeated_seconds) == (10, 2)

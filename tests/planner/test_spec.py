@@ -108,15 +108,6 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
     assert inputs.recovery is None
 
 
-def test_the_name_of_the_end_cost_in_the_version_before_is_read(tmp_path: Path) -> None:
-    line = {"per_horizon_iteration": 0.3}
-    with pytest.warns(FutureWarning, match=r"'recovery\.lag' is now called 'recovery\.end_cost'"):
-        found = read(tmp_path, changed(recovery={"lag": line}))
-    assert found == read(tmp_path, changed(recovery={"end_cost": line}))
-    with pytest.raises(ConfigError, match="both are given"):
-        read(tmp_path, changed(recovery={"lag": line, "end_cost": line}))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cpsr.journal import Journal, JournalReader
 from cpsr.service.ettr import PARTS, Ettr, TimeSpent, ettr_of
 from cpsr.service.health import LifeState
-from tests.journal.test_journal import older_file
 from tests.journal.timeline import START, Timeline
 from tests.service.journals import flushed, plan_row, record_steps, recovery_row
 
@@ -168,19 +167,6 @@ def test_before_the_first_step(path: Path, timeline: Timeline) -> None:
     found = ettr(path, now=0)
     assert (found.state, found.since_start.ettr, found.since_start.wall_seconds) == ("starting", None, 0)
     check(ettr(path, now=30).since_start, 30, other=30)
-
-
-def test_an_older_journal(tmp_path: Path, path: Path, client: TestClient) -> None:
-    older_file(path, 8)
-    assert client.get("/plan").json()["ettr"] is None
-    assert "cpsr_ettr_ratio" not in client.get("/metrics").text
-    with Timeline(path) as timeline:
-        timeline.connection.execute("INSERT INTO steps (life, iteration, seconds, applied) VALUES (0, 42, 1, 1)")
-        timeline.begin(1, 0)
-        timeline.train(1, 41, 60, begins=5)
-    found = ettr(path)
-    check(found.since_start, 25, useful=18, recompute=2, other=5)
-    assert found.since_start.since_unix_seconds == START
 
 
 def test_it_is_in_the_plan_and_in_the_metrics(client: TestClient, journal: Journal) -> None:

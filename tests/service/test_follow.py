@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.journal import SCHEMA_VERSION, CheckpointRow, EventRow, Journal
+from cpsr.journal import CheckpointRow, EventRow, Journal
 from cpsr.service.follow import FOLLOWED, ROWS_AT_ONCE, News, Place, end_of, recorded_after, start_of
 from tests.service.journals import ROWS, flushed, record_event, record_steps
 
@@ -153,12 +153,3 @@ def test_a_restart_that_has_lost_nothing_is_no_reset(tmp_path: Path) -> None:
     news = recorded_after(tmp_path, seen)
     assert (news.reset, messages(news)) == ("", ["b", "c"])
     assert news.begin.opened > seen.opened
-
-
-@pytest.mark.parametrize("version", range(1, SCHEMA_VERSION))
-def test_an_older_journal_is_followed(tmp_path: Path, version: int) -> None:
-    from tests.journal.test_journal import older_file
-
-    older_file(tmp_path / "journal.db", version)
-    news = everything(tmp_path)
-    assert ([row.name for row in news.rows], news.step, news.reset) == (["plan", "failure", "recovery"], None, "")

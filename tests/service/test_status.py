@@ -11,7 +11,6 @@ from cpsr.checkpoint.owner import mark_owner
 from cpsr.cli.main import app
 from cpsr.journal import CheckpointRow, EventRow, Journal, LearningRow, PlanOverride, override_plan
 from cpsr.service.access import TOKEN_VARIABLE
-from tests.journal.test_journal import older_file
 from tests.journal.timeline import Timeline
 from tests.service.journals import (
     bubble_row,
@@ -126,8 +125,6 @@ def test_where_the_time_went(tmp_path: Path) -> None:
         "the rest: stalls of checkpoints 0.9%, recomputed 3.6%, restarts 3.6%; in the last hour: "
         "stalls of checkpoints 1.4%, recomputed 5.6%, restarts 5.6%\n" in output
     )
-    older_file(tmp_path / "older" / "journal.db", 8)
-    assert "effective training time: not recorded, the journal is of an older version" in status(tmp_path / "older")[1]
 
 
 def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) -> None:
