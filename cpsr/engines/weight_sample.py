@@ -102,30 +102,18 @@ class WeightSample:
         the same step each time that it is executed.
         """
         self._looks += 1
-        if self._moves or self._looks <= WHOLE_LOOKS:
-            same = self._now_at(self._plain, self._split) == self._addresses
-        else:
-            part = iteration % PARTS
-            same = self._now_at(self._plain[part::PARTS], self._split[part::PARTS]) == self._part_addresses[part]
-        if not same:
+        whole = self._moves or self._looks <= WHOLE_LOOKS
+        if _moved(self._owners if whole else self._parts[iteration % PARTS]):
             self._moves = True
             self._build(self._adapter.shard())
-
-    @staticmethod
-    def _now_at(plain: list[torch.Tensor], split: list[torch.Tensor]) -> list[int]:
-        return [one.data_ptr() for one in plain] + [local(one).data_ptr() for one in split]
 
     def _build(self, shard: Shard) -> None:
         elements = list(_chosen(self._adapter, shard))
         elements.sort(key=lambda one: _DTYPES.index(one.view.dtype))  # stable
         self._elements = elements
-        owners = list({id(one.owner): one.owner for one in elements}.values())
-        self._plain = [one for one in owners if not is_distributed(one)]
-        self._split = [one for one in owners if is_distributed(one)]
-        self._addresses = self._now_at(self._plain, self._split)
-        self._part_addresses = [
-            self._now_at(self._plain[part::PARTS], self._split[part::PARTS]) for part in range(PARTS)
-        ]
+        found = {id(one.owner): one.owner for one in elements}.values()
+        self._owners = [(one, local(one).data_ptr(), is_distributed(one)) for one in found]
+        self._parts = [self._owners[part::PARTS] for part in range(PARTS)]
         views = {dtype: [one.view for one in elements if one.view.dtype == dtype] for dtype in _DTYPES}
         doubles, floats, bfloats, halves = (len(views[dtype]) for dtype in _DTYPES)
         self._counts = doubles, floats, bfloats, halves
@@ -138,6 +126,11 @@ def sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """So many elements of one tensor at most, evenly spread over it; a view, if the tensor is contiguous."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // count))]
+
+
+def _moved(owners: list[tuple[torch.Tensor, int, bool]]) -> bool:
+    """Whether one of these tensors lies elsewhere than at its address."""
+    return any((local(one) if split else one).data_ptr() != address for one, address, split in owners)
 
 
 def _as_integer(view: torch.Tensor) -> torch.Tensor:

@@ -50,10 +50,10 @@ SAMPLE_BYTES = 384
 RATES = 4  # learning rates that are kept as numbers; a hash covers those of further parameter groups
 _HAS_LOSS = 1
 # Checksum, iteration, life, flags, trajectory, epoch, batch, batches, epsilon, loss, rates, hash of the other rates,
-# number of rates, and the sampled elements of each dtype.
-_HEADER = struct.Struct(f"<QQIIQQQQdd{RATES}dQ5B")
-_SAMPLE_AT = RECORD_BYTES - SAMPLE_BYTES
+# number of rates, number of sampled elements of each dtype, and these elements.
+_RECORD = struct.Struct(f"<QQIIQQQQdd{RATES}dQ5B11x{SAMPLE_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
+_NO_RATES = (0.0,) * RATES
 # A loss keeps more than half of its digits in another order of additions, and a gradient, in which larger terms cancel,
 # about half of them. So these are multiples of the square root of the dtype's epsilon.
 LOSS_SHARE = 1 / 32  # of the loss
@@ -288,6 +288,8 @@ class Witnesses:
             raise
         finally:
             os.close(descriptor)
+        self._record = bytearray(RECORD_BYTES)  # the next one; made in place, as the training thread waits for it
+        self._content = memoryview(self._record)[_CHECKSUM.size :]
 
     def __iter__(self) -> Iterator[Witness]:
         """All that can be read, in no order."""
@@ -304,49 +306,28 @@ class Witnesses:
 
     def put(self, witness: Witness) -> None:
         """Write a witness over the one that has its place: that of the same step, or of `STEPS` before."""
-        record = _packed(witness)
-        at = witness.iteration % STEPS * RECORD_BYTES
-        self._map[at : at + RECORD_BYTES] = record
+        iteration, life, trajectory, epoch, batch, batches, rates, others, loss, weights, epsilon = witness
+        flags, loss = (0, 0.0) if loss is None else (_HAS_LOSS, loss)
+        (content, counts), rated = weights, len(rates)
+        head = iteration, life, flags, trajectory, epoch, batch, batches, epsilon, loss
+        _RECORD.pack_into(self._record, 0, 0, *head, *rates, *_NO_RATES[rated:], others, rated, *counts, content)
+        _CHECKSUM.pack_into(self._record, 0, xxhash.xxh3_64_intdigest(self._content))
+        at = iteration % STEPS * RECORD_BYTES
+        self._map[at : at + RECORD_BYTES] = self._record
 
     def close(self) -> None:
         """Unmap the file; it keeps its content."""
         self._map.close()
 
 
-def _packed(one: Witness) -> bytes:
-    content, counts = one.weights
-    rates = one.learning_rates
-    header = _HEADER.pack(
-        0,
-        one.iteration,
-        one.life,
-        0 if one.loss is None else _HAS_LOSS,
-        one.trajectory,
-        one.epoch,
-        one.batch,
-        one.batches,
-        one.epsilon,
-        0.0 if one.loss is None else one.loss,
-        *rates,
-        *(0.0,) * (RATES - len(rates)),
-        one.other_rates,
-        len(rates),
-        *counts,
-    )
-    body = (header.ljust(_SAMPLE_AT, b"\0") + content).ljust(RECORD_BYTES, b"\0")[_CHECKSUM.size :]
-    return _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body)) + body
-
-
 def _unpacked(record: bytes) -> Witness | None:
     """None where there is none, or half of one."""
-    checksum, iteration, life, flags, trajectory, epoch, batch, batches, epsilon, loss, *rest = _HEADER.unpack_from(
-        record
-    )
+    checksum, iteration, life, flags, trajectory, epoch, batch, batches, epsilon, loss, *rest = _RECORD.unpack(record)
     if xxhash.xxh3_64_intdigest(record[_CHECKSUM.size :]) != checksum:
         return None
-    rates, (others, rated, doubles, floats, bfloats, halves) = rest[:RATES], rest[RATES:]
+    rates, (others, rated, doubles, floats, bfloats, halves, content) = rest[:RATES], rest[RATES:]
     size = 8 * doubles + 4 * floats + 2 * (bfloats + halves)
-    sample = SampledBytes(record[_SAMPLE_AT : _SAMPLE_AT + size], (doubles, floats, bfloats, halves))
+    sample = SampledBytes(content[:size], (doubles, floats, bfloats, halves))
     seen = loss if flags & _HAS_LOSS else None
     return Witness(
         iteration, life, trajectory, epoch, batch, batches, tuple(rates[:rated]), others, seen, sample, epsilon
