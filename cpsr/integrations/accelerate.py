@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from inspect import isgeneratorfunction
 from typing import Any
 
@@ -157,7 +156,7 @@ def _batches(loader: Any, numbers: ResumableLoader) -> Iterator[Any]:
             loader.set_epoch(epoch)
             opened = skip_first_batches(loader, number) if number else loader
             batches = iter(opened)
-        with order_of_the_pass(numbers) if continued else nullcontext():
+        with order_of_the_pass(numbers, continued=continued):
             batch = next(batches)
         expected = (epoch, number + 1)
         yield batch

@@ -6,6 +6,7 @@ keeps and restores the position, and captures the random states at the start of 
 itself.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,12 @@ class Passes(GlobalBatches):
         one_order = sampler is not None and type(loader) is DataLoaderShard and _draws_one_order(sampler.sampler)
         super().__init__(length, samples, one_order=one_order)
         self.generator = _generator(loader)
+        self._base = weakref.ref(loader.base_dataloader)  # not followed in the search for generators
+
+    @property
+    def base(self) -> Any:
+        """The torch loader that accelerate iterates over."""
+        return self._base()
 
 
 def _batch_sampler(loader: Any) -> BatchSampler | None:
@@ -66,18 +73,20 @@ def _generator(loader: Any) -> torch.Generator | None:
 
 
 @contextmanager
-def order_of_the_pass(stream: ResumableLoader) -> Iterator[None]:
-    """Inside, the first batch of a continued pass is fetched: the loader draws its order as at the start of the pass.
+def order_of_the_pass(stream: ResumableLoader, *, continued: bool) -> Iterator[None]:
+    """Inside, the first batch of a pass is fetched: the loader draws as at the start of the pass.
 
-    Afterwards the random states are those of training again.
+    Afterwards the random states of a continued pass are those of training again.
     """
     states = stream.position.states
-    if states is None or "host" not in states:  # a new run, or weights alone are left
-        yield
+    if not continued or states is None or "host" not in states:  # a new run, or weights alone are left
+        with stream.seeding(continued=continued):
+            yield
         return
     training = capture_host_rng()
     restore_host_rng(states["host"])
     try:
-        yield
+        with stream.seeding(continued=True):
+            yield
     finally:
         restore_host_rng(training)

@@ -119,11 +119,8 @@ class TrainerPasses:
         if self._rolled_back:
             self._rolled_back = False
             raise _Moved
-        if self._continued:
-            self._continued = False
-            with order_of_the_pass(self._stream):
-                fetched = self._fetch(epoch_iterator, num_batches, device)
-        else:
+        continued, self._continued = self._continued, False
+        with order_of_the_pass(self._stream, continued=continued):
             fetched = self._fetch(epoch_iterator, num_batches, device)
         if not fetched[0]:
             raise UnsupportedEngineError(

@@ -27,6 +27,7 @@ from cpsr.state import codec
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.loader import LoaderHooks, ResumableLoader, is_repeating
 from cpsr.state.loader_contents import difference_of_data, recognisable
+from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
 from cpsr.state.scalars import DataPosition, Scalars, restore_host_rng
 from cpsr.state.stateful import Stateful, stateful
@@ -213,6 +214,7 @@ class RunState(Part):
             after=after,
         )
         if before is None:
+            expect_other_loaders(self._data.others or 0)
             self._require_same_data(loader)
             self._stream.name_generators_in_workers()
         else:
@@ -351,7 +353,9 @@ class RunState(Part):
         elif stream is not None and (own := stream.data_states()):
             random_states["host"]["data"] = own
         ahead = [one.host for one in self.draws.untrained]
-        return random_states, replace(position.advanced(0), ahead=ahead or None, data=self._recognised)
+        return random_states, replace(
+            position.advanced(0), ahead=ahead or None, data=self._recognised, others=count_other_loaders()
+        )
 
     def place(self) -> dict[str, Any]:
         """The part of the small state that a history needs: its place on the predictor's time axis, and its label."""

@@ -34,7 +34,7 @@ from cpsr.state.loader_parts import (
 )
 from cpsr.state.loader_skipping import after_failure, load_again, skipped, warn_of_other_length
 from cpsr.state.loader_state import LoaderState, has_more
-from cpsr.state.loader_workers import prepared_workers, seeding_generator
+from cpsr.state.loader_workers import prepared_workers, seeded_before
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
 from cpsr.state.stateful import Stateful
 from cpsr.state.worker_random_states import Follower, InTurn, WithState, followed
@@ -48,6 +48,7 @@ CLOSED = (
     "the recovery that gave these batches is closed: iterate over the loader itself, or open another CPSRRecovery and "
     "call its resume()"
 )
+CONTINUED = "cpsr_continued"  # set on a loader, a pass of which was continued with other workers than its own
 _DRAWN = ("host", "generators")  # of what is captured at the start of a pass: random states
 
 
@@ -115,6 +116,7 @@ class ResumableLoader(Iterator[Any]):
             loader = repeating.loader
         self.loader = given
         self._loader = loader
+        self._base: Any = getattr(loader, "base", loader)  # whose workers load the batches
         self._length = length_of(loader)
         # Of the first stream of a loader: later ones may have been made by the data set, and after a restart are not.
         self._generators: dict[str, Stateful] = order_generators(loader) if after is None else after._generators
@@ -158,8 +160,8 @@ class ResumableLoader(Iterator[Any]):
                 "give resume() the DataLoader itself"
             )
         self._iterator = None
-        if has_persistent_workers(self._loader):
-            setattr(self._loader, "_iterator", None)  # noqa: B010 - its workers have drawn random numbers since
+        if has_persistent_workers(self._base):
+            self._base._iterator = None  # its workers have drawn random numbers since
         self._moved = position.states is not None
         self.position = self._normalised(position)
 
@@ -264,7 +266,9 @@ class ResumableLoader(Iterator[Any]):
         if self._moved or not position.batches:
             return position
         if between and position.states is None:
-            position = replace(position, states=self._capture(), states_epoch=position.epoch)
+            position = replace(
+                position, states=self._capture(), states_epoch=position.epoch, seeded=self._seeding_pass(position)
+            )
         if self._thread not in (None, threading.get_ident()):  # it fetches ahead, maybe in this moment
             return replace(position, loader=None, workers=None)
         loader = self._state.take(position, between=between) if not between or self._follows_a_pass else None
@@ -327,11 +331,16 @@ class ResumableLoader(Iterator[Any]):
             for epoch in range(position.states_epoch, position.epoch):
                 self._walk(epoch)
             self._hooks.on_positioned()
-        return self._begin_pass(skip=position.batch if moved else 0, workers=position.workers if moved else None)
+        if not moved:
+            return self._begin_pass()
+        return self._begin_pass(position.batch, position.workers, position.seeded)
 
-    def _begin_pass(self, skip: int = 0, workers: dict[str, Any] | None = None) -> Iterator[Any]:
+    def _begin_pass(
+        self, skip: int = 0, workers: dict[str, Any] | None = None, seeded: int | None = None
+    ) -> Iterator[Any]:
         position, states = self.position, {**self._capture(), "begun": True}
-        self.position = replace(position, states=states, states_epoch=position.epoch)
+        seeded = self._seeding_pass(position) if seeded is None else seeded
+        self.position = replace(position, states=states, states_epoch=position.epoch, seeded=seeded)
         iterator = self._pass(position.epoch, skip, workers)
         if not self._state.was_loaded:
             return iterator
@@ -366,7 +375,7 @@ class ResumableLoader(Iterator[Any]):
             self._restore_epoch(target.states)
         self._set_epoch(saved["epoch"])
         self._state.load(saved)
-        with self._following(WithState()):
+        with self._following(WithState(), saved["epoch"]):
             iterator = self._state.iterate(saved)
         if self._state.is_torchdata:
             self._restore_generators(saved["generators"])
@@ -376,11 +385,29 @@ class ResumableLoader(Iterator[Any]):
         self._set_epoch(saved["epoch"])
         self._state.load(saved)
         if self._state.is_torchdata and not has_persistent_workers(self._loader):
-            with self._following(WithState()):
+            with self._following(WithState(), saved["epoch"]):
                 self._state.iterate(saved)  # draws the seeds of the last pass once more, maybe from its generator
         self._restore_generators(saved["generators"])
         self._hooks.on_positioned()
-        return self._begin_pass()
+        return self._begin_pass(seeded=self.position.seeded)
+
+    def _seeding_pass(self, position: DataPosition) -> int | None:
+        """The pass that seeds the workers of the next pass, in a run that nothing disturbs: see `DataPosition`."""
+        if not has_persistent_workers(self._base):
+            return None
+        if getattr(self._base, "_iterator", None) is None and not getattr(self._base, CONTINUED, False):
+            return position.epoch
+        return -1 if position.seeded is None else position.seeded  # -1: the script has begun a pass before the run
+
+    def seeding(self, *, continued: bool) -> AbstractContextManager[None]:
+        """Inside, the loader of another package begins the current pass, or continues it with workers of its own."""
+        if continued and has_persistent_workers(self._base):
+            setattr(self._base, CONTINUED, True)
+        return seeded_before(not self._draws_seed(self.position.epoch))
+
+    def _draws_seed(self, epoch: int) -> bool:
+        """Whether a run that nothing disturbs draws a seed for the loader's workers at the beginning of this pass."""
+        return self.position.seeded is None or self.position.seeded == epoch
 
     def _skip(self, batches: int) -> None:
         """Fetch and drop further batches, also across the ends of passes."""
@@ -439,7 +466,7 @@ class ResumableLoader(Iterator[Any]):
         """
         self._set_epoch(epoch)
         if not is_plain(self._loader):
-            with self._following(WithState() if self._state.usable else None):
+            with self._following(WithState() if self._state.usable else None, epoch):
                 iterator = iter(self._loader)
             if not isinstance(self._loader, Calls):
                 next(islice(iterator, skip, skip), None)
@@ -447,7 +474,7 @@ class ResumableLoader(Iterator[Any]):
         rest = self._rest_of_pass(epoch)
         if rest is not None:
             self._workers = None
-            with self._following(None):
+            with self._following(None, epoch):
                 return skipped(self._loader, skip - rest[0], rest[1])
         loader, first, resumed = self._loader, skip, None
         if loader.num_workers and workers is not None and workers["epoch"] == epoch:
@@ -455,7 +482,7 @@ class ResumableLoader(Iterator[Any]):
             if workers["workers"] == loader.num_workers and 0 <= ahead < loader.num_workers:
                 first, resumed = workers["batch"], workers["states"]
         follower = InTurn(loader, first, resumed) if loader.num_workers and getattr(loader, "in_order", True) else None
-        with self._following(follower):
+        with self._following(follower, epoch):
             iterator = skipped(loader, first) if first else iter(loader)
         self._workers = getattr(iterator, "follower", None)
         if self._workers is not None and self._workers is not follower:
@@ -470,11 +497,11 @@ class ResumableLoader(Iterator[Any]):
             return None
         return dealing.first_batch, RestOfPass(self._loader, dealing.samples)
 
-    @staticmethod
-    def _following(follower: Follower | None) -> AbstractContextManager[object]:
-        """Workers that start inside keep their random states."""
+    def _following(self, follower: Follower | None, epoch: int) -> AbstractContextManager[object]:
+        """Workers that start inside, for this pass, keep their random states."""
         inside = ExitStack()
         inside.enter_context(prepared_workers())
+        inside.enter_context(seeded_before(not self._draws_seed(epoch)))
         inside.enter_context(followed(follower))
         return inside
 
@@ -485,8 +512,8 @@ class ResumableLoader(Iterator[Any]):
             for _ in self._loader:
                 pass
             return
-        # The first draw is the base seed of the loader's workers, as in DataLoader's own iterator.
-        torch.empty((), dtype=torch.int64).random_(generator=seeding_generator(self._loader))
+        if self._draws_seed(epoch):  # first, as DataLoader's own iterator
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
         for _ in index_sampler(self._loader):
             pass
 

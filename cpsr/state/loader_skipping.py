@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from cpsr.state.loader_parts import index_sampler, is_plain
-from cpsr.state.loader_workers import seeding_generator
 from cpsr.state.scalars import DataPosition
 
 __all__ = ["after_failure", "load_again", "skipped", "warn_of_other_length"]
@@ -97,7 +96,7 @@ def skipped(loader: DataLoader[Any], skip: int, sampler: Iterable[Any] | None = 
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        generator=seeding_generator(loader),
+        generator=loader.generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
         in_order=getattr(loader, "in_order", True),

@@ -14,18 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import dataloader
 
 from cpsr.state.worker_random_states import Follower, requested_follower
 
-__all__ = ["prepared_workers", "seeding_generator"]
+__all__ = ["count_other_loaders", "expect_other_loaders", "prepared_workers", "seeded_before"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ def _prepared(iterator: Any) -> Iterator[None]:
     @wraps(start)
     def start_prepared(self: Any, loader: Any, *given: Any) -> None:
         prepared = copy.copy(loader)
-        prepared.generator = seeding_generator(loader)
+        before = _seeded_before.get()
+        if _others.seeded_before(loader) if before is None else before:
+            prepared.generator = _copied_generator(loader)
         method = (loader.multiprocessing_context or torch.multiprocessing).get_start_method()
         self.follower = requested_follower()
         beginning = _Beginning(loader.worker_init_fn, self.follower)
@@ -100,16 +104,49 @@ def _prepared(iterator: Any) -> Iterator[None]:
         iterator.__init__ = start
 
 
-def seeding_generator(loader: Any) -> torch.Generator | None:
-    """The generator that seeds a loader's workers: the loader's own, None for torch's global one.
+class _OtherLoaders:
+    """Loaders with persistent workers beside that of the run, as one of evaluations: each draws one seed in a run."""
 
-    Persistent workers are seeded once in the life of a process. After a restart that would be one draw more than in an
-    uninterrupted run, so they are seeded from a copy.
-    """
-    own: torch.Generator | None = loader.generator
-    if not loader.persistent_workers:
-        return own
-    copied = _default_generator() if own is None else own
+    def __init__(self) -> None:
+        self._live: WeakSet[Any] = WeakSet()
+        self._expected = 0  # that had begun before this life, and not yet in it
+
+    def expect(self, count: int) -> None:
+        """A life begins, before which so many have drawn their seeds."""
+        self._live, self._expected = WeakSet(), count
+
+    def seeded_before(self, loader: Any) -> bool:
+        """Whether this one, which begins now, has drawn its seed in an earlier life."""
+        if not loader.persistent_workers:
+            return False
+        self._live.add(loader)
+        before, self._expected = self._expected > 0, max(0, self._expected - 1)
+        return before
+
+    def count(self) -> int:
+        """How many have drawn their seeds, and still have their workers."""
+        return self._expected + sum(one._iterator is not None for one in self._live)
+
+
+_others = _OtherLoaders()
+expect_other_loaders, count_other_loaders = _others.expect, _others.count
+
+_seeded_before: ContextVar[bool | None] = ContextVar("_seeded_before", default=None)  # None: of no stream
+
+
+@contextmanager
+def seeded_before(before: bool) -> Iterator[None]:
+    """Inside, workers of the run's loader start; they draw no seed if they go on for those of an earlier life."""
+    token = _seeded_before.set(before)
+    try:
+        yield
+    finally:
+        _seeded_before.reset(token)
+
+
+def _copied_generator(loader: Any) -> torch.Generator:
+    """A copy of the generator that a loader's workers are seeded from, which therefore stays as it is."""
+    copied = _default_generator() if loader.generator is None else loader.generator
     drawn = torch.Generator(copied.device)
     drawn.set_state(copied.get_state())
     return drawn

@@ -12,7 +12,7 @@ from cpsr.state.codec import lacks_tensors
 
 __all__ = ["DataPosition", "Scalars", "capture_host_rng", "capture_rng", "restore_host_rng", "restore_rng"]
 
-_OF_SOME_LOADERS = ("loader", "workers", "dealing", "resized", "ahead", "data")
+_OF_SOME_LOADERS = ("loader", "workers", "dealing", "resized", "ahead", "data", "seeded", "others")
 _LEARNED = ("probes", "learned", "planning")  # of no use to an exact restart
 
 
@@ -70,6 +70,9 @@ class DataPosition:
         dealing: how the samples of this pass are dealt to ranks (see `cpsr.state.loader_dealing`).
         ahead: random states of the host from which batches after this one were drawn that the loop had not trained yet,
             oldest first; those of training are then those after them.
+        seeded: the pass that has seeded, or will seed, the persistent workers of this pass; None where each pass seeds
+            its workers anew.
+        others: loaders beside this one whose persistent workers have been seeded.
         data: how to recognise the data set (see `cpsr.state.loader_contents`).
         resized: True: another number of ranks saved it, and the loader has still to take that into account.
     """
@@ -86,6 +89,8 @@ class DataPosition:
     resized: bool | None = None
     ahead: list[dict[str, Any]] | None = None
     data: dict[str, Any] | None = None
+    seeded: int | None = None
+    others: int | None = None
 
     def without_random_states(self) -> "DataPosition":
         """The position where the random states are lost: a pass goes on only if they do not decide its order."""
@@ -112,7 +117,7 @@ class DataPosition:
     def _at(self, batches: int, epoch: int, batch: int) -> "DataPosition":
         """Another position with the same states; `dataclasses.replace` takes longer."""
         kept = self.batches_per_epoch, self.states_epoch, self.states, self.loader, self.workers
-        return DataPosition(batches, epoch, batch, *kept, self.dealing, self.resized)
+        return DataPosition(batches, epoch, batch, *kept, self.dealing, self.resized, seeded=self.seeded)
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data; without what most loaders lack, so that earlier versions can read it."""

@@ -19,6 +19,7 @@ finds its settings in a `Life`, calls `life.step(iteration)` after each step, an
 import hashlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -105,10 +106,7 @@ Loop = Callable[[Life], Any]
 def live(loop: Loop, life: Life, *, seconds: float = LIMIT_SECONDS) -> Ended:
     """Run one life to its end; a rank that has not ended after `seconds` fails the test."""
     life.directory.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = start_ranks(_rank, (loop, life, port), life.ranks)
+    processes = start_ranks(_rank, (loop, life, _free_port()), life.ranks)
     for process in processes:
         process.join(seconds)
     hangs = [rank for rank, process in enumerate(processes) if process.exitcode is None]
@@ -142,6 +140,7 @@ def forked(loop: Loop, lives: Sequence[Life]) -> list[Any]:
         left = life.directory / f"{life.number}-forked.json"
         left.unlink(missing_ok=True)
         if not (child := os.fork()):
+            os.environ["MASTER_PORT"] = _free_port()  # workers of the life before may still have the old one
             left.write_text(json.dumps(loop(life)))
             sys.stdout.flush()
             os._exit(0)  # an error ends it as it would end the process that it is a fork of
@@ -178,16 +177,24 @@ def digest(*modules: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 def _left(life: Life, rank: int, ending: str) -> str:
     path = life.directory / f"{life.number}-{rank}{ending}"
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _rank(job: tuple[Loop, Life, int], rank: int, ranks: int) -> None:
+def _rank(job: tuple[Loop, Life, str], rank: int, ranks: int) -> None:
     loop, life, port = job
     life.rank = rank
     become_rank(life.directory / f"{life.number}-{rank}.log", rank, ranks)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # workers of a loader are children of it
+    multiprocessing.set_start_method("fork", force=True)  # as in a script; the rank itself is of a server of forks
     try:
         result = loop(life)
     except Exception:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from cpsr import CPSRRecovery
 from cpsr.errors import ConfigError, UnsupportedEngineError
+from tests.situations.drawing import Drawing, drawing_loader
 from tests.situations.lives import Life, digest, forked, live, run_example
 
 pytest.importorskip("accelerate")
@@ -76,6 +77,10 @@ class Cut(TrainerCallback):  # type: ignore[misc]  # untyped here
 def with_trainer(life: Life) -> Any:
     set_seed(5)
     net, arguments = Net(), life.options.get("arguments", {})
+    data: Any = items()
+    if "persistent" in life.options:
+        data = Drawing(named=True)
+        arguments = {"dataloader_num_workers": 2, "dataloader_persistent_workers": life.options["persistent"]}
     args = TrainingArguments(
         output_dir=str(life.directory / "own"),
         **{"num_train_epochs": 4, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 4, **arguments},
@@ -88,7 +93,7 @@ def with_trainer(life: Life) -> Any:
         disable_tqdm=True,
     )
     counter, stopping = Counter(), EarlyStoppingCallback(life.options.get("patience", 100), 10.0)
-    trainer = Trainer(net, args, train_dataset=items(), eval_dataset=items(8), callbacks=[counter, stopping])
+    trainer = Trainer(net, args, train_dataset=data, eval_dataset=items(8), callbacks=[counter, stopping])
     callback = None
     if life.options.get("followed", True):
         callback = CPSRCallback(trainer, life.config())
@@ -125,6 +130,8 @@ def with_accelerate(life: Life) -> Any:
     steps, average = Steps(), AveragedModel(net, multi_avg_fn=averaging(0.9))
     accelerator.register_for_checkpointing(steps, average)
     loader: Any = DataLoader(items(), batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a list is a dataset
+    if "persistent" in life.options:
+        loader = drawing_loader(persistent=life.options["persistent"], named=True)
     model, optimizer, loader, schedule = accelerator.prepare(net, adam, loader, schedule)
 
     def train(epoch: int, batch_idx: int, batch: Any) -> None:
@@ -211,6 +218,10 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "transformers, stopped early": (with_trainer, 13, {"patience": 5}),
     "accelerate": (with_accelerate, 13, {"ends": True}),
     "accelerate, accumulated over the ends of passes": (with_accelerate, 18, {"ends": False}),
+    "transformers, workers": (with_trainer, 7, {"persistent": False}),
+    "transformers, persistent workers": (with_trainer, 7, {"persistent": True}),
+    "accelerate, workers": (with_accelerate, 7, {"ends": True, "persistent": False}),
+    "accelerate, persistent workers": (with_accelerate, 7, {"ends": True, "persistent": True}),
 }
 REFUSED = {"auto_find_batch_size": search_of_transformers, "find_executable_batch_size": search_of_accelerate}
 

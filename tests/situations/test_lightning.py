@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from cpsr.errors import UnsupportedEngineError
+from tests.situations.drawing import drawing_loader
 from tests.situations.lives import Life, digest, forked, live, run_example
 
 pytest.importorskip("lightning")
@@ -211,9 +212,28 @@ class Stopped(Averaged):
     arguments: ClassVar[dict[str, Any]] = {"max_epochs": 9}
 
 
-MODULES = {
-    kind.__name__: kind for kind in (Reloaded, ReloadedOften, Averaged, Counted, Accumulated, OnPlateau, Stopped)
-}
+class Workers(Net):
+    """Its data draws in workers."""
+
+    persistent = False
+
+    def train_dataloader(self) -> Any:
+        return drawing_loader(persistent=self.persistent)
+
+
+class Persistent(Workers):
+    persistent = True
+
+
+class PersistentReloaded(Persistent):
+    """Every second pass has new workers."""
+
+    arguments: ClassVar[dict[str, Any]] = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 2}
+
+
+WITH_WORKERS = (Workers, Persistent, PersistentReloaded)
+OTHERS = (Reloaded, ReloadedOften, Averaged, Counted, Accumulated, OnPlateau, Stopped)
+MODULES = {kind.__name__: kind for kind in (*OTHERS, *WITH_WORKERS)}
 
 
 def trained(life: Life) -> Any:
@@ -242,7 +262,12 @@ def example(life: Life) -> str:
     return str([one.tolist() for one in torch.load(life.directory / "final.pt").values()])
 
 
-CASES = [*((kind, 13) for kind in MODULES), ("ReloadedOften", 17), ("Reloaded", 27)]
+CASES = [
+    *((kind, 13) for kind in MODULES),
+    ("ReloadedOften", 17),
+    ("Reloaded", 27),
+    *((kind.__name__, 17) for kind in WITH_WORKERS),
+]
 
 
 def all_lives(life: Life) -> dict[str, list[Any]]:

@@ -1,0 +1,79 @@
+"""Data that draws in workers, persistent or not: torch's draws undisturbed, and bit for bit after kills."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cpsr import CPSRRecovery, TorchAdapter
+from tests.situations.drawing import drawing_loader
+from tests.situations.lives import Life, backward, digest, forked, live
+
+PASSES = 4
+
+
+def with_workers(life: Life) -> Any:
+    """Four passes over data that draws in the workers of one loader, or of a new loader for every pass.
+
+    From the second on each ends with a validation, whose loader has workers of its own.
+    """
+    torch.manual_seed(0)
+    persistent, own, new = life.options["workers"]
+    loader = drawing_loader(persistent=persistent, own_generator=own)
+    validation = drawing_loader(persistent=persistent)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    followed = life.options["followed"]
+    recovery: Any = CPSRRecovery(TorchAdapter(model, optimizer), life.config()) if followed else None
+    with recovery or nullcontext():
+        for number in range(recovery.epoch if followed else 0, PASSES):
+            if new and number:
+                loader = drawing_loader(persistent=persistent, own_generator=own)
+            for inputs, targets in recovery.resume(loader) if followed else loader:
+                loss = torch.nn.functional.mse_loss(model(inputs), targets)
+                optimizer.zero_grad()
+                backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+                if followed:
+                    life.step(recovery.iteration)
+            for _ in validation if number else ():
+                pass
+        restored = recovery.restored.restored_iteration if followed else 0
+    return [digest(model), losses, restored]
+
+
+WORKERS = [(persistent, own, new) for persistent in (True, False) for own in (True, False) for new in (True, False)]
+# Iterations of kills, of lives one after the other: inside the first pass and later ones, and at their ends.
+KILLS = [(6, 22), (14, 29), (16,), (17,)]
+
+
+def all_of(life: Life) -> list[Any]:
+    """Without CPSR, undisturbed, and the last of the lives that were killed."""
+    options = {"workers": life.options["workers"]}
+    ends = forked(
+        with_workers,
+        [
+            Life(life.directory / "without", options=options | {"followed": False}),
+            Life(life.directory / "alone", options=options | {"followed": True}),
+        ],
+    )
+    for kills in KILLS:
+        lives = [
+            Life(life.directory / str(kills), at, number=number, options=options | {"followed": True})
+            for number, at in enumerate((*kills, 0))
+        ]
+        ends.append(forked(with_workers, lives)[-1])
+    return ends
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_workers_draw_what_they_draw_without_cpsr(workers: Any, tmp_path: Path) -> None:
+    without, alone, *cut = live(all_of, Life(tmp_path, options={"workers": workers})).result
+    assert alone == without
+    for kills, (trained, losses, restored) in zip(KILLS, cut, strict=True):
+        assert restored > 0 or kills == KILLS[0]
+        assert (losses, trained) == (alone[1][-len(losses) :], alone[0]), kills
