@@ -1,19 +1,23 @@
 """The own state of a `Trainer` of transformers, as an object that `recovery.register` takes."""
 
+import logging
 import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from cpsr.errors import ConfigError, UnsupportedEngineError
+from cpsr.saving.hyperparameters import script_sentence
 from cpsr.state import codec
 
 __all__ = ["TrainerProgress"]
+
+logger = logging.getLogger(__name__)
 
 # Of `TrainerState`: settings of this life, and callbacks, whose states are taken as they are now.
 NOT_RESTORED = (
@@ -43,15 +47,19 @@ class TrainerProgress:
 
     Args:
         trainer: inside `train()`, from `on_train_begin` on.
+        choice: `restart.hyperparameters`: whose arguments callbacks have where the script sets others than the run did.
 
     Raises:
         UnsupportedEngineError: a callback that cannot be made of its own state, by name.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, choice: Literal["checkpoint", "script"]) -> None:
+        self._trainer, self._choice = trainer, choice
         for one in self._exportable():
             _made_of(one, one.state())
+        self._script = [one.state()["args"] for one in self._exportable()]  # what the script gave to callbacks
+        self._given = self._script  # what they were given in the run
+        self._reported = False
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data and the tensor of the running sum of losses; the entries of the log are not copied."""
@@ -64,7 +72,10 @@ class TrainerProgress:
             },
             "sums": {name: getattr(trainer, name) for name in (*SUMS, "current_flos")},
             "loss": trainer._tr_loss.detach().clone(),
-            "callbacks": [[type(one).__name__, one.state()] for one in self._exportable()],
+            "callbacks": [
+                [type(one).__name__, one.state(), given]
+                for one, given in zip(self._exportable(), self._given, strict=True)
+            ],
             "order": self._order(),
             "max_steps": trainer.state.max_steps,
         }
@@ -83,18 +94,33 @@ class TrainerProgress:
         for name, value in state["sums"].items():
             setattr(trainer, name, value)
         trainer._tr_loss = torch.as_tensor(state["loss"]).clone().to(trainer.args.device)
-        remaining = self._exportable()
-        for name, saved in state["callbacks"]:
-            one = next((one for one in remaining if type(one).__name__ == name), None)
-            if one is None:
+        self._load_callbacks(state["callbacks"])
+        if state.get("max_steps", math.inf) <= trainer.state.global_step < trainer.state.max_steps:
+            trainer.control.should_training_stop = False  # the run had ended, and is to go on
+
+    def _load_callbacks(self, states: list[list[Any]]) -> None:
+        callbacks, given, different = self._exportable(), list(self._script), list[str]()
+        remaining = list(range(len(callbacks)))
+        for name, saved, then in states:
+            number = next((number for number in remaining if type(callbacks[number]).__name__ == name), None)
+            if number is None:
                 continue
-            remaining.remove(one)
+            remaining.remove(number)
+            one, script = callbacks[number], self._script[number]
+            changed = [key for key in script if key in then and not codec.same(script[key], then[key])]
+            different += [f"{key} {script[key]} of {name} (the run: {then[key]})" for key in changed]
+            if self._choice == "script":
+                saved = {**saved, "args": saved["args"] | {key: script[key] for key in changed}}
+            else:
+                given[number] = then
             now = _made_of(one, one.state())
             for attribute, value in _made_of(one, saved).items():
                 if attribute not in now or not codec.same(now[attribute], value):
                     setattr(one, attribute, value)
-        if state.get("max_steps", math.inf) <= trainer.state.global_step < trainer.state.max_steps:
-            trainer.control.should_training_stop = False  # the run had ended, and is to go on
+        self._given = given
+        if different and not self._reported:
+            logger.warning("%s", script_sentence(different, self._choice))
+            self._reported = True
 
     def _order(self) -> dict[str, Any]:
         trainer, args, loader = self._trainer, self._trainer.args, self._trainer.callback_handler.train_dataloader

@@ -71,7 +71,8 @@ class CPSRCallback(TrainerCallback):  # type: ignore[misc]  # untyped here
             )
         begun = state.global_step
         engine, parts, mode = self._engine()
-        recovery, progress = CPSRRecovery(engine, self._config, mode=mode), TrainerProgress(self._trainer)
+        recovery = CPSRRecovery(engine, self._config, mode=mode)
+        progress = TrainerProgress(self._trainer, recovery.config.restart.hyperparameters)
         for name, part in {"trainer": progress, **parts}.items():
             recovery.register(name, part)
         for callback in self._on_event:

@@ -15,7 +15,7 @@ from cpsr.engines.script_settings import (
     settings_of,
 )
 
-__all__ = ["Hyperparameters"]
+__all__ = ["Hyperparameters", "script_sentence"]
 
 
 class Hyperparameters:
@@ -109,8 +109,13 @@ class Hyperparameters:
     def _sentence(self, different: list[str], fixed: list[str]) -> str | None:
         if not different and not fixed:
             return None
-        used = "script's are used, as restart.hyperparameters: script says; repeated steps differ from before"
-        if self._choice == "checkpoint":
-            used = "run's are used. To use the script's, set restart.hyperparameters: script"
         closed = f". The script's are used of {', '.join(fixed)}: no checkpoint can hold functions" if fixed else ""
-        return f"the script sets {', '.join([*different, *fixed])}: the {used}{closed}"
+        return script_sentence([*different, *fixed], self._choice) + closed
+
+
+def script_sentence(different: list[str], choice: Literal["checkpoint", "script"]) -> str:
+    """What the script sets otherwise than the run did, and whose values are used."""
+    used = "script's are used, as restart.hyperparameters: script says; repeated steps differ from before"
+    if choice == "checkpoint":
+        used = "run's are used. To use the script's, set restart.hyperparameters: script"
+    return f"the script sets {', '.join(different)}: the {used}"

@@ -330,7 +330,7 @@ def test_on_another_number_of_ranks_the_global_batch_and_the_steps_of_a_pass_sta
     trainer = trainer_of(tmp_path, max_steps=1)
     follow(trainer, tmp_path)
     trainer.train()
-    progress = TrainerProgress(trainer)
+    progress = TrainerProgress(trainer, "checkpoint")
     saved: dict[str, Any] = progress.state_dict()
 
     def of_two_ranks(**order: Any) -> dict[str, Any]:

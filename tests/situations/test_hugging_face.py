@@ -92,11 +92,16 @@ def with_trainer(life: Life) -> Any:
         report_to="none",
         disable_tqdm=True,
     )
-    counter, stopping = Counter(), EarlyStoppingCallback(life.options.get("patience", 100), 10.0)
+    counter, stopping = (
+        Counter(),
+        EarlyStoppingCallback(life.options.get("patience", [100])[-1 if life.number else 0], 10.0),
+    )
     trainer = Trainer(net, args, train_dataset=data, eval_dataset=items(8), callbacks=[counter, stopping])
     callback = None
     if life.options.get("followed", True):
-        callback = CPSRCallback(trainer, life.config())
+        callback = CPSRCallback(
+            trainer, life.config(restart={"hyperparameters": life.options.get("choice", "checkpoint")})
+        )
         trainer.add_callback(callback)
     trainer.add_callback(Cut(life))
     trainer.train()
@@ -215,7 +220,8 @@ def example_of_transformers(life: Life) -> str:
 EXAMPLES = {"accelerate_loop.py": example_of_accelerate, "transformers_trainer.py": example_of_transformers}
 CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "transformers": (with_trainer, 13, {}),
-    "transformers, stopped early": (with_trainer, 13, {"patience": 5}),
+    "transformers, stopped early": (with_trainer, 13, {"patience": [5]}),
+    "transformers, later with another patience": (with_trainer, 13, {"patience": [5, 100]}),
     "accelerate": (with_accelerate, 13, {"ends": True}),
     "accelerate, accumulated over the ends of passes": (with_accelerate, 18, {"ends": False}),
     "transformers, workers": (with_trainer, 7, {"persistent": False}),
@@ -241,6 +247,9 @@ def all_lives(life: Life) -> dict[str, list[Any]]:
         both = (True, False)
         lives = [Life(life.directory / name / str(one), options={"followed": one}) for one in both]
         ends[name] = forked(loop, lives)
+    options = {"patience": [5, 100], "choice": "script"}
+    lives = [Life(life.directory / "choice", at, number=number, options=options) for number, at in enumerate((13, 0))]
+    ends["choice"] = forked(with_trainer, lives)
     return ends | {name: forked(loop, [Life(life.directory / name)]) for name, loop in REFUSED.items()}
 
 
@@ -258,6 +267,11 @@ def test_a_loop_comes_back_bit_for_bit(name: str, ends: dict[str, list[Any]]) ->
     assert cut[0] == alone[0]
     assert cut[1] == alone[1][-len(cut[1]) :]
     assert finished[:2] == [alone[0], []]
+
+
+def test_the_script_may_choose_the_arguments_of_a_callback(ends: dict[str, list[Any]]) -> None:
+    stopped, (steps, *_, begun, ended, _, _) = ends["transformers, stopped early"][0][0][0], ends["choice"][1][0]
+    assert stopped < steps == begun == ended == 32
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
