@@ -47,8 +47,8 @@ def write_report(result: DemoResult, run_dir: Path) -> None:
 
 def _summary(result: DemoResult) -> str:
     return (
-        f"Failure at iteration {result.failure_iteration}. Exact would have been the same loss, "
-        f"{result.lost_iterations} iterations later. Predicted is on time; lag after 60-160 iterations: "
+        f"Failure at iteration {result.failure_iteration}. An exact restart would have repeated "
+        f"{result.lost_iterations} iterations. The predicted state repeated none; lag after 60-160 iterations: "
         f"{result.lag.iterations:+.1f} +- {result.lag.standard_error:.1f}"
     )
 

@@ -17,8 +17,8 @@ export function showRecoveries(store) {
 
 function recoveryTable(rows) {
   return table(
-    "Newest first, in iterations. Exact: the run repeats these steps, and ends later. Predicted: on time, with a loss that " +
-      "differs by the end cost; the lag in the first 160 iterations hints at it",
+    "Newest first, in iterations. Exact: the run repeats these steps, and ends later. Predicted state: the run repeats none, " +
+      "and its last loss differs by the expected cost; the lag in the first 160 iterations hints at it",
     [
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
       { title: "Failed at", numeric: true, value: (one) => number(one.failure_iteration, 9) },
@@ -72,7 +72,7 @@ function later(one) {
 function onTime({ expected_end_cost_iterations: expected, settings: { expected_deviation_iterations: deviation } }) {
   if (expected === null) return null;
   const known = typeof deviation === "number" ? ` \u00b1 ${number(deviation, 2)}` : "";
-  return `predicted: on time, end cost ${signed(expected, 2)}${known}`;
+  return `predicted state; expected cost ${signed(expected, 2)}${known}`;
 }
 
 function guard({ guard: { loss, watch, shortened } }) {

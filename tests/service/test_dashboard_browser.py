@@ -303,7 +303,7 @@ def test_a_failure_is_paid_for_in_one_of_two_ways(page: Any, journal: Journal, t
         expect(table.get_by_role("row")).to_have_count(6)
         rows = table.get_by_role("row").all_inner_texts()[1:5]  # newest first
         exact = [f"exact: {later} later" for later in (22, 42)]
-        ways = ("32 later", *exact, "predicted: on time, end cost +12 \u00b1 8.1")
+        ways = ("32 later", *exact, "predicted state; expected cost +12 \u00b1 8.1")
         assert all(way in row for row, way in zip(rows, ways, strict=True)), rows
         assert "exact" not in rows[0]
         expect(section(page, "Why this interval")).to_contain_text("predicted state; expected cost")
