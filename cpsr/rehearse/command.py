@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cpsr.errors import ConfigError
 from cpsr.life.rehearsed import Cut, RehearsedJob
+from cpsr.ranks.exits import SIGTERM_STATUS
 from cpsr.rehearse.comparison import Reference, compare, undisturbed
 from cpsr.rehearse.cuts import STEPS_MIN, ends_of_passes, interval_of, plan_cuts
 from cpsr.rehearse.jobs import Ran, run
@@ -48,10 +51,15 @@ def rehearse(arguments: Sequence[str], steps: int, json_path: Path | None, workd
     folder = Path(tempfile.mkdtemp(prefix="cpsr-rehearse-", dir=workdir))
     rehearsal = Rehearsal(Console(), folder, partial(run, arguments), steps)
     kept = False
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         verdict = rehearsal.verdict()
         kept = verdict.status != 0
+    except (KeyboardInterrupt, SystemExit):
+        rehearsal.say(f"Interrupted: all jobs have ended, and {folder} is removed. There is no verdict.")
+        raise
     finally:
+        signal.signal(signal.SIGTERM, before)
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
     rehearsal.show(verdict)
@@ -59,6 +67,11 @@ def rehearse(arguments: Sequence[str], steps: int, json_path: Path | None, workd
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(verdict.to_json(), indent=1) + "\n", encoding="utf-8")
     return verdict.status
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """End as after Ctrl-C, the jobs first: SIGTERM reaches this process alone."""
+    raise SystemExit(SIGTERM_STATUS)
 
 
 class Rehearsal:
@@ -77,33 +90,33 @@ class Rehearsal:
 
     def verdict(self) -> Verdict:
         """Run all jobs."""
-        self._say(f"Running your script for {self._steps} steps, as it is, in {self._folder}")
+        self.say(f"Running your script for {self._steps} steps, as it is, in {self._folder}")
         first = self._run("undisturbed", "undisturbed", None, interval_of(self._steps))
         if not first.succeeded or first.iteration < STEPS_MIN:
             self._show_output(first)
             return failed(first)
         self._limit_seconds = HANG_SECONDS + HANG_FACTOR * first.seconds
-        self._say(f"  undisturbed: {first.iteration} steps on {_ranks(first.ranks)}")
+        self.say(f"  undisturbed: {first.iteration} steps on {_ranks(first.ranks)}")
         second = self._run("undisturbed, again", "again", None, interval_of(self._steps))
         if not second.succeeded:
             self._show_output(second)
             return failed(second)
         reference = undisturbed(first, second)
-        self._say(f"  undisturbed, again: {_reproduced(reference)}")
+        self.say(f"  undisturbed, again: {_reproduced(reference)}")
         tried = self._cut(reference, second) if reference.reproduces else []
         return judge(reference, tried)
 
     def show(self, verdict: Verdict) -> None:
         """Print the verdict."""
-        self._say(f"\n{verdict.sentence}.")
+        self.say(f"\n{verdict.sentence}.")
         for number, cause in enumerate(verdict.causes, 1):
-            self._say(f"  {'Likely causes: ' if number == 1 else '               '}({number}) {cause}")
+            self.say(f"  {'Likely causes: ' if number == 1 else '               '}({number}) {cause}")
         if verdict.advice:
-            self._say(f"What to change: {verdict.advice}.")
+            self.say(f"What to change: {verdict.advice}.")
         for one in verdict.unprotected:
-            self._say(f"Not protected: {one}.")
+            self.say(f"Not protected: {one}.")
         if verdict.status:
-            self._say(f"The jobs, with what they printed, are in {self._folder}.")
+            self.say(f"The jobs, with what they printed, are in {self._folder}.")
 
     def _cut(self, reference: Reference, second: Ran) -> list[Tried]:
         ran, tried = reference.ran, []
@@ -119,10 +132,10 @@ class Rehearsal:
                 one = Tried(planned, None, _why_failed(again))
             else:
                 one = Tried(planned, compare(reference, again, second))
-            self._say(f"  {planned.name}: {one.result}")
+            self.say(f"  {planned.name}: {one.result}")
             tried.append(one)
         if requests and not ends:
-            self._say(f"  No pass over the data ended within {ran.iteration} steps, so none was cut short at its end")
+            self.say(f"  No pass over the data ended within {ran.iteration} steps, so none was cut short at its end")
         return tried
 
     def _run(self, name: str, folder: str, cut: Cut | None, every: int) -> Ran:
@@ -136,9 +149,10 @@ class Rehearsal:
 
     def _show_output(self, ran: Ran) -> None:
         for line in ran.last_lines:
-            self._say(f"    {line}")
+            self.say(f"    {line}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Print a line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

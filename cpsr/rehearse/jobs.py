@@ -132,13 +132,15 @@ def run(
     environment = {**os.environ, REHEARSED: asked.to_variable()}
     began = time.monotonic()
     deadline = None if limit_seconds is None else began + limit_seconds
-    status = _launch(folder, environment, arguments, deadline, on_step)
-    ran = Ran(asked, status, time.monotonic() - began)
-    left = ran.status == SIGTERM_STATUS and ran.was_cut and not ran.succeeded
-    if left:
+    status: int | None = None
+    try:
         status = _launch(folder, environment, arguments, deadline, on_step)
-    ran = Ran(asked, status, time.monotonic() - began)
-    ran.free()
+        ran = Ran(asked, status, time.monotonic() - began)
+        if ran.status == SIGTERM_STATUS and ran.was_cut and not ran.succeeded:
+            status = _launch(folder, environment, arguments, deadline, on_step)
+    finally:
+        ran = Ran(asked, status, time.monotonic() - began)
+        ran.free()
     return ran
 
 

@@ -2,12 +2,17 @@
 
 import os
 import random
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
 import torch
 from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
@@ -146,3 +151,21 @@ def test_cuts_lie_inside_a_pass_and_at_its_end() -> None:
     assert plan_cuts(30, 2, [12, 24])[1].interval_iterations == 4  # a checkpoint at the end of the pass
     assert plan_cuts(30, 1, [])[1].cut == Cut("SIGKILL", 18, at_request=True)
     assert plan_cuts(30, 1, [], requests=False)[1].cut == Cut("SIGKILL", 18)
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_rehearsal_leaves_nothing_behind(how: signal.Signals, status: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "cpsr", "rehearse", "--workdir", "jobs", "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60.0
+    while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=60.0)
+    assert process.returncode == status
+    assert children
+    assert not psutil.wait_procs(children, timeout=5.0)[1]
+    assert output.splitlines()[-1].startswith("Interrupted: all jobs have ended")
+    assert not list((tmp_path / "jobs").iterdir())
