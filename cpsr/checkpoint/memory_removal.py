@@ -65,7 +65,7 @@ def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: boo
             continue
         try:
             lock = FileLock(path)
-        except FileInUseError:
+        except (FileInUseError, FileNotFoundError):  # another rank was faster
             continue
         except OSError as error:
             logger.warning("%s is left as it is, since it cannot be opened: %s", path, error)

@@ -144,13 +144,14 @@ class Boundary(Part):
         self.emergency_dump.leave_in_order()
         self.liveness.finish()
 
-    def abandon(self, error: BaseException | None) -> None:
-        """The group is broken: dump the state of the last boundary, and stop watching the others."""
+    def abandon(self, error: BaseException | None, *, dump: bool = True) -> None:
+        """The group is broken: dump the state of the last boundary, if wanted, and stop watching the others."""
         self.liveness.settle()
         note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, error=_one_line(error)))
         # The error itself is the script's to print; what SystemExit says would be seen nowhere else.
         named = _one_line(error) if isinstance(error, SystemExit) else type(error).__name__
-        self.emergency_dump.dump(f"the training loop was left with {named}")
+        if dump:
+            self.emergency_dump.dump(f"the training loop was left with {named}")
         self.liveness.close(ended=False)
         self._close_neighbour(ended=False)
 

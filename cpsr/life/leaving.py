@@ -4,7 +4,9 @@ In between they train two steps more. These do not count: a restart repeats them
 """
 
 import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import NoReturn
@@ -16,15 +18,18 @@ from cpsr.life.loop import Loop
 from cpsr.life.loop_tail import LoopTail
 from cpsr.life.stop_request import StopRequest
 from cpsr.life.witnessing import Witnessing
+from cpsr.ranks.exits import Exit, note_exit
 from cpsr.saving.saver import Saver
 from cpsr.state.scalars import Scalars
 
 __all__ = ["Leave", "Leaving"]
 
+THREAD_NAME = "cpsr-leaving"
 SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 # The second one shows what the loop does after a step.
 COMPARED_STEPS = 2
-COMPARED_SECONDS = 15.0  # after the agreement, by which they have to end: launchers kill after 30
+COMPARED_SECONDS = 15.0  # after the agreement, by which they should end: launchers kill after 30
+LATE_SECONDS = 5.0  # more, after which a rank that is still in them ends at once: another may wait for it, or it hangs
 
 
 class Leave(SystemExit):
@@ -79,6 +84,8 @@ class Leaving:
         self._clock = clock
         self._until = 0.0  # when the steps to compare have to be complete
         self._compared = 0
+        self._saved = self._announced = False
+        self._over = threading.Event()
         self.begun = self.left = False
 
     def save_last(self, iteration: int) -> None:
@@ -108,28 +115,38 @@ class Leaving:
         self.commit(self._job.adapter.iteration)
         if not self._job.group.all(self._may_train()):
             self.raise_leave()
+        threading.Thread(target=self._limit, name=THREAD_NAME, daemon=True).start()
+
+    def _limit(self) -> None:
+        """End this process if the steps to compare do not end: its state is committed."""
+        if not self._over.wait(self._until + LATE_SECONDS - time.monotonic()):
+            reason = "SIGTERM; a step after the last commit did not end in time"
+            note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, left=reason))
+            os._exit(SIGTERM_EXIT_STATUS)
 
     def _may_train(self) -> bool:
         """Whether a step to compare can be trained: the loop goes on with it, and launchers wait for that long."""
         if self._tail.ended or self._stop.script_handles or not self._witnessing.keeps_steps:
             return False
-        if self._compared and self._state.pass_is_over:  # an evaluation may follow
+        if self._state.pass_is_over:  # an evaluation may follow
             return False
         return time.monotonic() + 2 * self._clock.median_seconds < self._until
 
     def raise_leave(self) -> NoReturn:
-        """End the loop on this rank.
+        """End the loop on this rank, and tell the user's callbacks.
 
         Raises:
             BaseException: what the script's own handler has raised, or `Leave`.
         """
+        self._over.set()
+        self.announce()
         raise self._stop.kept or Leave
 
     def after_step(self, iteration: int) -> None:
         """A step to compare is complete; a collective. After the last one, see `raise_leave`."""
         self._witnessing.last_step(iteration)
         self._compared += 1
-        if self._compared == COMPARED_STEPS or not self._job.group.all(self._may_train()):
+        if self._compared >= COMPARED_STEPS or not self._job.group.all(self._may_train()):
             self.raise_leave()
 
     def commit(self, iteration: int) -> None:
@@ -146,5 +163,15 @@ class Leaving:
             logging.INFO if saved else logging.ERROR,
         )
         self._events.at_step(iteration, self._saver.saved_iteration)
-        self._events.leaving(iteration, saved=saved)
-        self.left = True
+        self.left, self._saved = True, saved
+
+    def announce(self) -> None:
+        """Tell the user's callbacks once that this rank leaves."""
+        if not self._announced:
+            self._announced = True
+            self._events.leaving(self._ending.iteration, saved=self._saved)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has left, and the loop went on nevertheless."""
+        return self._over.is_set()

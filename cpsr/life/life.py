@@ -241,6 +241,8 @@ class Life:
 
     def _on_request(self) -> None:
         """The loop requests a batch."""
+        if self._leaving.is_over:  # it has caught the exception
+            self._leaving.raise_leave()
         self._stop.look()
         self.boundary.request()
         if self._attendance is not None and self._tail.is_here:
@@ -506,11 +508,11 @@ class Life:
                 self._attendance.leave(self.job.adapter.iteration, None if kind is None else kind.__name__)
             if kind is None:
                 self._end()
-            elif self._leaving.left:
+            elif self._leaving.left and isinstance(error, SystemExit):
                 self._end_left()
-            elif isinstance(error, NotRestoredError):
+            elif self._leaving.left or isinstance(error, NotRestoredError):
                 self.boundary.may_dump = False  # a restart would take it for a state of the run
-                self.boundary.abandon(error)
+                self.boundary.abandon(error, dump=False)
             elif self._stop.made and self.job.group.size == 1 and not self.boundary.changing:
                 self._end_stopped()
             else:
@@ -550,6 +552,7 @@ class Life:
         self._end_left()
 
     def _end_left(self) -> None:
+        self._leaving.announce()
         self._agreement.finish()
         self._ending.how = "sigterm"
         self._end_unfinished_probation()

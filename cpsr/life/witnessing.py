@@ -44,6 +44,7 @@ _CAUSES: dict[What, tuple[str, ...]] = {
     "batch position": (
         "the loop takes another number of batches than before, as where it counts them from 0 again: use "
         "recovery.batch and recovery.iteration",
+        "batches are drawn ahead, in another thread",
         "a pass has another length than before: the dataset, the sampler or the batch size has changed",
     ),
     "learning rate": (
@@ -73,10 +74,16 @@ _CAUSES: dict[What, tuple[str, ...]] = {
 }
 
 
-def likely_causes(found: Difference) -> list[str]:
-    """Likely causes of a difference, in order; without a known loss, weights also show what would change the loss."""
+def likely_causes(found: Difference, *, script_changed: bool = False) -> list[str]:
+    """Likely causes of a difference, in order; without a known loss, weights also show what would change the loss.
+
+    Args:
+        found: the difference.
+        script_changed: whether the script was probably changed, as where people have stopped a job in good order.
+    """
     blind = found.what == "weights" and not found.loss_is_known
-    causes = [*(_CAUSES["loss"][:-1] if blind else ()), *_CAUSES[found.what]]
+    changed = (_CHANGED,) if script_changed else ()
+    causes = [*changed, *(_CAUSES["loss"][:-1] if blind else ()), *_CAUSES[found.what]]
     return list(dict.fromkeys(causes))
 
 
@@ -296,7 +303,10 @@ class Witnessing(Part):
         if found.elements:
             first, again = "", f"the first is {self._sample.name(found.elements[0])}"
         values = f"{first} at first, {again} now" if first else f"by {found.amount:.1g}; {again}"
-        causes = "; ".join(f"({number}) {cause}" for number, cause in enumerate(likely_causes(found), 1))
+        causes = "; ".join(
+            f"({number}) {cause}"
+            for number, cause in enumerate(likely_causes(found, script_changed=self._job.run.ended is not None), 1)
+        )
         return (
             f"{rank}this loop is not restored: in step {found.iteration}, which the restart repeats, {found.differs} "
             f"first ({values}). Likely causes: {causes}"

@@ -2,6 +2,7 @@
 
 import signal
 import statistics
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from cpsr import CPSRRecovery, TorchAdapter
+from cpsr import CPSRRecovery, Leaving, TorchAdapter
 from cpsr.journal import JournalReader
-from tests.situations.lives import Ended, Life, alone_and_cut, backward, digest
+from tests.situations.lives import Ended, Life, alone_and_cut, backward, digest, live
 
 ROWS, BATCH, PASSES = 64, 8, 4
 CUT_AT = 20  # in the third pass; the state is committed after the next step, and two further ones are trained
@@ -210,3 +211,64 @@ def test_what_a_restart_does_not_bring_back_is_reported(job: str, tmp_path: Path
     alone, again = cut(tmp_path, job=job)
     assert again.result != alone.result
     assert checks(tmp_path / "cut") == [("not restored", FAULTS[job].shows_at)]
+
+
+def in_the_steps_to_compare(life: Life) -> str:
+    """Something happens in the first of them, on the last rank."""
+    torch.manual_seed(0)
+    net: nn.Module = nn.Linear(12, 4)
+    if life.ranks > 1:
+        torch.distributed.init_process_group("gloo")
+        net = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(ROWS * PASSES, 12))
+    left = life.directory / "left.txt"
+    with CPSRRecovery(TorchAdapter(net, optimizer), life.config()) as recovery:
+        recovery.on_event(lambda event: note(left, event))
+        for (x,) in recovery.resume(DataLoader(data, batch_size=BATCH), epochs=1):
+            optimizer.zero_grad()
+            backward(net(x).square().mean())
+            try:
+                optimizer.step()
+            except BaseException:
+                if life.options["event"] != "caught":
+                    raise
+            with left.open("a") as file:
+                file.write(f"step {recovery.iteration}\n")
+            if recovery.iteration == CUT_AT + (2 if life.ranks == 1 else 3) and life.rank == life.ranks - 1 and life.at:
+                if life.options["event"] == "error":
+                    raise ValueError("in a step to compare")
+                if life.options["event"] == "break":
+                    break
+                if life.options["event"] == "hang":
+                    time.sleep(60)
+            life.step(recovery.iteration)
+    return digest(net)
+
+
+def note(path: Path, event: object) -> None:
+    if isinstance(event, Leaving):
+        with path.open("a") as file:
+            file.write(f"leaving {event.iteration}\n")
+
+
+@pytest.mark.parametrize(
+    ("event", "ranks", "statuses"),
+    [("caught", 1, [143]), ("hang", 1, [143]), ("error", 1, [1]), ("error", 2, [1, 1]), ("break", 2, None)],
+)
+def test_whatever_happens_in_these_steps_the_job_ends_and_nothing_is_lost(
+    event: str, ranks: int, statuses: list[int] | None, tmp_path: Path
+) -> None:
+    options = {"event": event}
+    alone = live(in_the_steps_to_compare, Life(tmp_path / "alone", ranks=ranks, options=options))
+    first = live(
+        in_the_steps_to_compare,
+        Life(tmp_path / "cut", CUT_AT, signal.SIGTERM, ranks=ranks, options=options),
+        seconds=60,
+    )
+    assert statuses is None or list(first.statuses) == statuses
+    said = (tmp_path / "cut" / "left.txt").read_text().splitlines()
+    assert event != "caught" or said[-2:] == [f"leaving {CUT_AT + 1}", f"step {CUT_AT + 3}"]
+    again = live(in_the_steps_to_compare, Life(tmp_path / "cut", ranks=ranks, number=1, options=options))
+    assert again.results == alone.results
+    assert [kind for kind, _ in checks(tmp_path / "cut")] == ["checked"] * ranks
