@@ -100,7 +100,7 @@ class _Pending:
 class Witnessing(Part):
     """Records a witness of every step, and compares a repeated step with its first execution.
 
-    It costs about ten microseconds of the training thread per step. Each rank compares its own steps. Two executions
+    Its cost per step is on docs/witnesses.md. Each rank compares its own steps. Two executions
     are compared if the run had the same number of ranks and the same history of predicted and loaded states.
 
     Args:
