@@ -18,6 +18,7 @@ ACCELERATE = (
     "CPSRRecovery, and iterate over resume(recovery, loader) of that module"
 )
 FABRIC = "is Lightning Fabric's, which CPSR does not support: pass the objects that Fabric did not set up"
+ENGINE = "is a DeepSpeed engine: pass it to CPSRRecovery itself, and neither wrap nor register it"
 DEEPSPEED = "belongs to a DeepSpeed engine: pass the engine to CPSRRecovery itself, and neither wrap nor register it"
 FSDP1 = (
     "is sharded by FSDP1, which torch has replaced and whose flat parameters CPSR does not read: call "
@@ -32,7 +33,7 @@ KNOWN = (
     ("accelerate", "DataLoaderDispatcher", ACCELERATE),
     ("accelerate", "SkipDataLoader", ACCELERATE),
     ("accelerate", "DeepSpeedEngineWrapper", "is accelerate's: pass its attribute engine"),
-    ("deepspeed", "DeepSpeedEngine", DEEPSPEED),
+    ("deepspeed", "DeepSpeedEngine", ENGINE),
     ("deepspeed", "DeepSpeedOptimizer", DEEPSPEED),
     ("transformers", "Trainer", "runs its own loop: add CPSRCallback of cpsr.integrations.transformers to it"),
     ("lightning.pytorch", "Trainer", "runs its own loop: add CPSRCallback of cpsr.integrations.lightning to it"),
