@@ -173,8 +173,7 @@ class Failures:
             compiling = [str(path.parent) for path in compile_locks(extensions_directory())]
             why = f": operators are being compiled in {', '.join(compiling)}, once" if compiling else ""
             self.print_line(f"No rank has opened a run for {SLOW_START_SECONDS:g} s{why}")
-        message = self._report.take_recovered()
-        if message is not None:
+        for message in self._report.take_recovered():
             self.print_line(message)
 
     def _recorded(self, exits: Sequence[Exit]) -> list[Exit]:

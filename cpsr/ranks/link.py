@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 import zlib
 from collections.abc import Iterator
@@ -117,8 +118,8 @@ class Report:
         self._write("opened", asdict(opened))
 
     def recovered(self, message: str) -> None:
-        """Report how the run recovered, in one line (rank 0)."""
-        self._write("recovered", message)
+        """Report how the run recovered, or what became of that, in one line (rank 0)."""
+        self._write(f"recovered-{time.monotonic_ns():020d}", message)
 
     def refuse(self, message: str) -> None:
         """Report why this process cannot train, however often it is restarted."""
@@ -142,13 +143,13 @@ class Report:
         fields: Any = self._read("opened")
         return None if fields is None else Opened(**fields)
 
-    def take_recovered(self) -> str | None:
-        """How the run recovered; once."""
-        message = self._read("recovered")
-        if message is None:  # as in nearly every poll, ten times a second
-            return None
-        (self._directory / "recovered").unlink(missing_ok=True)
-        return str(message)
+    def take_recovered(self) -> list[str]:
+        """The lines on a recovery since the last call, in their order."""
+        paths = sorted(self._directory.glob("recovered-*"))
+        messages = [str(self._read(path.name)) for path in paths]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return messages
 
     def refusals(self) -> list[str]:
         """Why processes refused, without duplicates."""

@@ -236,7 +236,9 @@ def refusals() -> None:
     engine.lr_scheduler.extra = object()
     with pytest.raises(UnsupportedEngineError, match=r"lr_scheduler\(CosineAnnealingLR\)\.extra"):
         adapt(engine).scalars()
-    with pytest.raises(UnsupportedEngineError, match=r"object of tuple is no training engine.*that deepspeed\.initialize returns first"):
+    with pytest.raises(
+        UnsupportedEngineError, match=r"object of tuple is no training engine.*that deepspeed\.initialize returns first"
+    ):
         adapt((engine, engine.optimizer, None, None))
     with pytest.raises(UnsupportedEngineError, match="is a DeepSpeed engine: pass it to CPSRRecovery itself"):
         TorchAdapter(engine, engine.optimizer)

@@ -94,11 +94,13 @@ def test_a_refusal_that_is_caught_is_none(tmp_path: Path) -> None:
 def test_reports_are_read_and_cleared(tmp_path: Path) -> None:
     link = Report(tmp_path)
     assert link.opened() is None
-    assert link.take_recovered() is None
+    assert link.take_recovered() == []
     link.open(Opened("/run", 3, 8))
     link.recovered("All ranks continue at iteration 7.")
+    link.recovered("Exact, checked over 2 repeated steps.")
     assert link.opened() == Opened("/run", 3, 8)
-    assert [link.take_recovered(), link.take_recovered()] == ["All ranks continue at iteration 7.", None]
+    both = ["All ranks continue at iteration 7.", "Exact, checked over 2 repeated steps."]
+    assert [link.take_recovered(), link.take_recovered()] == [both, []]
     link.clear()
     assert link.opened() is None
 
