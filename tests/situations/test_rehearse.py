@@ -157,7 +157,10 @@ def test_cuts_lie_inside_a_pass_and_at_its_end() -> None:
 def test_an_interrupted_rehearsal_leaves_nothing_behind(how: signal.Signals, status: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\nopen('begun', 'w').close()\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "cpsr", "rehearse", "--workdir", "jobs", "train.py"]
+    # A shell that runs the tests in the background has told them to ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 60.0
     while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
