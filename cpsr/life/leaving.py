@@ -165,6 +165,10 @@ class Leaving:
         self._events.at_step(iteration, self._saver.saved_iteration)
         self.left, self._saved = True, saved
 
+    def close(self) -> None:
+        """The life is closed: what the script does from here on takes as long as it likes."""
+        self._over.set()
+
     def announce(self) -> None:
         """Tell the user's callbacks once that this rank leaves."""
         if not self._announced:

@@ -499,24 +499,27 @@ class Life:
         """End the life after its `with` block, in its own process; parts close in reverse order of opening."""
         if self._disowned:
             return
-        with undisturbed(), self._opened:
-            if self._rehearsed is not None:
-                self._rehearsed.close()
-            # Before rank 0 last gathers the other ranks' rows.
-            self.loop.learning.record_bubbles(self.job.adapter.iteration)
-            if self._attendance is not None and not self._leaving.left:
-                self._attendance.leave(self.job.adapter.iteration, None if kind is None else kind.__name__)
-            if kind is None:
-                self._end()
-            elif self._leaving.left and isinstance(error, SystemExit):
-                self._end_left()
-            elif self._leaving.left or isinstance(error, NotRestoredError):
-                self.boundary.may_dump = False  # a restart would take it for a state of the run
-                self.boundary.abandon(error, dump=False)
-            elif self._stop.made and self.job.group.size == 1 and not self.boundary.changing:
-                self._end_stopped()
-            else:
-                self.boundary.abandon(error)
+        try:
+            with undisturbed(), self._opened:
+                if self._rehearsed is not None:
+                    self._rehearsed.close()
+                # Before rank 0 last gathers the other ranks' rows.
+                self.loop.learning.record_bubbles(self.job.adapter.iteration)
+                if self._attendance is not None and not self._leaving.left:
+                    self._attendance.leave(self.job.adapter.iteration, None if kind is None else kind.__name__)
+                if kind is None:
+                    self._end()
+                elif self._leaving.left and isinstance(error, SystemExit):
+                    self._end_left()
+                elif self._leaving.left or isinstance(error, NotRestoredError):
+                    self.boundary.may_dump = False  # a restart would take it for a state of the run
+                    self.boundary.abandon(error, dump=False)
+                elif self._stop.made and self.job.group.size == 1 and not self.boundary.changing:
+                    self._end_stopped()
+                else:
+                    self.boundary.abandon(error)
+        finally:
+            self._leaving.close()
         if kind is None and self._stop.kept is not None:
             raise self._stop.kept
 

@@ -1,4 +1,4 @@
-"""Known kinds of state that no checkpoint would contain: refused, in mode exact, when the loop uses it."""
+"""Optimizers, schedules, scalers and averages that no checkpoint contains; mode exact refuses their first use."""
 
 import logging
 import os
