@@ -129,18 +129,6 @@ def durable(
 
 
 @bench.command()
-def loader(
-    json_path: JsonPath = None,
-    batches: Annotated[int, typer.Option(min=10, help="Trained before the restart.")] = 1_000_000,
-    rounds: Annotated[int, typer.Option(min=1, help="Restarts of each loader.")] = 5,
-) -> None:
-    """Time from a restart to the first batch, a million batches in, by kind of loader."""
-    from cpsr.benchmarks.loader.run import main as run_loader
-
-    run_loader(json_path, batches, rounds)
-
-
-@bench.command()
 def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
@@ -167,55 +155,6 @@ def stages(
     from cpsr.benchmarks.replay.stages import main as run_stages
 
     run_stages(json_path, rounds, steps, workdir=workdir)
-
-
-@bench.command()
-def frozen(
-    json_path: JsonPath = None,
-    checkpoints: Annotated[int, typer.Option(min=3, help="Of each way.")] = 16,
-    workdir: Workdir = None,
-) -> None:
-    """Bytes and stall of a checkpoint of adapters beside frozen weights, and beside the same weights as buffers."""
-    from cpsr.benchmarks.frozen.run import main as run_frozen
-
-    run_frozen(json_path, checkpoints, workdir)
-
-
-@bench.command()
-def hints(
-    json_path: JsonPath = None,
-    rounds: Annotated[int, typer.Option(min=1, help="In each, every function runs plainly and resumable.")] = 5,
-    kills: Annotated[int, typer.Option(min=1, help="Of each function and allowance.")] = 4,
-    workdir: Workdir = None,
-) -> None:
-    """What checkpoints of resumable functions cost, what a failure repeats, and the results after real kills."""
-    from cpsr.benchmarks.hints.run import main as run_hints_benchmark
-
-    run_hints_benchmark(json_path, rounds, kills, workdir)
-
-
-@bench.command()
-def upload(
-    json_path: JsonPath = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Copies of each size and way.")] = 9,
-    workdir: Workdir = None,
-) -> None:
-    """A checkpoint to an S3 server on this machine, read back and compared, beside s3fs's own upload."""
-    from cpsr.benchmarks.upload.run import main as run_upload
-
-    run_upload(json_path, rounds, workdir)
-
-
-@bench.command()
-def fit(
-    run_dir: Annotated[list[Path], typer.Option(help="Run directory, or a run that bench recovery keeps; repeatable.")],
-    phase_iterations: Annotated[int, typer.Option(min=10, help="Longest length of a phase.")] = 500,
-    json_path: JsonPath = None,
-) -> None:
-    """How well the loss curves of finished runs are fitted and forecast online."""
-    from cpsr.benchmarks.loss_fit.run import main as run_fit
-
-    run_fit(run_dir, phase_iterations, json_path)
 
 
 @bench.command()
@@ -275,21 +214,6 @@ def tune(
     kept = CACHE if cache is None else cache
     chosen = settings(tasks, schedules, lengths, optimizers)
     run_tune(chosen, seeds, kept, json_path, workers or default_workers(), find_device(device))
-
-
-@bench.command()
-def boost(
-    seeds: Annotated[int, typer.Option(min=3, help="That are reported on; settings are chosen on others.")] = 5,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="Keeps every training; by default runs/bench-boost.")] = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Whether the predictor's move saves iterations when nothing fails, beside an outer optimizer and averages."""
-    from cpsr.benchmarks.boost.run import CACHE, SETTINGS
-    from cpsr.benchmarks.boost.run import main as run_boost
-    from cpsr.benchmarks.harness.processes import default_workers
-
-    run_boost(SETTINGS, seeds, cache or CACHE, json_path, workers or default_workers())
 
 
 @bench.command()

@@ -1,1 +1,0 @@
-"""`cpsr bench boost`: whether the predictor's move makes a training end lower when nothing fails."""

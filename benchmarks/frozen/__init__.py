@@ -1,1 +1,0 @@
-"""What frozen weights cost in checkpoints."""

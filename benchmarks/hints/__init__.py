@@ -1,1 +1,0 @@
-"""What resumable functions cost, and what a failure repeats of them."""

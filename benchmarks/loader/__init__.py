@@ -1,1 +1,0 @@
-"""How long a restart takes to its first batch, far into the data."""
