@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Watch", "WatchDecision"]
+__all__ = ["WATCH_ITERATIONS", "Watch", "WatchDecision"]
+
+WATCH_ITERATIONS = 60  # after a predicted restart; meanwhile no checkpoint begins
 
 # The level now is a median of this many losses: four odd batches among them move nothing, five bad losses do. With 5
 # instead of 9, one watch in 150 gave a false alarm where 3% of the batches were 1.5 nats off.

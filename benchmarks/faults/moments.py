@@ -13,7 +13,7 @@ import cpsr.checkpoint.store as store_module
 import cpsr.life.opening as opening_module
 import cpsr.peers.incoming as incoming_module
 import cpsr.peers.outgoing as outgoing_module
-import cpsr.restart.ladder as ladder_module
+import cpsr.restart.sources as sources_module
 from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory import MemoryFile
@@ -24,9 +24,9 @@ from cpsr.life.life import Life
 from cpsr.life.probation import Probation
 from cpsr.predictor.guard import Guard
 from cpsr.replay.conversion import Conversion
-from cpsr.restart.ladder import Ladder
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restorer
+from cpsr.restart.sources import MemorySources
 from cpsr.saving.saver import Saver
 
 __all__ = [
@@ -104,7 +104,7 @@ TRAINING = {
 RESTARTING = {
     "opening": Happening(opening_module, "open_run", FIRST, watched=False),
     "load": Happening(CheckpointStore, "load", FIRST),
-    "decision": Happening(Ladder, "decide", FIRST),
+    "decision": Happening(MemorySources, "decide", FIRST),
 }
 PREDICTING = {
     "prediction": Happening(StatePrediction, "attempt", FIRST),
@@ -118,7 +118,7 @@ REPLICATING = {
     "receiving": Happening(incoming_module, "receive_state", (2, 3, 4)),
 }
 REPLAYING = {
-    "load of a window": Happening(ladder_module, "load_window", FIRST),
+    "load of a window": Happening(sources_module, "load_window", FIRST),
     "conversion": Happening(Conversion, "after_step", (1, 2, 3, 4)),
     "comparison": Happening(Conversion, "require_same", (1, 2, 3, 4)),
 }

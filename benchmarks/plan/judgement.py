@@ -25,8 +25,8 @@ from cpsr.benchmarks.plan.forecast import (
     realised,
 )
 from cpsr.benchmarks.plan.injection import Injection, Mode
-from cpsr.config import LifeConfig
 from cpsr.journal import JournalReader
+from cpsr.predictor.watch import WATCH_ITERATIONS
 
 __all__ = ["JobResult", "judge", "relative_error"]
 
@@ -126,7 +126,7 @@ def judge(injection: Injection, seed: int, mode: Mode, record: JobRecord, run_di
         steps = reader.recent_steps(2 * record.work)[::-1]  # all of them, in the order of time
     checkpoints = begun_between(checkpoints, record.lives, *span)
     stalls = extra_seconds(steps, checkpoints)
-    failures = list(each_failure(recoveries, plans, record, LifeConfig().watch_iterations))
+    failures = list(each_failure(recoveries, plans, record, WATCH_ITERATIONS))
     course = lag_course(run_dir, fault_free, injection.first - COURSE_WINDOW_ITERATIONS)
     exposed = [(plan, min(plan.last, span[1]) - max(plan.first, span[0])) for plan in plans]
     exposed = [(plan, work) for plan, work in exposed if work > 0]

@@ -15,8 +15,8 @@ from cpsr.benchmarks.harness.measurement import verdict
 from cpsr.benchmarks.plan.forecast import LAG_WINDOW, Cost, Realised
 from cpsr.benchmarks.plan.injection import MTBF_PRIOR_FAILURES, PHASE_ITERATIONS, Injection, Mode
 from cpsr.benchmarks.plan.judgement import JobResult, relative_error
-from cpsr.config import LifeConfig
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
+from cpsr.predictor.watch import WATCH_ITERATIONS
 
 __all__ = ["AIM_FRACTION", "draw", "report", "tables"]
 
@@ -264,7 +264,7 @@ def _draw_horizons(axes: Axes, results: Sequence[JobResult]) -> None:
             )
         planned = statistics.fmean(result.forecast.horizon_iterations for result in mine)
         axes.axhline(planned, linestyle="--" if mode == "exact" else ":", color="grey", label=f"mean planned, {mode}")
-    watch = LifeConfig().watch_iterations
+    watch = WATCH_ITERATIONS
     axes.axvline(watch, color="tab:red", linewidth=0.8, label="a predicted state is watched up to here")
     axes.set(
         xlabel="iterations since the last restart",

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy
 
-from cpsr.config import LifeConfig
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import PhaseInputs, PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
+from cpsr.predictor.watch import WATCH_ITERATIONS
 
 __all__ = ["KINDS", "Timing", "measure"]
 
@@ -30,7 +30,7 @@ JOB = PlannerInputs(
     30.0,
     2.0,
     PHASE,
-    watch_iterations=LifeConfig().watch_iterations,
+    watch_iterations=WATCH_ITERATIONS,
     lead_after_iterations=LEAD_AFTER_ITERATIONS,
 )
 

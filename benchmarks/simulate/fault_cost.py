@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpsr.config import LifeConfig
 from cpsr.planner.baselines import Young
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
+from cpsr.predictor.watch import WATCH_ITERATIONS
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.outcome import Outcome
 from cpsr.simulate.run import simulate
@@ -42,7 +42,6 @@ PAPER_SAVINGS = {"CheckFreq": 0.375, "PCcheck": 0.369}
 # Prediction and injection took 1.8 iterations in the demo (docs/measured/recovery.md), and at 355M parameters 2.0, with
 # opening and hashing (docs/measured/predictor.md).
 PREDICT_ITERATIONS = 2
-WATCH_ITERATIONS = LifeConfig().watch_iterations
 # The end costs were measured at this interval; beyond it nothing is known.
 MEASURED_INTERVAL_MAX = 50
 # Long enough for a thousand failures and more in all runs together.

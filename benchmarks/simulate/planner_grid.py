@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy
 
-from cpsr.config import LifeConfig
 from cpsr.planner.baselines import PCcheck, baselines
 from cpsr.planner.bounds import Limits, Mode, bounds_of
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.ranks import optima
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
+from cpsr.predictor.watch import WATCH_ITERATIONS
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.run import simulate
 from cpsr.simulate.system import Checkpoints, Job, LinearCost, Prediction, Recovery, Rollback, System
@@ -22,7 +22,6 @@ __all__ = ["AIMS", "CASES", "MTBF_MINUTES", "PHASES", "Case", "cases", "report",
 
 ITERATION_SECONDS = 3.0
 PREDICT_SECONDS = 5.0
-WATCH_ITERATIONS = LifeConfig().watch_iterations
 MTBF_MINUTES = (10, 30, 60, 180, 720)
 # Stall and persist seconds of a small, a middling and a large state.
 STATES = {"small": (0.3, 5.0), "middling": (3.0, 40.0), "large": (20.0, 150.0)}

@@ -30,7 +30,6 @@ from cpsr.checkpoint.manifest import (
     file_name,
     frozen_file_name,
     frozen_writer,
-    step_name,
 )
 from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest, read_tensors
 from cpsr.errors import CheckpointError, SaveError
@@ -346,26 +345,6 @@ class FrozenFiles:
             for name, values in moved.items():
                 self.weights.tensors[name].copy_(values)
         self.weights.forget(moved)
-
-    def lost(self, iteration: int) -> list[str]:
-        """Parameters of a thinned checkpoint whose values are gone; the engine has those of all others afterwards.
-
-        Its own files are gone. The engine may have the same weights, or another checkpoint of the run.
-
-        Raises:
-            CheckpointError: a manifest cannot be read.
-        """
-        directory = self._checkpoints / step_name(iteration)
-        record = read_rank_manifest(directory, read_manifest(directory), self._rank)
-        settled = _settled_in(record)
-        gone = [name for name in self.weights.tensors if name not in settled]
-        try:
-            self._ensure(list(settled), word_of(settled))
-        except CheckpointError as error:
-            _log.warning("%s", error)
-            present = self.weights.present(settled)
-            gone += [name for name, one in settled.items() if present[name] != one]
-        return gone
 
     def _ensure(self, names: list[str], word: str) -> None:
         """See `bring`."""

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from cpsr.checkpoint.contents import weights_of
 from cpsr.checkpoint.manifest import (
     Manifest,
     OperatorRecord,
@@ -21,10 +20,10 @@ from cpsr.checkpoint.manifest import (
 )
 from cpsr.checkpoint.verify import DamagedFileError, files_left_to, open_tensors, read_rank_manifest, read_tensors
 from cpsr.errors import CheckpointError, RunMismatchError
-from cpsr.state.codec import decode, decode_without_tensors
+from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["SCALARS", "decoded_scalars", "dtype_name", "load_branch", "load_shard", "load_weights", "operator_record"]
+__all__ = ["SCALARS", "decoded_scalars", "dtype_name", "load_branch", "load_shard", "operator_record"]
 __all__ += ["place", "settle", "tensor_record"]
 
 Kind = Literal["params", "moments", "extra"]
@@ -53,31 +52,6 @@ def load_shard(
     _require_same_state(directory, record, into, frozen or {})
     tensors = _read(directory, manifest, record, ("params", "moments", "extra"), into)
     scalars = decoded_scalars(directory / rank_manifest_name(rank), record.scalars, tensors)
-    _take_ages(record, into)
-    return scalars
-
-
-def load_weights(
-    directory: Path, manifest: Manifest, rank: int, into: Shard, frozen: Mapping[str, torch.Tensor] | None = None
-) -> Any:
-    """Copy one rank's weights into the views of `into`, and return the scalars with `LOST` in the place of tensors.
-
-    Moments and buffers of `into` stay as they are. The files of moments and buffers need not be there.
-
-    Raises:
-        CheckpointCorruptError: a file is damaged; `into` holds anything, as its bytes are hashed on the way there.
-        UnreadableFileError: the file system refuses to give a file now; `into` holds anything.
-        RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
-        CheckpointError: the checkpoint is partial: its weights are of several iterations, and its scalars not enough.
-    """
-    if manifest.partial:
-        raise CheckpointError(f"{directory} is partial: some ranks' weights are older than it is")
-    if manifest.imported:
-        raise CheckpointError(f"{directory} was imported, and only the whole of it can be restarted from")
-    record = read_rank_manifest(directory, manifest, rank)
-    _require_same_state(directory, record, into, frozen or {})
-    _read(directory, manifest, record, ("params",), weights_of(into))
-    scalars = decoded_scalars(directory / rank_manifest_name(rank), record.scalars)
     _take_ages(record, into)
     return scalars
 
@@ -269,9 +243,9 @@ def _left_to_others(
     return found
 
 
-def decoded_scalars(path: Path, data: Any, tensors: dict[str, torch.Tensor] | None = None) -> Any:
-    """The scalars; without tensors `LOST` is in the place of each."""
+def decoded_scalars(path: Path, data: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """The scalars, with their tensors."""
     try:
-        return decode_without_tensors(data) if tensors is None else decode(data, tensors)
+        return decode(data, tensors)
     except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
         raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error

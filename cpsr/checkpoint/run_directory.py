@@ -253,9 +253,9 @@ def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here:
     resized = known["world_size"] != world_size
     if resized and not here.elastic.allows(world_size):
         raise RunMismatchError(
-            f"{path} holds a run of {known['world_size']} ranks, this job has {world_size}, which "
-            f"{here.elastic.limits} not allow; nothing in it was changed. Start with {known['world_size']} ranks, or "
-            f"let elastic.min_ranks and elastic.max_ranks include {world_size} (docs/elastic.md). "
+            f"{path} holds a run of {known['world_size']} ranks, this job has {world_size}, which elastic.min_ranks "
+            f"({here.elastic.min_ranks or 'not set'}) does not allow; nothing in it was changed. Start with "
+            f"{known['world_size']} ranks, or set elastic.min_ranks to {world_size} or less (docs/elastic.md). "
             f"{_way_out(path, known)}"
         )
     for key in ("zero_stage", "precision", "optimizer"):

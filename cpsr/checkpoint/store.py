@@ -44,7 +44,7 @@ from cpsr.checkpoint.fence import refuse_superseded
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.frozen_links import FrozenLinks
-from cpsr.checkpoint.loading import load_shard, load_weights
+from cpsr.checkpoint.loading import load_shard
 from cpsr.checkpoint.manifest import COMMIT, Manifest, file_name, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
 from cpsr.checkpoint.replicated import Drifted, DriftedError
@@ -297,15 +297,6 @@ class CheckpointStore:
         if self.frozen is not None:
             self.frozen.load(directory)
         return scalars
-
-    def load_weights(self, iteration: int, into: Shard) -> Any:
-        """Copy this rank's weights of a thinned checkpoint into the views of `into`; see `loading.load_weights`.
-
-        Raises:
-            CheckpointError: as `load`; or it is partial, and has no scalars to restart from.
-        """
-        directory, manifest = self._of_this_run(iteration)
-        return load_weights(directory, manifest, self._rank, into, self._frozen_tensors())
 
     def verify(self, iteration: int) -> list[Problem]:
         """Everything that is wrong with one committed checkpoint; reads all bytes of all ranks."""

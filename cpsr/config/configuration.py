@@ -19,7 +19,6 @@ from cpsr.config.sections import (
     FitterConfig,
     JournalConfig,
     LearningConfig,
-    LifeConfig,
     MemoryConfig,
     PeersConfig,
     PlannerConfig,
@@ -54,7 +53,6 @@ class CPSRConfig(Section):
     predictor: PredictorConfig = PredictorConfig()
     learning: LearningConfig = LearningConfig()
     restart: RestartConfig = RestartConfig()
-    life: LifeConfig = LifeConfig()
     engines: EnginesConfig = EnginesConfig()
     elastic: ElasticConfig = ElasticConfig()
     experts: ExpertsConfig = ExpertsConfig()

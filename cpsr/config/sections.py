@@ -13,7 +13,6 @@ __all__ = [
     "FitterConfig",
     "JournalConfig",
     "LearningConfig",
-    "LifeConfig",
     "MemoryConfig",
     "PeersConfig",
     "PlannerConfig",
@@ -242,12 +241,10 @@ class RestartConfig(Section):
         "`script`: the script's; its schedules are moved forward to the restored step.",
     )
     loss_tolerance_nats: float = Field(
-        default=0.3, gt=0, description="A predicted state whose probe loss exceeds the checkpoint's by more is vetoed."
-    )
-    displacement_limit: float = Field(
-        default=1.0,
+        default=0.3,
         gt=0,
-        description="Largest step per tensor, in multiples of the path that its history took over the window.",
+        description="A predicted state whose probe loss exceeds the checkpoint's by more is vetoed. One whose training "
+        "loss then exceeds its level before the failure by 0.2 nats more than this is rolled back.",
     )
     probe_batches: int = Field(
         default=4, ge=0, description="Recent forward inputs kept with each checkpoint for the loss veto; 0 is off."
@@ -259,25 +256,13 @@ class RestartConfig(Section):
     )
 
 
-class LifeConfig(Section):
-    """When a predicted state that training has continued from is given up."""
-
-    watch_iterations: int = Field(
-        default=60, ge=0, description="Iterations after a predicted restart that are watched for divergence; 0 is off."
-    )
-    watch_tolerance_nats: float = Field(
-        default=0.5, gt=0, description="Excess of the training loss over its level before the failure that rolls back."
-    )
-
-
 class ElasticConfig(Section):
-    """Restarts with another number of ranks than the run had (docs/elastic.md); without a limit that is refused."""
+    """Restarts with another number of ranks than the run had (docs/elastic.md); refused unless min_ranks is set."""
 
     min_ranks: int | None = Field(
-        default=None, ge=1, description="Fewest ranks that the run goes on with; null: 1, where max_ranks is given."
-    )
-    max_ranks: int | None = Field(
-        default=None, ge=1, description="Most ranks that the run goes on with; null: any, where min_ranks is given."
+        default=None,
+        ge=1,
+        description="Fewest ranks that the run goes on with; null: only as many as it had.",
     )
     global_batch_size: int | None = Field(
         default=None,
@@ -286,23 +271,9 @@ class ElasticConfig(Section):
         "give another number is refused; null: the number of the run's first life.",
     )
 
-    @model_validator(mode="after")
-    def _ordered(self) -> "ElasticConfig":
-        if self.min_ranks is not None and self.max_ranks is not None and self.min_ranks > self.max_ranks:
-            raise ValueError(f"elastic.min_ranks {self.min_ranks} is above elastic.max_ranks {self.max_ranks}")
-        return self
-
-    @property
-    def limits(self) -> str:
-        """The limits as the subject of a sentence."""
-        given = [f"{key} {value}" for key, value in self.model_dump().items() if key.endswith("_ranks") and value]
-        return f"elastic ({', '.join(given)}) does" if given else "elastic.min_ranks and elastic.max_ranks, not set, do"
-
     def allows(self, ranks: int) -> bool:
         """Whether a run of another number of ranks may go on with this one."""
-        if self.min_ranks is None and self.max_ranks is None:
-            return False
-        return (self.min_ranks or 1) <= ranks <= (self.max_ranks or ranks)
+        return self.min_ranks is not None and ranks >= self.min_ranks
 
 
 class EnginesConfig(Section):

@@ -57,15 +57,15 @@ def check_launcher(
 
 
 def check_elastic(needs: Needs) -> Finding | None:
-    """Whether a run of another number of ranks goes on with this one; None where `elastic` has no limits."""
+    """Whether a run of another number of ranks goes on with this one; None where `elastic.min_ranks` is not set."""
     elastic, ranks = needs.config.elastic, needs.launched.ranks
-    if elastic.min_ranks is None and elastic.max_ranks is None:
+    if elastic.min_ranks is None:
         return None
-    text = f"{ranks} {'rank' if ranks == 1 else 'ranks'}, from {elastic.min_ranks or 1} to {elastic.max_ranks or 'any'}"
-    figures = {"ranks": ranks, "min_ranks": elastic.min_ranks, "max_ranks": elastic.max_ranks}
+    text = f"{ranks} {'rank' if ranks == 1 else 'ranks'}, {elastic.min_ranks} or more"
+    figures = {"ranks": ranks, "min_ranks": elastic.min_ranks}
     if elastic.allows(ranks):
         return ok("elastic", f"{text} may go on with a run", **figures)
-    advice = "a run of another number is refused; see elastic.min_ranks, elastic.max_ranks and the launcher's --nnodes"
+    advice = "a run of another number is refused; see elastic.min_ranks and the launcher's --nnodes"
     return warning("elastic", f"{text} may go on with a run", advice, **figures)
 
 

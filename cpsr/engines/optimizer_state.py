@@ -32,7 +32,6 @@ from cpsr.state.device_values import DeviceValues
 __all__ = [
     "OptimizerState",
     "Updated",
-    "as_new",
     "hyperparameters",
     "learning_rate",
     "load_hyperparameters",
@@ -304,23 +303,6 @@ def _rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:
             )
             rises[id(counting)] = len({parameter.dtype for parameter in parameters})
     return rises
-
-
-def as_new(scalars: dict[str, Any]) -> dict[str, Any]:
-    """An engine's `scalars()` with an optimizer that has taken no step; the rest is as given."""
-    saved = scalars.get("optimizer_state")
-    if saved is None:  # of an earlier version
-        counts = [{key: type(value)(0) for key, value in one.items()} for one in scalars["optimizer_steps"]]
-        groups = [{**group, "step": 0} if "step" in group else group for group in scalars["param_groups"]]
-        return {**scalars, "optimizer_steps": counts, "param_groups": groups}
-    scalars = {key: value for key, value in scalars.items() if key != "muon"}  # a momentum beside the optimizer's state
-    counts = [{} for _ in scalars["optimizer_steps"]]
-    anew = {**saved, "forms": ["null"], "of": [0] * len(counts), "rest": {}, "outside": [None] * len(saved["outside"])}
-    anew["beta_powers"] = None
-    kept = [
-        {key: one for key, one in group.items() if key not in saved["changes"]} for group in scalars["param_groups"]
-    ]
-    return {**scalars, "optimizer_steps": counts, "param_groups": kept, "optimizer_state": anew}
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

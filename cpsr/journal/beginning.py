@@ -18,8 +18,6 @@ class Beginning(enum.Enum):
     EMERGENCY_DUMP = "departure"
     #: What the checkpoint holds, with some experts that were saved before it.
     OLDER_EXPERTS = "stale"
-    #: The weights of a checkpoint that keeps nothing else; the optimizer begins anew.
-    WEIGHTS = "weights"
     #: The state of at least one rank was predicted.
     PREDICTED = "predicted"
 
@@ -36,7 +34,7 @@ class Beginning(enum.Enum):
     @property
     def labelled(self) -> bool:
         """Whether the run never had this state as a whole, so that checkpoints taken from here on say `predicted`."""
-        return self in (Beginning.OLDER_EXPERTS, Beginning.WEIGHTS, Beginning.PREDICTED)
+        return self in (Beginning.OLDER_EXPERTS, Beginning.PREDICTED)
 
     @property
     def watched(self) -> bool:

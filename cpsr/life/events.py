@@ -14,7 +14,7 @@ __all__ = ["Committed", "Event", "EventCallback", "EventCallbacks", "Leaving", "
 
 logger = logging.getLogger(__name__)
 
-StateSource = Literal["nothing", "disk", "memory", "emergency dump", "weights", "prediction"]
+StateSource = Literal["nothing", "disk", "memory", "emergency dump", "prediction"]
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,5 @@ def _source(restored: restart.Restored) -> StateSource:
         return "nothing"
     if restored.beginning is Beginning.EMERGENCY_DUMP:
         return "emergency dump"
-    if restored.beginning is Beginning.WEIGHTS:
-        return "weights"
     tiers = {source.tier for source in restored.sources}
     return "emergency dump" if "departure" in tiers else "memory" if "memory" in tiers else "disk"

@@ -20,21 +20,20 @@ from cpsr.life.clock import StepClock
 from cpsr.life.leaving import Leave, Leaving
 from cpsr.life.loop import Loop
 from cpsr.life.loop_tail import LoopTail
-from cpsr.life.lost_tokens import with_lost_tokens
 from cpsr.life.message import diverged_message
 from cpsr.life.opening import open_for_life
-from cpsr.life.outcome import RecoveryOutcome
+from cpsr.life.outcome import LagReport, RecoveredLag, RecoveryOutcome, losses_before
 from cpsr.life.probation import Probation
-from cpsr.life.recovered import LagReport, RecoveredLag, losses_before
 from cpsr.life.rehearsed import Rehearsed, rehearsed
 from cpsr.life.stop_request import StopRequest
 from cpsr.life.witnessing import Witnessing
 from cpsr.planner.cadence import Savers
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.emergency_dump import undisturbed
-from cpsr.restart.ladder import Ladder
+from cpsr.restart.experts import with_lost_tokens
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restored, Restorer
+from cpsr.restart.sources import MemorySources
 from cpsr.saving.copies import Copies
 from cpsr.saving.memory_snapshots import Turn
 from cpsr.saving.saver import Saver
@@ -124,13 +123,14 @@ class Life:
     def _restorer(self, asked: str) -> Restorer:
         job, run = self.job, self.run
         before = run.previous_life, run.previous_held
-        ladder = Ladder(job.run.run_id, job.group, job.shard, job.config.peers, *before, run.memory.windows is not None)
+        windows = run.memory.windows is not None
+        memory = MemorySources(job.run.run_id, job.group, job.shard, job.config.peers, *before, windows)
         return Restorer(
             job,
             run.store,
             run.target,
             run.memory.pool,
-            ladder,
+            memory,
             StatePrediction(job, run.store, self.loop.learning.predictor, self.loop.probes),
             inexact=asked != "exact",
         )

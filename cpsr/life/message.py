@@ -34,7 +34,7 @@ def recovery_message(restored: Restored, cause: str | None, outlook: str) -> str
     """
     exact = outlook if restored.beginning is Beginning.EXACT else ""
     costs = _cost(restored), exact, _check(restored)
-    parts = [_lost(restored, cause), _source(restored), _without_moments(restored), *costs]
+    parts = [_lost(restored, cause), _source(restored), *costs]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
 
 
@@ -91,22 +91,10 @@ def _from(restored: Restored, tier: str) -> str:
             if restored.beginning is Beginning.EMERGENCY_DUMP
             else "exact from memory"
         )
-    if restored.beginning is Beginning.WEIGHTS:
-        return f"from the weights of checkpoint {restored.checkpoint_iteration} alone"
     place = "memory" if tier == "memory" else f"checkpoint {restored.checkpoint_iteration}"
     if restored.beginning is Beginning.OLDER_EXPERTS:
         return f"from {place}, with older experts as they were saved"
     return f"exact from {place}"
-
-
-def _without_moments(restored: Restored) -> str:
-    if restored.beginning is not Beginning.WEIGHTS:
-        return ""
-    damaged = f" (damaged and set aside: {', '.join(restored.damaged)})" if restored.damaged else ""
-    return (
-        f"no complete checkpoint is left{damaged}: the optimizer's moments start at zero. Schedule and data position "
-        "come from the checkpoint, random states from the script"
-    )
 
 
 def _cost(restored: Restored) -> str:

@@ -7,12 +7,14 @@ import torch
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
 from cpsr.job import Job
-from cpsr.predictor.watch import Watch, WatchDecision
+from cpsr.predictor.watch import WATCH_ITERATIONS, Watch, WatchDecision
 from cpsr.ranks.group import Group
 from cpsr.restart.restore import Restored
 from cpsr.state.losses import LossRecorder
 
 __all__ = ["Probation"]
+
+NOISE_NATS = 0.2  # allowed beyond the tolerance of the probes, which are the same batches before and after
 
 
 class Probation:
@@ -65,13 +67,12 @@ class Probation:
 
 
 def _watch(restored: Restored, config: CPSRConfig, group: Group) -> Watch | None:
-    life = config.life
-    if not restored.beginning.watched or life.watch_iterations == 0 or restored.scalars is None:
+    if not restored.beginning.watched or restored.scalars is None:
         return None
     baseline = _mean_over_ranks(restored.scalars.recent_losses, group)
     if not any(math.isfinite(loss) for loss in baseline):
         return None  # nothing to compare with
-    return Watch(baseline, life.watch_iterations, life.watch_tolerance_nats)
+    return Watch(baseline, WATCH_ITERATIONS, config.restart.loss_tolerance_nats + NOISE_NATS)
 
 
 def _mean_over_ranks(losses: list[float], group: Group) -> list[float]:

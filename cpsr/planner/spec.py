@@ -20,7 +20,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cpsr.config import LifeConfig, read_model
+from cpsr.config import read_model
 from cpsr.fitter.failure_classes import PRIOR_SHARES
 from cpsr.journal import FailureScope
 from cpsr.planner.baselines import TOLERANCE_FRACTION, Baseline, baselines
@@ -28,6 +28,7 @@ from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
 from cpsr.planner.units import ITERATIONS_MAX, SECONDS_PER_HOUR
+from cpsr.predictor.watch import WATCH_ITERATIONS
 
 __all__ = ["PlanSpec", "read_plan_spec"]
 
@@ -142,9 +143,9 @@ class RecoverySpec(_Section):
     )
     end_cost: EndCostSpec | None = Field(default=None)
     watch_iterations: int = Field(
-        default=LifeConfig().watch_iterations,
+        default=WATCH_ITERATIONS,
         ge=0,
-        description="After a predicted restart, in which no checkpoint is begun; as life.watch_iterations.",
+        description="After a predicted restart, in which no checkpoint is begun.",
     )
     lead_after_iterations: int = Field(
         default=LEAD_AFTER_ITERATIONS,

@@ -9,7 +9,18 @@ from cpsr.journal import Beginning
 from cpsr.planner.ways import Prices, Way, WayName, in_order
 from cpsr.restart.restored import Recomputes, Refusal
 
-__all__ = ["ATTEMPTS", "Candidate", "Choice", "Circumstances", "Mode", "all_from", "candidates", "choose", "way_of"]
+__all__ = [
+    "ATTEMPTS",
+    "Candidate",
+    "Choice",
+    "Circumstances",
+    "Mode",
+    "all_from",
+    "candidates",
+    "choose",
+    "comparison_of",
+    "way_of",
+]
 
 # From one checkpoint, over the lives of the run. A peer that is killed meanwhile shows as an error, too: a second
 # error is attributed to the state.
@@ -71,7 +82,7 @@ class Circumstances:
 
     Attributes:
         mode: `exact` excludes states near the failure that are not exact.
-        inexact: whether a checkpoint is acceptable with experts that were saved before it, or with weights alone.
+        inexact: whether a checkpoint is acceptable with experts that were saved before it.
         failure_iteration: f, the last step that every rank had finished; None where nothing is lost.
         ranks: their number.
         planned: the mode that the plan expects to cost less at a failure, `predict` or `recompute`; None if unknown.
@@ -124,7 +135,6 @@ def candidates(
     known: Circumstances,
     *,
     older_experts: bool,
-    weights_iteration: int | None = None,
 ) -> list[Candidate]:
     """Every state that training could continue from.
 
@@ -133,15 +143,12 @@ def candidates(
         checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
         known: the number of ranks and the step of the failure are looked at.
         older_experts: whether some experts of that checkpoint were saved before it.
-        weights_iteration: the newest checkpoint of weights alone; looked at where there is no c.
     """
     c, f = checkpoint_iteration, known.failure_iteration
     there = []
     if found.exact and found.exact[0].tier == "memory":
         older = any(source.older for source in found.exact)
         there.append(Candidate(Beginning.OLDER_EXPERTS if older else Beginning.EXACT, found.exact))
-    if c is None and weights_iteration is not None:
-        return [*there, Candidate(Beginning.WEIGHTS, all_from("disk", weights_iteration, known.ranks))]
     if c is None:
         return [*there, Candidate(Beginning.SCRATCH)]
     whole = Beginning.OLDER_EXPERTS if older_experts else Beginning.EXACT
@@ -161,7 +168,7 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     memory that loses at most two snapshot intervals comes first too. So does a window, unless all ranks have left a
     dump, which loses no iteration, or the plan finds a prediction cheaper (`cpsr.planner.ways`). Else a state near the
     failure, where it is allowed: the one with most ranks' state, so that only lost state is predicted. Then whole
-    states, the newest first. Weights alone come last: an older whole state has lost less.
+    states, the newest first.
 
     Args:
         there: what there is, in any order.
@@ -169,7 +176,7 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     """
     whole = [one for one in there if not one.near_failure]
     if not known.inexact:
-        whole = [one for one in whole if one.beginning not in (Beginning.OLDER_EXPERTS, Beginning.WEIGHTS)]
+        whole = [one for one in whole if one.beginning is not Beginning.OLDER_EXPERTS]
     whole.sort(key=_preference, reverse=True)
     f = known.failure_iteration
     if f is None or known.mode == "exact" or (whole and whole[0].iteration >= f):
@@ -228,9 +235,8 @@ def _loses_few(whole: Sequence[Candidate], failure_iteration: int, interval_iter
     )
 
 
-def _preference(whole: Candidate) -> tuple[bool, int, bool, bool]:
-    beginning = whole.beginning
-    return beginning is not Beginning.WEIGHTS, whole.iteration, beginning is Beginning.EXACT, whole.in_memory
+def _preference(whole: Candidate) -> tuple[int, bool, bool]:
+    return whole.iteration, whole.beginning is Beginning.EXACT, whole.in_memory
 
 
 def _allowed(near: list[Candidate], known: Circumstances) -> tuple[list[Candidate], Refusal | None]:
@@ -251,3 +257,55 @@ def _allowed(near: list[Candidate], known: Circumstances) -> tuple[list[Candidat
             return [], Refusal(Recomputes.PLANNED, "the plan finds recomputing cheaper than predicting", guard=lost)
         near = allowed
     return near, None
+
+
+def comparison_of(
+    there: Sequence[Candidate], checkpoint_iteration: int | None, known: Circumstances, restored_from: Sequence[Source]
+) -> str:
+    """What was taken, and what the others would have cost, for the journal; empty where there was no choice.
+
+    Args:
+        there: every state that training could have continued from.
+        checkpoint_iteration: of the disk; None without one.
+        known: the failure, and the prices of the plan before it.
+        restored_from: where each rank's state came from.
+    """
+    if known.failure_iteration is None or len(there) < 2:
+        return ""
+    first = [one for one in there if one.parts == tuple(restored_from)]
+    others = sorted((one for one in there if one not in first), key=lambda one: -one.iteration)
+    texts = [_priced(one, checkpoint_iteration, known) for one in others]
+    if known.mode == "exact":
+        texts = [
+            f"{text}, not in mode exact" if one.near_failure else text for one, text in zip(others, texts, strict=True)
+        ]
+    own = f"taken: {_priced(first[0], checkpoint_iteration, known)}" if first else "taken: none of these"
+    return f"{own}; instead of {', '.join(texts)}"
+
+
+def _priced(candidate: Candidate, checkpoint_iteration: int | None, known: Circumstances) -> str:
+    """A state with its iterations, and its seconds where the plan knew what one takes."""
+    way, prices = way_of(candidate, checkpoint_iteration, known), known.prices
+    if candidate.lost_ranks == 0:
+        iterations = f"{candidate.cost_iterations(known.failure_iteration or 0)} iterations repeated"
+    elif way is None or prices is None:
+        iterations = "at an end cost that no plan knows"
+    else:
+        spread, seconds = way.deviation_seconds, prices.iteration_seconds
+        cost = way.loss_seconds - prices.predict_seconds
+        iterations = f"an end cost of {cost / seconds:z.0f} ± {spread / seconds:.0f} iterations"
+    return f"{_named(candidate)} ({iterations}{'' if way is None else f', {way.seconds:.2f} s'})"
+
+
+def _named(candidate: Candidate) -> str:
+    at = candidate.iteration
+    if candidate.is_window:
+        return f"the window from iteration {at} on"
+    if candidate.in_memory:
+        return f"the snapshot of iteration {at} in memory"
+    if candidate.lost_ranks:
+        ranks = f"{candidate.lost_ranks} of {len(candidate.parts)} ranks"
+        return f"a prediction of {ranks} at iteration {at}"
+    if candidate.dumped:
+        return f"the emergency dumps of iteration {at}"
+    return f"checkpoint {at}" if candidate.parts else "the start of the run"

@@ -41,7 +41,7 @@ class EngineState:
         """Operator -> its expert, for experts' parameters alone."""
         return experts_of(self._adapter.expert_naming(), shard.operators)
 
-    def bring_frozen(self, scalars: dict[str, Any]) -> None:
+    def load_frozen(self, scalars: dict[str, Any]) -> None:
         """Give the engine the parameters outside the optimizer that go with a snapshot.
 
         Raises:
@@ -50,31 +50,26 @@ class EngineState:
         if self._frozen is not None:
             self._frozen.bring(scalars.get("frozen"))
 
-    def take_moved(self, left: dict[str, Any]) -> None:
+    def load_moved(self, left: dict[str, Any]) -> None:
         """Give it the parameters outside the optimizer that an emergency dump goes with.
 
         Those that had moved are in it. Of the others it has a hash: one that came to rest after the checkpoint, which
         the engine has, is looked for in the others.
 
         Raises:
-            CheckpointError: as `bring_frozen`.
+            CheckpointError: as `load_frozen`.
         """
         if self._frozen is None:
             return
-        state = left.get("frozen", {})
-        if "word" in state:
-            self._frozen.bring(state)
-        else:  # an earlier version dumped it
-            self._frozen.take(state)
+        self._frozen.bring(left.get("frozen", {}))
 
     def inject(self, snapshot: Snapshot) -> None:
         """Put a snapshot's tensors and the engine's scalars back, exactly.
 
         Raises:
-            CheckpointError: as `bring_frozen`; nothing was changed.
+            CheckpointError: as `load_frozen`; nothing was changed.
         """
-        if "frozen" in snapshot.scalars:  # else a checkpoint of an earlier version, which had them beside the buffers
-            self.bring_frozen(snapshot.scalars)
+        self.load_frozen(snapshot.scalars)
         live = dict(self._adapter.shard(to_fill=True).tensors())
         with torch.no_grad():
             for key, values in snapshot.shard.tensors():
@@ -106,7 +101,7 @@ class EngineState:
         started = time.perf_counter()
         scalars = Scalars.from_tree(snapshot.scalars)
         self.inject(snapshot)
-        self._take_over(scalars.learned)
+        self._load_learned(scalars.learned)
         return Restored(
             beginning=Beginning.EXACT,
             restored_iteration=snapshot.iteration,
@@ -121,7 +116,7 @@ class EngineState:
             inject_seconds=time.perf_counter() - started,
         )
 
-    def _take_over(self, learned: dict[str, Any]) -> None:
+    def _load_learned(self, learned: dict[str, Any]) -> None:
         """Load the predictor's learned state; if another kind or version wrote it, log that and start without."""
         if not learned:
             return

@@ -1,27 +1,29 @@
 """From the checkpoint to the failure: emergency dumps, and a prediction of the ranks without one."""
 
+import json
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from cpsr.checkpoint.files import write_bytes
 from cpsr.checkpoint.progress import Progress
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tiers import Source
 from cpsr.errors import RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
-from cpsr.restart.attempts import Attempts
-from cpsr.restart.choice import ATTEMPTS, Candidate, all_from
+from cpsr.ranks.group import Group
+from cpsr.restart.choice import ATTEMPTS, Candidate
 from cpsr.restart.engine_state import EngineState
-from cpsr.restart.ladder import Ladder, summary
-from cpsr.restart.older_experts import older_operators
+from cpsr.restart.experts import older_operators
 from cpsr.restart.prediction import Prediction, PredictionSettings, StatePrediction
-from cpsr.restart.restored import Recomputes, Refusal, Restored
-from cpsr.restart.sources import RefusedError, Restart
+from cpsr.restart.restored import Recomputes, Refusal, RefusedError, Restored
+from cpsr.restart.sources import MemorySources, summary
 from cpsr.state.scalars import DataPosition
 
-__all__ = ["FromFailure", "NearFailure"]
+__all__ = ["Attempts", "NearFailure"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +34,57 @@ FAILED_PREDICTION = "prediction-failed.json"
 DUMPS = "departed.json"
 
 
+class Attempts:
+    """Attempts of one kind; only those from the newest checkpoint are counted.
+
+    Args:
+        path: the file that holds the count.
+        group: the ranks.
+    """
+
+    def __init__(self, path: Path, group: Group) -> None:
+        self._path = path
+        self._group = group
+
+    def since(self, checkpoint_iteration: int) -> tuple[int, str]:
+        """The number of attempts from this checkpoint, and the error recorded at the last one; a collective."""
+        record = self._group.broadcast(self._read() if self._group.rank == 0 else None)
+        same = record.get("checkpoint_iteration") == checkpoint_iteration
+        return (int(record.get("tries", 1)), str(record.get("error", ""))) if same else (0, "")
+
+    def record(self, checkpoint_iteration: int, error: str) -> None:
+        """Count one more attempt, on the rank that detects it.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        before = self._read()
+        same = before.get("checkpoint_iteration") == checkpoint_iteration
+        attempt = {
+            "checkpoint_iteration": checkpoint_iteration,
+            "rank": self._group.rank,
+            "error": error,
+            "tries": int(before.get("tries", 1)) + 1 if same else 1,
+        }
+        write_bytes(self._path, json.dumps(attempt).encode("ascii"), fsync=False)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            record = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            logger.warning("%s cannot be read and is ignored: %s", self._path.name, error)
+            return {}
+        return record if isinstance(record, dict) else {}
+
+
 class NearFailure:
     """Advances an engine from its exact checkpoint to the failure; every method is a collective.
 
     Args:
         job: of this life.
-        ladder: reads emergency dumps in memory.
+        memory: reads emergency dumps in memory.
         prediction: predicts and checks the lost state.
         engine: has the checkpoint.
 
@@ -46,15 +93,17 @@ class NearFailure:
         dumps: lives that have continued from an emergency dump.
     """
 
-    def __init__(self, job: Job, ladder: Ladder, prediction: StatePrediction, engine: EngineState) -> None:
+    def __init__(self, job: Job, memory: MemorySources, prediction: StatePrediction, engine: EngineState) -> None:
         self._job = job
         self._engine = engine
-        self._ladder = ladder
+        self._memory = memory
         self._prediction = prediction
         self.failures = Attempts(job.config.run_dir / FAILED_PREDICTION, job.group)
         self.dumps = Attempts(job.config.run_dir / DUMPS, job.group)
 
-    def take(self, exact: Restored, candidate: Candidate, snapshot: Snapshot, settings: PredictionSettings) -> Restored:
+    def advance(
+        self, exact: Restored, candidate: Candidate, snapshot: Snapshot, settings: PredictionSettings
+    ) -> Restored:
         """Continue from emergency dumps, or from a prediction.
 
         Args:
@@ -71,8 +120,8 @@ class NearFailure:
             if candidate.dumped and self._job.group.rank == 0:
                 self.dumps.record(snapshot.iteration, f"from iteration {candidate.iteration}")
             if candidate.lost_ranks == 0:
-                return self._take_dump(exact, candidate.parts)
-            return self.predict(exact, candidate.parts, snapshot, settings)
+                return self._load_dump(exact, candidate.parts)
+            return self._predict(exact, candidate.parts, snapshot, settings)
         except RefusedError:
             raise
         except Exception as error:  # any error: the checkpoint is whole, and the run must restart
@@ -111,7 +160,7 @@ class NearFailure:
         logger.error("predicting the state failed; a whole state is restored", exc_info=error)
         return Refusal(Recomputes.FAILED, f"predicting the state failed ({message})")
 
-    def _take_dump(self, exact: Restored, sources: tuple[Source, ...]) -> Restored:
+    def _load_dump(self, exact: Restored, sources: tuple[Source, ...]) -> Restored:
         """Every rank's dumped tensors, if they are finite and their loss is not far above the checkpoint's.
 
         Args:
@@ -126,9 +175,9 @@ class NearFailure:
         assert exact.scalars is not None
         adapter, at = self._job.adapter, sources[0].iteration
         loss_checkpoint = self._prediction.probe_loss(exact.scalars.probes)
-        self._ladder.bring(sources)
-        left = self._ladder.load(sources[self._job.group.rank], adapter.shard(to_fill=True))
-        self._engine.take_moved(left)
+        self._memory.fetch(sources)
+        left = self._memory.load(sources[self._job.group.rank], adapter.shard(to_fill=True))
+        self._engine.load_moved(left)
         adapter.load_scalars(left["engine"])
         adapter.push_down()
         guard: dict[str, Any] = {}
@@ -152,7 +201,7 @@ class NearFailure:
             inject_seconds=exact.inject_seconds + time.perf_counter() - started,
         )
 
-    def predict(
+    def _predict(
         self,
         exact: Restored,
         sources: tuple[Source, ...],
@@ -177,7 +226,7 @@ class NearFailure:
             exact.scalars,
             sources[0].iteration,
             settings,
-            (lambda: self._take_part(sources, lineages)) if dumped else None,
+            (lambda: self._load_part(sources, lineages)) if dumped else None,
         )
         if not prediction.accepted:
             raise RefusedError(_refusal(prediction))
@@ -196,47 +245,18 @@ class NearFailure:
             inject_seconds=exact.inject_seconds + prediction.inject_seconds,
         )
 
-    def _take_part(self, sources: tuple[Source, ...], lineages: list[Any]) -> bool:
+    def _load_part(self, sources: tuple[Source, ...], lineages: list[Any]) -> bool:
         """Load this rank's emergency dump into the engine; False where there is none.
 
         The lineage that every rank's state had is added to `lineages`.
         """
         group, own = self._job.group, sources[self._job.group.rank]
-        self._ladder.bring(sources)
-        left = self._ladder.load(own, self._job.adapter.shard(to_fill=True))
+        self._memory.fetch(sources)
+        left = self._memory.load(own, self._job.adapter.shard(to_fill=True))
         if left is not None:
-            self._engine.take_moved(left)
+            self._engine.load_moved(left)
         lineages += [one for one in group.gather(None if left is None else left["lineage"]) if one is not None]
         return own.entry is not None
-
-
-@dataclass(frozen=True)
-class FromFailure:
-    """A state near the failure, reached from the checkpoint.
-
-    Attributes:
-        candidate: which state.
-        restart: facts shared by all sources.
-        engine: takes the checkpoint.
-        near: advances it from there.
-        snapshot: this rank's part of the checkpoint, in the recovery buffer.
-        settings: of a prediction.
-    """
-
-    candidate: Candidate
-    restart: Restart
-    engine: EngineState
-    near: NearFailure
-    snapshot: Snapshot
-    settings: PredictionSettings
-
-    def bring(self, refusal: Refusal | None) -> Restored:
-        """Put the checkpoint into the engine, then the state near the failure."""
-        restart, checkpoint = self.restart, self.snapshot.iteration
-        sources = all_from("disk", checkpoint, len(self.candidate.parts))
-        exact = self.engine.restore(self.snapshot, sources, checkpoint, restart.failure_iteration, restart.load_seconds)
-        exact = replace(exact, data=self.near.data_at(exact, restart.progress, self.candidate.iteration))
-        return self.near.take(exact, self.candidate, self.snapshot, self.settings)
 
 
 def _refusal(prediction: Prediction) -> Refusal:

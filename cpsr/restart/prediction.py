@@ -91,7 +91,7 @@ class StatePrediction:
         self._store = store
         self.predictor = predictor
         self._probes = probes
-        self._guard = Guard(job.config.restart.loss_tolerance_nats, job.config.restart.displacement_limit)
+        self._guard = Guard(job.config.restart.loss_tolerance_nats)
 
     def attempt(
         self,

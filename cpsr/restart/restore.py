@@ -1,44 +1,63 @@
-"""Restore a run: choose the state on all ranks together, load it into the engine, and check it."""
+"""Restores a run: chooses the state on all ranks together, loads it into the engine, and checks it."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.tiers import Source
-from cpsr.errors import RecoveryError
+from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
 from cpsr.planner.ways import Prices
-from cpsr.restart.choice import Candidate, Circumstances, Mode, candidates, choose
-from cpsr.restart.comparison import compared
+from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose, comparison_of
 from cpsr.restart.engine_state import EngineState
-from cpsr.restart.ladder import Ladder
-from cpsr.restart.near_failure import FromFailure, NearFailure
-from cpsr.restart.newest_checkpoint import NewestCheckpoint
-from cpsr.restart.older_experts import older_experts, older_operators
-from cpsr.restart.prediction import PredictionSettings, StatePrediction
-from cpsr.restart.restored import Refusal, Restored
-from cpsr.restart.sources import (
-    FromCheckpoint,
-    FromMemory,
-    FromScratch,
-    FromWeights,
-    Restart,
-    StateSource,
-    bring,
+from cpsr.restart.experts import (
+    OlderExperts,
+    differing_operator,
+    load_nearer_experts,
+    older_experts,
+    older_operators,
 )
-from cpsr.restart.weights_alone import NewestWeights, WeightsAlone
+from cpsr.restart.near_failure import NearFailure
+from cpsr.restart.prediction import PredictionSettings, StatePrediction
+from cpsr.restart.restored import Refusal, RefusedError, Restored
+from cpsr.restart.sources import MemorySources, NewestCheckpoint
 from cpsr.state.scalars import Scalars
 
 __all__ = ["Restored", "Restorer"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Restart:
+    """Facts that every source of one restart needs.
+
+    Attributes:
+        mode: `auto`, `predict` or `exact`, as far as this life can follow the configuration.
+        checkpoint: this rank's part of the newest checkpoint, in the recovery buffer; None without one.
+        older: the experts that were saved before it, if any were.
+        failure_iteration: f, the last step that every rank had finished; None where nothing is lost.
+        exact_iteration: of the newest whole state; None without one.
+        progress: the ranks' counters at the failure.
+        load_seconds: wall time until the sources were known.
+    """
+
+    mode: Mode
+    checkpoint: Snapshot | None
+    older: OlderExperts | None
+    failure_iteration: int | None
+    exact_iteration: int | None
+    progress: Progress | None
+    load_seconds: float
+
+    @property
+    def checkpoint_iteration(self) -> int | None:
+        return None if self.checkpoint is None else self.checkpoint.iteration
 
 
 class Restorer:
@@ -49,10 +68,10 @@ class Restorer:
         store: the run's checkpoints.
         target: where copies of checkpoints may come from.
         pool: the host buffers; the restored checkpoint stays in its recovery buffer.
-        ladder: states in host memory.
+        memory: states in host memory.
         prediction: predicts the state at the failure.
-        inexact: whether a checkpoint is acceptable with experts that were saved before it, or with weights alone;
-            False where the user asked for mode `exact`.
+        inexact: whether a checkpoint is acceptable with experts that were saved before it; False where the user asked
+            for mode `exact`.
     """
 
     def __init__(
@@ -61,20 +80,18 @@ class Restorer:
         store: CheckpointStore,
         target: CheckpointTarget,
         pool: SnapshotPool,
-        ladder: Ladder,
+        memory: MemorySources,
         prediction: StatePrediction,
         *,
         inexact: bool = True,
     ) -> None:
         self._job = job
         self._pool = pool
-        self._ladder = ladder
-        self._prediction = prediction
+        self._memory = memory
         self._inexact = inexact
         self._engine = EngineState(job.adapter, prediction.predictor, store.frozen)
-        weights = NewestWeights(job.adapter, job.group, store, pool)
-        self._newest = NewestCheckpoint(job.group, store, target, pool, ladder, weights)
-        self._near = NearFailure(job, ladder, prediction, self._engine)
+        self._newest = NewestCheckpoint(job.group, store, target, pool, memory)
+        self._near = NearFailure(job, memory, prediction, self._engine)
 
     @property
     def damaged(self) -> list[str]:
@@ -92,64 +109,26 @@ class Restorer:
             RunMismatchError: the checkpoints belong to another model or to other slices of it.
         """
         started = time.perf_counter()
-        found = self._newest.load(inexact=self._inexact)
-        weights = found if isinstance(found, WeightsAlone) else None
-        checkpoint = None if isinstance(found, WeightsAlone) else found
-        self._pool.occupancy.pin()  # another state that is tried, and cannot be read, must not overwrite the checkpoint
-        try:
-            sources, refusal, compare = self._choose(mode, checkpoint, weights, started)
-            restored = bring(sources, refusal)
-        finally:
-            self._pool.occupancy.unpin()
-        if weights is not None:
-            self._pool.release(weights.snapshot)
-        if restored is None:
-            at = "no checkpoint" if checkpoint is None else f"checkpoint {checkpoint.iteration}"
-            raise RecoveryError(
-                f"the state in memory could not be read, and {at} holds experts that are older than it is, which mode "
-                "'exact' does not take. Nothing was changed: start again, which looks for an older checkpoint; or with "
-                "mode 'auto'"
-            )
-        return replace(restored, left=self._ladder.left, compared=compare(restored.sources))
-
-    def _choose(
-        self, mode: Mode, checkpoint: Snapshot | None, weights: WeightsAlone | None, started: float
-    ) -> tuple[list[StateSource], Refusal | None, Callable[[Sequence[Source]], str]]:
         group = self._job.group
-        c = None if checkpoint is None else checkpoint.iteration
+        checkpoint = self._newest.load(inexact=self._inexact)
         older = None if checkpoint is None else older_experts(checkpoint, group)
+        c, shard = (None, None) if checkpoint is None else (checkpoint.iteration, checkpoint.shard)
         progress = read_progress(self._job.config.run_dir, self._job.run.previous_ranks)
         published = self._published(progress)
-        shard = None if checkpoint is None else checkpoint.shard
-        found = self._ladder.decide(c, published, shard, stale=older is not None, inexact=self._inexact)
+        found = self._memory.decide(c, published, shard, stale=older is not None, inexact=self._inexact)
         failed_at = 0 if published is None else found.failure_after(published)
-        at = None if weights is None else weights.snapshot.iteration
-        f = failed_at if failed_at > (c or at or 0) else None  # else nothing is lost
+        f = failed_at if failed_at > (c or 0) else None  # else nothing is lost
         known = self._circumstances(mode, checkpoint, f)
-        there = candidates(found, c, known, older_experts=older is not None, weights_iteration=at)
+        there = candidates(found, c, known, older_experts=older is not None)
         choice = choose(there, known)
-        restart = Restart(mode, c, f, progress, time.perf_counter() - started)
-        catch_up = self._job.config.experts.stale == "catch_up"
-
-        def source(candidate: Candidate) -> StateSource:
-            if candidate.in_memory:
-                small = None if checkpoint is None else checkpoint.scalars
-                alone = checkpoint is None and weights is None
-                beside = self._engine, group, self._ladder, self._pool
-                return FromMemory(candidate, restart, *beside, small, catch_up, alone)
-            if weights is not None:
-                return FromWeights(candidate, restart, self._engine, weights)
-            if checkpoint is None:
-                return FromScratch(candidate, self._job.adapter.iteration)
-            if candidate.near_failure:
-                lost = candidate.iteration - (found.exact_iteration or 0) if mode == "auto" else None
-                share = candidate.lost_ranks / group.size
-                settings = PredictionSettings(lost, share, older_experts=older is not None)
-                return FromFailure(candidate, restart, self._engine, self._near, checkpoint, settings)
-            return FromCheckpoint(candidate, restart, self._engine, checkpoint, older, catch_up, group, self._ladder)
-
-        compare = partial(compared, there, c, known)
-        return [source(candidate) for candidate in choice.order], choice.refusal, compare
+        seconds = time.perf_counter() - started
+        restart = _Restart(mode, checkpoint, older, f, found.exact_iteration, progress, seconds)
+        self._pool.occupancy.pin()  # another state that is tried, and cannot be read, must not overwrite the checkpoint
+        try:
+            restored = self._first_loaded(choice.order, restart, choice.refusal)
+        finally:
+            self._pool.occupancy.unpin()
+        return replace(restored, left=self._memory.left, compared=comparison_of(there, c, known, restored.sources))
 
     def _circumstances(self, mode: Mode, checkpoint: Snapshot | None, failure_iteration: int | None) -> Circumstances:
         group = self._job.group
@@ -164,8 +143,8 @@ class Restorer:
         known = replace(known, prices=Prices.of_tree(prices))
         if mode == "exact":
             return known
-        failures, last_failure = self._near.failures.of(checkpoint.iteration)
-        dumps, _ = self._near.dumps.of(checkpoint.iteration)
+        failures, last_failure = self._near.failures.since(checkpoint.iteration)
+        dumps, _ = self._near.dumps.since(checkpoint.iteration)
         return replace(
             known,
             planned=planned,
@@ -182,6 +161,138 @@ class Restorer:
         published: int | None = self._job.group.broadcast(None if progress is None else progress.iteration)
         return published
 
+    def _first_loaded(self, order: Sequence[Candidate], restart: _Restart, refusal: Refusal | None) -> Restored:
+        """Load the first candidate that can be loaded; `refusal` says why none of them is near the failure."""
+        for candidate in order:
+            try:
+                return self._load(candidate, restart, refusal)
+            except RefusedError as error:
+                refusal = error.refusal
+            except CheckpointError as error:
+                logger.warning("%s cannot be used, and the next state is tried: %s", _place(candidate), error)
+        c = restart.checkpoint_iteration
+        raise RecoveryError(
+            f"the state in memory could not be read, and {'no checkpoint' if c is None else f'checkpoint {c}'} holds "
+            "experts that are older than it is, which mode 'exact' does not take. Nothing was changed: start again, "
+            "which looks for an older checkpoint; or with mode 'auto'"
+        )
+
+    def _load(self, candidate: Candidate, restart: _Restart, refusal: Refusal | None) -> Restored:
+        """Put one state into the engine.
+
+        Raises:
+            CheckpointError: it cannot be read, on every rank; the engine is as it was.
+            RefusedError: it was refused, on every rank; the engine may hold anything.
+        """
+        if candidate.in_memory:
+            return self._from_memory(candidate, restart, refusal)
+        if restart.checkpoint is None:
+            reason = "no checkpoint has been committed yet"
+            return Restored(Beginning.SCRATCH, self._job.adapter.iteration, None, None, reason)
+        if candidate.near_failure:
+            return self._from_failure(candidate, restart, restart.checkpoint)
+        return self._from_checkpoint(candidate, restart, restart.checkpoint, refusal)
+
+    def _from_failure(self, candidate: Candidate, restart: _Restart, checkpoint: Snapshot) -> Restored:
+        """The checkpoint first, then dumps or a prediction."""
+        at = checkpoint.iteration
+        sources = all_from("disk", at, len(candidate.parts))
+        exact = self._engine.restore(checkpoint, sources, at, restart.failure_iteration, restart.load_seconds)
+        exact = replace(exact, data=self._near.data_at(exact, restart.progress, candidate.iteration))
+        recomputed = candidate.iteration - (restart.exact_iteration or 0) if restart.mode == "auto" else None
+        share = candidate.lost_ranks / self._job.group.size
+        settings = PredictionSettings(recomputed, share, older_experts=restart.older is not None)
+        return self._near.advance(exact, candidate, checkpoint, settings)
+
+    def _from_checkpoint(
+        self, candidate: Candidate, restart: _Restart, checkpoint: Snapshot, refusal: Refusal | None
+    ) -> Restored:
+        """The newest checkpoint, with older experts from memory where that has nearer ones."""
+        nearer = 0
+        if restart.older is not None:
+            units = self._engine.expert_units(checkpoint.shard)
+            nearer = load_nearer_experts(checkpoint, units, self._memory.own, self._job.group)
+        restored = self._whole(candidate, restart, checkpoint, restart.load_seconds, refusal)
+        if restart.older is None:
+            return restored
+        older = older_experts(checkpoint, self._job.group) or OlderExperts(0, checkpoint.iteration)
+        labelled = _with_older(restored, checkpoint, older)
+        if not nearer:
+            return labelled
+        text = f"{nearer} more come from snapshots in the memory of machines that are left, nearer to the checkpoint"
+        return replace(labelled, reason=f"{labelled.reason}; {text}")
+
+    def _from_memory(self, candidate: Candidate, restart: _Restart, refusal: Refusal | None) -> Restored:
+        """A snapshot or window in this machine's host memory, or in that of a peer, from which it is fetched."""
+        started = time.perf_counter()
+        snapshot = self._loaded_from_memory(candidate, restart.checkpoint)
+        older = older_experts(snapshot, self._job.group)
+        seconds = restart.load_seconds + time.perf_counter() - started
+        restored = self._whole(candidate, restart, snapshot, seconds, refusal)
+        if candidate.is_window:  # the buffer holds no whole state
+            self._pool.release(snapshot)
+        return restored if older is None else _with_older(restored, snapshot, older)
+
+    def _loaded_from_memory(self, candidate: Candidate, checkpoint: Snapshot | None) -> Snapshot:
+        own = candidate.parts[self._job.group.rank]
+        snapshot = self._pool.acquire(own.iteration, {entry.name for entry in own.entries})
+        if snapshot is None:
+            raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+        try:
+            self._memory.fetch(candidate.parts)
+            # What the snapshot leaves out comes from the checkpoint.
+            small = None if checkpoint is None else checkpoint.scalars
+            snapshot.scalars = Scalars.with_learned(self._memory.load(own, snapshot.shard), small)
+            differing = differing_operator(snapshot, self._job.group)
+            if differing is not None:
+                raise CheckpointError(f"ranks hold '{differing}' of different iterations: one had skipped a snapshot")
+            self._load_frozen(snapshot, alone=checkpoint is None)
+        except CheckpointError:
+            self._pool.release(snapshot)
+            raise
+        if not candidate.is_window:
+            self._pool.seal(snapshot)  # stamped with this life, in case it ends before its first snapshot
+            self._pool.keep(snapshot)
+        return snapshot
+
+    def _load_frozen(self, snapshot: Snapshot, *, alone: bool) -> None:
+        """Give the engine its frozen weights; if one rank has none of them, all raise.
+
+        Args:
+            snapshot: from memory.
+            alone: there is no other state to continue from.
+        """
+        problem = None
+        try:
+            self._engine.load_frozen(snapshot.scalars)
+        except CheckpointError as error:
+            problem = f"rank {self._job.group.rank}: {error}"
+        problems = "; ".join(part for part in self._job.group.gather(problem) if part is not None)
+        if problems and alone:
+            raise RecoveryError(
+                f"the state of iteration {snapshot.iteration} in memory is all that is left of this run, and cannot be "
+                f"continued: {problems}. It stays in memory: start again with those weights, or end it with `cpsr "
+                "release` to begin anew"
+            )
+        if problems:
+            raise CheckpointError(problems)
+
+    def _whole(
+        self, candidate: Candidate, restart: _Restart, snapshot: Snapshot, load_seconds: float, refusal: Refusal | None
+    ) -> Restored:
+        """Load a whole state into the engine, and state the reason for it."""
+        c, f = restart.checkpoint_iteration, restart.failure_iteration
+        restored = self._engine.restore(snapshot, candidate.parts, c, f, load_seconds)
+        place, lost = _place(candidate), 0 if f is None else candidate.cost_iterations(f)
+        if lost == 0 and candidate.beginning is not Beginning.EXACT:
+            return replace(restored, reason=f"at {place}")
+        if lost == 0:
+            return replace(restored, reason=f"exactly at {place}; nothing is lost")
+        recomputed = f"{lost} iterations are recomputed from {place}"
+        if refusal is None:
+            return replace(restored, reason=f"mode {restart.mode}: {recomputed}")
+        return restored.instead(refusal, recomputed)
+
     def roll_back(self, restored: Restored) -> Restored:
         """Abandon a predicted state: restore the checkpoint in the recovery buffer exactly.
 
@@ -197,7 +308,7 @@ class Restorer:
                 f"checkpoint {restored.checkpoint_iteration} is no longer in memory; restart the job with mode 'exact' "
                 "to recompute from it"
             )
-        self.inject(snapshot)
+        self._engine.inject(snapshot)
         older = older_experts(snapshot, self._job.group)
         aside = ""
         if older is not None:
@@ -212,6 +323,22 @@ class Restorer:
             cumulative_learning_rate=restored.scalars.cumulative_learning_rate,
         )
 
-    def inject(self, snapshot: Snapshot) -> None:
-        """Put a snapshot's tensors and the engine's scalars back, exactly."""
-        self._engine.inject(snapshot)
+
+def _with_older(restored: Restored, snapshot: Snapshot, older: OlderExperts) -> Restored:
+    """The same life, labelled: some experts are of earlier iterations."""
+    before = snapshot.iteration - older.oldest_iteration
+    return replace(
+        restored,
+        beginning=Beginning.OLDER_EXPERTS,
+        reason=f"{restored.reason}; {older.parameters} parameters of experts are up to {before} iterations older and "
+        "go on as they were",
+        taken_at=older_operators(snapshot),
+    )
+
+
+def _place(candidate: Candidate) -> str:
+    if candidate.is_window:
+        return f"the window in memory that begins with iteration {candidate.iteration}"
+    if candidate.in_memory:
+        return f"the state of iteration {candidate.iteration} in memory"
+    return f"checkpoint {candidate.iteration}"

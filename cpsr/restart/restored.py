@@ -1,15 +1,18 @@
-"""How a life of the run began: the state that it continues from, and the reason."""
+"""How a life of the run began: the state that it continues from, the reason, and its rows in the journal."""
 
 import enum
+import logging
+import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpsr.checkpoint.tiers import Source
-from cpsr.journal import Beginning, FailureScope
+from cpsr.journal import Beginning, FailureRow, FailureScope, RankJournal, RecoveryRow, RecoverySource
 from cpsr.predictor.protocol import Forecast
+from cpsr.ranks.exits import FAILED
 from cpsr.state.scalars import DataPosition, Scalars
 
-__all__ = ["Recomputes", "Refusal", "Restored"]
+__all__ = ["Recomputes", "Refusal", "RefusedError", "Restored", "report_recovery"]
 
 
 class Recomputes(enum.Enum):
@@ -45,13 +48,24 @@ class Refusal:
     inject_seconds: float = 0.0
 
 
+class RefusedError(Exception):
+    """A state near the failure was refused; raised on every rank.
+
+    Args:
+        refusal: why, and what the attempt found.
+    """
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
+
+
 @dataclass(frozen=True)
 class Restored:
     """How a life of the run began.
 
     Attributes:
-        beginning: what the state is: from scratch, exact, left by the ranks, with older experts, weights alone, or
-            predicted.
+        beginning: what the state is: from scratch, exact, left by the ranks, with older experts, or predicted.
         restored_iteration: where training continues.
         checkpoint_iteration: c, the checkpoint it comes from; None from scratch.
         failure_iteration: f, the step of the failure; None where the run had not failed.
@@ -60,7 +74,6 @@ class Restored:
         data: where the data continues.
         sources: where each rank's state comes from, by rank; empty from scratch.
         taken_at: this rank's operators that were taken before the state that they come with -> when.
-        damaged: names of checkpoints that were set aside, where no whole one was left.
         recomputes: why nothing near the failure is continued from, where the mode allows it.
         forecast: the predictor's forecast, where one was asked for.
         guard: the guard's numbers on the state near the failure, where there was one.
@@ -79,7 +92,6 @@ class Restored:
     data: DataPosition = field(default_factory=DataPosition)
     sources: tuple[Source, ...] = ()
     taken_at: dict[str, int] = field(default_factory=dict)
-    damaged: tuple[str, ...] = ()
     recomputes: Recomputes | None = None
     forecast: Forecast | None = None
     guard: dict[str, Any] = field(default_factory=dict)
@@ -121,3 +133,67 @@ class Restored:
             predict_seconds=refusal.predict_seconds,
             inject_seconds=self.inject_seconds + refusal.inject_seconds,
         )
+
+
+def report_recovery(journal: RankJournal, restored: Restored, cause: str | None, mode: str, watching: bool) -> str:
+    """Record the failure and the recovery that began this life.
+
+    Args:
+        journal: of this rank; rank 0 records.
+        restored: how this life began.
+        cause: how the last life ended, as a clause; None where it ended in good order.
+        mode: the configured mode.
+        watching: whether the predicted state is being watched.
+
+    Returns:
+        The recovery's id; empty where there was none.
+    """
+    if cause is not None:
+        # For `inspect`: of a life that failed before its first checkpoint there is no other record.
+        journal.event(FAILED, cause, restored.failure_iteration, logging.DEBUG)
+    if restored.beginning is Beginning.SCRATCH or journal.rank != 0:
+        return ""
+    if restored.failure_iteration is not None:
+        journal.record(
+            FailureRow(
+                life=max(journal.life - 1, 0),
+                iteration=restored.failure_iteration,
+                checkpoint_iteration=restored.checkpoint_iteration,
+                description=cause or "the last life left in order, without having saved its last state",
+                scope=restored.left,
+            )
+        )
+    row = _recovery_row(journal.life, restored, mode, watching)
+    journal.record(row)
+    return row.id
+
+
+def _feasible(restored: Restored) -> list[str]:
+    return ["predicted", "exact"] if restored.forecast is not None and restored.forecast.feasible else ["exact"]
+
+
+def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> RecoveryRow:
+    forecast = restored.forecast
+    vetoed = restored.recomputes in (Recomputes.DUMP_REFUSED, Recomputes.PREDICTION_REFUSED)
+    return RecoveryRow(
+        id=uuid.uuid4().hex,
+        life=life,
+        failure_iteration=restored.failure_iteration,
+        checkpoint_iteration=restored.checkpoint_iteration,
+        restored_iteration=restored.restored_iteration,
+        method=restored.method,
+        requested_mode=mode,
+        feasible=_feasible(restored),
+        expected_end_cost_iterations=None if forecast is None else forecast.expected_end_cost_iterations,
+        settings={} if forecast is None else {"method": forecast.method, **forecast.settings},
+        reason="; ".join(filter(None, (restored.reason, restored.compared))),
+        load_seconds=restored.load_seconds,
+        predict_seconds=restored.predict_seconds,
+        inject_seconds=restored.inject_seconds,
+        guard=restored.guard,
+        outcome="vetoed" if vetoed else "watching" if watching else "kept",
+        sources=tuple(
+            RecoverySource(rank=source.rank, source=source.tier, iteration=source.iteration)
+            for source in restored.sources
+        ),
+    )

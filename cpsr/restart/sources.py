@@ -1,308 +1,404 @@
-"""Sources of state behind one interface: a checkpoint on the disk, a snapshot in host memory, or from scratch."""
+"""What the ranks can reach at a restart: the newest checkpoint that all verify, and the states in their memories."""
 
+import hashlib
+import json
 import logging
-import time
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-from cpsr.checkpoint.progress import Progress
+from cpsr.checkpoint.memory_reader import owned_word, owned_word_in_memory, verify_memory_state
+from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
-from cpsr.errors import CheckpointError, RecoveryError
-from cpsr.journal import Beginning
-from cpsr.ranks.group import Group
-from cpsr.restart.choice import Candidate
-from cpsr.restart.engine_state import EngineState
-from cpsr.restart.ladder import Ladder
-from cpsr.restart.mixed_levels import take_nearer_experts
-from cpsr.restart.older_experts import OlderExperts, differing_operator, older_experts, older_operators
-from cpsr.restart.restored import Refusal, Restored
-from cpsr.restart.weights_alone import WeightsAlone
-from cpsr.state.scalars import Scalars
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.tiers import Decision, Entry, Source, decide, state_of
+from cpsr.checkpoint.verify import UnreadableFileError
+from cpsr.config import PeersConfig
+from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
+from cpsr.journal import FailureScope
+from cpsr.peers.fetch import fetch
+from cpsr.peers.small import load_states
+from cpsr.ranks.group import Group, this_node
+from cpsr.replay.conversion import load_window
+from cpsr.restart.experts import older_experts
+from cpsr.state.shard import Shard
 
-__all__ = [
-    "FromCheckpoint",
-    "FromMemory",
-    "FromScratch",
-    "FromWeights",
-    "RefusedError",
-    "Restart",
-    "StateSource",
-    "bring",
-]
+__all__ = ["MemorySources", "NewestCheckpoint", "summary", "what_is_left"]
 
 logger = logging.getLogger(__name__)
 
 
-class RefusedError(Exception):
-    """A state near the failure was refused; raised on every rank.
+class NewestCheckpoint:
+    """Finds the newest whole checkpoint, on the disk or at the target of its copies; every method is a collective.
 
     Args:
-        refusal: why, and what the attempt found.
+        group: the ranks.
+        store: the run's checkpoints.
+        target: where copies of them may come from.
+        pool: the host buffers; the loaded checkpoint stays in the recovery buffer.
+        memory: finds whether a state in memory can replace a checkpoint.
+
+    Attributes:
+        damaged: iteration -> what is wrong with a checkpoint that was skipped.
     """
 
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.reason)
-        self.refusal = refusal
+    def __init__(
+        self,
+        group: Group,
+        store: CheckpointStore,
+        target: CheckpointTarget,
+        pool: SnapshotPool,
+        memory: "MemorySources",
+    ) -> None:
+        self._group = group
+        self._store = store
+        self._target = target
+        self._pool = pool
+        self._memory = memory
+        self.damaged: dict[int, str] = {}
 
-
-class StateSource(Protocol):
-    """One state of all ranks that can be loaded into the engine."""
-
-    @property
-    def candidate(self) -> Candidate:
-        """Which state: its iteration, which ranks' parts are lost, whether it is exact, and what it costs."""
-        ...
-
-    def bring(self, refusal: Refusal | None) -> Restored:
-        """Put the state into the engine; a collective.
+    def load(self, *, inexact: bool) -> Snapshot | None:
+        """Load the newest checkpoint that can be used; damaged newer ones are set aside.
 
         Args:
-            refusal: of an earlier source.
+            inexact: whether a checkpoint is acceptable with experts that were saved before it.
+
+        Returns:
+            This rank's part; None where the run has never committed a checkpoint.
 
         Raises:
-            CheckpointError: it cannot be read, on every rank; the engine is as it was.
-            RefusedError: it was refused, on every rank; the engine may hold anything.
+            RecoveryError: checkpoints were committed, but none of them can be used.
+            RunMismatchError: they belong to another model or to other slices of it.
         """
-        ...
+        passed_over: list[int] = []
+        while (iteration := self._newest_usable(passed_over)) is not None:
+            snapshot = self._pool.acquire(iteration)
+            if snapshot is None:
+                raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+            problem = self._load_into(snapshot)
+            if problem is None and not inexact and self._only_with_older_experts(snapshot):
+                logger.warning("checkpoint %d has experts that are older: mode 'exact' goes behind it", iteration)
+                self._pool.release(snapshot)
+                passed_over.append(iteration)
+                continue
+            if problem is None:
+                self._pool.keep(snapshot)
+                self._set_damaged_aside()
+                return snapshot
+            self._pool.release(snapshot)
+            self.damaged[iteration] = problem
+            logger.error("checkpoint %d cannot be used; trying the next older one. %s", iteration, problem)
+        self._require_none_committed(passed_over)
+        return None
 
+    def _load_into(self, snapshot: Snapshot) -> str | None:
+        """Load every rank's part of a checkpoint.
 
-@dataclass(frozen=True)
-class Restart:
-    """Facts shared by all sources of one restart.
+        Returns:
+            What is wrong with the checkpoint on any rank.
 
-    Attributes:
-        mode: `auto`, `predict` or `exact`.
-        checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
-        failure_iteration: f, the last step that every rank had finished; None where nothing is lost.
-        progress: the ranks' counters at that time.
-        load_seconds: wall time until the sources were known.
-    """
-
-    mode: str
-    checkpoint_iteration: int | None
-    failure_iteration: int | None
-    progress: Progress | None
-    load_seconds: float
-
-
-@dataclass(frozen=True)
-class FromScratch:
-    """Start from scratch: nothing was committed, nothing is in memory, and the engine stays as constructed.
-
-    Attributes:
-        candidate: which state.
-        iteration: of the engine.
-    """
-
-    candidate: Candidate
-    iteration: int
-
-    def bring(self, refusal: Refusal | None) -> Restored:
-        """Leave the engine as it is."""
-        return Restored(Beginning.SCRATCH, self.iteration, None, None, "no checkpoint has been committed yet")
-
-
-@dataclass(frozen=True)
-class FromCheckpoint:
-    """The newest checkpoint, which is in the recovery buffer.
-
-    Attributes:
-        candidate: which state.
-        restart: what all sources know.
-        engine: takes the state.
-        snapshot: this rank's part.
-        older: the experts that were saved before it, if any were.
-        catch_up: whether these take longer steps until they have caught up.
-        group: the ranks.
-        ladder: its snapshots in memory may have these experts of nearer iterations.
-    """
-
-    candidate: Candidate
-    restart: Restart
-    engine: EngineState
-    snapshot: Snapshot
-    older: OlderExperts | None
-    catch_up: bool
-    group: Group
-    ladder: Ladder
-
-    def bring(self, refusal: Refusal | None) -> Restored:
-        """Put the checkpoint into the engine, with older experts from memory where that has nearer ones."""
-        own, nearer = self.ladder.own, 0
-        if self.older is not None:
-            nearer = take_nearer_experts(self.snapshot, self.engine.expert_units(self.snapshot.shard), own, self.group)
-        restored = _whole(self, self.snapshot, self.restart.load_seconds, refusal)
-        if self.older is None:
-            return restored
-        older = older_experts(self.snapshot, self.group) or OlderExperts(0, self.snapshot.iteration)
-        labelled = _with_older(restored, self.snapshot, older, catch_up=self.catch_up)
-        if not nearer:
-            return labelled
-        text = f"{nearer} more come from snapshots in the memory of machines that are left, nearer to the checkpoint"
-        return replace(labelled, reason=f"{labelled.reason}; {text}")
-
-
-@dataclass(frozen=True)
-class FromWeights:
-    """A checkpoint that keeps the weights alone: the optimizer begins anew.
-
-    Attributes:
-        candidate: which state.
-        restart: what all sources know.
-        engine: takes the state.
-        weights: this rank's part.
-    """
-
-    candidate: Candidate
-    restart: Restart
-    engine: EngineState
-    weights: WeightsAlone
-
-    def bring(self, refusal: Refusal | None) -> Restored:
-        """Put the weights and zero moments into the engine."""
-        snapshot, restart, damaged = self.weights.snapshot, self.restart, self.weights.damaged
-        seconds, failure = restart.load_seconds, restart.failure_iteration
-        restored = self.engine.restore(snapshot, self.candidate.parts, snapshot.iteration, failure, seconds)
-        lost = 0 if failure is None else self.candidate.cost_iterations(failure)
-        recomputed = f"; {lost} iterations are recomputed from there" if lost else ""
-        return replace(
-            restored,
-            beginning=Beginning.WEIGHTS,
-            damaged=damaged,
-            reason=f"no whole checkpoint is left ({', '.join(damaged) or 'none was found'}): the weights, the learning "
-            f"rate, the schedule and the place in the data are those of checkpoint {snapshot.iteration}; moments and "
-            f"step count of the optimizer are zero, random states are as the script has set them{recomputed}",
-        )
-
-
-@dataclass(frozen=True)
-class FromMemory:
-    """A snapshot in this machine's host memory, or in that of a peer, from which it is fetched.
-
-    Attributes:
-        candidate: which state.
-        restart: what all sources know.
-        engine: takes the state.
-        group: the ranks.
-        ladder: reads what is in memory.
-        pool: the host buffers.
-        checkpoint: small state of the newest checkpoint, for what the snapshot leaves out; None without one.
-        catch_up: whether older experts take longer steps until they have caught up.
-        alone: there is no other state to continue from.
-    """
-
-    candidate: Candidate
-    restart: Restart
-    engine: EngineState
-    group: Group
-    ladder: Ladder
-    pool: SnapshotPool
-    checkpoint: dict[str, Any] | None
-    catch_up: bool = False
-    alone: bool = False
-
-    def bring(self, refusal: Refusal | None) -> Restored:
-        """Load the snapshot into the recovery buffer, and put it into the engine, as it is."""
-        started = time.perf_counter()
-        snapshot = self._load()
-        older = older_experts(snapshot, self.group)
-        restored = _whole(self, snapshot, self.restart.load_seconds + time.perf_counter() - started, refusal)
-        if self.candidate.is_window:  # the buffer holds no whole state
-            self.pool.release(snapshot)
-        return restored if older is None else _with_older(restored, snapshot, older, catch_up=self.catch_up)
-
-    def _load(self) -> Snapshot:
-        own = self.candidate.parts[self.group.rank]
-        snapshot = self.pool.acquire(own.iteration, {entry.name for entry in own.entries})
-        if snapshot is None:
-            raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+        Raises:
+            RunMismatchError: a rank's part is of another model or split over ranks; every rank raises it.
+            RecoveryError: a file system cannot read a file now: the checkpoint may be whole, and continuing from an
+                older one would abandon it; every rank raises it.
+        """
+        rank, iteration = self._group.rank, snapshot.iteration
+        kind, problem = "", ""
         try:
-            self.ladder.bring(self.candidate.parts)
-            snapshot.scalars = Scalars.with_learned(self.ladder.load(own, snapshot.shard), self.checkpoint)
-            differing = differing_operator(snapshot, self.group)
-            if differing is not None:
-                raise CheckpointError(f"ranks hold '{differing}' of different iterations: one had skipped a snapshot")
-            self._bring_frozen(snapshot)
-        except CheckpointError:
-            self.pool.release(snapshot)
-            raise
-        if not self.candidate.is_window:
-            self.pool.seal(snapshot)  # stamped with this life, in case it ends before its first snapshot
-            self.pool.keep(snapshot)
-        return snapshot
-
-    def _bring_frozen(self, snapshot: Snapshot) -> None:
-        """Give the engine its frozen weights; a collective: if one rank has none of them, all raise."""
-        problem = None
-        try:
-            self.engine.bring_frozen(snapshot.scalars)
+            snapshot.scalars = self._store.load(iteration, snapshot.shard)
+        except RunMismatchError as error:
+            kind, problem = "mismatch", f"rank {rank}: {error}"
+        except UnreadableFileError as error:
+            kind, problem = "unreadable", f"rank {rank}: {error}"
         except CheckpointError as error:
-            problem = f"rank {self.group.rank}: {error}"
-        problems = "; ".join(part for part in self.group.gather(problem) if part is not None)
-        if problems and self.alone:
+            kind, problem = "damage", f"rank {rank}: {error}"
+        found = self._group.gather([kind, problem])
+        problems = {kind: "; ".join(text for one, text in found if one == kind) for kind, _ in found}
+        if "mismatch" in problems:
+            raise RunMismatchError(problems["mismatch"])
+        if "unreadable" in problems:
+            raise RecoveryError(f"checkpoint {iteration} cannot be read now. {problems['unreadable']}")
+        return problems.get("damage")
+
+    def _newest_usable(self, passed_over: Sequence[int]) -> int | None:
+        """The newest checkpoint that was not skipped, fetched first where the target has a newer one."""
+        fetched = self._target.fetch(self._store, self.damaged)
+        if fetched is not None:
+            self.damaged.pop(fetched, None)
+        full = [info.iteration for info in self._store.catalogue() if info.full]
+        usable = [iteration for iteration in full if iteration not in self.damaged and iteration not in passed_over]
+        newest: int | None = self._group.broadcast(max(usable, default=None))
+        return newest
+
+    def _only_with_older_experts(self, snapshot: Snapshot) -> bool:
+        """Whether experts are older than their checkpoint, and no state of its iteration or newer is in memory."""
+        if older_experts(snapshot, self._group) is None:
+            return False
+        found = self._memory.decide(snapshot.iteration, None, snapshot.shard, stale=True, inexact=False)
+        return found.exact[0].tier == "disk"
+
+    def _set_damaged_aside(self) -> None:
+        """Set damaged ones aside, once an older one is in memory: else they may be all that is left."""
+        for iteration, problem in self.damaged.items():
+            if self._group.rank == 0:
+                self._store.quarantine(iteration, problem)
+        self._group.barrier()
+
+    def _require_none_committed(self, passed_over: Sequence[int]) -> None:
+        """A run never starts from scratch after a commit."""
+        remains = self._group.broadcast(self._store.remains())
+        if passed_over:
             raise RecoveryError(
-                f"the state of iteration {snapshot.iteration} in memory is all that is left of this run, and cannot be "
-                f"continued: {problems}. It stays in memory: start again with those weights, or end it with `cpsr "
-                "release` to begin anew"
+                f"checkpoints {passed_over} hold experts that are older than they are, and no older checkpoint is left "
+                "whose experts are all of one iteration, as mode 'exact' needs. Nothing was changed: start with mode "
+                "'auto', which predicts these experts or goes on with them as they are"
             )
-        if problems:
-            raise CheckpointError(problems)
+        if remains:
+            raise RecoveryError(
+                f"none of the checkpoints of this run can be restored: "
+                f"{'; '.join(self.damaged.values()) or 'none is whole'}. Nothing was changed; the directory holds "
+                f"{', '.join(remains)}. Put a whole one back from a copy, or use another run_dir to start anew; "
+                "`cpsr export` writes the weights of a checkpoint that keeps them alone"
+            )
 
 
-def bring(sources: list[StateSource], refusal: Refusal | None) -> Restored | None:
-    """Load the first source that can be loaded; a collective.
+class MemorySources:
+    """The states in all machines' memories, and one decision over them; `decide`, `fetch` and `load` are collectives.
 
     Args:
-        sources: in the order of the choice.
-        refusal: why none of them is near the failure.
+        run_id: identity of the run.
+        group: the ranks.
+        shard: the engine's views; only names and slices are looked at.
+        config: how states of other machines are fetched.
+        first: oldest life and branch whose states are valid; the run has abandoned earlier ones.
+        held: whether every rank had a state of that life in memory.
+        windows: whether windows are looked at.
 
-    Returns:
-        None where none can be loaded; the engine is then unchanged.
+    Attributes:
+        left: what the failure has left, by the states that `decide` found in the machines' memory, valid or not; None
+            where they tell nothing.
+        own: this rank's verified snapshots on its machine, newer than the checkpoint.
     """
-    for source in sources:
+
+    left: FailureScope | None = None
+
+    def __init__(
+        self,
+        run_id: str,
+        group: Group,
+        shard: Shard,
+        config: PeersConfig,
+        first: tuple[int, int],
+        held: bool = False,
+        windows: bool = False,
+    ) -> None:
+        self._windows = windows
+        self._run_id = run_id
+        self._group = group
+        self._first, self._held = first, held
+        self._config = config
+        self._node = this_node()
+        self._pieces = {
+            name: [list(one.parameter.global_shape), one.parameter.offset, one.parameter.numel]
+            for name, one in shard.operators.items()
+        }
+        self._fetched: dict[Entry, MemoryState] = {}
+        self.own: list[MemoryState] = []
+
+    def decide(
+        self,
+        checkpoint_iteration: int | None,
+        published_iteration: int | None,
+        checkpoint: Shard | None,
+        *,
+        stale: bool = False,
+        inexact: bool = True,
+    ) -> Decision:
+        """The sources of all ranks among the states that they can reach; see `cpsr.checkpoint.tiers.decide`.
+
+        Args:
+            checkpoint_iteration: c, the newest checkpoint that all ranks have loaded; None without one.
+            published_iteration: the newest step that every rank had published; None where none is known.
+            checkpoint: this rank's part of it; its hash shows which ranks have the same state.
+            stale: whether some rank's part of the checkpoint has experts that are older than it is.
+            inexact: whether states with experts of an earlier iteration are looked at.
+        """
+        nodes = self._nodes = self._group.gather(self._node)
+        newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
+        states = self._catalogue(nodes, newest)
+        self.own = [state for state in states if state.rank == self._group.rank and state.kind == "snapshot"]
+        found = self._group.gather([_small_iterations(states), self._held_here("own"), self._held_here("replica")])
+        self.left = what_is_left([own for _, own, _ in found], [kept for _, _, kept in found], told=self._held)
+        small = {iteration for part, _, _ in found for iteration in part}
+        entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
+        entries = [entry for entry in entries if inexact or not entry.older]
+        reported = self._group.gather([vars(entry) for entry in entries])
+        # Only ranks that own the same slices can have the same state, and nothing else is hashed.
+        held = _hash(self._pieces)
+        several = self._group.gather(held).count(held) > 1
+        words = self._group.gather(_fingerprint(checkpoint) if several and checkpoint is not None else None)
+        decision = decide(
+            nodes,
+            [Entry(**entry) for part in reported for entry in part],
+            checkpoint_iteration,
+            published_iteration,
+            alike=[rank if word is None else words.index(word) for rank, word in enumerate(words)],
+            remote=True,
+            stale=stale,
+        )
+        return replace(decision, departed=()) if self._parts_replicas(decision.departed) else decision
+
+    def _parts_replicas(self, departed: Sequence[Source]) -> bool:
+        """Whether an operator of a rank whose state would be predicted is in the dump of another rank, too.
+
+        Predicted on one rank and dumped on the other, it would differ between them from then on. So it is where ranks
+        hold some operators alike and others not, as under tensor parallelism.
+        """
+        lost = [source.rank for source in departed if source.tier == "predicted"]
+        if not lost or len(lost) == len(departed):
+            return False
+        parts: list[dict[str, list[Any]]] = self._group.gather(self._pieces)
+        for source in departed:
+            for rank in lost if source.tier != "predicted" else ():
+                alike = [name for name, piece in parts[rank].items() if parts[source.rank].get(name) == piece]
+                if alike:
+                    if self._group.rank == 0:
+                        logger.warning(
+                            "the dumps of the ranks that did not fail are not used: rank %d has lost its state, and "
+                            "it held %r alike with rank %d: predicted beside the dump it would differ from that",
+                            rank,
+                            alike[0],
+                            source.rank,
+                        )
+                    return True
+        return False
+
+    def fetch(self, sources: Sequence[Source]) -> None:
+        """Fetch states of other machines to the ranks that take them.
+
+        Raises:
+            CheckpointError: a state did not arrive; on every rank.
+        """
+        self._fetched = fetch(self._run_id, self._group, self._nodes, sources, self._config)
+
+    def load(self, source: Source, into: Shard) -> Any:
+        """Copy this rank's state out of memory and return its scalars; if one rank fails, all raise.
+
+        The operators of `into` get the iterations at which they were taken.
+
+        Raises:
+            CheckpointError: a state is no longer whole; the content of `into` on other ranks is undefined.
+        """
+        problem, scalars = None, None
         try:
-            return source.bring(refusal)
-        except RefusedError as error:
-            refusal = error.refusal
+            states = [self._state_at(entry) for entry in source.entries]
+            if states:
+                windows = states[0].kind == "window"
+                scalars = load_window(states[0], into) if windows else load_states(states, into)
+            for fetched in self._fetched.values():
+                if fetched.kind != "window":  # that is replayed from its file
+                    fetched.path.unlink(missing_ok=True)
+            self._fetched = {}
         except CheckpointError as error:
-            logger.warning("%s cannot be used, and the next state is tried: %s", _place(source.candidate), error)
-    return None
+            problem = f"rank {self._group.rank}: {error}"
+        problems = [part for part in self._group.gather(problem) if part is not None]
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return scalars
+
+    def _held_here(self, place: Literal["own", "replica"]) -> list[int]:
+        """Ranks of whose states of the last life one lies in this machine's memory, of any branch."""
+        states = memory_states(self._run_id)
+        return sorted({one.rank for one in states if one.place == place and one.life >= self._first[0]})
+
+    def _catalogue(self, nodes: list[str], after: int) -> list[MemoryState]:
+        """The states that this rank verifies: its own, and a share of the replicas in its machine's memory."""
+        local = [rank for rank, node in enumerate(nodes) if node == self._node]
+        whole = []
+        for state in memory_states(self._run_id):
+            verifier = state.rank if state.rank in local else local[state.rank % len(local)]
+            if verifier != self._group.rank or (state.life, state.branch) < self._first or state.iteration <= after:
+                continue
+            if state.kind == "upstream" or (state.kind == "window" and not self._windows):
+                continue
+            problem = verify_memory_state(state)
+            if problem is None:
+                whole.append(state)
+            else:
+                logger.warning("a state in shared memory is not used: %s", problem)
+        return whole
+
+    def _entry(self, state: MemoryState, small: Container[int]) -> Entry | None:
+        """The report on a state; weights and moments are hashed only where one of `small` may need them."""
+        try:
+            wanted = state.kind == "snapshot" and state.iteration in small
+            owned = owned_word_in_memory(state) if wanted else state.owned
+        except CheckpointError as error:
+            logger.warning("a state in shared memory is not used: %s", error)
+            return None
+        older = state.oldest_iteration < state.iteration
+        place = self._node, state.path.name
+        return Entry(state.rank, state.iteration, state.kind, *place, owned, older, state.newest_iteration)
+
+    def _state_at(self, entry: Entry) -> MemoryState:
+        if entry in self._fetched:
+            return self._fetched[entry]
+        return state_of(entry)
 
 
-def _whole(
-    source: FromCheckpoint | FromMemory, snapshot: Snapshot, load_seconds: float, refusal: Refusal | None
-) -> Restored:
-    """Load a whole state into the engine, and state the reason for it."""
-    restart, parts = source.restart, source.candidate.parts
-    c, f = restart.checkpoint_iteration, restart.failure_iteration
-    restored = source.engine.restore(snapshot, parts, c, f, load_seconds)
-    place, lost = _place(source.candidate), 0 if f is None else source.candidate.cost_iterations(f)
-    if lost == 0 and source.candidate.beginning is not Beginning.EXACT:
-        return replace(restored, reason=f"at {place}")
-    if lost == 0:
-        return replace(restored, reason=f"exactly at {place}; nothing is lost")
-    recomputed = f"{lost} iterations are recomputed from {place}"
-    if refusal is None:
-        return replace(restored, reason=f"mode {restart.mode}: {recomputed}")
-    return restored.instead(refusal, recomputed)
-
-
-def _with_older(restored: Restored, snapshot: Snapshot, older: OlderExperts, *, catch_up: bool) -> Restored:
-    """The same life, labelled: some experts are of earlier iterations."""
-    how = ", with longer steps until they have caught up" if catch_up else ""
-    before = snapshot.iteration - older.oldest_iteration
-    return replace(
-        restored,
-        beginning=Beginning.OLDER_EXPERTS,
-        reason=f"{restored.reason}; {older.parameters} parameters of experts are up to {before} iterations older and "
-        f"go on as they were{how}",
-        taken_at=older_operators(snapshot),
+def summary(sources: tuple[Source, ...]) -> str:
+    """Which ranks use which source, as text: `memory (0-3), predicted (4)`."""
+    tiers = Counter(source.tier for source in sources)
+    return ", ".join(
+        f"{tier} ({_ranges([source.rank for source in sources if source.tier == tier])})" for tier in sorted(tiers)
     )
 
 
-def _place(candidate: Candidate) -> str:
-    if candidate.is_window:
-        return f"the window in memory that begins with iteration {candidate.iteration}"
-    if candidate.in_memory:
-        return f"the state of iteration {candidate.iteration} in memory"
-    return f"checkpoint {candidate.iteration}"
+def _ranges(ranks: list[int]) -> str:
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _small_iterations(states: Sequence[MemoryState]) -> list[int]:
+    return [state.iteration for state in states if state.kind == "small"]
+
+
+def what_is_left(own: Sequence[Sequence[int]], replicas: Sequence[Sequence[int]], *, told: bool) -> FailureScope | None:
+    """What a failure has left of the ranks' states; None where that does not show.
+
+    Without replicas the failure of one machine loses states as well. It is told by the other machines' own ones.
+
+    Args:
+        own: for each rank, the ranks of which buffers of their own lie in its machine's memory.
+        replicas: for each rank, the ranks whose replicas do.
+        told: whether every rank had a state; else it may be missing for another reason than the failure.
+    """
+    if all(rank in here for rank, here in enumerate(own)):
+        return "process"
+    if not told:
+        return None
+    anywhere = {rank for here in (*own, *replicas) for rank in here}
+    survived = not any(replicas) and any(rank in here for rank, here in enumerate(own))
+    return "machine" if survived or anywhere.issuperset(range(len(own))) else "everything"
+
+
+def _hash(pieces: dict[str, list[Any]]) -> str:
+    """Of which elements of which operators a rank owns."""
+    return hashlib.sha256(json.dumps(sorted(pieces.items())).encode()).hexdigest()
+
+
+def _fingerprint(shard: Shard) -> str:
+    """Hash of names, shapes, weights and moments; of buffers names and shapes alone.
+
+    Ranks that train separate models may have the same shapes. A rank that uses another's state also uses its running
+    statistics.
+    """
+    others = [(name, str(values.dtype), tuple(values.shape)) for name, values in sorted(shard.others.items())]
+    return f"{owned_word(shard)} {others}"

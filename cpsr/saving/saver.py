@@ -78,11 +78,10 @@ class Saver(Part):
         self._planner = planner
         self._cadence = Cadence(job.group.rank, restored.restored_iteration)
         self._last_due = restored.restored_iteration
-        weights_alone = restored.beginning is Beginning.WEIGHTS
         self._origins: dict[int, Origin] = {}
         self._partial: set[int] = set()  # partial checkpoints under way
         # Newest one that is not whole; on the disk if it was committed.
-        self._partial_iteration = restored.checkpoint_iteration if weights_alone else None
+        self._partial_iteration: int | None = None
         self._carried: Snapshot | None = None  # submitted together with the other ranks' copies
         self._experts = experts
         self._writes = writes
@@ -99,7 +98,7 @@ class Saver(Part):
         self.memory = MemorySnapshots(job.adapter, self.pool, job.journal, planner, turns, iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
-        self.saved_iteration = None if weights_alone else restored.checkpoint_iteration
+        self.saved_iteration = restored.checkpoint_iteration
         planning = {} if restored.scalars is None else restored.scalars.planning
         self.plan: Plan = planner.first_plan(planning)
         job.journal.record(self.plan.row(job.journal.life, restored.restored_iteration))

@@ -12,27 +12,12 @@ from numpy.typing import NDArray
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import DeviceNumber, DeviceValues
 
-__all__ = ["LOST", "decode", "decode_without_tensors", "encode", "is_plain", "lacks_tensors", "same", "same_bits"]
+__all__ = ["decode", "encode", "is_plain", "same", "same_bits"]
 
 _TAG = "__cpsr__"  # a mapping with this key is one of ours; user mappings that have it are written as pairs
 # JSON's own types. Sequences of only these are copied whole: Python's random state alone has 625 integers, and the
 # training thread waits for this.
 _PLAIN = frozenset({type(None), bool, int, float, str})
-
-
-class _Lost:
-    """Stands for a tensor or an array that is no longer there."""
-
-    def numpy(self) -> "_Lost":
-        return self
-
-
-LOST = _Lost()
-
-
-class _NoTensors(dict[str, Any]):
-    def __missing__(self, key: str) -> _Lost:
-        return LOST
 
 
 def encode(tree: Any, prefix: str = "tree", later: DeviceValues | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -220,22 +205,6 @@ def decode(data: Any, tensors: Mapping[str, torch.Tensor], later: Mapping[int, t
         value = later[data["index"]]
         return value.item() if data.get("number") else value
     return _decode_tagged(data, tensors, later)
-
-
-def decode_without_tensors(data: Any) -> Any:
-    """Reverse `encode` where the tensors are gone: `LOST` is in the place of each.
-
-    Raises:
-        ValueError: `data` has a tag that this version does not know.
-    """
-    return decode(data, _NoTensors())
-
-
-def lacks_tensors(tree: Any) -> bool:
-    """Whether some part of what `decode_without_tensors` returned is `LOST`."""
-    if isinstance(tree, Mapping):
-        return any(lacks_tensors(key) or lacks_tensors(value) for key, value in tree.items())
-    return any(map(lacks_tensors, tree)) if isinstance(tree, list | tuple) else tree is LOST
 
 
 def _decode_tagged(

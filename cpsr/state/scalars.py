@@ -2,13 +2,11 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy
 import torch
-
-from cpsr.state.codec import lacks_tensors
 
 __all__ = ["DataPosition", "Scalars", "capture_host_rng", "capture_rng", "restore_host_rng", "restore_rng"]
 
@@ -91,17 +89,6 @@ class DataPosition:
     data: dict[str, Any] | None = None
     seeded: int | None = None
     others: int | None = None
-
-    def without_random_states(self) -> "DataPosition":
-        """The position where the random states are lost: a pass goes on only if they do not decide its order."""
-        kept = None if self.states is None else {"epochs": self.states.get("epochs", [])}
-        loader = None if lacks_tensors(self.loader) else self.loader
-        return replace(self, states=kept, loader=loader, workers=None, ahead=None)
-
-    @property
-    def lacks_random_states(self) -> bool:
-        """Whether the random states that decide the order of the pass are lost."""
-        return self.states is not None and "host" not in self.states
 
     def after_a_batch(self) -> "DataPosition":
         """The position one batch later; at the end of a pass still in that pass."""

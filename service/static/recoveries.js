@@ -4,7 +4,7 @@ import { byId, element, empty, table } from "./dom.js";
 import { clock, duration, number, ranks, signed } from "./format.js";
 
 const SOURCES = { departure: "emergency dump" };
-const WHOLE = new Set(["exact", "departure", "stale", "weights", "scratch"]); // the other methods predict
+const WHOLE = new Set(["exact", "departure", "stale", "scratch"]); // the other methods predict
 const OUTCOMES = { kept: "kept", watching: "in probation", vetoed: "vetoed", rolled_back: "rolled back" };
 
 export function showRecoveries(store) {

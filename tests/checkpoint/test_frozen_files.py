@@ -271,24 +271,6 @@ def test_a_snapshot_of_a_version_that_had_them_elsewhere_is_refused(run: Run, tm
     none.store.frozen.bring(None)
 
 
-def test_a_thinned_checkpoint_has_them_where_the_engine_or_another_checkpoint_does(run: Run, tmp_path: Path) -> None:
-    for iteration in (10, 20, 30):
-        run.save(iteration)
-    run.store.retain(CheckpointConfig(full_checkpoints=2))
-    assert not run.files(10)
-    other = Run(tmp_path, base_weights(1), life=2)
-    assert other.store.frozen is not None
-    assert other.store.frozen.lost(10) == []
-    assert same(other.weights, base_weights())
-    spoil(*run.files(20).values())  # and so 30's
-    other = Run(tmp_path, base_weights(1), life=2)
-    assert other.store.frozen is not None
-    assert sorted(other.store.frozen.lost(10)) == sorted(base_weights().keys() - {"none"})
-    same_again = Run(tmp_path, base_weights(), life=2)
-    assert same_again.store.frozen is not None
-    assert same_again.store.frozen.lost(10) == []
-
-
 def test_a_weight_that_begins_to_train_makes_another_run(run: Run, tmp_path: Path) -> None:
     run.save(10)
     unfrozen = {name: values for name, values in base_weights().items() if name != "embed"}

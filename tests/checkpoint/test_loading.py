@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cpsr.checkpoint.files import hash_file, open_plain
-from cpsr.checkpoint.loading import load_branch, load_shard, load_weights
+from cpsr.checkpoint.loading import load_branch, load_shard
 from cpsr.checkpoint.manifest import FileRecord, file_name, rank_manifest_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import read_manifest, read_tensors
 from cpsr.errors import CheckpointCorruptError, CheckpointError
-from cpsr.state.codec import LOST
 from tests.checkpoint.conftest import make_shard, make_snapshot
 
 LEARNED: dict[str, Any] = {"of": {"ours": [1, (2.5, None)], "products": torch.arange(4.0)}, "offer": torch.ones(1)}
@@ -62,29 +61,6 @@ def test_damage_is_reported(directory: Path) -> None:
     record.write_bytes(record.read_bytes().replace(b"2.5", b"2.6"))
     with pytest.raises(CheckpointCorruptError, match="SHA-256"):
         load_branch(directory, manifest, 0, ("learned", "of"))
-
-
-def test_weights_alone_are_read_without_the_files_of_the_rest(directory: Path) -> None:
-    for kind in ("moments", "extra"):
-        (directory / file_name(0, kind)).unlink()
-    into, saved = make_shard(seed=1), make_snapshot(10).shard
-    scalars = load_weights(directory, read_manifest(directory), 0, into)
-    for name, operator in into.operators.items():
-        assert torch.equal(operator.parameter.values, saved.operators[name].parameter.values)
-        assert operator.iteration == 10
-        before = make_shard(seed=1).operators[name].moments
-        assert all(torch.equal(values, before[moment]) for moment, values in operator.moments.items())
-    assert torch.equal(into.others["norm.mean"], make_shard(seed=1).others["norm.mean"])
-    assert (scalars["plain"], scalars["rng"], scalars["learned"]["of"]["ours"]) == (3, LOST, [1, (2.5, None)])
-
-
-def test_damaged_weights_are_refused(directory: Path) -> None:
-    path = directory / file_name(0, "params")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CheckpointCorruptError, match=r"params\.safetensors: its xxh3-128 is"):
-        load_weights(directory, read_manifest(directory), 0, make_shard(seed=1))
 
 
 def test_each_file_is_read_once_and_from_the_disk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

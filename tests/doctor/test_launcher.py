@@ -52,9 +52,9 @@ def test_ranks_outside_of_the_elastic_limits_are_told() -> None:
         return check_elastic(Needs(CPSRConfig.load({"run_dir": "run", "elastic": elastic}), Launched(4, 4)))
 
     assert found() is None
-    inside, outside = found(min_ranks=2), found(min_ranks=6, max_ranks=8)
+    inside, outside = found(min_ranks=2), found(min_ranks=6)
     assert inside is not None
-    assert (inside.level, inside.measured) == ("ok", "4 ranks, from 2 to any may go on with a run")
+    assert (inside.level, inside.measured) == ("ok", "4 ranks, 2 or more may go on with a run")
     assert outside is not None
     assert outside.level == "warning"
 

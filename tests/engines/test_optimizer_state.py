@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from cpsr.engines import TorchAdapter
-from cpsr.engines.optimizer_state import as_new
 from cpsr.errors import RunMismatchError, UnsupportedEngineError
 from cpsr.state import codec
 from tests.device import DEVICE
@@ -422,35 +421,6 @@ def test_a_later_form_is_refused() -> None:
     scalars["optimizer_state"]["form"] = 3
     with pytest.raises(UnsupportedEngineError, match="in form 3 by a newer version"):
         job.adapter.load_scalars(scalars)
-
-
-# Without moments
-
-
-def test_an_optimizer_as_new_has_taken_no_step_and_keeps_its_settings() -> None:
-    rate = torch.tensor(1e-3)
-    scalars: dict[str, Any] = {
-        "iteration": 12,
-        "optimizer_steps": [{"step": 12.0}, {"step": 12}, {}],
-        "param_groups": [{"lr": 1e-3, "step": 12}, {"lr": rate}],
-    }
-    assert as_new(scalars) == {
-        "iteration": 12,
-        "optimizer_steps": [{"step": 0.0}, {"step": 0}, {}],
-        "param_groups": [{"lr": 1e-3, "step": 0}, {"lr": rate}],
-    }
-    assert scalars["optimizer_steps"][0] == {"step": 12.0}, "what was given is as it was"
-
-
-def test_state_that_begins_anew_is_absent() -> None:
-    job = Job(lambda module: Nested(module.parameters(), lr=0.25))
-    job.train(0, 3)
-    scalars = codec.decode(*codec.encode(job.adapter.scalars()))
-    other = Job(lambda module: Nested(module.parameters()))
-    other.adapter.load_scalars(as_new(scalars))
-    assert not other.optimizers[0].state
-    assert other.optimizers[0].param_groups[0]["lr"] == 0.25
-    assert other.adapter.iteration == 3
 
 
 # Prediction

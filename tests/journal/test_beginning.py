@@ -30,7 +30,6 @@ def recovery(method: str, outcome: Any = "kept", **guard: Any) -> RecoveryRow:
         ("exact", False, False),
         ("departure", False, False),
         ("stale", False, True),
-        ("weights", False, True),
         ("line", True, True),
         ("vitp", True, True),
         ("experts", True, True),  # of an older version

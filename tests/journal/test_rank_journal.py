@@ -23,7 +23,7 @@ from cpsr.journal import (
     writer,
 )
 from cpsr.journal.events import import_events
-from cpsr.life.recovered import losses_before
+from cpsr.life.outcome import losses_before
 from cpsr.ranks.group import Group
 
 

@@ -22,7 +22,7 @@ HANGS_SECONDS = 500.0  # without a word; a start takes seconds, and prints nothi
 RENDEZVOUS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 4, "read_timeout": 10}
 CONFIGURATION: dict[str, Any] = {
     "mode": "exact",
-    "elastic": {"min_ranks": 1, "max_ranks": 3},
+    "elastic": {"min_ranks": 1},
     "checkpoint": {"interval_iterations": 5, "fsync": False, "exit_grace_seconds": 2.0},
     "memory": {"interval_iterations": None},
     "peers": {"replicas": 0},

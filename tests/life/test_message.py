@@ -59,14 +59,6 @@ PREDICTED = Restored(
             "passed: loss 1.24, checkpoint 1.52.",
         ),
         (
-            replace(EXACT, beginning=Beginning.WEIGHTS, damaged=("damaged-step-0000000090-0",)),
-            KILLED,
-            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, from the weights of "
-            "checkpoint 80 alone. No complete checkpoint is left (damaged and set aside: damaged-step-0000000090-0): "
-            "the optimizer's moments start at zero. Schedule and data position come from the checkpoint, random states "
-            "from the script. 11 iterations are recomputed.",
-        ),
-        (
             replace(PREDICTED, guard={"loss": {"accepted": True, "reason": "not evaluated: no probe batches"}}),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "

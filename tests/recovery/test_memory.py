@@ -236,10 +236,12 @@ def test_a_state_is_taken_as_it_was_left_twice_at_most(tmp_path: Path) -> None:
     remove_memory_states(run_id_of(tmp_path))
 
 
-def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path) -> None:
+def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpsr.life.probation.WATCH_ITERATIONS", 2)
+
     def life(until: int, mode: str, *, crash: bool = True) -> CPSRRecovery:
         loop = Loop()
-        settings = {"mode": mode, "checkpoint": IN_MEMORY["checkpoint"], "life": {"watch_iterations": 2}}
+        settings = {"mode": mode, "checkpoint": IN_MEMORY["checkpoint"]}
         recovery = CPSRRecovery(loop.adapter, config(tmp_path, **settings))
         with contextlib.suppress(CrashError), recovery:
             train(recovery, loop, until, crash=crash)

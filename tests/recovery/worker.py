@@ -36,6 +36,7 @@ from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.ranks import join_ranks
 from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.planner.plan import Plan
+from cpsr.restart.prediction import StatePrediction
 from cpsr.state.codec import encode
 from tests.device import ON_CUDA
 from tests.recovery.engines import (
@@ -73,6 +74,7 @@ class Options(LifeOptions):
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
             `reversed` grows as training goes on. For other engines, `of a batch` gives the loss of their loader's
             batch, and `of another` a loss that is not trained on. With `raising` the function fails on rank 1.
+        gain: factor on a predicted displacement, past anything sensible, in place of the limits of its length.
         poison: train a predicted state on targets that blow it up.
         one_shot: give `resume` an iterator that cannot be started again.
         load_back: the user's own checkpoint is saved at the first iteration and loaded at the second.
@@ -100,6 +102,7 @@ class Options(LifeOptions):
     routed: tuple[int, int] = (1, 2)
     tracked: bool = False
     probes: str = ""
+    gain: float = 0.0
     poison: bool = False
     one_shot: bool = False
     load_back: tuple[int, int] | None = None
@@ -119,6 +122,9 @@ def main(options: Options, rank: int, ranks: int) -> None:
         complete_late(options.late[1])
     if options.rounds:
         setattr(MemoryTurns, "wanted_rounds", lambda turns: options.rounds)  # noqa: B010 - mypy refuses it otherwise
+    if options.gain:
+        scales = lambda prediction, moved: dict.fromkeys(moved.operators, options.gain)  # noqa: E731
+        setattr(StatePrediction, "_scales", scales)  # noqa: B010 - mypy refuses to assign to a method
     initialize_ranks(options.result)
     seed()
     engine, batches = build(options, rank)

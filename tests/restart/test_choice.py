@@ -293,15 +293,3 @@ def test_without_a_checkpoint_what_is_in_memory_goes_before_nothing() -> None:
     memory = Candidate(Beginning.EXACT, in_memory(3))
     for found, order in ((Decision(()), (scratch,)), (Decision(memory.parts), (memory, scratch))):
         assert choose(candidates(found, None, known(), older_experts=False), known()).order == order
-
-
-def test_weights_alone_come_after_every_whole_state_and_never_where_all_must_be_exact() -> None:
-    memory, weights = Candidate(Beginning.EXACT, in_memory(3)), Candidate(Beginning.WEIGHTS, all_from("disk", 8, RANKS))
-
-    def order(found: Decision, **changes: Any) -> tuple[Candidate, ...]:
-        there = candidates(found, None, known(**changes), older_experts=False, weights_iteration=8)
-        return choose(there, known(**changes)).order
-
-    assert order(Decision(())) == (weights,), "a run that has committed does not start from scratch"
-    assert order(Decision(memory.parts)) == (memory, weights)
-    assert order(Decision(memory.parts), mode="exact", inexact=False) == (memory,)

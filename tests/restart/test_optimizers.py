@@ -10,9 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.memory_removal import remove_memory_states
-from cpsr.checkpoint.run_directory import IDENTITY, run_id
+from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RunMismatchError, UnsupportedEngineError
 from cpsr.journal.reader import JournalReader
 from tests.committed import wait_until_committed
@@ -151,22 +150,6 @@ def test_an_optimizer_that_can_be_predicted_changes_no_mode(tmp_path: Path) -> N
     life = Life(tmp_path, OPTIMIZERS["Muon and AdamW"]).until(2)
     assert life.recovery.config.mode == "auto"
     assert "predicting is off" not in events(tmp_path)
-
-
-def test_without_moments_the_state_begins_anew(tmp_path: Path) -> None:
-    make = OPTIMIZERS["Adafactor"]
-    Life(tmp_path, make).until(10, fails=True)
-    found = scan(tmp_path / "checkpoints").checkpoints
-    for info in found:
-        (info.directory / "rank-00000.moments.safetensors").unlink(missing_ok=True)
-    again = Life(tmp_path, make)
-    with again.recovery as recovery:
-        assert recovery.restored.method == "weights"
-        assert not again.optimizers[0].state
-        again.optimizers[0].zero_grad()
-        again.module(DATA[:2]).backward()
-        again.optimizers[0].step()
-    assert (tmp_path / IDENTITY).exists()
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from cpsr.checkpoint.tiers import Source
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import CheckpointError
 from cpsr.planner.live.job_planner import JobPlanner
-from cpsr.restart.ladder import Ladder
 from cpsr.restart.restore import Restored
+from cpsr.restart.sources import MemorySources
 from cpsr.state.shard import Shard
 from tests.committed import wait_until_committed
 
@@ -40,8 +40,7 @@ def job(seed: int = 0) -> tuple[Regression, TorchAdapter]:
 def settings(run_dir: Path, mode: Mode = "predict") -> dict[str, Any]:
     # What a life leaves in memory is exact, and would spare the next one its prediction.
     checkpoint = {"interval_iterations": INTERVAL, "fsync": False, "full_checkpoints": 9, "shared_memory": False}
-    own = {"life": {"watch_iterations": 4}, "restart": {"loss_tolerance_nats": 10.0}}
-    return {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint, **own}
+    return {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint, "restart": {"loss_tolerance_nats": 10.0}}
 
 
 def fail_at(iterations: int, run_dir: Path, mode: Mode = "predict") -> Restored:
@@ -86,13 +85,13 @@ def test_a_state_in_memory_that_cannot_be_read_leaves_the_checkpoint_as_it_is(
     with pytest.raises(ZeroDivisionError), CPSRRecovery(adapter, config) as recovery:
         life()
 
-    def torn(ladder: Ladder, source: Source, into: Shard) -> Any:
+    def torn(memory: MemorySources, source: Source, into: Shard) -> Any:
         assert source.iteration > 2 * INTERVAL
         for _, values in into.tensors():
             values.fill_(7)
         raise CheckpointError("torn")
 
-    monkeypatch.setattr(Ladder, "load", torn)
+    monkeypatch.setattr(MemorySources, "load", torn)
     model, adapter = job(seed=1)
     with CPSRRecovery(adapter, config) as recovery:
         assert recovery.restored.restored_iteration == 2 * INTERVAL

@@ -294,7 +294,7 @@ def test_a_failure_is_paid_for_in_one_of_two_ways(page: Any, journal: Journal, t
         recovery_row(**expected),
         recovery_row(**expected, outcome="rolled_back"),
         recovery_row(restored_iteration=70, method="exact"),
-        recovery_row(restored_iteration=60, method="weights"),
+        recovery_row(restored_iteration=60, method="stale"),
     )
     flushed(journal)
     with served(tmp_path) as service:

@@ -171,7 +171,7 @@ def test_rank_0_hears_of_another_ranks_difference(tmp_path: Path) -> None:
 
 
 def test_another_number_of_ranks_compares_nothing(tmp_path: Path) -> None:
-    elastic = {"elastic": {"min_ranks": 1, "max_ranks": 2}}
+    elastic = {"elastic": {"min_ranks": 1}}
     live(training, Life(tmp_path, KILLED_AT, on_rank=None, ranks=2, options={"config": elastic}))
     live(training, Life(tmp_path, number=1, options={"config": elastic}))
     assert verdicts(tmp_path) == []

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state import codec
-from cpsr.state.codec import LOST, decode, decode_without_tensors, encode, lacks_tensors
+from cpsr.state.codec import decode, encode
 
 
 class Pair(NamedTuple):
@@ -155,21 +155,6 @@ def test_objects_are_refused_by_path_and_type() -> None:
 def test_an_unknown_tag_is_refused() -> None:
     with pytest.raises(ValueError, match="newer version"):
         decode({"__cpsr__": "from the future"}, {})
-
-
-@given(TREES)
-def test_what_holds_no_tensor_loses_nothing_with_them(tree: Any) -> None:
-    back = decode_without_tensors(json.loads(json.dumps(encode(tree)[0])))
-    assert back == tree
-    assert not lacks_tensors(back)
-
-
-def test_what_was_a_tensor_is_marked_as_lost() -> None:
-    tree = {"step": 3, "states": (torch.ones(2), [numpy.arange(3)]), 0: "kept"}
-    back = decode_without_tensors(encode(tree)[0])
-    assert back == {"step": 3, "states": (LOST, [LOST]), 0: "kept"}
-    assert lacks_tensors(back)
-    assert not lacks_tensors(back[0])
 
 
 def test_what_repeats_in_a_list_is_encoded_once_and_comes_back_apart() -> None:

@@ -294,41 +294,6 @@ def test_a_pass_goes_on_in_its_own_order_whatever_the_sampler_was_set_to(caplog:
     assert "for epoch in range(recovery.epoch, epochs)" in caplog.text
 
 
-OWN_ORDER = ("in order", "distributed", "list")
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_without_its_random_states_a_pass_goes_on_only_in_an_order_of_its_own(kind: str) -> None:
-    torch.manual_seed(0)
-    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
-    train(stream, 28)  # some batches into a later pass
-    position = stream.position.without_random_states()
-    assert (position.epoch > 0, position.batch > 0) == (True, True)
-    expected = train(stream, 9)
-
-    torch.manual_seed(99)
-    back = ResumableLoader(LOADERS[kind](), position, until_epoch=None)
-    if kind not in OWN_ORDER:
-        with pytest.raises(RecoveryError, match=r"the order of pass \d is lost"):
-            next(back)
-        return
-    assert train(back, 3) == expected[:3]
-    # From here on a checkpoint has all random states again.
-    again = ResumableLoader(LOADERS[kind](), back.position, until_epoch=None)
-    assert not back.position.lacks_random_states
-    assert train(again, 6) == expected[3:]
-
-
-@pytest.mark.parametrize("kind", LOADERS)
-def test_without_random_states_a_pass_that_has_not_begun_is_drawn_anew(kind: str) -> None:
-    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=1)
-    length = len(list(stream))
-    position = stream.position.without_random_states()
-    assert (position.epoch, position.batch) == (1, 0)
-    back = ResumableLoader(LOADERS[kind](), position, until_epoch=2)
-    assert len(list(back)) == length
-
-
 class Corrupt(TensorDataset):
     """Augments each item, and cannot read those of two batches."""
 

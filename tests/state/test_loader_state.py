@@ -537,24 +537,6 @@ def test_a_loader_without_a_state_of_its_own_leaves_no_trace_in_a_checkpoint() -
     assert stopped(lambda: DataLoader(Items(), BATCH), 3).to_tree().keys().isdisjoint({"loader", "workers"})
 
 
-@pytest.mark.parametrize("kind", ["written", "stream", "torchdata, stream"])
-def test_a_state_without_tensors_outlives_a_checkpoint_of_weights_alone(kind: str) -> None:
-    position = stopped(LOADERS[kind], 4)
-    stream = ResumableLoader(LOADERS[kind](), DataPosition(), until_epoch=None)
-    expected = [items(next(stream)) for _ in range(9)][4:]
-    data, _ = codec.encode(position.to_tree())
-    left = DataPosition(**codec.decode_without_tensors(data)).without_random_states()
-    again = ResumableLoader(LOADERS[kind](), left, until_epoch=None)
-    assert [items(next(again)) for _ in range(5)] == expected
-
-
-def test_a_state_with_tensors_does_not() -> None:
-    data, _ = codec.encode(stopped(shuffled, 4).to_tree())
-    left = DataPosition(**codec.decode_without_tensors(data)).without_random_states()
-    with pytest.raises(RecoveryError, match=r"the order of pass 0 is lost"):
-        next(ResumableLoader(shuffled(), left, until_epoch=None))
-
-
 class Reshuffled(Stream):
     """Depends on the pass, as `set_epoch` tells it."""
 

@@ -18,6 +18,7 @@ from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
 from cpsr.journal import JournalReader, LifeRow, RecoveryRow, ReportedFailure
 from cpsr.planner.live.recovery_cost import lost_share, measured_costs
 from cpsr.planner.recovery_curve import CostObservation
+from cpsr.predictor.watch import WATCH_ITERATIONS
 
 __all__ = ["Curves", "FitKind", "fit_curves", "prior_curves"]
 
@@ -98,7 +99,7 @@ def fit_curves(
     return Curves(
         iteration,
         _failures(reader, config, reported),
-        tuple(measured_costs(recoveries, config.life.watch_iterations, lost)),
+        tuple(measured_costs(recoveries, WATCH_ITERATIONS, lost)),
         lost,
         statistics.median(predicted) if predicted else 0.0,
         len(predicted),

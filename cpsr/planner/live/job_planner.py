@@ -27,6 +27,7 @@ from cpsr.planner.live.stall import StallMeter
 from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan, with_memory
 from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.watch import WATCH_ITERATIONS
 
 __all__ = ["JobPlanner"]
 
@@ -392,7 +393,7 @@ class JobPlanner:
         recovery: EndCostCurve | None,
         memory_origins: Mapping[str, Origin],
     ) -> PlannerInputs:
-        watch, iteration = self._config.life.watch_iterations, situation.schedule.iteration
+        watch, iteration = WATCH_ITERATIONS, situation.schedule.iteration
         of_all = self._share is not None
         read_at = iteration if self._others_iteration is None else self._others_iteration
         moments = Origin("measured", 1 + len(self._others) if of_all else 1, max(0, iteration - read_at))

@@ -3,8 +3,7 @@ import math
 import numpy
 import pytest
 
-from cpsr.life.recovered import RecoveredLag
-from cpsr.restart.lag import measure_unpaired
+from cpsr.life.outcome import RecoveredLag, measure_unpaired
 from cpsr.state.losses import Step
 
 FAILURE = 1000

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.restart.mixed_levels import nearest
+from cpsr.restart.experts import nearest
 
 C = 20
 

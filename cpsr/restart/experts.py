@@ -1,21 +1,73 @@
-"""Experts that a checkpoint holds of an earlier iteration, from the memory of machines that are left."""
+"""Experts that are older than the state they come with: how old, nearer ones in memory, and the tokens they have lost.
+
+A checkpoint may leave experts out. After a restart these go on as they were saved before it.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cpsr.checkpoint.memory_reader import ages_in_memory, load_memory_state, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.experts.saving import ExpertSaving
+from cpsr.journal import Beginning
 from cpsr.ranks.group import Group
+from cpsr.restart.restored import Restored
 from cpsr.state.shard import Shard
 
-__all__ = ["nearest", "take_nearer_experts"]
+__all__ = [
+    "OlderExperts",
+    "differing_operator",
+    "load_nearer_experts",
+    "nearest",
+    "older_experts",
+    "older_operators",
+    "with_lost_tokens",
+]
 
 logger = logging.getLogger(__name__)
 
 
-def take_nearer_experts(
+@dataclass(frozen=True)
+class OlderExperts:
+    """Older experts over all ranks' parts of one checkpoint.
+
+    Attributes:
+        parameters: how many were saved before it.
+        oldest_iteration: when the oldest of them was.
+    """
+
+    parameters: int
+    oldest_iteration: int
+
+
+def older_operators(snapshot: Snapshot) -> dict[str, int]:
+    """This rank's operators that were saved before the checkpoint that they are in -> when."""
+    operators = snapshot.shard.operators
+    return {name: one.iteration for name, one in operators.items() if one.iteration < snapshot.iteration}
+
+
+def older_experts(snapshot: Snapshot, group: Group) -> OlderExperts | None:
+    """Older experts that any rank has loaded; a collective. None where there are none."""
+    ages = older_operators(snapshot).values()
+    gathered = group.gather([len(ages), min(ages, default=snapshot.iteration)])
+    count = sum(part[0] for part in gathered)
+    return OlderExperts(count, min(part[1] for part in gathered)) if count else None
+
+
+def differing_operator(snapshot: Snapshot, group: Group) -> str | None:
+    """An operator of which ranks hold slices, or copies, of different iterations; a collective. None: there is none."""
+    found: dict[str, set[int]] = {}
+    for part in group.gather(older_operators(snapshot)):
+        for name, at in part.items():
+            found.setdefault(name, set()).add(at)
+    own = snapshot.shard.operators
+    differing = [name for name, ages in found.items() if name in own and ages != {own[name].iteration}]
+    return next((name for part in group.gather(sorted(differing)[:1]) for name in part), None)
+
+
+def load_nearer_experts(
     snapshot: Snapshot, units: Mapping[str, str], states: Sequence[MemoryState], group: Group
 ) -> int:
     """Replace older experts of a checkpoint by those in host memory that are nearer to its iteration; a collective.
@@ -51,12 +103,12 @@ def take_nearer_experts(
     problem = next((text for state, some in wanted if some and (text := verify_memory_state(state))), None)
     if not group.all(problem is None):
         if problem is not None:
-            logger.warning("experts are not taken from host memory: %s", problem)
+            logger.warning("experts in host memory are not used: %s", problem)
         return 0
-    taken = set[str]()
+    loaded = set[str]()
     for state, some in wanted:
-        taken |= _take(snapshot, state, [name for name in some if name not in taken])
-    return int(group.sum(len(taken)))
+        loaded |= _load(snapshot, state, [name for name in some if name not in loaded])
+    return int(group.sum(len(loaded)))
 
 
 def nearest(
@@ -85,7 +137,7 @@ def _iterations(names: Sequence[str], ages: Sequence[Mapping[str, int]]) -> set[
     return {at for iterations in found if len(iterations) == 1 for at in iterations if at >= 0}
 
 
-def _take(snapshot: Snapshot, state: MemoryState, names: Sequence[str]) -> set[str]:
+def _load(snapshot: Snapshot, state: MemoryState, names: Sequence[str]) -> set[str]:
     if not names:
         return set()
     operators = snapshot.shard.operators
@@ -95,3 +147,23 @@ def _take(snapshot: Snapshot, state: MemoryState, names: Sequence[str]) -> set[s
         {name: replace(one, iteration=min(one.iteration, snapshot.iteration)) for name, one in into.operators.items()}
     )
     return set(names)
+
+
+def with_lost_tokens(restored: Restored, experts: ExpertSaving | None, group: Group) -> Restored:
+    """Add the tokens that experts have lost to the guard's measurements; a collective.
+
+    Args:
+        restored: the state from which the life continues.
+        experts: counts the tokens; None if no checkpoint leaves experts out.
+        group: all ranks.
+    """
+    if experts is None or restored.scalars is None:
+        return restored
+    experts.load_state_dict(restored.scalars.experts)
+    if group.all(not restored.taken_at):
+        return restored
+    checkpoint, units, ages = restored.scalars.iteration, experts.units, dict[str, int]()
+    for name in restored.taken_at.keys() & units.keys():
+        ages[units[name]] = min(restored.taken_at[name], ages.get(units[name], checkpoint))
+    lost = experts.restored(ages, checkpoint, predicted=restored.beginning is not Beginning.OLDER_EXPERTS)
+    return replace(restored, guard={**restored.guard, "lost_tokens": lost})
