@@ -290,12 +290,6 @@ class EnginesConfig(Section):
 class RanksConfig(Section):
     """How ranks agree, and when the job ends so that its launcher restarts it because a rank no longer answers."""
 
-    stop_check_iterations: int = Field(
-        default=1,
-        ge=1,
-        description="Iterations between votes of the ranks, for example to leave after SIGTERM (48 bytes).",
-    )
-
     heartbeat_timeout_seconds: float | None = Field(
         default=300.0,
         gt=0,

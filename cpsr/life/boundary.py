@@ -15,7 +15,7 @@ from cpsr.job import Ending, Job, Part, Rewind
 from cpsr.life.publication import Publication
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
-from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.heartbeat import Liveness
 from cpsr.ranks.neighbour import Neighbour
 from cpsr.saving.run_state import RunState
 

@@ -323,9 +323,7 @@ class Life:
         if not self._probation.active and (end := self.saver.end_of(iteration, self._capture_for_memory)) is not None:
             self._tail.defer_here(end)
         self._lag.report_if_due(iteration)
-        leaves = iteration % self.job.config.ranks.stop_check_iterations == 0 and self._agreement.exchange(
-            iteration, stop=self._stop.made
-        )
+        leaves = self._agreement.exchange(iteration, stop=self._stop.made)
         if self._rehearsed is not None:
             leaves |= self._rehearsed.after_step(iteration)
         if leaves and not self._leaving.begun:

@@ -9,8 +9,7 @@ from cpsr.checkpoint.tiers import Entry, Source
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
 from cpsr.peers.transport import Channel, Kind, Message, problem_of, receive_state, sealed, send_state
-from cpsr.ranks.group import Group
-from cpsr.ranks.side_group import SideGroup, group_name
+from cpsr.ranks.group import Group, SideGroup, group_name
 
 __all__ = ["fetch", "fetched_path"]
 

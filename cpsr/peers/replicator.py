@@ -21,8 +21,7 @@ from cpsr.peers.report import Report
 from cpsr.peers.small import SmallStates, fingerprint, small_bytes
 from cpsr.peers.transport import Channel, sealed
 from cpsr.peers.twins import Twins
-from cpsr.ranks.group import Group, this_node
-from cpsr.ranks.side_group import pair_groups
+from cpsr.ranks.group import Group, pair_groups, this_node
 from cpsr.state.shard import Shard
 
 __all__ = ["OwnBuffers", "Replicator", "replica_path"]

@@ -18,7 +18,7 @@ from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state,
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.errors import CheckpointError
 from cpsr.peers.unchanged import decoded, encoded, parts_of, take_over
-from cpsr.ranks.side_group import SideGroup
+from cpsr.ranks.group import SideGroup
 
 __all__ = [
     "Channel",

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from cpsr.qualify.cells import Cell
 from cpsr.qualify.scene import Scene
-from cpsr.ranks.group import Ballot, Group
-from cpsr.ranks.side_group import SideGroup, pair_groups
+from cpsr.ranks.group import Ballot, Group, SideGroup, pair_groups
 
 __all__ = ["check_side_group"]
 

@@ -1,23 +1,261 @@
 """Collectives among the ranks of one job, beside the training group and without pickle."""
 
+import ctypes
+import itertools
 import json
+import logging
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from cpsr.errors import UnevenRanksError
-from cpsr.ranks.attendance import Attendance
-from cpsr.ranks.side_group import SideGroup, group_name
 
-__all__ = ["NODE_VARIABLE", "Ballot", "Group", "Votes", "this_node"]
+__all__ = [
+    "NODE_VARIABLE",
+    "Attendance",
+    "Ballot",
+    "Group",
+    "SideGroup",
+    "Votes",
+    "group_name",
+    "pair_groups",
+    "this_node",
+]
+
+logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+
+
+def group_name() -> str:
+    """A new name for a group; equal on all ranks, which all ask for their names in the same order."""
+    # The store is new whenever the ranks start: torch's default group, whose name never changes, relies on that too.
+    return f"cpsr-{next(_numbers)}"
+
+
+class SideGroup:
+    """A gloo group of some ranks of the job, for CPU tensors; only its members take part in making it.
+
+    `torch.distributed.new_group` is of no use here. If the default group is bound to a device, as DeepSpeed binds it,
+    then ranks outside of the new group split the communicator of that device, which hangs; and barriers go through the
+    device. This group takes nothing from the default group but its store of addresses.
+
+    Collectives and messages return torch's `Work`; waiting for it raises RuntimeError if a rank is gone, or late. After
+    a timeout gloo closes all connections of the group. A group that is not closed lives as long as the process: the
+    destructor of a broken one waits for the other ranks, and so would the end of the process.
+
+    Args:
+        name: unique, and the same on every member; see `group_name`.
+        ranks: the members, in ascending order; this rank among them.
+        timeout_seconds: for connecting, and for whatever waits without a timeout of its own.
+
+    Attributes:
+        store: of addresses; free for other keys.
+
+    Raises:
+        RuntimeError: a member did not come in time.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], timeout_seconds: float) -> None:
+        self._ranks = list(ranks)
+        self.store = PrefixStore(f"{name}/", _get_default_store())
+        gloo = dist.ProcessGroupGloo(
+            self.store,
+            self._ranks.index(dist.get_rank()),
+            len(self._ranks),
+            timedelta(seconds=timeout_seconds),
+        )
+        # torch's stubs give a backend none of its collectives; they are those of a process group.
+        self._gloo: dist.ProcessGroup | None = cast(dist.ProcessGroup, gloo)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))  # a module's reference would end with the interpreter
+
+    @property
+    def _open(self) -> dist.ProcessGroup:
+        assert self._gloo is not None, "the group is closed"
+        return self._gloo
+
+    def close(self) -> None:
+        """Leave the group, once all its members have done what they do in it; a second call has no effect."""
+        if self._gloo is not None:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._gloo))
+        self._gloo = None
+
+    def all_reduce(self, values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> dist.Work:
+        """Begin to reduce a CPU tensor over the members, in place."""
+        return self._open.allreduce([values], operation)
+
+    def all_gather(self, parts: list[torch.Tensor], values: torch.Tensor) -> dist.Work:
+        """Begin to copy the CPU tensor of each member, all of one shape and dtype, into `parts`."""
+        return self._open.allgather(parts, values)
+
+    def barrier(self) -> dist.Work:
+        """Begin to wait for every member."""
+        return self._open.barrier()
+
+    def send(self, values: torch.Tensor, rank: int, tag: int = 0) -> dist.Work:
+        """Begin to send a CPU tensor to a member."""
+        return self._open.send([values], self._ranks.index(rank), tag)
+
+    def receive(self, values: torch.Tensor, rank: int, tag: int = 0) -> dist.Work:
+        """Begin to receive into a CPU tensor what a member sends with that tag, of the same shape and dtype."""
+        return self._open.recv([values], self._ranks.index(rank), tag)
+
+
+def pair_groups(rank: int, pairs: Iterable[tuple[int, int]], timeout_seconds: float) -> dict[int, SideGroup]:
+    """A group of two with each rank that this one is in a pair with, by that rank.
+
+    Of two, and not one of all: gloo answers a timeout by closing every connection of its group.
+
+    Args:
+        rank: this one.
+        pairs: the same on every rank, also on one that is in none of them; in any order, each also more than once.
+        timeout_seconds: see `SideGroup`.
+
+    Raises:
+        RuntimeError: a rank did not come in time.
+    """
+    name = group_name()
+    own = {(min(pair), max(pair)) for pair in pairs if rank in pair}
+    groups = {}
+    for low, high in sorted(own):  # in the same order on all ranks, so that none waits for one that waits
+        groups[low + high - rank] = SideGroup(f"{name}-{low}-{high}", (low, high), timeout_seconds)
+    return groups
+
+
+# A pass that has ended on a rank may be followed by another one, after an evaluation on this rank. This long the
+# others wait for its next batch, once they need it for a step.
+NEXT_PASS_SECONDS = 20.0
+MARK_SECONDS = 2.0  # for the store; training, and leaving, do not wait longer for it
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How a rank has left its loop.
+
+    Attributes:
+        iteration: its last one.
+        how: its batches have ended; its `with` block has ended; an error has ended that.
+        error: which.
+    """
+
+    iteration: int
+    how: Literal["batches", "block", "error"]
+    error: str = ""
+
+    def of(self, rank: int) -> str:
+        """A clause."""
+        if self.how == "error":
+            return f"rank {rank} has left its loop after iteration {self.iteration} with {self.error}"
+        if self.how == "block":
+            return f"rank {rank} has left the `with CPSRRecovery` block after iteration {self.iteration}"
+        return f"rank {rank} has no more batches after iteration {self.iteration}"
+
+
+class Attendance:
+    """The marks of all ranks, in the store of torch's process group.
+
+    Args:
+        store: of this group alone.
+        rank: this one.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: PrefixStore, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._own: Mark | None = None
+        self._iteration: int | None = None  # that this rank trains; None: all others may be at any
+        self._missed: dict[int, tuple[Mark, float]] = {}  # ranks without a next batch, and since when they are missed
+
+    def train(self, iteration: int) -> None:
+        """This rank trains, or has trained, this iteration: the others take part in its collectives."""
+        self._iteration = iteration
+        if self._own is not None:
+            self._mark(None)
+
+    def leave(self, iteration: int, error: str | None = None, *, may_return: bool = False) -> None:
+        """This rank takes part in no step after `iteration`.
+
+        Args:
+            iteration: its last one.
+            error: why, if not because its `with` block has ended.
+            may_return: only its batches have ended.
+        """
+        self._iteration = iteration
+        how: Literal["batches", "block", "error"] = "error" if error else "batches" if may_return else "block"
+        self._mark(Mark(iteration, how, error or ""))
+
+    def require_all(self) -> None:
+        """Check whether the others will take part in what this rank waits for; it takes a round trip to the store.
+
+        Raises:
+            UnevenRanksError: a rank will not.
+        """
+        marks = self._marks()
+        self._missed = {rank: seen for rank, seen in self._missed.items() if marks.get(rank) == seen[0]}
+        for rank, mark in marks.items():
+            if self._waits_in_vain(rank, mark):
+                raise self._error(rank, mark)
+
+    def _waits_in_vain(self, rank: int, mark: Mark) -> bool:
+        if mark.how == "error":
+            return True
+        if self._iteration is None:
+            return False
+        if self._own is not None and self._own.how == "block":
+            return mark.how == "block" and mark.iteration != self._iteration
+        if mark.iteration >= self._iteration:
+            return False
+        _, since = self._missed.setdefault(rank, (mark, time.monotonic()))
+        return mark.how == "block" or time.monotonic() - since > NEXT_PASS_SECONDS
+
+    def _error(self, rank: int, mark: Mark) -> UnevenRanksError:
+        if mark.how == "error":
+            return UnevenRanksError(f"{mark.of(rank)}, and rank {self._rank} would wait for it without end")
+        return UnevenRanksError(
+            f"{mark.of(rank)}, and rank {self._rank} is at iteration {self._iteration}. A checkpoint needs the state "
+            "of all ranks after the same iteration, so CPSR cannot follow ranks that take different numbers of steps, "
+            "also inside torch's Join. The run is as it was last saved. Give all ranks the same number of batches: "
+            "DistributedSampler does, drop_last=True of the loader may be needed, too; or let all ranks leave the loop "
+            "at the same step"
+        )
+
+    def _marks(self) -> dict[int, Mark]:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        try:
+            if not self._store.add("marks", 0):
+                return {}
+            left = [rank for rank in others if self._store.check([str(rank)])]
+            found = {rank: json.loads(self._store.get(str(rank))) for rank in left}
+        except RuntimeError as error:  # its host is gone, which the collective itself finds out
+            logger.debug("cannot see which ranks have left their loop: %s", error)
+            return {}
+        return {rank: Mark(**mark) for rank, mark in found.items() if mark is not None}
+
+    def _mark(self, mark: Mark | None) -> None:
+        if mark == self._own:
+            return
+        self._own = mark
+        # The store may hang with its host.
+        telling = threading.Thread(target=self._tell, args=(mark,), daemon=True)
+        telling.start()
+        telling.join(MARK_SECONDS)
+
+    def _tell(self, mark: Mark | None) -> None:
+        try:
+            self._store.set(str(self._rank), json.dumps(None if mark is None else asdict(mark)))
+            self._store.add("marks", 1)
+        except RuntimeError as error:
+            logger.debug("cannot tell the other ranks that this one leaves its loop: %s", error)
+
 
 NODE_VARIABLE = "CPSR_NODE"
 TIMEOUT_SECONDS = 1800.0  # torch's own for gloo

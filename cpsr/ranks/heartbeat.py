@@ -1,26 +1,38 @@
-"""The heartbeat of a rank: a small file that the other ranks read.
+"""Heartbeats: a small file for each rank, which shows the others whether it is stopped or hangs.
 
 ::
 
     <run_dir>/progress/life-00003/rank-00001    five little-endian unsigned 64-bit words, written anew at every beat
     <run_dir>/progress/life-00003/job           names the launchers that have begun this life; see `cpsr.ranks.link`
 
-The words are counts and marks, never times. The file is opened and closed for each write and each read instead of being
-mapped: on network file systems that is when it reaches the other machines.
+The words are counts and marks, never times: a watcher checks, by its own clock, whether a heartbeat still changes. Rank
+0 watches all ranks, the others watch rank 0: a beat costs each a small write and a small read, and rank 0 one read per
+rank. A rank that gives another one up marks that in its own heartbeat, and all leave together within a beat.
 
-Each life has a directory of its own. A process of an earlier life that was stopped and resumes cannot disturb the next
-life, and notices that its own file is gone.
+The file is opened and closed for each write and each read instead of being mapped: on network file systems that is when
+it reaches the other machines. Each life has a directory of its own. A process of an earlier life that was stopped and
+resumes cannot disturb the next life, and notices that its own file is gone.
 """
 
 import enum
+import logging
+import math
 import os
 import re
 import shutil
 import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Heartbeat", "HeartbeatFiles", "Phase", "newest_claim"]
+from cpsr.config import RanksConfig
+
+__all__ = ["GivenUp", "Heartbeat", "HeartbeatFiles", "Liveness", "Phase", "newest_claim"]
+
+logger = logging.getLogger(__name__)
 
 _LAYOUT = struct.Struct("<5Q")
 _NONE = (1 << 64) - 1
@@ -170,3 +182,303 @@ def newest_claim(run_dir: Path) -> int:
 def _lives(progress: Path) -> list[tuple[int, Path]]:
     found = [(_LIFE.fullmatch(path.name), path) for path in progress.iterdir()]
     return [(int(match[1]), path) for match, path in found if match]
+
+
+THREAD_NAME = "cpsr-liveness"
+BEAT_SECONDS = 1.0
+# The time between two checks counts for a quarter of a timeout at most: after a pause of this process, its machine or
+# its file system, a single check says nothing about the others.
+CHECKS_MIN = 4
+BEATS_MIN = 2 * CHECKS_MIN  # in the shortest timeout: two between two checks that count in full
+# How long a training thread has to notice by itself that another process has ended: gloo raises at once, NCCL hangs.
+NOTICE_SECONDS = 3.0
+CLOSE_SECONDS = 5.0  # the thread ends at once, unless the file system hangs
+
+
+class _Stillness:
+    """How long a value has not changed, over repeated checks; without a timeout it may stay so forever."""
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._timeout_seconds = math.inf if timeout_seconds is None else timeout_seconds
+        self._seen: object = None
+        self._seconds = 0.0
+
+    def check(self, value: object, elapsed_seconds: float) -> bool:
+        """Whether it has not changed for too long, `elapsed_seconds` after the last check; None is an unknown value."""
+        if value is not None and value != self._seen:
+            self._seen, self._seconds = value, 0.0
+        elif value is not None:
+            self._seconds += min(elapsed_seconds, self._timeout_seconds / CHECKS_MIN)
+        return self._seconds >= self._timeout_seconds
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        self._seconds = 0.0
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Why this process must leave, and because of which rank, if known."""
+
+    reason: str
+    lost_rank: int | None = None
+
+
+class Liveness:
+    """One rank's heartbeat, and its watch over the others from their first beat on.
+
+    `sign`, `step` and `busy` belong to the training thread.
+
+    Args:
+        run_dir: on storage that every rank shares.
+        life: of the run; no two have the same number.
+        rank: this process.
+        size: number of ranks.
+        config: the timeouts.
+        leave: ends this process, with the reason as a clause; the watching thread calls it once.
+        report: records an event: its kind, one sentence, the iteration and the logging level.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        life: int,
+        rank: int,
+        size: int,
+        config: RanksConfig,
+        leave: Callable[[str], object],
+        report: Callable[[str, str, int | None, int], None],
+    ) -> None:
+        self._files = HeartbeatFiles(run_dir, life)
+        self._life, self._rank = life, rank
+        self._heartbeat_seconds, self._step_seconds = config.heartbeat_timeout_seconds, config.step_timeout_seconds
+        timeouts = [seconds for seconds in (self._heartbeat_seconds, self._step_seconds) if seconds is not None]
+        self._watching = bool(timeouts)
+        self._beat_seconds = min([BEAT_SECONDS, *(seconds / BEATS_MIN for seconds in timeouts)])
+        self._leave, self._report = leave, report
+        watched = range(1, size) if rank == 0 else range(1)
+        self._silence = {other: _Stillness(self._heartbeat_seconds) for other in watched}
+        self._hang = _Stillness(self._step_seconds)
+        self._known: dict[int, Heartbeat] = {}  # the newest of each watched rank
+        self._reported: set[str] = set()
+        self._beats = self._signs = self._busy = 0
+        self._iteration: int | None = None
+        self._checked = time.monotonic()
+        self._paused = False
+        self._closing = threading.Event()
+        self._settled = threading.Event()
+        self._given_up: GivenUp | None = None
+        self._leaving = threading.Lock()  # taken once, by the thread that leaves
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to beat and to watch; if the file system refuses, report it and train on unwatched."""
+        try:
+            self._files.create(self._rank, self._heartbeat(Phase.TRAINING))
+        except OSError as error:
+            self._report_once(
+                "not watched", f"rank {self._rank} cannot write its heartbeat and watches no ranks: {error}"
+            )
+            return
+        if self._rank == 0:
+            try:
+                self._files.remove_earlier()
+            except OSError as error:
+                logger.warning("cannot remove heartbeats of earlier lives, which does no harm: %s", error)
+        if self._watching:
+            self._checked = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+            self._thread.start()
+
+    # Called by the training thread
+
+    def sign(self) -> None:
+        """A forward, a loss or an update: training makes progress."""
+        self._signs += 1
+
+    def step(self, iteration: int) -> None:
+        """This iteration is finished."""
+        self._iteration = iteration
+        self._signs = 0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """No step ends inside, on purpose: a blocking save, a roll-back."""
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+
+    def finish(self) -> None:
+        """All ranks are done, or have agreed to leave: no further step is expected."""
+        self._busy += 1
+        self._settled.set()
+
+    def settle(self) -> None:
+        """The training thread has noticed a failure by itself, and ends this process."""
+        self._settled.set()
+
+    def obstacle(self) -> str | None:
+        """Why this process must not dump for the next life; None if it may; on any thread."""
+        newer = self._newer_life()  # if the directory cannot be read, the next life cannot have begun there either
+        if newer is not None:
+            return f"this process is of life {self._life}, and life {newer} has begun"
+        checking = self._thread is not None and not self._closing.is_set()
+        if self._paused or (checking and self._is_pause(time.monotonic() - self._checked)):
+            return "this process was stopped for a while, and the others may have gone on without it"
+        return None
+
+    def close(self, *, ended: bool) -> None:
+        """Stop watching.
+
+        Args:
+            ended: in good order, so that no rank waits for this one; after an error the others must notice it.
+        """
+        self._settled.set()
+        self._closing.set()
+        if self._thread is None:
+            return
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("the heartbeat's thread did not end within %g s; it is abandoned", CLOSE_SECONDS)
+        elif ended:
+            self._beat(Phase.ENDED)
+
+    # Called by another thread
+
+    def lost(self, rank: int, reason: str) -> None:
+        """The process of another rank has ended: leave, unless the training thread notices that by itself.
+
+        Args:
+            rank: whose process.
+            reason: as a clause.
+        """
+        if self._settled.wait(NOTICE_SECONDS):
+            return
+        self._given_up = GivenUp(f"{reason}, and the training thread has not noticed", rank)
+        # In a thread of its own: a file system that hangs must not delay the exit.
+        marking = threading.Thread(target=self._beat, args=(Phase.LEAVING, rank), daemon=True)
+        marking.start()
+        marking.join(BEAT_SECONDS)
+        self._leave_once(self._given_up.reason)
+
+    def _leave_once(self, reason: str) -> None:
+        if self._leaving.acquire(blocking=False):
+            self._leave(reason)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(self._beat_seconds):
+                now = time.monotonic()
+                elapsed_seconds = now - self._checked
+                self._paused = self._paused or self._is_pause(elapsed_seconds)
+                self._checked = now  # after the line before: `obstacle` may run between the two
+                given_up = self.check(elapsed_seconds)
+                if given_up is not None:
+                    self._beat(Phase.LEAVING, given_up.lost_rank)
+                    self._leave_once(given_up.reason)
+                    return
+        except Exception as error:
+            logger.exception("watching the other ranks failed")
+            self._report_once("not watched", f"rank {self._rank} no longer watches ({type(error).__name__}: {error})")
+            self._beat(Phase.ENDED)  # or a defect here would end a healthy job
+
+    def check(self, elapsed_seconds: float) -> GivenUp | None:
+        """Beat once, and check the others once; by its own thread."""
+        written = self._beat(Phase.BUSY if self._busy else Phase.TRAINING)
+        paused = self._is_pause(elapsed_seconds)
+        newer = self._newer_life() if paused or not written else None
+        if newer is not None:
+            return GivenUp(f"this process is of life {self._life}, and life {newer} has begun")
+        before = dict(self._known)
+        for rank in list(self._silence):
+            given_up = self._check_rank(rank, elapsed_seconds, written)
+            if given_up is not None:
+                return given_up
+        if not paused and self._known != before:
+            self._paused = False  # the others still beat: they have not left without this process
+        return self._hanging(elapsed_seconds) if self._rank == 0 else None
+
+    def _check_rank(self, rank: int, elapsed_seconds: float, written: bool) -> GivenUp | None:
+        heartbeat = self._read(rank)
+        if heartbeat is not None and heartbeat.phase is Phase.LEAVING:
+            lost = heartbeat.lost_rank
+            whom = "the training" if lost is None else "this rank" if lost == self._rank else f"rank {lost}"
+            return GivenUp(f"rank {rank} has given up {whom}, and leaves", lost)
+        if heartbeat is not None and heartbeat.phase is Phase.ENDED:
+            del self._silence[rank]
+            self._known.pop(rank, None)
+            return None
+        if heartbeat is not None:
+            self._known[rank] = heartbeat
+        # If this rank's own beats fail too, the file system may be the cause, and not the other rank.
+        beats = heartbeat.beats if heartbeat is not None and written else None
+        if not self._silence[rank].check(beats, elapsed_seconds):
+            return None
+        return GivenUp(
+            f"rank {rank} sent no heartbeat for {self._heartbeat_seconds:g} s: it is stopped, or its machine is gone",
+            rank,
+        )
+
+    def _hanging(self, elapsed_seconds: float) -> GivenUp | None:
+        """Whether no rank makes progress although it should (rank 0)."""
+        known = {self._rank: self._heartbeat(Phase.BUSY if self._busy else Phase.TRAINING), **self._known}
+        begun = any(heartbeat.iteration is not None for heartbeat in known.values())
+        if not begun or any(heartbeat.phase is Phase.BUSY for heartbeat in known.values()):
+            self._hang.reset()
+            return None
+        places = {rank: heartbeat.place for rank, heartbeat in known.items()}
+        if not self._hang.check(places, elapsed_seconds):
+            return None
+        last = min(places.values())
+        behind = [rank for rank in sorted(places) if places[rank] == last]
+        step = "its first step" if last[0] < 0 else f"the step after iteration {last[0]}"
+        if len(behind) == len(places):
+            where, lost = f"all ranks are at one place of {step}", None
+        else:
+            where, lost = f"rank {', '.join(map(str, behind))} is behind the others, in {step}", behind[0]
+        return GivenUp(f"no rank has made progress for {self._step_seconds:g} s: {where}", lost)
+
+    # The files
+
+    def _heartbeat(self, phase: Phase, lost_rank: int | None = None) -> Heartbeat:
+        return Heartbeat(self._beats, self._iteration, self._signs, phase, lost_rank)
+
+    def _beat(self, phase: Phase, lost_rank: int | None = None) -> bool:
+        """Whether it could be written."""
+        self._beats += 1
+        if self._given_up is not None:  # by another thread
+            phase, lost_rank = Phase.LEAVING, self._given_up.lost_rank
+        try:
+            self._files.write(self._rank, self._heartbeat(phase, lost_rank))
+        except OSError as error:
+            self._report_once("not heard", f"the heartbeat of rank {self._rank} cannot be written: {error}")
+            return False
+        return True
+
+    def _read(self, rank: int) -> Heartbeat | None:
+        try:
+            return self._files.read(rank)
+        except OSError as error:
+            self._report_once("not watched", f"rank {self._rank} cannot read the heartbeat of rank {rank}: {error}")
+            return None
+
+    def _newer_life(self) -> int | None:
+        try:
+            return self._files.newer_life()
+        except OSError as error:
+            self._report_once("not watched", f"rank {self._rank} cannot see whether the next life has begun: {error}")
+            return None
+
+    def _is_pause(self, elapsed_seconds: float) -> bool:
+        """Whether the others may have given up this process meanwhile."""
+        return bool(self._silence) and elapsed_seconds > (self._heartbeat_seconds or math.inf)
+
+    def _report_once(self, kind: str, message: str) -> None:
+        """Report each kind once: a broken file system fails at every beat."""
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._report(kind, f"{message}; training goes on", None, logging.ERROR)

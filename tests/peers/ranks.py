@@ -25,7 +25,7 @@ from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
 from cpsr.ranks.group import NODE_VARIABLE, Group, this_node
-from cpsr.ranks.side_group import SideGroup, group_name
+from cpsr.ranks.group import SideGroup, group_name
 from cpsr.peers.fetch import fetch
 from cpsr.peers.replicator import OwnBuffers, Replicator
 from tests.peers.states import RUN_ID, States, is_right

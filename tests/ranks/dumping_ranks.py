@@ -22,7 +22,7 @@ from typing import Any
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.group import Group
-from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.heartbeat import Liveness
 from cpsr.ranks.neighbour import Neighbour
 
 WAIT_SECONDS = 120.0  # for what comes within two; the machine may be busy

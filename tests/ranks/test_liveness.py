@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
-from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
-from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Liveness, Phase
 from tests.ranks.dumping_ranks import Ranks, ranks
 
 HEARTBEAT_SECONDS = 1.5

@@ -15,7 +15,7 @@ import pytest
 
 from cpsr.ranks import neighbour
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
-from cpsr.ranks.liveness import NOTICE_SECONDS
+from cpsr.ranks.heartbeat import NOTICE_SECONDS
 from cpsr.ranks.neighbour import Neighbour
 from tests.ranks.dumping_ranks import ranks, until
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cpsr.ranks.wakeup import Wakeup
+from cpsr.ranks.emergency_dump import Wakeup
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_only_on_the_main_thread() -> None:
 FORKS = textwrap.dedent(
     """
     import os, signal
-    from cpsr.ranks.wakeup import Wakeup
+    from cpsr.ranks.emergency_dump import Wakeup
     signal.signal(signal.SIGUSR1, lambda number, frame: None)
     wakeup = Wakeup()
     child = os.fork()

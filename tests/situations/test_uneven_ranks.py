@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.errors import UnevenRanksError
-from cpsr.ranks import attendance
+from cpsr.ranks import group
 from tests.situations.lives import Life, backward, digest, live
 
 STEPS = 12
@@ -28,7 +28,7 @@ class CaughtError(Exception):
 def loop(life: Life) -> Any:  # noqa: C901 - a script with all of its ways to leave
     """Rank 0 leaves its loop after `STEPS`, the others after twice as many, in the way of `life.options`."""
     dist.init_process_group("gloo")
-    attendance.NEXT_PASS_SECONDS = LONG
+    group.NEXT_PASS_SECONDS = LONG
     how, leaves = life.options["how"], life.rank == 0
     even = how == "evaluates"
     torch.manual_seed(life.rank)
@@ -38,7 +38,6 @@ def loop(life: Life) -> Any:  # noqa: C901 - a script with all of its ways to le
     if how == "joins":
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = life.config(ranks={"stop_check_iterations": life.options["votes"]})
 
     def train(batch: torch.Tensor) -> None:
         loss = nn.functional.mse_loss(model(batch), batch)
@@ -52,7 +51,7 @@ def loop(life: Life) -> Any:  # noqa: C901 - a script with all of its ways to le
 
     caught = ""
     try:
-        with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
+        with CPSRRecovery(TorchAdapter(model, optimizer), life.config()) as recovery:
             if how == "joins":
                 with Join([model]):  # type: ignore[list-item]
                     for (batch,) in recovery.resume(loader, epochs=1):
@@ -75,9 +74,9 @@ def loop(life: Life) -> Any:  # noqa: C901 - a script with all of its ways to le
     return [caught, recovery.iteration, digest(model)]
 
 
-@pytest.mark.parametrize(("how", "votes"), [("ends", 1), ("ends", 50), ("breaks", 1), ("raises", 1), ("joins", 1)])
-def test_the_ranks_that_train_on_are_told_which_one_has_left(how: str, votes: int, tmp_path: Path) -> None:
-    ended = live(loop, Life(tmp_path, ranks=2, options={"how": how, "votes": votes}))
+@pytest.mark.parametrize("how", ["ends", "breaks", "raises", "joins"])
+def test_the_ranks_that_train_on_are_told_which_one_has_left(how: str, tmp_path: Path) -> None:
+    ended = live(loop, Life(tmp_path, ranks=2, options={"how": how}))
     if ended.results[0] is None:  # has noticed first that the process of rank 1 has ended
         assert "Connection closed by peer" in ended.output
     else:
@@ -92,5 +91,5 @@ def test_the_ranks_that_train_on_are_told_which_one_has_left(how: str, votes: in
 
 
 def test_an_evaluation_on_one_rank_keeps_the_others_waiting(tmp_path: Path) -> None:
-    ended = live(loop, Life(tmp_path, ranks=2, options={"how": "evaluates", "votes": 1}))
+    ended = live(loop, Life(tmp_path, ranks=2, options={"how": "evaluates"}))
     assert [result[:2] for result in ended.results] == [["", 2 * STEPS]] * 2
