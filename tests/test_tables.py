@@ -16,9 +16,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from cpsr.cli.main import app
-from cpsr.demo.launch import Kill
-from cpsr.demo.report import table
-from cpsr.demo.result import DemoResult
+from cpsr.demo.report import DemoResult, Kill, table
 from cpsr.demo.timeline import Part, Restart
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, Transient
@@ -131,8 +129,6 @@ def test_demo() -> None:
     losses = LossCurve(numpy.array([10, 20]), numpy.array([[2.0, 2.1], [1.0, 1.1]]))
     result = DemoResult(
         kill=Kill(rank=1, iteration=442, time=0.0),
-        failure_iteration=442,
-        checkpoint_iteration=400,
         recovery=RecoveryRow(
             id="a",
             life=1,

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS, NEVER_ITERATIONS, SETTLE_STEPS, WARM_UP_STEPS, Pair
 from cpsr.benchmarks.overhead.deepspeed_job import BATCH, zero_engine
-from cpsr.demo.corpus import Windows, read_corpus
-from cpsr.demo.model import GPT, GPTConfig
+from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
 from cpsr.engines import adapt
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.torch import TorchAdapter

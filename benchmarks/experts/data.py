@@ -4,7 +4,7 @@ import torch
 
 from cpsr.benchmarks.experts.tasks import Mixture
 from cpsr.benchmarks.recovery.task import VALIDATION_CHUNKS, batch_generator
-from cpsr.demo.corpus import read_corpus
+from cpsr.demo.model import read_corpus
 
 __all__ = ["CHUNK_WINDOWS", "Data"]
 

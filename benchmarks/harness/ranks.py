@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from cpsr.demo import ranks as device_ranks
+from cpsr.demo import device as device_ranks
 from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import CPSRError
 

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cpsr.benchmarks.harness.ranks import join_ranks
 from cpsr.benchmarks.overhead.blocks import configuration, measure_pairs
-from cpsr.demo.corpus import Windows, read_corpus
-from cpsr.demo.model import GPT, GPTConfig
+from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
 from cpsr.engines import adapt
 from cpsr.recovery import CPSRRecovery
 

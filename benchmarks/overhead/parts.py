@@ -13,9 +13,8 @@ from cpsr.benchmarks.overhead.interval import IntervalSample
 from cpsr.benchmarks.overhead.memory import MemoryResult, MemoryRun, summarise_memory
 from cpsr.benchmarks.overhead.result import COORDINATOR_AIM, OVERHEAD_AIM, VariantResult, summarise
 from cpsr.benchmarks.overhead.timeline import MODEL, bound_bytes, record_life
-from cpsr.demo.device import CUDA
+from cpsr.demo.device import CUDA, backend_of
 from cpsr.demo.model import GPTConfig
-from cpsr.demo.ranks import backend_of
 
 __all__ = ["DEFAULT", "FULL", "PARTS", "Samples", "Size", "obstacles"]
 

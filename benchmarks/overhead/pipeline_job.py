@@ -16,8 +16,7 @@ from cpsr.benchmarks.overhead.blocks import Pair
 from cpsr.benchmarks.overhead.gate import Gate
 from cpsr.benchmarks.overhead.interval import measure_interval
 from cpsr.benchmarks.overhead.pipeline_model import layers, loss, split
-from cpsr.demo.corpus import Windows, read_corpus
-from cpsr.demo.model import GPTConfig
+from cpsr.demo.model import GPTConfig, Windows, read_corpus
 from cpsr.recovery import CPSRRecovery
 
 BATCH = 4  # windows in a micro-batch, as in the demo

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from cpsr.benchmarks.harness.sampling import Sampling
 from cpsr.benchmarks.predictor_cost.memory import resident
 from cpsr.config import CPSRConfig
-from cpsr.demo.corpus import Windows, read_corpus
-from cpsr.demo.model import GPT, GPTConfig
+from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
 from cpsr.engines.torch import TorchAdapter
 from cpsr.learning.memory import history_checkpoints
 from cpsr.predictor.footprint import fitted

@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from cpsr.benchmarks.overhead.blocks import Pair, configuration, measure_pairs
-from cpsr.demo.corpus import Windows, read_corpus
-from cpsr.demo.model import GPT, GPTConfig
+from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
 from cpsr.engines.torch import TorchAdapter
 from cpsr.recovery import CPSRRecovery
 

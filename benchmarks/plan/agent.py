@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from cpsr.demo.job import main as train
-from cpsr.demo.launch import RANKS
+from cpsr.demo.main import RANKS
 
 __all__ = ["main"]
 

@@ -15,9 +15,8 @@ from typing import Any, Literal
 import yaml
 
 from cpsr.checkpoint.progress import read_progress
-from cpsr.demo.device import CPU
-from cpsr.demo.launch import POLL_SECONDS, RANKS
-from cpsr.demo.ranks import rank_environment
+from cpsr.demo.device import CPU, rank_environment
+from cpsr.demo.main import POLL_SECONDS, RANKS
 from cpsr.errors import CPSRError
 
 __all__ = ["FailingJob", "Failure", "JobRecord", "Kill", "LifeStart", "follow"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 
 from cpsr.benchmarks.plan.failing_job import JobRecord, LifeStart
-from cpsr.demo.result import validation_curve
+from cpsr.demo.report import validation_curve
 from cpsr.errors import CPSRError
 from cpsr.fitter.curve import LossCurve
 from cpsr.fitter.lag import Lag, LagBeyondError, paired_lag

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy
 
 from cpsr.benchmarks.plan.failing_job import FailingJob, Failure
-from cpsr.demo.launch import RANKS
+from cpsr.demo.main import RANKS
 from cpsr.errors import ConfigError
 
 __all__ = ["Injection", "Mode", "failing_job", "failures_of", "fault_free_job"]

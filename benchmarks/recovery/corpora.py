@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cpsr.demo.corpus import read_corpus, split_files
+from cpsr.demo.model import read_corpus, split_files
 from cpsr.errors import ConfigError
 
 __all__ = ["CORPORA", "read_descriptions", "read_documentation", "read_headers", "read_library"]

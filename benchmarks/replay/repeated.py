@@ -14,7 +14,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 from torch.nn import functional
 
-from cpsr.demo.ranks import join_ranks
+from cpsr.demo.device import join_ranks
 from cpsr.engines import adapt
 from cpsr.errors import CPSRError
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from cpsr.demo.corpus import Windows, read_corpus
-from cpsr.demo.model import GPT, GPTConfig
+from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
 from cpsr.engines.torch import TorchAdapter
 from cpsr.recovery import CPSRRecovery
 

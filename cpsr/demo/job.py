@@ -1,6 +1,6 @@
-"""The training job of the demo: one rank of a DeepSpeed run, started by `cpsr run` through `worker`.
+"""The training job of the demo: one rank of a DeepSpeed run, started by `cpsr run`.
 
-Everything CPSR needs is the `with` line and the loader; the loop is the user's.
+Everything CPSR needs is the `with` line and the loader; the loop is the user's. The notes time a restart.
 """
 
 import argparse
@@ -10,15 +10,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from cpsr.demo.timeline import Notes
 
-from cpsr.demo.corpus import Windows, read_corpus
-from cpsr.demo.model import GPT, GPTConfig
-from cpsr.demo.notes import EVALUATED, JOB, OPENED, STEPPED, Notes
-from cpsr.demo.ranks import join_ranks
-from cpsr.recovery import CPSRRecovery
+notes = Notes()
+
+import deepspeed  # noqa: E402 - what is imported is timed
+import torch  # noqa: E402
+from torch.utils.data import DataLoader, DistributedSampler  # noqa: E402
+
+notes.add("frameworks")
+
+from cpsr.recovery import CPSRRecovery  # noqa: E402
+
+notes.add("cpsr")
+
+from cpsr.demo.device import join_ranks  # noqa: E402
+from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus  # noqa: E402
 
 BATCH = 4  # windows per rank and step
 PEAK_LEARNING_RATE = 1e-3
@@ -30,14 +37,9 @@ FINE_ITERATIONS = 5  # and near it
 FINE_SPAN_ITERATIONS = 200
 
 
-def main(notes: Notes | None = None) -> None:
-    """Train `--iterations` steps in `--run-dir`, resuming whatever is there.
-
-    Args:
-        notes: of what came before; those of a life that was recovered are written into the run directory.
-    """
+def main() -> None:
+    """Train `--iterations` steps in `--run-dir`, resuming whatever is there."""
     arguments = _parse()
-    notes = Notes() if notes is None else notes
     engine = _engine(arguments.iterations, arguments.seed)
     train, held_out = read_corpus()
     windows = Windows(train, GPTConfig().context)
@@ -45,19 +47,19 @@ def main(notes: Notes | None = None) -> None:
         windows, batch_size=BATCH, sampler=DistributedSampler(windows, seed=arguments.seed), drop_last=True
     )
     chunks = [chunk.to(engine.device) for chunk in _validation_chunks(held_out)]
-    notes.add(JOB)
+    notes.add("job")
 
     with CPSRRecovery(engine, arguments.run_dir / "cpsr.yaml") as recovery:
-        notes.add(OPENED)
+        notes.add("opened")
         (arguments.run_dir / f"pid-{engine.global_rank}").write_text(str(os.getpid()))
         if recovery.restored.predicted:
             _validate(engine, chunks, recovery.iteration, arguments.run_dir)
-        notes.add(EVALUATED)
+        notes.add("evaluated")
         for batch in recovery.resume(loader, repeat=True):
             engine.backward(engine(batch.to(engine.device)))
             engine.step()
             if recovery.restored.predicted and recovery.iteration == recovery.restored.restored_iteration + 1:
-                notes.add(STEPPED)
+                notes.add("stepped")
                 notes.write(arguments.run_dir, engine.global_rank)
             if _is_due(recovery.iteration, arguments.failure_iteration):
                 _validate(engine, chunks, recovery.iteration, arguments.run_dir)
@@ -123,3 +125,7 @@ def _validate(engine: Any, chunks: list[torch.Tensor], iteration: int, run_dir: 
     if engine.global_rank == 0:
         with (run_dir / "validation.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"iteration": iteration, "losses": losses.tolist()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

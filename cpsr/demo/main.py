@@ -1,30 +1,36 @@
-"""The demo: the same job twice, once left alone and once killed, and what the failure cost."""
+"""The demo: the same job twice, once with a killed rank and once left alone, and what the failure cost."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cpsr.demo.device import CPU
-from cpsr.demo.launch import train
-from cpsr.demo.report import table, write_report
-from cpsr.demo.result import failure_iteration, measure
-from cpsr.errors import ConfigError
+from cpsr.checkpoint.progress import read_progress
+from cpsr.demo.device import CPU, rank_environment
+from cpsr.demo.report import Kill, failure_iteration, measure, table, write_report
+from cpsr.errors import ConfigError, CPSRError
 from cpsr.tables import print_table
 
 __all__ = ["run_demo"]
 
+RANKS = 2
+KILLED_RANK = 1
 DEFAULT_ITERATIONS = 900
 INTERVAL_ITERATIONS = 50
-KILLED_RANK = 1
 # The failure: past the middle of training, most of an interval after a checkpoint, so that recomputing would be dear.
 FAILURE_FRACTION = 0.55
 INTERVAL_FRACTION = 0.84
+POLL_SECONDS = 0.002  # a small part of a step, so that the rank dies in the step that was asked for
+JOB_TIMEOUT_SECONDS = 1800
 
 
 def run_demo(run_dir: Path, iterations: int = DEFAULT_ITERATIONS, device: str = CPU) -> None:
@@ -43,48 +49,84 @@ def run_demo(run_dir: Path, iterations: int = DEFAULT_ITERATIONS, device: str = 
     if iterations < shortest:
         raise ConfigError(f"the demo needs at least {shortest} iterations, not {iterations}")
     console = Console()
-    fault_free, killed = run_dir / "fault-free", run_dir / "killed"
-    _empty(fault_free, killed)
-    with _progress(console) as progress:
-        planned = _planned_failure(iterations)
-        shown = _shown(progress, f"run with rank {KILLED_RANK} killed at {planned}", iterations)
-        kill = train(killed, iterations, planned, KILLED_RANK, shown, device)
+    columns = (TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    intervals = int(iterations * FAILURE_FRACTION) // INTERVAL_ITERATIONS
+    planned = int((intervals - 1 + INTERVAL_FRACTION) * INTERVAL_ITERATIONS)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"run with rank {KILLED_RANK} killed at {planned}", total=iterations)
+        killed = _Job(run_dir / "killed", iterations, planned, lambda at: progress.update(task, completed=at))
+        kill = killed.train(device, kill_rank=KILLED_RANK)
         assert kill is not None
-        shown = _shown(progress, "the same run, left alone", iterations)
-        train(fault_free, iterations, failure_iteration(killed), None, shown, device)
-    result = measure(fault_free, killed, kill, device)
+        other = progress.add_task("the same run, left alone", total=iterations)
+        failed_at = failure_iteration(killed.run_dir)
+        alone = _Job(run_dir / "fault-free", iterations, failed_at, lambda at: progress.update(other, completed=at))
+        alone.train(device)
+    result = measure(alone.run_dir, killed.run_dir, kill, device)
     (run_dir / "result.json").write_text(json.dumps(result.to_json(), indent=2))
     write_report(result, run_dir)
     print_table(console, table(result))
     console.print(f"report: {run_dir / 'report.html'}   plot: {run_dir / 'loss.png'}")
 
 
-def _planned_failure(iterations: int) -> int:
-    intervals = int(iterations * FAILURE_FRACTION) // INTERVAL_ITERATIONS
-    return intervals * INTERVAL_ITERATIONS - INTERVAL_ITERATIONS + int(INTERVAL_FRACTION * INTERVAL_ITERATIONS)
+class _Job:
+    """One run of the demo's job under `cpsr run`.
 
+    Args:
+        run_dir: replaced.
+        iterations: that it trains.
+        failure_iteration: near which it evaluates more often, and where a rank is killed.
+        on_progress: called with the iterations that all ranks have finished.
+    """
 
-def _empty(*directories: Path) -> None:
-    """Replace what an earlier demo left."""
-    for directory in directories:
-        if directory.exists():
-            shutil.rmtree(directory)
-        directory.mkdir(parents=True)
-        config = {
-            "run_dir": str(directory),
-            "mode": "predict",
-            "checkpoint": {"interval_iterations": INTERVAL_ITERATIONS},
-        }
-        (directory / "cpsr.yaml").write_text(yaml.safe_dump(config))
+    def __init__(
+        self, run_dir: Path, iterations: int, failure_iteration: int, on_progress: Callable[[int], None]
+    ) -> None:
+        self.run_dir, self._failure_iteration, self._on_progress = run_dir, failure_iteration, on_progress
+        shutil.rmtree(run_dir, ignore_errors=True)
+        run_dir.mkdir(parents=True)
+        checkpoint = {"interval_iterations": INTERVAL_ITERATIONS}
+        config = {"run_dir": str(run_dir), "mode": "predict", "checkpoint": checkpoint}
+        (run_dir / "cpsr.yaml").write_text(yaml.safe_dump(config))
+        launcher = [sys.executable, "-m", "cpsr", "run", f"--nproc-per-node={RANKS}", "--max-restarts=1"]
+        job = ["-m", "cpsr.demo.job", f"--run-dir={run_dir}", f"--iterations={iterations}"]
+        self._command = [*launcher, *job, f"--failure-iteration={failure_iteration}"]
 
+    def train(self, device: str, kill_rank: int | None = None) -> Kill | None:
+        """Run it to its end on `cpu` or `cuda`; kill a rank once all have finished `failure_iteration` steps.
 
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description:38}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield progress
+        Raises:
+            CPSRError: the job ended with an error; the message names its log.
+        """
+        log_path = self.run_dir / "job.log"
+        with log_path.open("w") as log:
+            environment = {**os.environ, **rank_environment(device)}
+            job = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+            try:
+                killed = self._watch(job, kill_rank)
+            finally:
+                if job.poll() is None:
+                    job.send_signal(signal.SIGTERM)
+                    job.wait()
+        if job.returncode != 0:
+            raise CPSRError(f"the demo's job ended with status {job.returncode}; its output is in {log_path}")
+        if kill_rank is not None and killed is None:
+            raise CPSRError(f"the demo's job finished before rank {kill_rank} could be killed; see {log_path}")
+        return killed
 
+    def _watch(self, job: "subprocess.Popen[bytes]", kill_rank: int | None) -> Kill | None:
+        deadline, killed = time.monotonic() + JOB_TIMEOUT_SECONDS, None
+        while job.poll() is None:
+            iteration = self._iteration()
+            if kill_rank is not None and killed is None and iteration >= self._failure_iteration:
+                os.kill(int((self.run_dir / f"pid-{kill_rank}").read_text()), signal.SIGKILL)
+                killed = Kill(kill_rank, iteration, time.time())
+            self._on_progress(iteration)
+            if time.monotonic() > deadline:
+                raise CPSRError(f"the demo's job still runs after {JOB_TIMEOUT_SECONDS} s; see {self.run_dir}/job.log")
+            time.sleep(POLL_SECONDS)
+        self._on_progress(self._iteration())
+        return killed
 
-def _shown(progress: Progress, title: str, iterations: int) -> Callable[[int], None]:
-    task = progress.add_task(title, total=iterations)
-    return lambda iteration: progress.update(task, completed=iteration)
+    def _iteration(self) -> int:
+        progress = read_progress(self.run_dir, RANKS)
+        return 0 if progress is None else progress.iteration

@@ -1,23 +1,197 @@
-"""The demo's table, plot and page."""
+"""What the demo measured, read back from the journals and validation losses of its two runs; table, plot and page."""
 
 import base64
+import dataclasses
 import html
+import json
+import platform
+import statistics
 import string
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy
+import torch
 from matplotlib.axes import Axes
 from rich.markup import escape
 from rich.table import Table
 
-from cpsr.demo.result import DemoResult
+from cpsr.demo.device import describe_device, device_text
+from cpsr.demo.timeline import Restart, read_notes, restart
+from cpsr.errors import CPSRError
+from cpsr.fitter.curve import LossCurve
+from cpsr.fitter.lag import Lag, Transient, paired_lag, transient
+from cpsr.journal import JournalReader, RecoveryRow
+from cpsr.ranks.exits import BEGAN
 
-__all__ = ["table", "write_report"]
+__all__ = ["DemoResult", "Kill", "failure_iteration", "measure", "table", "validation_curve", "write_report"]
 
 ZOOM_BEFORE_ITERATIONS = 60
 ZOOM_AFTER_ITERATIONS = 200
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was done to the job: `rank` got SIGKILL when its counter stood at `iteration`, at `time` (Unix seconds)."""
+
+    rank: int
+    iteration: int
+    time: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """One demo.
+
+    Attributes:
+        kill: what was done to the job.
+        recovery: how it came back, from its journal.
+        message: the same for people.
+        lag: of the recovered run behind the paired fault-free one, after 60 to 160 iterations.
+        transient: the loss gap at injection and how long it lasted.
+        restart: from the kill to the first finished step of the new processes.
+        stalls_seconds: training thread blocked by each checkpoint of the killed run.
+        checkpoints: iterations of its committed checkpoints.
+        fault_free, recovered: validation losses of the two runs.
+        device: that both trained on; see `describe_device`.
+    """
+
+    kill: Kill
+    recovery: RecoveryRow
+    message: str
+    lag: Lag
+    transient: Transient
+    restart: Restart
+    stalls_seconds: list[float]
+    checkpoints: list[int]
+    fault_free: LossCurve
+    recovered: LossCurve
+    device: dict[str, Any]
+    date: str
+    machine: str
+
+    @property
+    def failure_iteration(self) -> int:
+        """Step f, at which the run failed."""
+        assert self.recovery.failure_iteration is not None
+        return self.recovery.failure_iteration
+
+    @property
+    def checkpoint_iteration(self) -> int:
+        """Step c of the last checkpoint before it."""
+        assert self.recovery.checkpoint_iteration is not None
+        return self.recovery.checkpoint_iteration
+
+    @property
+    def lost_iterations(self) -> int:
+        """What recomputing from the last checkpoint would have cost."""
+        return self.failure_iteration - self.checkpoint_iteration
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The table: what, and how much."""
+        lag, gone, way = self.lag, self.transient.iterations, self.restart
+        stalls = sorted(1000 * stall for stall in self.stalls_seconds)
+        over = "not gone within the run" if gone is None else f"gone after {gone} iterations"
+        aims = ", ".join(f"{aim}: {'met' if met else 'missed'}" for aim, met in way.aims.items())
+        return [
+            ("device", device_text(self.device)),
+            ("killed", f"rank {self.kill.rank}, SIGKILL from outside"),
+            ("failure step f", str(self.failure_iteration)),
+            ("last checkpoint c", str(self.checkpoint_iteration)),
+            ("what happened", self.message),
+            ("outcome of the watch", self.recovery.outcome),
+            ("recomputing would cost", f"{self.lost_iterations} iterations"),
+            ("lag after 60-160 iterations", f"{lag.iterations:+.1f} +- {lag.standard_error:.1f} iterations"),
+            ("loss gap behind the failure", f"{lag.gap_nats:+.4f} +- {lag.gap_standard_error:.4f} nats"),
+            ("transient", f"{self.transient.gap_nats:+.4f} nats at injection, {over}"),
+            (
+                "from the kill to the first new step",
+                f"{way.seconds:.1f} s, of which CPSR's own {way.ours_seconds:.2f} s (*)",
+            ),
+            *((f"- {part.name}", f"{part.seconds:.2f} s" + " (*)" * part.ours) for part in way.parts),
+            ("aims of that", aims),
+            (
+                "stall per checkpoint",
+                f"{statistics.median(stalls):.1f} ms median, {stalls[-1]:.1f} ms at most, of {len(stalls)}",
+            ),
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the curves, as plain data."""
+        known = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        del known["fault_free"], known["recovered"], known["checkpoints"], known["restart"]
+        for name in ("kill", "recovery", "lag", "transient"):
+            known[name] = dataclasses.asdict(known[name])
+        return known | {
+            "lost_iterations": self.lost_iterations,
+            "restart_seconds": self.restart.seconds,
+            "restart_ours_seconds": self.restart.ours_seconds,
+            "restart_parts": [dataclasses.asdict(part) for part in self.restart.parts],
+            "aims": self.restart.aims,
+        }
+
+
+def failure_iteration(killed: Path) -> int:
+    """The step at which the killed run failed, from its journal.
+
+    Raises:
+        CPSRError: the run did not recover by prediction, so that there is nothing to compare.
+    """
+    found = _predicted(killed).failure_iteration
+    assert found is not None
+    return found
+
+
+def measure(fault_free: Path, killed: Path, kill: Kill, device: str) -> DemoResult:
+    """Compare the two runs, which trained on that device.
+
+    Raises:
+        CPSRError: the killed run did not recover by prediction, so that there is nothing to measure.
+        ValueError: the loss is too flat, or was taken too seldom, for a lag in iterations.
+    """
+    f, recovery = failure_iteration(killed), _predicted(killed)
+    reference, recovered = validation_curve(fault_free), validation_curve(killed)
+    with JournalReader(killed / "journal.db") as journal:
+        committed = [row for row in journal.checkpoints() if row.status == "committed"]
+        failed = next(life for life in journal.lives() if life.life == recovery.life - 1)
+        began = [event.message for event in journal.events() if (event.kind, event.life) == (BEGAN, recovery.life)]
+    return DemoResult(
+        kill=kill,
+        recovery=recovery,
+        message=began[0],
+        lag=paired_lag(recovered, reference, f),
+        transient=transient(recovered.between(f, numpy.inf), reference, f),
+        restart=restart(kill.time, failed.ended_unix_seconds, read_notes(killed), recovery),
+        stalls_seconds=[row.stall_seconds for row in committed if row.stall_seconds is not None],
+        checkpoints=[row.iteration for row in committed],
+        fault_free=reference,
+        recovered=recovered,
+        device=describe_device(device),
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        machine=f"{torch.get_num_threads()} threads visible to torch, {platform.machine()}, torch {torch.__version__}",
+    )
+
+
+def _predicted(run_dir: Path) -> RecoveryRow:
+    with JournalReader(run_dir / "journal.db") as journal:
+        recovery = journal.latest_recovery()
+    if recovery is None or recovery.failure_iteration is None or recovery.checkpoint_iteration is None:
+        raise CPSRError(f"the journal of {run_dir} records no failure that was recovered from")
+    if not recovery.beginning.predicted:
+        raise CPSRError(f"the run {run_dir} was not recovered by prediction: {recovery.reason}")
+    return recovery
+
+
+def validation_curve(run_dir: Path) -> LossCurve:
+    """Validation losses that a run has written; of an iteration that was reached twice, the later ones."""
+    rows = map(json.loads, (run_dir / "validation.jsonl").read_text().splitlines())
+    losses = {row["iteration"]: row["losses"] for row in rows}
+    iterations = sorted(losses)
+    return LossCurve(numpy.array(iterations), numpy.array([losses[iteration] for iteration in iterations]))
 
 
 def table(result: DemoResult) -> Table:
@@ -58,35 +232,25 @@ def _plot(result: DemoResult, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (whole, near) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(1, 1.2), layout="constrained")
-    f = result.failure_iteration
-    for axes in (whole, near):
+    for axes, title in (whole, "the whole run"), (near, "around the failure"):
         _curves(axes, result)
-        axes.set_xlabel("iteration")
+        axes.set(xlabel="iteration", title=title)
     whole.set_ylabel("validation loss (nats per byte)")
-    whole.set_title("the whole run")
-    near.set_title("around the failure")
-    first, last = f - ZOOM_BEFORE_ITERATIONS, f + ZOOM_AFTER_ITERATIONS
-    near.set_xlim(first, last)
-    inside = numpy.concatenate(
-        [curve.between(first, last).losses.mean(axis=1) for curve in (result.fault_free, result.recovered)]
-    )
-    margin = 0.08 * (inside.max() - inside.min())
-    near.set_ylim(inside.min() - margin, inside.max() + margin)
+    first, last = result.failure_iteration - ZOOM_BEFORE_ITERATIONS, result.failure_iteration + ZOOM_AFTER_ITERATIONS
+    shown = [curve.between(first, last).losses.mean(axis=1) for curve in (result.fault_free, result.recovered)]
+    low, high = numpy.concatenate(shown).min(), numpy.concatenate(shown).max()
+    near.set(xlim=(first, last), ylim=(low - 0.08 * (high - low), high + 0.08 * (high - low)))
     near.legend(loc="upper right", frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def _curves(axes: Axes, result: DemoResult) -> None:
-    f = result.failure_iteration
-    after = result.recovered.between(f, numpy.inf)
-    axes.plot(
-        result.fault_free.iterations, result.fault_free.losses.mean(axis=1), color="tab:blue", label="fault-free run"
-    )
-    axes.plot(
-        after.iterations, after.losses.mean(axis=1), color="tab:orange", linestyle="--", label="killed and recovered"
-    )
+    alone, after = result.fault_free, result.recovered.between(result.failure_iteration, numpy.inf)
+    axes.plot(alone.iterations, alone.losses.mean(axis=1), color="tab:blue", label="fault-free run")
+    losses = after.losses.mean(axis=1)
+    axes.plot(after.iterations, losses, color="tab:orange", linestyle="--", label="killed and recovered")
     for index, iteration in enumerate(result.checkpoints):
         axes.axvline(iteration, color="0.85", linewidth=0.8, zorder=0, label="checkpoint" if index == 0 else None)
     axes.axvline(result.checkpoint_iteration, color="tab:green", linewidth=1, label="last checkpoint c")
-    axes.axvline(f, color="tab:red", linewidth=1, label="failure f")
+    axes.axvline(result.failure_iteration, color="tab:red", linewidth=1, label="failure f")

@@ -1,15 +1,54 @@
-"""From the kill to the first new step: how long each part of the way took, and which parts are CPSR's."""
+"""From the kill to the first new step: what a starting process notes, and the parts of the way that follow from it."""
 
+import json
+import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cpsr.demo.notes import EVALUATED, FRAMEWORKS, JOB, OPENED, PRODUCT, STARTED, STEPPED
-from cpsr.journal import RecoveryRow
+if TYPE_CHECKING:  # the job notes its start before it imports anything of weight
+    from cpsr.journal import RecoveryRow
 
-__all__ = ["OURS_AIM_SECONDS", "RESTART_AIM_SECONDS", "Part", "Restart", "restart"]
+__all__ = ["Notes", "Part", "Restart", "read_notes", "restart"]
 
-RESTART_AIM_SECONDS = 10.0
-OURS_AIM_SECONDS = 2.0
+RESTART_AIM_SECONDS, OURS_AIM_SECONDS = 10.0, 2.0
+PROCESS_START_FIELD = 19  # of /proc/<pid>/stat behind the name: when the process started, in ticks since the boot
+
+
+class Notes:
+    """When one process of the job reached what.
+
+    In this order: `started`, `frameworks` and `cpsr` imported, `job` set up, run `opened`, restored state `evaluated`,
+    first step taken (`stepped`).
+    """
+
+    def __init__(self) -> None:
+        self.unix_seconds = {"started": _process_started_unix_seconds()}
+
+    def add(self, name: str) -> None:
+        """Note that this is reached now."""
+        self.unix_seconds[name] = time.time()
+
+    def write(self, run_dir: Path, rank: int) -> None:
+        """Leave them for the report."""
+        (run_dir / f"resumed-{rank}.json").write_text(json.dumps(self.unix_seconds))
+
+
+def read_notes(run_dir: Path) -> dict[str, float]:
+    """When the last rank had reached what, in Unix seconds; of the ranks that took a step after a predicted restart."""
+    noted = [json.loads(path.read_text()) for path in run_dir.glob("resumed-*.json")]
+    return {name: max(notes[name] for notes in noted) for name in noted[0]}
+
+
+def _process_started_unix_seconds() -> float:
+    """When this process was started, to a hundredth of a second; now, if the system does not provide it."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():  # not Linux
+        return time.time()
+    ticks = int(stat.read_text().rpartition(")")[2].split()[PROCESS_START_FIELD])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +91,7 @@ class Restart:
         }
 
 
-def restart(kill: float, left: float | None, reached: Mapping[str, float], recovery: RecoveryRow) -> Restart:
+def restart(kill: float, left: float | None, reached: Mapping[str, float], recovery: "RecoveryRow") -> Restart:
     """Put together what the launcher, the journal and the processes noted.
 
     Args:
@@ -64,22 +103,20 @@ def restart(kill: float, left: float | None, reached: Mapping[str, float], recov
     return Restart(tuple(_parts(kill, left, reached, recovery)))
 
 
-def _parts(kill: float, left: float | None, reached: Mapping[str, float], recovery: RecoveryRow) -> Iterator[Part]:
+def _parts(kill: float, left: float | None, reached: Mapping[str, float], recovery: "RecoveryRow") -> Iterator[Part]:
     if left is None:  # rank 0 keeps the journal: where it was killed, nobody noted the end
-        yield Part("noticed, processes started anew", reached[STARTED] - kill)
+        yield Part("noticed, processes started anew", reached["started"] - kill)
     else:
         # What its framework takes to notice is a small part: it is counted as ours, since closing is.
         yield Part("the other rank notices, closes the run", left - kill, ours=True)
-        yield Part("it exits, processes are started anew", reached[STARTED] - left)
-    yield Part("imports of torch and DeepSpeed", reached[FRAMEWORKS] - reached[STARTED])
-    yield Part("imports of CPSR", reached[PRODUCT] - reached[FRAMEWORKS], ours=True)
-    yield Part("process group, engine, data", reached[JOB] - reached[PRODUCT])
-    load, predict, inject = (
-        seconds or 0.0 for seconds in (recovery.load_seconds, recovery.predict_seconds, recovery.inject_seconds)
-    )
-    yield Part("opening the run", reached[OPENED] - reached[JOB] - load - predict - inject, ours=True)
-    yield Part("load", load, ours=True)
-    yield Part("predict", predict, ours=True)
-    yield Part("inject", inject, ours=True)
-    yield Part("the demo's own evaluation", reached[EVALUATED] - reached[OPENED])
-    yield Part("first step", reached[STEPPED] - reached[EVALUATED])
+        yield Part("it exits, processes are started anew", reached["started"] - left)
+    yield Part("imports of torch and DeepSpeed", reached["frameworks"] - reached["started"])
+    yield Part("imports of CPSR", reached["cpsr"] - reached["frameworks"], ours=True)
+    yield Part("process group, engine, data", reached["job"] - reached["cpsr"])
+    ways = {"load": recovery.load_seconds, "predict": recovery.predict_seconds, "inject": recovery.inject_seconds}
+    restoring = sum(seconds or 0.0 for seconds in ways.values())
+    yield Part("opening the run", reached["opened"] - reached["job"] - restoring, ours=True)
+    for name, seconds in ways.items():
+        yield Part(name, seconds or 0.0, ours=True)
+    yield Part("the demo's own evaluation", reached["evaluated"] - reached["opened"])
+    yield Part("first step", reached["stepped"] - reached["evaluated"])

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 import psutil
 from rich.console import Console
 
-from cpsr.demo.device import CUDA, describe_device, find_device
-from cpsr.demo.ranks import rank_environment
+from cpsr.demo.device import CUDA, describe_device, find_device, rank_environment
 from cpsr.errors import ConfigError
 from cpsr.qualify.job import follow
 from cpsr.qualify.records import read_records

@@ -14,7 +14,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cpsr.demo.ranks import rank_environment
+from cpsr.demo.device import rank_environment
 from cpsr.qualify.records import read_records
 from cpsr.qualify.remains import clear, release_memory
 from cpsr.ranks.link import EXPECTS_ERRORS

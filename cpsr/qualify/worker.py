@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from cpsr.demo.device import CPU, CUDA
-from cpsr.demo.ranks import join_ranks
+from cpsr.demo.device import CPU, CUDA, join_ranks
 from cpsr.qualify.adam_kernels import kernel_problem, no_kernel
 from cpsr.qualify.process_globals import own_process_globals
 from cpsr.qualify.records import Records, read_records

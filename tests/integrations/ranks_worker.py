@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from cpsr import CPSRRecovery
-from cpsr.demo.ranks import join_ranks
+from cpsr.demo.device import join_ranks
 from tests.recovery.options import LifeOptions
 
 ITEMS, BATCH = 42, 2  # on two ranks 11 batches each, in 6 steps

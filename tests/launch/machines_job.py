@@ -56,7 +56,7 @@ class Training:
             return
         import deepspeed
 
-        from cpsr.demo.ranks import join_ranks
+        from cpsr.demo.device import join_ranks
 
         join_ranks()
         config = {

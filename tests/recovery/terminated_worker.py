@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import cpsr.checkpoint.rank_part as part_module
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.demo.ranks import join_ranks
+from cpsr.demo.device import join_ranks
 from tests.device import DEVICE, compute_exactly
 
 ITEMS, BATCH, FEATURES, WIDTH = 64, 4, 6, 16

@@ -33,7 +33,7 @@ from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.step_events import StepEvents
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
-from cpsr.demo.ranks import join_ranks
+from cpsr.demo.device import join_ranks
 from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.planner.plan import Plan
 from cpsr.restart.prediction import StatePrediction
