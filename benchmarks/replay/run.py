@@ -16,7 +16,6 @@ from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.replay.compared import Plan, compare
 from cpsr.benchmarks.replay.ettr import Inputs, draw, simulated
 from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
-from cpsr.benchmarks.replay.repeated import KINDS, WHOLE, step_seconds
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
@@ -24,10 +23,8 @@ from cpsr.tables import print_table
 
 __all__ = ["PARTS", "main"]
 
-PARTS = ("windows", "failures", "repeated", "comparison")
+PARTS = ("windows", "failures", "comparison")
 AIM = 1.03  # of a step without CPSR
-REPEATED_AIM = 2 / 3  # of a whole step, where all operators are frozen
-TOKENS = 1024  # of a repeated step
 SETTLED = 0.5  # of a run's steps are left out at its begin
 WINDOW = 4  # of the failures
 DEFAULT = Shape()
@@ -58,7 +55,6 @@ def main(
     plan: Plan = COMPARISON,
     workdir: Path | None = None,
     parts: Collection[str] = PARTS,
-    tokens: int = TOKENS,
 ) -> None:
     """Measure, print the tables, and write the JSON file.
 
@@ -71,7 +67,6 @@ def main(
         plan: of the comparison with dense checkpoints and stale experts.
         workdir: holds the runs' directories.
         parts: of `PARTS`, what is measured.
-        tokens: of a repeated step.
 
     Raises:
         CPSRError: a part that there is not; or a life came back with another state than the
@@ -90,8 +85,6 @@ def main(
             figures["ratios"] = _ratios(call, seconds)
         if "failures" in parts:
             figures["failures"] = _failures(call, shape)
-        if "repeated" in parts:
-            figures["repeated"] = _repeated(call, steps, tokens)
         if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
             figures["ettr"] = simulated(call, Inputs.of(figures["comparison"], figures.get("ratios")))
@@ -132,28 +125,6 @@ def _ratios(call: Measurement, step_seconds: Mapping[str, list[float]]) -> dict[
     best = min((name for name in found if name.startswith("windows")), key=lambda name: found[name].value)
     call.console.print(f"{verdict(found[best].value < AIM)}  {best} under {AIM:g}")
     return {name: asdict(one) for name, one in found.items()}
-
-
-def _repeated(call: Measurement, steps: int, tokens: int) -> dict[str, Any]:
-    """What steps cost that leave weight gradients out, by model and by what is frozen, over whole ones of the same."""
-    table = Table(title="a repeated step, over a whole one", title_justify="left")
-    for heading in ("model", "weights", "step, ms", "ratio"):
-        table.add_column(heading)
-    found, advance = dict[str, Any](), call.bar("models", len(KINDS))
-    for kind in KINDS:
-        seconds = in_own_process(step_seconds, kind, steps, tokens)
-        ratios = {name: median_ratio_interval(one, seconds[WHOLE]) for name, one in seconds.items() if name != WHOLE}
-        for name, ratio in ratios.items():
-            table.add_row(kind, name, f"{1e3 * median(seconds[name]):.0f}", interval_text(ratio, digits=3))
-        found[kind] = {name: {"step_seconds": median(one)} for name, one in seconds.items()}
-        for name, ratio in ratios.items():
-            found[kind][name] |= asdict(ratio)
-        advance()
-    print_table(call.console, table)
-    for kind, own in found.items():
-        met = own["all frozen"]["value"] < REPEATED_AIM
-        call.console.print(f"{verdict(met)}  {kind}, all frozen, under {REPEATED_AIM:.3f}")
-    return {"tokens": tokens, "aim": REPEATED_AIM, **found}
 
 
 def _failures(call: Measurement, shape: Shape) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 `DeepSpeedAdapter` and `TorchAdapter` implement it; `tests/engines/test_conformance.py` holds both to the same rules.
 """
 
-from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,7 +16,7 @@ from cpsr.engines.stage_traffic import StageTraffic
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import Shard
 
-__all__ = ["EngineAdapter", "RepeatedSteps", "Stage", "StepObserver"]
+__all__ = ["EngineAdapter", "Stage", "StepObserver"]
 
 
 class StepObserver(Protocol):
@@ -78,38 +77,6 @@ class Stage:
 
     index: int
     count: int
-
-
-class RepeatedSteps(Protocol):
-    """Steps of a replay, which leave out gradients of weights that nobody will use.
-
-    What depends on the gradients of all weights, as their norm and an overflow, is noted in every step. When the step
-    is repeated, it comes from there.
-    """
-
-    @property
-    def left_out(self) -> int:
-        """Calls of layers, so far, whose weights got no gradient."""
-
-    def outcome(self) -> dict[str, Any]:
-        """What was noted of the last step: numbers, and tensors that nobody changes."""
-
-    def by_parameter(self, numbers: Mapping[str, int]) -> dict[str, int]:
-        """Numbers of this rank's operators, by the names that all ranks have for the parameters."""
-
-    def repeat(self, outcome: Mapping[str, Any], without: Collection[str]) -> None:
-        """The next step is a repetition; all ranks call it for the same step, and name the same parameters.
-
-        Args:
-            outcome: of the first time.
-            without: parameters, as in `by_parameter`, whose update nobody will use.
-        """
-
-    def train(self) -> None:
-        """The next step is no repetition."""
-
-    def close(self) -> None:
-        """The engine is as before: nothing is noted any more."""
 
 
 class EngineAdapter(Protocol):
@@ -211,9 +178,6 @@ class EngineAdapter(Protocol):
 
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""
-
-    def repeated_steps(self) -> RepeatedSteps | None:
-        """Begin to note what steps come to; None where a replay has to compute every gradient."""
 
     def scalars(self, on_device: bool = False) -> dict[str, Any]:
         """Exact small state as plain data: counters, optimizer step counts, schedule, loss scale.

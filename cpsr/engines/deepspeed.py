@@ -28,7 +28,6 @@ from cpsr.engines.deepspeed_muon import muon_of
 from cpsr.engines.deepspeed_offload import warn_of_kept_gradients
 from cpsr.engines.deepspeed_quiet import untimed
 from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
-from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps, repeated_steps
 from cpsr.engines.deepspeed_scalars import EngineScalars
 from cpsr.engines.deepspeed_support import UNMANAGED, require_supported
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
@@ -256,11 +255,6 @@ class DeepSpeedAdapter:
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """Those of the module's parameters."""
         return {self._name(piece): piece.parameter.dtype for piece in master_slices(self._engine.optimizer)}
-
-    def repeated_steps(self) -> DeepSpeedRepeatedSteps | None:
-        """See `EngineAdapter.repeated_steps`."""
-        self._updated()
-        return repeated_steps(self._engine, {name: piece.parameter for name, piece in self._named})
 
     def push_down(self) -> None:
         """Copy the masters into the module's parameters, and wait until they are there; collective under ZeRO."""

@@ -272,9 +272,6 @@ class TorchAdapter:
         """None: the masters are the parameters. A mixed-precision policy of FSDP2 casts them for each forward."""
         return {}
 
-    def repeated_steps(self) -> None:
-        """None: the loop clips by itself, and DDP waits for every gradient."""
-
     def push_down(self) -> None:
         """The masters are the parameters: only what FSDP2 gathered of them before is dropped."""
         self._fully_sharded.reshard()

@@ -5,29 +5,31 @@ operators whose turn it was get the state of that iteration, and those whose tur
 of that iteration. So every forward and backward is that of the first time, and so is every gradient. After the last
 step of the window each operator is what a whole snapshot of that iteration would have held, bit for bit.
 
-Source: moevement, section 3.3. The paper's frozen operators take part in no update; here their update is overwritten,
-and `cpsr.replay.frozen` leaves out their weight gradients where that can be done.
+Source: moevement, section 3.3. The paper's frozen operators take part in no update, and get no weight gradient; here
+both are computed and overwritten (docs/history.md has what leaving them out saved).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from cpsr.checkpoint.memory_reader import OpenState, ages_in_memory
 from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.weight_sample import sampled
 from cpsr.errors import CheckpointError, RecoveryError
-from cpsr.replay.layout import SAMPLED_ELEMENTS, compute_key, sample_key
+from cpsr.job import Job
+from cpsr.replay.schedule import SAMPLED_ELEMENTS, compute_key, sample_key
+from cpsr.replay.stages import Rest, StageLogs, rest_of
 from cpsr.state.codec import same_bits
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["REPEATED", "VOID", "Conversion", "load_window"]
+__all__ = ["Conversion", "Replaying", "load_window"]
 
 _DIFFERS = "Something in the step is not deterministic, or its data, code or libraries are others than before."
-VOID = "is not used again: the next start goes on from another state"
-REPEATED = "is used once more: the next start computes every gradient"
 _WRITES = (
     "It was given its values right after the step, and the loop has written to it since: what the loop does after a "
     "step cannot be repeated so."
@@ -63,8 +65,6 @@ class Conversion:
         first: the iteration that the loop goes on from.
         last: the iteration after which the state is whole.
         anchors: by operator, the iteration at which the window has it whole.
-        outcomes: of the steps after the first iteration, as `RepeatedSteps.outcome` gives them.
-        sealed_in_life: number of the life that took the window.
 
     Raises:
         CheckpointError: the window is no longer whole.
@@ -74,10 +74,7 @@ class Conversion:
         self._window, self._adapter = OpenState(state), adapter
         self._name = state.path.name
         self.anchors: Mapping[str, int] = ages_in_memory(state)
-        scalars = self._window.scalars()
-        self.first, self.last = state.iteration, int(scalars["last"])
-        self.outcomes: list[Any] = scalars.get("outcomes", [])
-        self.sealed_in_life = int(scalars.get("life", -1))
+        self.first, self.last = state.iteration, int(self._window.scalars()["last"])
 
     def small_state(self) -> Any:
         """Of the first iteration."""
@@ -90,12 +87,8 @@ class Conversion:
                 _fill(self._window, self.anchors[name], self.first, iteration, operator, evolving=True)
         self._adapter.push_down()
 
-    def require_same(self, iteration: int, then: str = VOID) -> None:
+    def require_same(self, iteration: int) -> None:
         """Compare the weights with those of the first time, when the loop has finished a repeated iteration.
-
-        Args:
-            iteration: the finished one.
-            then: what an error says of the window.
 
         Raises:
             RecoveryError: they differ: what was repeated is not what was trained.
@@ -112,8 +105,8 @@ class Conversion:
             if not same_bits(values.to(before.device), before.to(values.dtype)):
                 raise RecoveryError(
                     f"iteration {iteration} was repeated from the window of iterations {self.first} to {self.last}, "
-                    f"and {name} is not what it was the first time. {cause} The window ({self._name}) {then}. "
-                    "Set replay.enabled to false if this repeats"
+                    f"and {name} is not what it was the first time. {cause} The window ({self._name}) is not used "
+                    "again: the next start goes on from another state. Set replay.enabled to false if this repeats"
                 )
 
     def _weights(self, name: str, step: int) -> torch.Tensor:
@@ -158,3 +151,118 @@ def _fill(
 def _is_absent(moment: torch.Tensor) -> bool:
     """Whether the optimizer has still to create it: its zeros are one number, which cannot be written."""
     return moment.numel() > 1 and moment.stride() == (0,)
+
+
+class Replaying:
+    """The replay of the window that a life began with, until the state is whole on all ranks.
+
+    This rank computes the iterations again or, in a pipeline, may rest.
+
+    Args:
+        job: this rank's.
+        pool: takes no snapshot while the state is not whole.
+        window: that is replayed, as one of this life.
+        left: the same, as the life before left it.
+        logs: of this rank's stage.
+
+    Attributes:
+        first: iteration that the loop goes on from.
+        last: iteration of the window after which its operators are whole.
+        until: iteration after which the state is whole on all ranks.
+
+    Raises:
+        CheckpointError: the window is damaged.
+    """
+
+    def __init__(self, job: Job, pool: SnapshotPool, window: MemoryState, left: MemoryState, logs: StageLogs) -> None:
+        self._job, self._pool, self._left, self._logs = job, pool, left, logs
+        self._conversion = Conversion(window, job.adapter)
+        self._rest: Rest | None = None
+        self.first, self.last = self._conversion.first, self._conversion.last
+        self._end_at(self.last)
+
+    def rest(self) -> None:
+        """Find which stages of a pipeline need not compute; a collective, once the window is kept on all ranks."""
+        if not self._logs.of_pipeline:
+            return
+        window = self._left, self.last, self._conversion.small_state()
+        rest = self._rest = rest_of(self._job, self._pool, *window, self._logs.upstream)
+        if rest is None:
+            return
+        self._end_at(rest.choice.until)
+        if rest.here:
+            self._logs.repeat(rest)
+        if self._job.group.rank == 0:
+            stages = ", ".join(map(str, rest.choice.stages))
+            message = (
+                f"stages {stages} have the state of iteration {self.until} and rest: the others replay iterations "
+                f"{self.first + 1} to {self.until} from what these had sent"
+            )
+            self._job.journal.event("stages rest", message, self.first)
+
+    def start(self) -> None:
+        """States of the life before are void: the one that this rank rests on is stamped with this life."""
+        if self._rest is not None and self._rest.snapshot is not None:
+            self._pool.seal(self._rest.snapshot, "departure")
+
+    def after_step(self, iteration: int, forget: Callable[[], None]) -> None:
+        """Right after a step, before anything looks at its state.
+
+        Args:
+            iteration: of the step.
+            forget: makes the window void.
+        """
+        if iteration <= self.last and not self.rests:
+            with _void_after_an_error(forget):
+                self._conversion.after_step(iteration)
+        if self._rest is not None and iteration == self.until:
+            self._rest.end(self._job.adapter, self._pool)
+            self._logs.go_on()
+
+    def check(self, iteration: int, forget: Callable[[], None]) -> bool:
+        """At the end of an iteration: compare it with the first time.
+
+        Returns:
+            Whether the state is whole.
+
+        Raises:
+            RecoveryError: see `Conversion.require_same`.
+        """
+        if iteration <= self.last and not self.rests:
+            with _void_after_an_error(forget):
+                self._conversion.require_same(iteration)
+        if iteration < self.until:
+            return False
+        message = f"the iterations from {self.first + 1} to {self.until} are replayed: the state is whole"
+        self._job.journal.event("replayed", message, iteration)
+        return True
+
+    def close(self) -> None:
+        """It has ended, or is given up."""
+        if self._rest is not None and self._rest.snapshot is not None:
+            self._pool.release(self._rest.snapshot)
+            self._logs.go_on()
+        self._pool.obstacle = None
+        self._conversion.close()
+
+    @property
+    def rests(self) -> bool:
+        """Whether this rank computes nothing, until its rest ends."""
+        return self._rest is not None and self._rest.here
+
+    def _end_at(self, until: int) -> None:
+        self.until = until
+        self._pool.obstacle = (
+            f"the state is whole again after iteration {until}: until then the window of iterations {self.first} to "
+            f"{self.last} is replayed"
+        )
+
+
+@contextmanager
+def _void_after_an_error(forget: Callable[[], None]) -> Iterator[None]:
+    """The window is not used again: the next life would fail as this one."""
+    try:
+        yield
+    except BaseException:
+        forget()
+        raise

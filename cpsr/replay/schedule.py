@@ -1,11 +1,28 @@
-"""Which operators each snapshot of a window holds whole."""
+"""Which operators each snapshot of a window holds whole, and where the snapshots of a window lie in their file."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
+
+from cpsr.checkpoint.memory_states import PAGE_BYTES
+from cpsr.checkpoint.parts import REST, Held, Parts
+from cpsr.engines.weight_sample import sampled
 from cpsr.experts.window import sparse_window
-from cpsr.state.shard import Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["Schedule", "has_shifted", "schedule", "units_of", "window_iterations"]
+__all__ = [
+    "SAMPLED_ELEMENTS",
+    "Schedule",
+    "WindowLayout",
+    "compute_key",
+    "has_shifted",
+    "sample_key",
+    "schedule",
+    "units_of",
+    "window_iterations",
+]
 
 # Experts have new turns once the parts of this portion of them have changed by so much (moevement, section 3.5).
 SHIFTED_EXPERTS, SHIFT = 0.25, 0.1
@@ -92,3 +109,137 @@ def _layer_of(operator: str) -> str:
     parts = operator.split(".")[:-1]
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[-1] + 1] if numbers else parts)
+
+
+_ALIGNED = 64  # of each tensor, for views of any type
+# Another training than the first time differs in all weights: so few elements of so few operators show it.
+SAMPLED_OPERATORS, SAMPLED_ELEMENTS = 8, 1024
+
+
+def compute_key(step: int, operator: str) -> str:
+    """Name of an operator's compute weights in a window's file, among what is no operator's."""
+    return f"compute/{step}/{operator}"
+
+
+def sample_key(step: int, operator: str) -> str:
+    """Name of a few weights of an operator that is replayed, as they were the first time."""
+    return f"sample/{step}/{operator}"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One tensor in the file."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, content: torch.Tensor) -> torch.Tensor:
+        return content[self.offset : self.offset + self.bytes].view(self.dtype).view(self.shape)
+
+
+class WindowLayout:
+    """The tensors of a window, snapshot after snapshot.
+
+    Each snapshot holds the operators whose turn it is whole, and of those whose turn comes later the compute weights.
+    Of some whose turn is over it holds a few weights: a replay must give the same. The first one also holds the
+    buffers.
+
+    Args:
+        template: the rank's shard.
+        turns: which operators each snapshot holds whole; every operator once.
+        compute: dtypes of compute weights, of operators whose masters have another one.
+
+    Attributes:
+        turns: as given.
+        bytes: of the file.
+    """
+
+    def __init__(self, template: Shard, turns: Schedule, compute: Mapping[str, torch.dtype]) -> None:
+        self.turns = turns
+        self._template = template
+        self._places: list[dict[str, _Place]] = []
+        self._ends: list[int] = []
+        self._end = 0
+        for step, active in enumerate(turns):
+            self._places.append({})
+            for name in active:
+                self._add(f"param/{name}", template.operators[name].parameter.values)
+                for moment, values in template.operators[name].moments.items():
+                    self._add(f"moment/{moment}/{name}", values)
+            for name, values in template.others.items() if step == 0 else ():
+                self._add(f"other/{name}", values)
+            for name in (name for later in turns[step + 1 :] for name in later):
+                weights = template.operators[name].parameter.values
+                self._add(f"other/{compute_key(step, name)}", weights, compute.get(name, weights.dtype))
+            for name in _spread([name for earlier in turns[:step] for name in earlier]):
+                values = template.operators[name].parameter.values
+                self._add(f"other/{sample_key(step, name)}", sampled(values, SAMPLED_ELEMENTS))
+            self._end = -(-self._end // PAGE_BYTES) * PAGE_BYTES
+            self._ends.append(self._end)
+        self.bytes = self._end
+
+    def _add(self, key: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        place = _Place(-(-self._end // _ALIGNED) * _ALIGNED, dtype or like.dtype, tuple(like.shape))
+        self._places[-1][key] = place
+        self._end = place.offset + place.bytes
+
+    def copies(self, step: int, shard: Shard, content: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Target and source of each tensor of one snapshot, but for the buffers.
+
+        Args:
+            step: from 0.
+            shard: the engine's views.
+            content: all bytes of the file.
+        """
+        tensors = dict(shard.tensors())
+        for key, place in self._places[step].items():
+            if key.startswith("other/compute/"):
+                yield place.view(content), tensors[f"param/{key.split('/', 3)[3]}"]
+            elif key.startswith("other/sample/"):
+                yield place.view(content), sampled(tensors[f"param/{key.split('/', 3)[3]}"], SAMPLED_ELEMENTS)
+            elif not key.startswith("other/"):
+                yield place.view(content), tensors[key]
+
+    def copy_others(self, shard: Shard, content: torch.Tensor) -> None:
+        """Copy the buffers, which the next forward changes; on a GPU in the order of the current stream."""
+        with torch.no_grad():
+            for name, values in shard.others.items():
+                self._places[0][f"other/{name}"].view(content).copy_(values, non_blocking=True)
+
+    def copied_bytes(self, step: int) -> int:
+        """Bytes of one snapshot."""
+        return sum(place.bytes for place in self._places[step].values())
+
+    def held(self, content: torch.Tensor) -> Held:
+        """What the file holds, by snapshot; nothing yet."""
+        tensors = [(key, place.offset, place.bytes) for places in self._places for key, place in places.items()]
+        units = {name: f"snapshot {step}" for step, active in enumerate(self.turns) for name in active}
+        return Held(Parts(tensors, self.bytes, units), content)
+
+    def taken(self, held: Held, step: int, iteration: int) -> None:
+        """A snapshot is complete: hash it."""
+        held.fill([REST, f"snapshot {step}"] if step == 0 else [f"snapshot {step}"], iteration)
+        begin = self._ends[step - 1] if step else 0
+        held.hash_between(begin, self._ends[step])
+
+    def shard(self, content: torch.Tensor) -> Shard:
+        """Views of all of it: every operator, and the rest with the compute weights."""
+        views = {key: place.view(content) for places in self._places for key, place in places.items()}
+        operators = {}
+        for name, operator in self._template.operators.items():
+            one = operator.parameter
+            parameter = ParamSlice(views[f"param/{name}"], one.global_shape, one.offset, one.block)
+            moments = {moment: views[f"moment/{moment}/{name}"] for moment in operator.moments}
+            operators[name] = OperatorState(name, parameter, moments, 0)
+        return Shard(operators, {key[6:]: view for key, view in views.items() if key.startswith("other/")})
+
+
+def _spread(names: list[str]) -> list[str]:
+    """A few of them, from all over."""
+    count = min(len(names), SAMPLED_OPERATORS)
+    return [names[place * len(names) // count] for place in range(count)]

@@ -15,12 +15,10 @@ from cpsr.engines.moe.naming import experts_of
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.copy_budget import CopyBudget
 from cpsr.job import Job
-from cpsr.replay.frozen import FrozenGradients
-from cpsr.replay.layout import WindowLayout
+from cpsr.replay.conversion import Replaying
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
-from cpsr.replay.replaying import Replaying
-from cpsr.replay.schedule import has_shifted, schedule, units_of, window_iterations
-from cpsr.replay.stage_logs import StageLogs
+from cpsr.replay.schedule import WindowLayout, has_shifted, schedule, units_of, window_iterations
+from cpsr.replay.stages import StageLogs
 
 __all__ = ["Windows"]
 
@@ -47,7 +45,6 @@ class Windows:
         self._popularity: Mapping[str, float] = {}
         self._order_units()
         self._replaying: Replaying | None = None
-        self._frozen = FrozenGradients(job)
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = PAGE_BYTES + self._layout.bytes
         files = _files(job, self.file_bytes)
@@ -84,7 +81,7 @@ class Windows:
         state = memory_state(path)
         if state is None or left is None:
             raise CheckpointError(f"{path} holds no window any more")
-        replaying = self._replaying = Replaying(self._job, self._pool, state, left, self._frozen, self._logs)
+        replaying = self._replaying = Replaying(self._job, self._pool, state, left, self._logs)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(replaying.last - replaying.first + 1)
             self._agreed = -1, len(self._layout.turns)
@@ -142,7 +139,6 @@ class Windows:
         """Right after a step, before anything looks at its state."""
         if self._replaying is not None:
             self._replaying.after_step(iteration, self._forget_windows)
-        self._frozen.after_step(iteration)
 
     def ends_after(self, iteration: int) -> bool:
         """Whether a window ends with this iteration; the same on all ranks, right after the step."""
@@ -175,7 +171,7 @@ class Windows:
             return None
         step = self._step(iteration)
         if step > 0:
-            return self._recorder.take(step, iteration, self._frozen.outcome, send=send)
+            return self._recorder.take(step, iteration, send=send)
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
             self._logs.keep(self._recorder.files * len(self._layout.turns))
@@ -222,7 +218,6 @@ class Windows:
         """Let the memory go; see `MemoryFile.close`."""
         self._end_replay()
         self._logs.close(remove=remove)
-        self._frozen.close()
         if self._recorder is not None:
             self._recorder.close(remove=remove)
 

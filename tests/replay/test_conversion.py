@@ -14,6 +14,11 @@ SETTINGS = {
     "replay": {"enabled": True, "window_iterations": 4},
 }
 MIXTURE: dict[str, Any] = {"expert_parallel": 2, "zero": 1}
+# Gradients are clipped. The loss scale doubles after every second step, until a step overflows and halves it.
+OVERFLOWING = {
+    "gradient_clipping": 0.05,
+    "fp16": {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 1},
+}
 STAGES: dict[str, Any] = {**MIXTURE, "precision": "bf16", "ranks": 4, "stages": 2, "micro_batches": 2}
 
 
@@ -24,6 +29,9 @@ STAGES: dict[str, Any] = {**MIXTURE, "precision": "bf16", "ranks": 4, "stages": 
         pytest.param({"expert_parallel": 1, "zero": 2}, "step:all:24", marks=pytest.mark.slow, id="mixture, zero 2"),
         pytest.param({"expert_parallel": 2, "zero": 0}, "step:all:23", marks=pytest.mark.slow, id="mixture, zero 0"),
         pytest.param({"expert_parallel": 2, "zero": 2}, "step:1:21", marks=pytest.mark.slow, id="one rank killed"),
+        pytest.param(
+            {"zero": 2, "precision": "fp16", "optimizer": OVERFLOWING}, "step:all:22", id="clipped, with overflows"
+        ),
         pytest.param({"zero": 2, "micro_batches": 2}, "step:all:22", marks=pytest.mark.slow, id="accumulation"),
         pytest.param({"zero": 1, "stages": 2, "micro_batches": 2}, "step:1:22", marks=pytest.mark.slow, id="pipeline"),
         pytest.param(STAGES, "step:2:22", id="mixture in stages"),

@@ -14,8 +14,8 @@ from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import verify_memory_state
 from cpsr.checkpoint.memory_states import memory_state, memory_states
 from cpsr.replay.conversion import load_window
-from cpsr.replay.layout import WindowLayout
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Recorder
+from cpsr.replay.schedule import WindowLayout
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 RUN_ID = "0123abcd"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.replay.resting import Choice, Kept, choose
+from cpsr.replay.stages import Choice, Kept, choose
 
 LAST = 20
 KEPT = st.builds(
