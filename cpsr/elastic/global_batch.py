@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import RecoveryError
-from cpsr.state.loader_dealing import GlobalBatches
+from cpsr.state.loader_passes import GlobalBatches
 
 __all__ = ["GlobalBatch"]
 

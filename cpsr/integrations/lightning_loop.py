@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.state.codec import same
 from cpsr.state.loader import ResumableLoader
-from cpsr.state.loader_contents import order_generators
-from cpsr.state.loader_parts import length_of
+from cpsr.state.loader_parts import length_of, order_generators
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
 __all__ = ["TrainingData", "require_followed", "require_supported", "run_closure_first"]

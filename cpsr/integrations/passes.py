@@ -16,7 +16,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SeedableR
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from cpsr.state.loader import ResumableLoader
-from cpsr.state.loader_dealing import GlobalBatches
+from cpsr.state.loader_passes import GlobalBatches
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
 __all__ = ["Passes", "order_of_the_pass"]

@@ -25,8 +25,8 @@ from cpsr.saving.draws import Draw, Draws, HostRandomStates
 from cpsr.saving.hyperparameters import Hyperparameters
 from cpsr.state import codec
 from cpsr.state.frozen import FrozenWeights
-from cpsr.state.loader import LoaderHooks, ResumableLoader, is_repeating
-from cpsr.state.loader_contents import difference_of_data, recognisable
+from cpsr.state.loader import LoaderHooks, ResumableLoader
+from cpsr.state.loader_parts import difference_of_data, is_repeating, recognisable
 from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
 from cpsr.state.scalars import DataPosition, Scalars, restore_host_rng

@@ -11,7 +11,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -20,25 +20,33 @@ import torch
 from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
-from cpsr.state.loader_contents import data_generators, order_generators
-from cpsr.state.loader_dealing import Dealing, RestOfPass, dealt
+from cpsr.state.codec import same
 from cpsr.state.loader_parts import (
     Calls,
+    data_generators,
     has_persistent_workers,
     index_sampler,
     is_plain,
     is_repeating,
     length_of,
+    order_generators,
     with_epochs,
 )
-from cpsr.state.loader_skipping import after_failure, load_again, skipped, warn_of_other_length
+from cpsr.state.loader_passes import (
+    Dealing,
+    after_failure,
+    dealt,
+    load_again,
+    rest_of_pass,
+    skipped,
+    warn_of_other_length,
+)
 from cpsr.state.loader_state import LoaderState, has_more
-from cpsr.state.loader_workers import prepared_workers, seeded_before
+from cpsr.state.loader_workers import InTurn, WithState, workers_of_stream
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
 from cpsr.state.stateful import Stateful
-from cpsr.state.worker_random_states import Follower, InTurn, WithState, followed
 
-__all__ = ["LoaderHooks", "ResumableLoader", "is_repeating"]
+__all__ = ["LoaderHooks", "ResumableLoader"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +56,6 @@ CLOSED = (
     "call its resume()"
 )
 CONTINUED = "cpsr_continued"  # set on a loader, a pass of which was continued with other workers than its own
-_DRAWN = ("host", "generators")  # of what is captured at the start of a pass: random states
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,6 @@ class LoaderHooks:
     on_end: Callable[[bool], object] = lambda last: None
     before_batch: Callable[[], None] = lambda: None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-NO_HOOKS = LoaderHooks()
 
 
 class ResumableLoader(Iterator[Any]):
@@ -106,15 +110,11 @@ class ResumableLoader(Iterator[Any]):
         *,
         until_epoch: int | None,
         sets_epoch: bool = True,
-        hooks: LoaderHooks = NO_HOOKS,
+        hooks: LoaderHooks | None = None,
         after: "ResumableLoader | None" = None,
     ) -> None:
-        given = loader
-        if is_repeating(loader):
-            repeating: Any = loader
-            loader = repeating.loader
-        self.loader = given
-        self._loader = loader
+        self.loader = loader
+        self._loader = loader = getattr(loader, "loader", loader) if is_repeating(loader) else loader
         self._base: Any = getattr(loader, "base", loader)  # whose workers load the batches
         self._length = length_of(loader)
         # Of the first stream of a loader: later ones may have been made by the data set, and after a restart are not.
@@ -126,7 +126,7 @@ class ResumableLoader(Iterator[Any]):
         # Of the iterator, and after a pass of the last one.
         self._workers: InTurn | None = None if after is None else after._workers_after()
         self._follows_a_pass = after is not None
-        self._hooks = hooks
+        self._hooks = hooks = LoaderHooks() if hooks is None else hooks
         self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
         self._iterator: Iterator[Any] | None = None
         self._ended: str | None = None  # why it gives no more batches
@@ -134,7 +134,6 @@ class ResumableLoader(Iterator[Any]):
         self.left = False
         self._newest: dict[str, Any] | None = None  # state of the loader
         self._iterated = False  # a `for` loop has begun the current pass
-        self._untold_epoch: int | None = None  # that an earlier version began without a word to the data set
         self.position = self._normalised(position)
         self._moved = position.states is not None
         self._until_epoch = until_epoch
@@ -270,7 +269,7 @@ class ResumableLoader(Iterator[Any]):
             )
         if self._thread not in (None, threading.get_ident()):  # it fetches ahead, maybe in this moment
             return replace(position, loader=None, workers=None)
-        loader = self._state.take(position, between=between) if not between or self._follows_a_pass else None
+        loader = self._state.capture(position, between=between) if not between or self._follows_a_pass else None
         if loader is not None:
             loader["generators"] = _states(self._generators)
             self._newest = loader
@@ -320,8 +319,6 @@ class ResumableLoader(Iterator[Any]):
             if position.states_epoch == position.epoch:
                 self._restore_epoch(position.states)
             if position.states_epoch == position.epoch and (position.batch or position.states.get("begun")):
-                if "epochs_of_data" not in position.states:
-                    self._untold_epoch = position.epoch
                 iterator = self._pass(position.epoch, skip=position.batch, workers=position.workers)
                 self._hooks.on_positioned()
                 return iterator
@@ -372,7 +369,7 @@ class ResumableLoader(Iterator[Any]):
             self._restore_epoch(target.states)
         self._set_epoch(saved["epoch"])
         self._state.load(saved)
-        with self._following(WithState(), saved["epoch"]):
+        with self._starting_workers(saved["epoch"], WithState()):
             iterator = self._state.iterate(saved)
         if self._state.is_torchdata:
             self._restore_generators(saved["generators"])
@@ -382,7 +379,7 @@ class ResumableLoader(Iterator[Any]):
         self._set_epoch(saved["epoch"])
         self._state.load(saved)
         if self._state.is_torchdata and not has_persistent_workers(self._loader):
-            with self._following(WithState(), saved["epoch"]):
+            with self._starting_workers(saved["epoch"], WithState()):
                 self._state.iterate(saved)  # draws the seeds of the last pass once more, maybe from its generator
         self._restore_generators(saved["generators"])
         self._hooks.on_positioned()
@@ -400,7 +397,7 @@ class ResumableLoader(Iterator[Any]):
         """Inside, the loader of another package begins the current pass, or continues it with workers of its own."""
         if continued and has_persistent_workers(self._base):
             setattr(self._base, CONTINUED, True)
-        return seeded_before(not self._draws_seed(self.position.epoch))
+        return self._starting_workers(self.position.epoch)
 
     def _draws_seed(self, epoch: int) -> bool:
         """Whether a run that nothing disturbs draws a seed for the loader's workers at the beginning of this pass."""
@@ -419,6 +416,41 @@ class ResumableLoader(Iterator[Any]):
             self.position = self.position.after_a_batch()
             batches -= 1
 
+    def _open_without_states(self, position: DataPosition) -> Iterator[Any]:
+        """Continue where the random states of the pass are lost."""
+        states = self._capture()
+        iterator = self._undrawn_rest(position, states) if position.batch else self._pass(position.epoch)
+        self._hooks.on_positioned()
+        self.position = replace(self.position, states=states, states_epoch=position.epoch)
+        return iterator
+
+    def _undrawn_rest(self, position: DataPosition, states: dict[str, Any]) -> Iterator[Any]:
+        """The rest of a pass, if the batches before it are not drawn from random states.
+
+        Raises:
+            RecoveryError: they are, or that cannot be seen: some data would be repeated, and other left out.
+        """
+        if position.states is not None and position.states_epoch == position.epoch:
+            self._restore_epoch(position.states)
+        plain, iterator = is_plain(self._loader), None
+        if is_plain(self._loader):
+            self._set_epoch(position.epoch)
+            next(islice(index_sampler(self._loader), position.batch - 1, None), None)
+        elif not isinstance(self._loader, DataLoader):
+            iterator = self._pass(position.epoch, position.batch)
+        after = self._capture()
+        drawn = not same([states["host"], states["generators"]], [after["host"], after["generators"]])
+        # Other DataLoaders draw a seed for each pass, which their data may depend on.
+        if drawn or (iterator is None and not plain):
+            raise RecoveryError(
+                f"the order of pass {position.epoch} is lost: the data loader draws it from random states, and the "
+                f"checkpoint that training would go on from keeps the weights alone. After {position.batch} batches of "
+                "that pass, some data would be repeated and other left out, so nothing was trained. Give resume() a "
+                "loader whose order is its own, as that of a DistributedSampler; or start a new run from the weights, "
+                "which 'cpsr export --format safetensors' writes"
+            )
+        return self._pass(position.epoch, position.batch) if iterator is None else iterator
+
     def _pass(self, epoch: int, skip: int = 0, workers: dict[str, Any] | None = None) -> Iterator[Any]:
         """Iterate over a pass without its first batches.
 
@@ -429,23 +461,23 @@ class ResumableLoader(Iterator[Any]):
         """
         self._set_epoch(epoch)
         if not is_plain(self._loader):
-            with self._following(WithState() if self._state.usable else None, epoch):
+            with self._starting_workers(epoch, WithState() if self._state.usable else None):
                 iterator = iter(self._loader)
             if not isinstance(self._loader, Calls):
                 next(islice(iterator, skip, skip), None)
             return iterator
-        rest = self._rest_of_pass(epoch)
-        if rest is not None:
+        dealing = Dealing.saved_in(self.position)
+        if dealing is not None and dealing.samples and epoch == self.position.epoch:  # begun on other ranks
             self._workers = None
-            with self._following(None, epoch):
-                return skipped(self._loader, skip - rest[0], rest[1])
+            with self._starting_workers(epoch):
+                return skipped(self._loader, skip - dealing.first_batch, rest_of_pass(self._loader, dealing.samples))
         loader, first, resumed = self._loader, skip, None
         if loader.num_workers and workers is not None and workers["epoch"] == epoch:
             ahead = skip - workers["batch"]
             if workers["workers"] == loader.num_workers and 0 <= ahead < loader.num_workers:
                 first, resumed = workers["batch"], workers["states"]
         follower = InTurn(loader, first, resumed) if loader.num_workers and getattr(loader, "in_order", True) else None
-        with self._following(follower, epoch):
+        with self._starting_workers(epoch, follower):
             iterator = skipped(loader, first) if first else iter(loader)
         self._workers = getattr(iterator, "follower", None)
         if self._workers is not None and self._workers is not follower:
@@ -453,20 +485,9 @@ class ResumableLoader(Iterator[Any]):
         load_again(iterator, skip - first)
         return iterator
 
-    def _rest_of_pass(self, epoch: int) -> tuple[int, RestOfPass] | None:
-        """Where ranks of another number began the current pass: its first batch for these, and what deals the rest."""
-        dealing = Dealing.saved_in(self.position)
-        if dealing is None or not dealing.samples or epoch != self.position.epoch or not is_plain(self._loader):
-            return None
-        return dealing.first_batch, RestOfPass(self._loader, dealing.samples)
-
-    def _following(self, follower: Follower | None, epoch: int) -> AbstractContextManager[object]:
-        """Workers that start inside, for this pass, keep their random states."""
-        inside = ExitStack()
-        inside.enter_context(prepared_workers())
-        inside.enter_context(seeded_before(not self._draws_seed(epoch)))
-        inside.enter_context(followed(follower))
-        return inside
+    def _starting_workers(self, epoch: int, follower: InTurn | WithState | None = None) -> AbstractContextManager[None]:
+        """Workers that start inside, for this pass, survive SIGTERM; `follower` keeps their random states."""
+        return workers_of_stream(seeded_before=not self._draws_seed(epoch), follower=follower)
 
     def _walk(self, epoch: int) -> None:
         """Run through a whole pass without loading it, to bring the generators to their states after it."""
@@ -483,7 +504,7 @@ class ResumableLoader(Iterator[Any]):
     def _set_epoch(self, epoch: int) -> None:
         """Tell the pass to the samplers and the data set, which may have another length in each."""
         if self._sets_epoch:
-            for holder in with_epochs(self._loader, of_data=epoch != self._untold_epoch):
+            for holder in with_epochs(self._loader):
                 holder.set_epoch(epoch)
         self._length = length_of(self._loader)
         if epoch == self.position.epoch:
@@ -491,8 +512,7 @@ class ResumableLoader(Iterator[Any]):
             self.position = replace(self.position, batches_per_epoch=self._length)
 
     def _capture(self) -> dict[str, Any]:
-        generators = _states(self._generators)
-        return {"host": capture_host_rng(), "generators": generators, "epochs": self._epochs(), "epochs_of_data": True}
+        return {"host": capture_host_rng(), "generators": _states(self._generators), "epochs": self._epochs()}
 
     def data_states(self) -> dict[str, Any]:
         """States of the generators that the data set keeps, for the next batch; in worker processes they are others."""
@@ -519,7 +539,7 @@ class ResumableLoader(Iterator[Any]):
     def _restore_epoch(self, states: dict[str, Any]) -> None:
         """Continue a pass in its own order, even if the user's loop has set another epoch."""
         saved = states.get("epochs", [])
-        now = self._epochs()[: len(saved)]  # earlier versions saved those of samplers alone, which come first
+        now = self._epochs()
         if self._sets_epoch or now == saved or len(set(saved)) != 1:
             return
         logger.warning(

@@ -1,25 +1,45 @@
-"""What a loader is made of: its length, its samplers and generators, and what is told the number of the pass."""
+"""What a loader is made of: its length, samplers and generators, and values by which its data are recognised."""
 
-from collections.abc import Callable, Iterable, Iterator, Sized
-from itertools import repeat
+import random
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import partial
+from itertools import islice
 from typing import Any, TypeGuard
 
+import numpy
+import torch
+import xxhash
 from torch.utils.data import DataLoader, IterableDataset
+
+from cpsr.state.stateful import Stateful, stateful
 
 __all__ = [
     "Calls",
+    "data_generators",
+    "difference_of_data",
     "has_own_iteration",
     "has_persistent_workers",
     "index_sampler",
     "is_a",
-    "is_hugging_face",
     "is_plain",
     "is_repeating",
     "iterable_of",
     "length_of",
-    "samplers_of",
+    "order_generators",
+    "recognisable",
     "with_epochs",
 ]
+
+_DEPTH_MAX = 5
+_OBJECTS_MAX = 2000
+_ITEMS_MAX = 64  # of a container, that are looked into
+_SAMPLED = 16  # values of a sequence
+_PARTS_MAX = 8  # sequences of a data set
+_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+_CLOSED: tuple[type[Any], ...] = (types.ModuleType, type, str, bytes, int, float, complex)
+_CLOSED += (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, numpy.ndarray)
+_OURS = ("cpsr.recovery", "cpsr.life", "cpsr.engines")
 
 
 class Calls(Iterable[Any]):
@@ -29,7 +49,12 @@ class Calls(Iterable[Any]):
         self.draw = draw
 
     def __iter__(self) -> Iterator[Any]:
-        return map(_call, repeat(self.draw))
+        while True:
+            try:
+                batch = self.draw()
+            except StopIteration:
+                return
+            yield batch
 
 
 def iterable_of(loader: Iterable[Any] | Callable[[], Any]) -> Iterable[Any]:
@@ -39,10 +64,6 @@ def iterable_of(loader: Iterable[Any] | Callable[[], Any]) -> Iterable[Any]:
     if isinstance(loader, Iterable) or hasattr(loader, "__getitem__") or not callable(loader):
         return loader  # type: ignore[return-value]  # a sequence iterates by its indices
     return Calls(loader)
-
-
-def _call(draw: Callable[[], Any]) -> Any:
-    return draw()
 
 
 def is_repeating(loader: Any) -> bool:
@@ -55,11 +76,6 @@ def is_a(given: Any, package: str, name: str) -> bool:
     return any(
         base.__name__ == name and f"{base.__module__}.".startswith(f"{package}.") for base in type(given).__mro__
     )
-
-
-def is_hugging_face(given: Any) -> bool:
-    """Whether this is an iterable dataset of the package `datasets`."""
-    return is_a(given, "datasets", "IterableDataset")
 
 
 def has_persistent_workers(loader: Any) -> bool:
@@ -93,7 +109,13 @@ def index_sampler(loader: DataLoader[Any]) -> Iterable[Any]:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def samplers_of(loader: Iterable[Any]) -> list[Any]:
+def with_epochs(loader: Iterable[Any]) -> list[Any]:
+    """The samplers and the data set that have `set_epoch`."""
+    dataset = [loader.dataset] if isinstance(loader, DataLoader) else []
+    return [one for one in (*_samplers_of(loader), *dataset) if callable(getattr(one, "set_epoch", None))]
+
+
+def _samplers_of(loader: Iterable[Any]) -> list[Any]:
     """What decides the order of a loader; the loader itself where it is no DataLoader."""
     if not isinstance(loader, DataLoader):
         return [loader]
@@ -101,7 +123,141 @@ def samplers_of(loader: Iterable[Any]) -> list[Any]:
     return [item for item in (loader.sampler, loader.batch_sampler, inner) if item is not None]
 
 
-def with_epochs(loader: Iterable[Any], *, of_data: bool = True) -> list[Any]:
-    """The samplers and, if `of_data`, the data set that have `set_epoch`."""
-    dataset = [loader.dataset] if of_data and isinstance(loader, DataLoader) else []
-    return [one for one in (*samplers_of(loader), *dataset) if callable(getattr(one, "set_epoch", None))]
+# Generators and data in attributes, containers and closures
+
+
+def order_generators(loader: Iterable[Any]) -> dict[str, Stateful]:
+    """Generators that a pass draws its order from, by their place: those of the loader and its samplers."""
+    of_data = {id(one) for _, one in _found(_data_roots(loader), _is_generator)}
+    roots: list[tuple[str, Any]] = []
+    if not isinstance(loader, Calls):
+        own = getattr(loader, "generator", None)
+        roots = [("generator", own)] + [(type(one).__name__, one) for one in _samplers_of(loader)]
+    return {name: stateful(name, one) for name, one in _found(roots, _is_generator) if id(one) not in of_data}
+
+
+def data_generators(loader: Iterable[Any]) -> dict[str, Stateful]:
+    """Generators that are drawn from when a batch is loaded: those of the data set, of collate_fn, of a function."""
+    return {name: stateful(name, one) for name, one in _found(_data_roots(loader), _is_generator)}
+
+
+def recognisable(loader: Iterable[Any], registered: Iterable[Any] = ()) -> dict[str, Any] | None:
+    """The number of rows of a map-style data set, and a few values of the sequences that it keeps, as plain data.
+
+    No row is read, and no code of the data set is called but its `__len__`.
+
+    Args:
+        loader: any; None is returned where it is no `DataLoader` over a map-style data set.
+        registered: objects whose state a restart restores.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    dataset: Any = loader.dataset
+    found = _found([("dataset", dataset)], _is_sequence, without=registered)
+    parts = ((name, sampled) for name, one in found if (sampled := _sampled(one)) is not None)
+    rows = len(dataset) if isinstance(dataset, Sized) else None
+    return {"rows": rows, "parts": dict(islice(parts, _PARTS_MAX))}
+
+
+def difference_of_data(before: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
+    """How the data of a run differ from those that it began its pass with, for people; None: in nothing known."""
+    if before is None or now is None:
+        return None
+    if None not in (before["rows"], now["rows"]) and before["rows"] != now["rows"]:
+        return f"the data set has {now['rows']} rows, and had {before['rows']}"
+    for name, values in now["parts"].items():
+        if name in before["parts"] and not _alike(before["parts"][name], values):
+            return f"{name} has other values than before, or the same in another order"
+    return None
+
+
+def _data_roots(loader: Iterable[Any]) -> list[tuple[str, Any]]:
+    if isinstance(loader, Calls):
+        return [("function", loader.draw)]
+    if isinstance(loader, DataLoader):
+        return [("dataset", loader.dataset), ("collate_fn", loader.collate_fn)]
+    return []
+
+
+def _is_generator(one: Any) -> bool:
+    shared = random._inst, numpy.random.mtrand._rand, torch.default_generator
+    return isinstance(one, _GENERATORS) and all(one is not other for other in shared)
+
+
+def _is_sequence(one: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.layout == torch.strided and not one.is_complex() and one.device.type != "meta" and one.numel() > 1
+    if isinstance(one, numpy.ndarray):
+        return one.dtype.kind in "biuf" and one.size > 1
+    return isinstance(one, list | tuple) and len(one) > 1
+
+
+def _found(
+    roots: Iterable[tuple[str, Any]], wanted: Callable[[Any], bool], without: Iterable[Any] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Objects in attributes and containers, nearest first, each once."""
+    kept = list(without)  # alive: ids stay their own
+    seen, layer, left = {id(one) for one in kept}, list(roots), _OBJECTS_MAX
+    for _ in range(_DEPTH_MAX):
+        following: list[tuple[str, Any]] = []
+        for name, one in layer:
+            if id(one) in seen or one is None or left <= 0:
+                continue
+            seen.add(id(one))
+            kept.append(one)
+            left -= 1
+            if wanted(one):
+                yield name, one
+            if not isinstance(one, (*_CLOSED, *_GENERATORS)) and not type(one).__module__.startswith(_OURS):
+                following += _inside(name, one)
+        layer = following
+
+
+def _inside(name: str, one: Any) -> list[tuple[str, Any]]:
+    if isinstance(one, dict):
+        return [(f"{name}[{key!r}]", value) for key, value in list(one.items())[:_ITEMS_MAX]]
+    if isinstance(one, list | tuple):
+        return [(f"{name}[{index}]", value) for index, value in enumerate(one[:_ITEMS_MAX])]
+    if isinstance(one, types.MethodType):
+        return [(name, one.__self__), (name, one.__func__)]
+    if isinstance(one, partial):
+        return [(name, one.func), (name, one.args), (name, one.keywords)]
+    if isinstance(one, types.FunctionType):
+        named = {key: one.__globals__[key] for key in one.__code__.co_names if key in one.__globals__}
+        cells = zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)
+        return [*named.items(), *((key, cell.cell_contents) for key, cell in cells if cell != types.CellType())]
+    return [(f"{name}.{key}", value) for key, value in getattr(one, "__dict__", {}).items()]
+
+
+def _sampled(one: Any) -> list[float] | str | None:
+    """Values of a few places, spread over the sequence; None where they cannot be told."""
+    if isinstance(one, torch.Tensor | numpy.ndarray):
+        size = one.numel() if isinstance(one, torch.Tensor) else one.size
+        places = torch.linspace(0, size - 1, _SAMPLED, dtype=torch.float64).long()
+        if isinstance(one, torch.Tensor):
+            flat = one.detach().reshape(-1) if one.is_contiguous() else None
+            return None if flat is None else flat[places.to(flat.device)].double().cpu().tolist()
+        flat_values = one.reshape(-1) if one.flags.c_contiguous else None
+        return None if flat_values is None else flat_values[places.numpy()].astype(float).tolist()
+    step = (len(one) - 1) / (_SAMPLED - 1)
+    plain = [_plain(one[round(place * step)]) for place in range(_SAMPLED)]
+    return None if None in plain else xxhash.xxh3_64_hexdigest("\0".join(map(str, plain)).encode())
+
+
+def _plain(value: Any) -> str | None:
+    """A value that is the same in every process; of a path its last part."""
+    if isinstance(value, str):
+        return value.rsplit("/", 1)[-1]
+    if isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, list | tuple) and len(value) <= _ITEMS_MAX:
+        parts = [_plain(one) for one in value]
+        return None if None in parts else "\1".join(map(str, parts))
+    return None
+
+
+def _alike(before: Any, now: Any) -> bool:
+    """Whether samples are equal; numbers but for what another machine may compute otherwise."""
+    if isinstance(before, str) or isinstance(now, str):
+        return bool(before == now)
+    return len(before) == len(now) and bool(numpy.allclose(before, now, rtol=1e-3, atol=1e-6, equal_nan=True))

@@ -16,14 +16,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 from cpsr.errors import RecoveryError, UnsupportedEngineError
 from cpsr.state import codec
-from cpsr.state.loader_parts import has_own_iteration, has_persistent_workers, index_sampler, is_a, is_hugging_face
+from cpsr.state.loader_parts import has_own_iteration, has_persistent_workers, index_sampler, is_a
 from cpsr.state.scalars import DataPosition
 
 __all__ = ["LoaderState", "has_more", "report_once"]
 
 logger = logging.getLogger(__name__)
 
-_BATCHES_ARE_SKIPPED = "After a restart its batches are skipped one by one."
 _OF_DATASET = ("dataset_state", "dataset_iter_state")  # in the state of a StatefulDataLoader
 _NOTHING = object()
 
@@ -41,10 +40,11 @@ class LoaderState:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
+        self._dataset = loader.dataset if isinstance(loader, DataLoader) else loader
         self.is_torchdata = is_a(loader, "torchdata", "StatefulDataLoader")
         self.was_loaded = False
         self._holder = _holder(loader)
-        if self._holder is not None and (obstacle := _obstacle(loader)) is not None:
+        if self._holder is not None and (obstacle := self._obstacle()) is not None:
             self._give_up(obstacle)
 
     @property
@@ -52,14 +52,17 @@ class LoaderState:
         """Whether the loader has a state that continues a pass exactly."""
         return self._holder is not None
 
-    def take(self, position: DataPosition, *, between: bool) -> dict[str, Any] | None:
+    def capture(self, position: DataPosition, *, between: bool) -> dict[str, Any] | None:
         """The state after the last batch that was yielded, as plain data and tensors; None where there is none.
 
         Args:
             position: that of the batch.
             between: the pass is over, and the next has not begun.
         """
-        if self._holder is None or (between and _is_of_one_pass(self._loader)):
+        streams = isinstance(self._dataset, IterableDataset)
+        workers = getattr(self._loader, "num_workers", 0)
+        of_one_pass = streams and workers and not has_persistent_workers(self._loader)  # nothing of it goes on
+        if self._holder is None or (between and of_one_pass):
             return None
         name = type(self._holder).__name__
         try:
@@ -74,17 +77,11 @@ class LoaderState:
             return None
         if not state:
             return None
-        if self.is_torchdata and isinstance(_dataset(self._loader), IterableDataset) and not _is_of_dataset(state):
-            self._give_up(f"the {type(_dataset(self._loader)).__name__} has neither state_dict nor load_state_dict.")
+        if self.is_torchdata and streams and not _is_of_dataset(state):
+            self._give_up(f"the {type(self._dataset).__name__} has neither state_dict nor load_state_dict.")
             return None
-        return {
-            "state": state,
-            "batches": position.batches,
-            "epoch": position.epoch,
-            "batch": position.batch,
-            "between": between,
-            "workers": getattr(self._loader, "num_workers", 0),
-        }
+        of_batch = {"batches": position.batches, "epoch": position.epoch, "batch": position.batch}
+        return {"state": state, **of_batch, "between": between, "workers": workers}
 
     def continues(self, saved: dict[str, Any] | None, position: DataPosition) -> bool:
         """Whether the loader can be brought to a position from a saved state; False: it is skipped to it."""
@@ -96,7 +93,7 @@ class LoaderState:
             )
             return False
         if isinstance(self._loader, DataLoader) and self._loader.num_workers != saved["workers"]:
-            if isinstance(self._loader.dataset, IterableDataset):
+            if isinstance(self._dataset, IterableDataset):
                 raise RecoveryError(
                     f"the data loader has {self._loader.num_workers} workers, and had {saved['workers']} when its "
                     "state was saved: their data cannot be divided anew in the middle of a pass. Nothing was trained, "
@@ -132,8 +129,7 @@ class LoaderState:
                 iterator = has_more(iterator) or iter(())
         except Exception as error:  # StatefulDataLoader looks at the state here
             raise self._refused(saved, error) from error
-        dataset = _dataset(self._loader)
-        return _forgetting(iterator, dataset) if is_hugging_face(dataset) else iterator
+        return iterator
 
     def _give_up(self, why: str) -> None:
         self._holder = None
@@ -147,11 +143,30 @@ class LoaderState:
             "skipped one by one, as torch's DataLoader"
         )
 
+    def _obstacle(self) -> str | None:
+        """Why a state would not continue a pass exactly; None where it does."""
+        loader = self._loader
+        if is_a(self._dataset, "datasets", "IterableDataset"):
+            return "the state of a Hugging Face dataset leaves out what is in a shuffle buffer."
+        if not isinstance(loader, DataLoader):
+            return None
+        if loader.num_workers and not getattr(loader, "in_order", True):
+            return "with in_order=False the state of a data loader is not that of the batches that it has yielded."
+        if isinstance(loader.dataset, IterableDataset) or not self.is_torchdata:
+            return None
+        return _order_obstacle(loader)
+
 
 def has_more(iterator: Iterator[Any]) -> Iterator[Any] | None:
     """The same batches, of which the first is fetched; None where there are none."""
     first = next(iterator, _NOTHING)
     return None if first is _NOTHING else chain([first], iterator)
+
+
+@cache
+def report_once(why: str) -> None:
+    """Warn that batches will be skipped one by one, and why."""
+    logger.warning("%s After a restart its batches are skipped one by one.", why)
 
 
 def _is_of_dataset(state: dict[str, Any]) -> bool:
@@ -164,25 +179,6 @@ def _is_of_dataset(state: dict[str, Any]) -> bool:
         for name, part in state.items()
         if name in _OF_DATASET or isinstance(part, dict)
     )
-
-
-def _is_of_one_pass(loader: Any) -> bool:
-    """Whether nothing of the state goes on in the next pass."""
-    if has_persistent_workers(loader):
-        return False
-    dataset = _dataset(loader)
-    in_workers = bool(getattr(loader, "num_workers", 0)) and isinstance(dataset, IterableDataset)
-    return in_workers or is_hugging_face(dataset)
-
-
-def _dataset(loader: Iterable[Any]) -> Any:
-    return loader.dataset if isinstance(loader, DataLoader) else loader
-
-
-@cache
-def report_once(why: str) -> None:
-    """Warn that batches will be skipped one by one, and why."""
-    logger.warning("%s %s", why, _BATCHES_ARE_SKIPPED)
 
 
 def _holder(loader: Iterable[Any]) -> Any:
@@ -212,43 +208,6 @@ def _has_state(given: Any) -> bool:
     return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
 
 
-def _obstacle(loader: Iterable[Any]) -> str | None:
-    """Why a state would not continue a pass exactly; None where it does."""
-    if not isinstance(loader, DataLoader):
-        return _dataset_obstacle(loader)
-    if loader.num_workers and not getattr(loader, "in_order", True):
-        return "with in_order=False the state of a data loader is not that of the batches that it has yielded."
-    if not isinstance(loader.dataset, IterableDataset):
-        return _order_obstacle(loader) if is_a(loader, "torchdata", "StatefulDataLoader") else None
-    return _dataset_obstacle(loader.dataset, loader.num_workers)
-
-
-def _dataset_obstacle(dataset: Any, workers: int = 0) -> str | None:
-    if not is_hugging_face(dataset):
-        return None
-    kinds = {type(part).__name__ for part in _parts(getattr(dataset, "_ex_iterable", None))}
-    if "BufferShuffledExamplesIterable" in kinds or "NoneType" in kinds:
-        return (
-            "the state of a Hugging Face dataset with a shuffle buffer leaves out what is in the buffer, which a "
-            "restart would lose. To continue at once, shuffle shards alone, as with buffer_size=1 or in the files."
-        )
-    if workers > 1 and "InterleavedShardsExamplesIterable" in kinds:
-        return (
-            "a Hugging Face dataset with shuffled shards does not take the state of one of several workers. To "
-            "continue at once, give the loader num_workers=1 or 0, or shuffle the list of files instead."
-        )
-    return None
-
-
-def _parts(examples: Any) -> Iterator[Any]:
-    """The stages of a Hugging Face dataset that change what it yields; None for a version without them."""
-    if getattr(examples, "buffer_size", None) != 1:  # a buffer of one example is always empty
-        yield examples
-    below = [examples.ex_iterable] if hasattr(examples, "ex_iterable") else getattr(examples, "ex_iterables", ())
-    for one in below:
-        yield from _parts(one)
-
-
 def _order_obstacle(loader: DataLoader[Any]) -> str | None:
     """A sampler that StatefulDataLoader would run again, after random numbers that are not those of the first time."""
     index: Any = index_sampler(loader)
@@ -269,12 +228,3 @@ def _order_obstacle(loader: DataLoader[Any]) -> str | None:
 def _is_of(package: str, given: Any) -> bool:
     """Whether its iteration is written in this package."""
     return str(getattr(getattr(type(given), "__iter__", None), "__module__", "")).split(".")[0] == package
-
-
-def _forgetting(iterator: Iterator[Any], dataset: Any) -> Iterator[Any]:
-    """Let a Hugging Face dataset forget the loaded state, from which it would begin every later pass."""
-    first = next(iterator, _NOTHING)
-    dataset.load_state_dict({})
-    if first is not _NOTHING:
-        yield first
-        yield from iterator

@@ -1,14 +1,22 @@
-"""Makes data loader workers survive a SIGTERM to the job, because the rank still has to commit its state.
+"""How a data loader's workers start, so that a run continues exactly: SIGTERM, seeds, and random states.
 
 Launchers send SIGTERM to the process group of a rank (torchrun), or to every process of the job (Slurm). If a worker
-dies of it, torch raises in the rank at an arbitrary place: no further step ends, and nothing is committed.
+dies of it, torch raises in the rank at an arbitrary place: no further step ends, and nothing is committed. Workers that
+start here survive it.
+
+Workers load ahead. After each batch a worker notes its random states in memory that it shares with its rank, which
+reads them when a checkpoint begins. The batches of a map-style loader go to the workers in turn: a restart skips whole
+rounds, gives the workers their states of that round, and loads the few batches after it once more. Workers of
+torchdata's StatefulDataLoader send their states with those of the dataset.
 """
 
 import atexit
 import copy
 import logging
 import os
+import random
 import signal
+import struct
 import sys
 import threading
 import time
@@ -19,15 +27,23 @@ from dataclasses import dataclass
 from functools import cache, partial, wraps
 from multiprocessing import resource_tracker
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
+import numpy
 import torch
-from torch.utils.data import dataloader
+from torch.utils.data import DataLoader, dataloader, get_worker_info
+from torch.utils.data._utils import fetch
 
-from cpsr.state.worker_random_states import Follower, requested_follower
-
-__all__ = ["count_other_loaders", "expect_other_loaders", "prepared_workers", "seeded_before"]
+__all__ = [
+    "Follower",
+    "InTurn",
+    "WithState",
+    "count_other_loaders",
+    "expect_other_loaders",
+    "prepared_workers",
+    "workers_of_stream",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +52,44 @@ WATCH_SECONDS = 1.0
 ORPHAN_EXIT_STATUS = 1  # never read
 _SIGTERM = {signal.SIGTERM}
 _PREPARED = "cpsr_prepared"
+
+_PYTHON = struct.Struct("<625I?d")
+_NUMPY = struct.Struct("<iid")
+_NUMPY_WORDS_BYTES = 624 * 4
+_TORCH_BYTES = torch.get_rng_state().numel()
+STATE_BYTES = _PYTHON.size + 1 + _NUMPY.size + _NUMPY_WORDS_BYTES + _TORCH_BYTES
+# Than a worker loads ahead: the round of the last batch, the next one, one being written, and those drawn ahead.
+_MORE_SLOTS = 3 + 8
+# What a worker of torchdata sends as the state of its dataset.
+_DATASET, _RANDOM = "dataset", "cpsr_random_states"
+
+
+class Follower(Protocol):
+    """Keeps the random states of workers; each worker has a copy."""
+
+    def follow(self, worker: int) -> None:
+        """Begin, in a worker, before it loads anything."""
+
+
+# For workers that start now: who keeps their random states (None: nobody), and whether they go on for workers of an
+# earlier life, and so draw no seed (None: they are of another loader than the run's).
+_requested: ContextVar[tuple[Follower | None, bool | None]] = ContextVar("_requested", default=(None, None))
+
+
+@contextmanager
+def workers_of_stream(*, seeded_before: bool, follower: Follower | None = None) -> Iterator[None]:
+    """Inside, workers of the run's loader start; see `prepared_workers`.
+
+    Args:
+        seeded_before: they go on for those of an earlier life, and draw no seed.
+        follower: keeps their random states.
+    """
+    token = _requested.set((follower, seeded_before))
+    try:
+        with prepared_workers():
+            yield
+    finally:
+        _requested.reset(token)
 
 
 @contextmanager
@@ -74,20 +128,18 @@ def _prepared(iterator: Any) -> Iterator[None]:
     @wraps(start)
     def start_prepared(self: Any, loader: Any, *given: Any) -> None:
         prepared = copy.copy(loader)
-        before = _seeded_before.get()
+        self.follower, before = _requested.get()
         if _others.seeded_before(loader) if before is None else before:
             prepared.generator = _copied_generator(loader)
         method = (loader.multiprocessing_context or torch.multiprocessing).get_start_method()
-        self.follower = requested_follower()
-        beginning = _Beginning(loader.worker_init_fn, self.follower)
         if method == "forkserver":
             _warn_of_forkserver()
-            prepared.worker_init_fn = beginning
+            prepared.worker_init_fn = _Beginning(loader.worker_init_fn, self.follower, None)
             start(self, prepared, *given)
             return
         if method == "spawn":
             resource_tracker.ensure_running()  # starting it later would unblock SIGTERM
-        prepared.worker_init_fn = _Shield(beginning, os.getpid())
+        prepared.worker_init_fn = _Beginning(loader.worker_init_fn, self.follower, os.getpid())
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGTERM)  # which the workers inherit
         try:
             start(self, prepared, *given)
@@ -102,6 +154,33 @@ def _prepared(iterator: Any) -> Iterator[None]:
         yield
     finally:
         iterator.__init__ = start
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """The first actions of a worker: it survives SIGTERM, runs the user's `init`, and keeps its random states.
+
+    Attributes:
+        init: the user's `worker_init_fn`.
+        follower: keeps the random states.
+        rank: the process that it works for; None: SIGTERM ends it.
+    """
+
+    init: Callable[[int], object] | None
+    follower: Follower | None
+    rank: int | None
+
+    def __call__(self, worker: int) -> None:
+        if self.rank is not None:
+            threading.Thread(target=_end_after, args=(self.rank,), name=THREAD_NAME, daemon=True).start()
+            signal.signal(signal.SIGTERM, _ignore)  # child processes of the worker would inherit SIG_IGN
+            atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the interpreter resets handlers at its end
+            signal.siginterrupt(signal.SIGTERM, False)  # system calls of the data set continue after it
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
+        if self.init is not None:
+            self.init(worker)
+        if self.follower is not None:
+            self.follower.follow(worker)
 
 
 class _OtherLoaders:
@@ -131,18 +210,6 @@ class _OtherLoaders:
 _others = _OtherLoaders()
 expect_other_loaders, count_other_loaders = _others.expect, _others.count
 
-_seeded_before: ContextVar[bool | None] = ContextVar("_seeded_before", default=None)  # None: of no stream
-
-
-@contextmanager
-def seeded_before(before: bool) -> Iterator[None]:
-    """Inside, workers of the run's loader start; they draw no seed if they go on for those of an earlier life."""
-    token = _seeded_before.set(before)
-    try:
-        yield
-    finally:
-        _seeded_before.reset(token)
-
 
 def _copied_generator(loader: Any) -> torch.Generator:
     """A copy of the generator that a loader's workers are seeded from, which therefore stays as it is."""
@@ -159,36 +226,6 @@ def _default_generator() -> torch.Generator:
         return torch.default_generator
     current = torch.cuda.current_device()  # before that there are no generators
     return torch.cuda.default_generators[current if device.index is None else device.index]
-
-
-@dataclass(frozen=True)
-class _Beginning:
-    """The user's `worker_init_fn`, and then what keeps the random states of a worker."""
-
-    init: Callable[[int], object] | None
-    follower: Follower | None
-
-    def __call__(self, worker: int) -> None:
-        if self.init is not None:
-            self.init(worker)
-        if self.follower is not None:
-            self.follower.follow(worker)
-
-
-@dataclass(frozen=True)
-class _Shield:
-    """The first actions of a worker; `rank` is the process that it works for."""
-
-    beginning: _Beginning
-    rank: int
-
-    def __call__(self, worker: int) -> None:
-        threading.Thread(target=_end_after, args=(self.rank,), name=THREAD_NAME, daemon=True).start()
-        signal.signal(signal.SIGTERM, _ignore)  # child processes of the worker would inherit SIG_IGN
-        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # the interpreter resets handlers at its end
-        signal.siginterrupt(signal.SIGTERM, False)  # system calls of the data set continue after it
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGTERM)
-        self.beginning(worker)
 
 
 @cache
@@ -216,3 +253,154 @@ def _end(iterator: int, process: Any) -> None:
         torch._C._remove_worker_pids(iterator)
         torch._C._set_worker_pids(iterator, ())  # torch will remove them once more
     process.kill()
+
+
+# Random states
+
+
+def pack() -> bytes:
+    """This process's random states of Python, NumPy and torch on the CPU, in `STATE_BYTES` bytes."""
+    _, words, gauss = random.getstate()
+    drawn: Any = numpy.random.get_state()
+    ours = isinstance(drawn, tuple) and drawn[0] == "MT19937"  # not if the user has set another bit generator
+    return b"".join(
+        (
+            _PYTHON.pack(*words, gauss is not None, gauss or 0.0),
+            bytes([ours]),
+            _NUMPY.pack(*drawn[2:]) if ours else bytes(_NUMPY.size),
+            drawn[1].tobytes() if ours else bytes(_NUMPY_WORDS_BYTES),
+            torch.get_rng_state().numpy().tobytes(),
+        )
+    )
+
+
+def unpack(packed: bytes) -> None:
+    """Restore what `pack` returned."""
+    *words, has_gauss, gauss = _PYTHON.unpack_from(packed)
+    random.setstate((3, tuple(words), gauss if has_gauss else None))
+    at = _PYTHON.size
+    if packed[at]:
+        keys = numpy.frombuffer(packed, numpy.uint32, 624, at + 1 + _NUMPY.size)
+        numpy.random.set_state(("MT19937", keys, *_NUMPY.unpack_from(packed, at + 1)))
+    torch.set_rng_state(torch.frombuffer(bytearray(packed[-_TORCH_BYTES:]), dtype=torch.uint8))
+
+
+class InTurn:
+    """The random states of workers that take the batches of a pass in turn: those of a map-style loader.
+
+    Args:
+        loader: has workers.
+        first: batches of the pass that its first iteration leaves out.
+        resumed: what the workers begin with, one row of `STATE_BYTES` bytes for each; None: with what their seeds give.
+    """
+
+    def __init__(self, loader: DataLoader[Any], first: int, resumed: torch.Tensor | None) -> None:
+        self._workers = loader.num_workers
+        self._first = first
+        self._resumed = resumed  # at the beginning of the pass
+        self._ended = False
+        slots = (loader.prefetch_factor or 0) + _MORE_SLOTS
+        self._noted = torch.zeros((self._workers, slots, STATE_BYTES), dtype=torch.uint8)
+        self._noted.share_memory_()  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def at(self, batch: int) -> dict[str, Any]:
+        """The states at the beginning of the round of this batch, the last that was yielded.
+
+        Args:
+            batch: batches of the pass, with those left out.
+
+        Returns:
+            The batches of the pass at that beginning, the number of workers, and the states; None: those of the seeds.
+        """
+        rounds = (batch - self._first) // self._workers
+        states = self._noted[:, rounds % self._noted.shape[1]].clone() if rounds else self._resumed
+        return {"batch": self._first + rounds * self._workers, "workers": self._workers, "states": states}
+
+    def at_end(self, batch: int) -> torch.Tensor:
+        """The states after a whole pass of so many batches."""
+        dealt, slots = batch - self._first, self._noted.shape[1]
+        loaded = [(dealt + self._workers - 1 - worker) // self._workers for worker in range(self._workers)]
+        return torch.stack([self._noted[worker, count % slots] for worker, count in enumerate(loaded)])
+
+    def end_pass(self, batch: int) -> None:
+        """A whole pass of so many batches is over."""
+        self._resumed, self._ended = self.at_end(batch), True
+
+    def begin_pass(self) -> None:
+        """The same workers, which are persistent, begin a further pass."""
+        if not self._ended:  # the loop left the pass early, and they have loaded ahead
+            self._resumed = None
+        self._first, self._ended = 0, False
+
+    @property
+    def between(self) -> torch.Tensor | None:
+        """The states between two passes; None: they are not known."""
+        return self._resumed if self._ended else None
+
+    def follow(self, worker: int) -> None:
+        """Begin with the resumed states, and note them after every batch that this worker loads."""
+        slots = self._noted[worker].numpy()
+        resumed = [] if self._resumed is None else [self._resumed[worker].numpy().tobytes()]
+        kind: Any = fetch._MapDatasetFetcher
+        begin, load, loaded = kind.__init__, kind.fetch, 0
+
+        def note(fetcher: Any) -> None:
+            nonlocal loaded
+            if fetcher.dataset is not _dataset():  # that of a loader inside the dataset
+                return
+            loaded += 1
+            slots[loaded % len(slots)] = numpy.frombuffer(pack(), numpy.uint8)
+
+        def begin_pass(fetcher: Any, *given: Any, **named: Any) -> None:
+            nonlocal loaded
+            begin(fetcher, *given, **named)
+            if fetcher.dataset is _dataset():
+                loaded = 0
+                if resumed:
+                    unpack(resumed.pop())
+
+        def load_batch(fetcher: Any, index: Any) -> Any:
+            try:
+                return load(fetcher, index)
+            finally:  # a loop may catch the error, and go on without the batch
+                note(fetcher)
+
+        kind.__init__, kind.fetch = begin_pass, load_batch
+
+
+class WithState:
+    """Random states of torchdata's workers, which go to the rank and come back with the state of the dataset.
+
+    This relies on torchdata 0.8 to 0.11: a worker makes its state with `_make_state_dict`, for the first time when a
+    state has been loaded and nothing has been fetched; it loads the state of its dataset with `try_to_deserialize`.
+    """
+
+    def follow(self, worker: int) -> None:
+        """Add the random states to this worker's state."""
+        module: Any = sys.modules.get("torchdata.stateful_dataloader.worker")
+        if module is None:  # the loader that has a state starts these workers for something else
+            return
+        make, load = module._make_state_dict, module.try_to_deserialize
+        loaded: list[bytes] = []
+
+        def make_state(worker: int, kind: int, fetcher: Any, dataset: Any) -> dict[str, Any]:
+            if loaded:
+                unpack(loaded.pop())
+            state: dict[str, Any] = make(worker, kind, fetcher, dataset)
+            own, fetched = state["dataset_state"], state["fetcher_state"]
+            if fetched is not None and own is None and fetched["dataset_iter_state"] is None:
+                return state  # torchdata loads all batches again, from the seeds on
+            return {**state, "dataset_state": {_DATASET: own, _RANDOM: pack()}}
+
+        def load_state(given: Any, state: Any) -> Any:
+            if isinstance(state, dict) and _RANDOM in state:
+                loaded.append(state[_RANDOM])
+                state = state[_DATASET]
+            return given if state is None else load(given, state)
+
+        module._make_state_dict, module.try_to_deserialize = make_state, load_state
+
+
+def _dataset() -> Any:
+    info = get_worker_info()
+    return None if info is None else info.dataset

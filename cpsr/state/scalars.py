@@ -65,13 +65,13 @@ class DataPosition:
         states: random states that decide the order of that pass (see `cpsr.state.loader`).
         loader: the newest saved state of the loader, of this batch or an earlier one (see `cpsr.state.loader_state`).
         workers: random states of the loader's workers (see `cpsr.state.worker_random_states`).
-        dealing: how the samples of this pass are dealt to ranks (see `cpsr.state.loader_dealing`).
+        dealing: how the samples of this pass are dealt to ranks (see `cpsr.state.loader_passes`).
         ahead: random states of the host from which batches after this one were drawn that the loop had not trained yet,
             oldest first; those of training are then those after them.
         seeded: the pass that has seeded, or will seed, the persistent workers of this pass; None where each pass seeds
             its workers anew.
         others: loaders beside this one whose persistent workers have been seeded.
-        data: how to recognise the data set (see `cpsr.state.loader_contents`).
+        data: how to recognise the data set (see `cpsr.state.loader_parts`).
         resized: True: another number of ranks saved it, and the loader has still to take that into account.
     """
 

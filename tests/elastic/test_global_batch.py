@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import RecoveryError
-from cpsr.state.loader_dealing import GlobalBatches
+from cpsr.state.loader_passes import GlobalBatches
 
 
 def adapter(steps: int) -> TorchAdapter:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from cpsr.errors import RecoveryError
 from cpsr.state.loader import ResumableLoader
-from cpsr.state.loader_dealing import Dealing
+from cpsr.state.loader_passes import Dealing
 from cpsr.state.scalars import DataPosition
 
 pytest.importorskip("accelerate")
@@ -83,7 +83,7 @@ def test_what_is_known_of_a_loader(loading: dict[str, Any], samples: int | None,
     assert passes.samples == (None if samples is None else 3 * samples)
     assert passes.one_order == one_order
     dealing = Dealing(1, 3 * samples, 7) if one_order and samples else None
-    assert Dealing.of(passes, 7) == dealing
+    assert Dealing.of_loader(passes, 7) == dealing
 
 
 def test_a_pass_that_would_go_on_within_a_batch_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from cpsr.errors import RecoveryError
 from cpsr.state import codec
 from cpsr.state.loader import LoaderHooks, ResumableLoader
-from cpsr.state.loader_skipping import after_failure
+from cpsr.state.loader_passes import after_failure
 from cpsr.state.loader_workers import prepared_workers
 from cpsr.state.scalars import DataPosition, capture_rng, restore_rng
 
