@@ -19,9 +19,9 @@ from cpsr.checkpoint.host_copy import HostCopyPlan
 from cpsr.checkpoint.paced import CopyAccount, CopyPace, PacedCopy, Piece, Waits
 from cpsr.checkpoint.step_events import EVENTS, StepEvents
 from cpsr.errors import SaveError, UnsupportedEngineError
-from cpsr.state.arrival import Arrival, Deadline
+from cpsr.state.codec import SmallState
+from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.shard import Shard
-from cpsr.state.small_state import SmallState
 
 __all__ = ["Copying", "StateCopier"]
 

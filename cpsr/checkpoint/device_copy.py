@@ -6,7 +6,7 @@ import torch
 
 from cpsr.checkpoint.paced import Piece
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.arrival import Deadline
+from cpsr.state.device_values import Deadline
 from cpsr.state.shard import Shard
 
 __all__ = ["DeviceCopy", "device_of", "new_event"]

@@ -9,7 +9,7 @@ from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.pinning import Pinning
 from cpsr.errors import SaveError
-from cpsr.state.arrival import Arrival, Deadline
+from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.shard import Shard
 
 __all__ = ["PoolBuffers"]

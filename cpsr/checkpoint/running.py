@@ -8,8 +8,8 @@ from cpsr.checkpoint.copying import Copying
 from cpsr.checkpoint.device_copy import DeviceCopy
 from cpsr.checkpoint.paced import PacedCopy, Split
 from cpsr.errors import SaveError
-from cpsr.state.arrival import Arrival, Deadline
-from cpsr.state.small_state import SmallState
+from cpsr.state.codec import SmallState
+from cpsr.state.device_values import Arrival, Deadline
 
 __all__ = ["RunningCopy"]
 

@@ -21,10 +21,10 @@ from cpsr.checkpoint.running import RunningCopy
 from cpsr.checkpoint.sealing import Sealing
 from cpsr.checkpoint.write_watch import DISTURBED, WriteWatch
 from cpsr.errors import SaveError, UnsupportedEngineError
-from cpsr.state.arrival import Deadline
+from cpsr.state.codec import SmallState
+from cpsr.state.device_values import Deadline
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.shard import Shard
-from cpsr.state.small_state import SmallState
 
 __all__ = ["Snapshot", "SnapshotPool"]
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 import torch
 
-from cpsr.state.arrival import Arrival
+from cpsr.state.device_values import Arrival
 from cpsr.state.shard import Shard
 
 __all__ = ["DISTURBED", "WriteWatch"]

@@ -14,7 +14,7 @@ from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.progress import ProgressCounter
 from cpsr.checkpoint.step_events import StepEvents
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.small_state import host_copy
+from cpsr.state.codec import host_copy
 
 __all__ = ["Publication"]
 

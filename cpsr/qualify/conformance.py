@@ -19,8 +19,7 @@ from cpsr.engines.random_states import capture_random_states, restore_random_sta
 from cpsr.engines.sharded import local
 from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.qualify.recorder import Recorder
-from cpsr.state.codec import decode, encode, same
-from cpsr.state.small_state import SmallState
+from cpsr.state.codec import SmallState, decode, encode, same
 
 __all__ = [
     "AFTER",

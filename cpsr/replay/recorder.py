@@ -18,8 +18,8 @@ from cpsr.checkpoint.parts import Held
 from cpsr.checkpoint.pinning import Pinning
 from cpsr.checkpoint.write_watch import DISTURBED, WriteWatch
 from cpsr.replay.schedule import WindowLayout
+from cpsr.state.codec import SmallState
 from cpsr.state.shard import OperatorState, Shard
-from cpsr.state.small_state import SmallState
 
 __all__ = ["FILES", "FILES_WITH_PEERS", "Copied", "OnSealed", "Recorder", "Window"]
 

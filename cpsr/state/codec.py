@@ -1,6 +1,7 @@
-"""Plain data and tensors to JSON plus named tensors, and back, bit for bit and without pickle."""
+"""Plain data and tensors to JSON plus named tensors, and back, bit for bit and without pickle; copies of such trees."""
 
 import base64
+import copy
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +11,20 @@ import torch
 from numpy.typing import NDArray
 
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.device_values import DeviceNumber, DeviceValues
+from cpsr.state.device_values import Deadline, DeviceNumber, DeviceValues
 
-__all__ = ["decode", "encode", "is_plain", "same", "same_bits"]
+__all__ = [
+    "LOST",
+    "SmallState",
+    "decode",
+    "decode_without_tensors",
+    "encode",
+    "host_copy",
+    "is_plain",
+    "lacks_tensors",
+    "same",
+    "same_bits",
+]
 
 _TAG = "__cpsr__"  # a mapping with this key is one of ours; user mappings that have it are written as pairs
 # JSON's own types. Sequences of only these are copied whole: Python's random state alone has 625 integers, and the
@@ -225,3 +237,61 @@ def _decode_tagged(
     if tag == "scalar":
         return numpy.frombuffer(base64.b64decode(data["data"]), dtype=data["dtype"])[0]
     raise ValueError(f"unknown tag {tag!r} in saved data; it was written by a newer version")
+
+
+_UNCHANGING = (int, float, str, bytes, type(None), DeviceNumber)
+
+
+class SmallState:
+    """A copy of plain data; what lies on a CUDA device follows in the order of the current stream.
+
+    Args:
+        tree: see `cpsr.state.codec.encode`; also `DeviceNumber`s.
+
+    Raises:
+        UnsupportedEngineError: an object that is not plain data; the message names it.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._later = DeviceValues()
+        self._data, self._tensors = encode(tree, later=self._later)
+        self._later.send()
+
+    @property
+    def encoded(self) -> tuple[Any, dict[str, torch.Tensor]] | None:
+        """The encoded tree, for reading; None where a device has a part of it."""
+        return None if self._later else (self._data, self._tensors)
+
+    @property
+    def here(self) -> bool:
+        """Whether it is complete; does not wait."""
+        return self._later.here
+
+    def wait(self, deadline: Deadline | None = None) -> None:
+        """Wait for what the device sends.
+
+        Raises:
+            SaveError: it hangs, and the deadline has passed.
+        """
+        self._later.wait(deadline)
+
+    def tree(self) -> Any:
+        """The plain data, with numbers and host tensors in the place of those on a device; once it is here."""
+        return decode(self._data, self._tensors, self._later.values())
+
+
+def host_copy(tree: Any) -> Any:
+    """A copy of plain data as it is now; of a `DeviceNumber` the reference.
+
+    Raises:
+        UnsupportedEngineError: a tensor of a device, which would have to be copied there.
+    """
+    if isinstance(tree, dict):
+        return {key: host_copy(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(host_copy, tree))
+    if isinstance(tree, _UNCHANGING):
+        return tree
+    if isinstance(tree, torch.Tensor) and tree.device.type != "cpu":
+        raise UnsupportedEngineError(f"the small state has a tensor on {tree.device}")
+    return copy.deepcopy(tree)

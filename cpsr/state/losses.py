@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from cpsr.errors import SaveError
-from cpsr.state.arrival import Arrival, Deadline
-from cpsr.state.device_values import number
+from cpsr.state.device_values import Arrival, Deadline, number
 
 __all__ = ["LossRecorder", "Step"]
 

@@ -10,7 +10,6 @@ import torch
 
 __all__ = ["DataPosition", "Scalars", "capture_host_rng", "capture_rng", "restore_host_rng", "restore_rng"]
 
-_OF_SOME_LOADERS = ("loader", "workers", "dealing", "resized", "ahead", "data", "seeded", "others")
 _LEARNED = ("probes", "learned", "planning")  # of no use to an exact restart
 
 
@@ -35,8 +34,6 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> str | None:
     """Restore what `capture_rng` returned, onto this device.
 
-    Earlier versions captured all visible GPUs: of several states that of the device's index is taken.
-
     Returns:
         What was not restored, for people; None if all was.
     """
@@ -44,11 +41,9 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> st
     saved = state["cuda"]
     if device is None or device.type != "cuda":
         return "random states of the host are restored, those of a GPU are not: this rank has none" if saved else None
-    index = 0 if len(saved) == 1 else torch.cuda.current_device() if device.index is None else device.index
-    if index >= len(saved):
-        found = f"states of {len(saved)} GPUs were saved, none of this one" if saved else "none of a GPU was saved"
-        return f"random states of the host are restored, that of {device} goes on as it is: {found}"
-    torch.cuda.set_rng_state(saved[index], device)
+    if not saved:
+        return f"random states of the host are restored, that of {device} goes on as it is: none of a GPU was saved"
+    torch.cuda.set_rng_state(saved[0], device)
     return None
 
 
@@ -64,7 +59,7 @@ class DataPosition:
         states_epoch: the pass at whose start `states` was taken.
         states: random states that decide the order of that pass (see `cpsr.state.loader`).
         loader: the newest saved state of the loader, of this batch or an earlier one (see `cpsr.state.loader_state`).
-        workers: random states of the loader's workers (see `cpsr.state.worker_random_states`).
+        workers: random states of the loader's workers (see `cpsr.state.loader_workers`).
         dealing: how the samples of this pass are dealt to ranks (see `cpsr.state.loader_passes`).
         ahead: random states of the host from which batches after this one were drawn that the loop had not trained yet,
             oldest first; those of training are then those after them.
@@ -107,9 +102,8 @@ class DataPosition:
         return DataPosition(batches, epoch, batch, *kept, self.dealing, self.resized, seeded=self.seeded)
 
     def to_tree(self) -> dict[str, Any]:
-        """Plain data; without what most loaders lack, so that earlier versions can read it."""
-        tree = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {name: value for name, value in tree.items() if value is not None or name not in _OF_SOME_LOADERS}
+        """Plain data."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 @dataclass(frozen=True)

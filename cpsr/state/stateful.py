@@ -37,9 +37,15 @@ def stateful(name: str, given: Any) -> Stateful:
     if hasattr(given, "state_dict") and hasattr(given, "load_state_dict"):
         found: Stateful = given
         return found
-    for kind, adapter in _ADAPTERS:
-        if isinstance(given, kind):
-            return adapter(given)
+    if isinstance(given, dict):
+        return _Dictionary(given)
+    if isinstance(given, numpy.random.Generator):
+        bits: Any = given.bit_generator
+        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(given, random.Random):
+        return _Generator(given.getstate, given.setstate)
+    if isinstance(given, torch.Generator | numpy.random.RandomState):
+        return _Generator(given.get_state, given.set_state)
     raise ConfigError(
         f"register('{name}', ...): {type(given).__name__} has no state_dict and load_state_dict. Give it both, or keep "
         "its numbers in a dictionary and register that; generators of torch, NumPy and Python are taken as they are. "
@@ -48,48 +54,22 @@ def stateful(name: str, given: Any) -> Stateful:
     )
 
 
-class _TorchGenerator:
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
+class _Generator:
+    """Adapter of a random generator.
 
-    def state_dict(self) -> torch.Tensor:
-        return self._generator.get_state()
+    Args:
+        read: gives its state.
+        write: restores it.
+    """
 
-    def load_state_dict(self, state: torch.Tensor) -> None:
-        self._generator.set_state(state)
-
-
-class _NumPyGenerator:
-    def __init__(self, generator: numpy.random.Generator) -> None:
-        self._bits = generator.bit_generator
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self._read, self._write = read, write
 
     def state_dict(self) -> Any:
-        return self._bits.state
+        return self._read()
 
     def load_state_dict(self, state: Any) -> None:
-        self._bits.state = state
-
-
-class _NumPyRandomState:
-    def __init__(self, generator: numpy.random.RandomState) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> Any:
-        return self._generator.get_state()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._generator.set_state(state)
-
-
-class _PythonRandom:
-    def __init__(self, generator: random.Random) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> Any:
-        return self._generator.getstate()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._generator.setstate(state)
+        self._write(state)
 
 
 class _Dictionary:
@@ -150,12 +130,3 @@ class _Filling:
 
 def _is_tensor(given: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(given, torch.Tensor)
-
-
-_ADAPTERS: list[tuple[type[Any], Callable[[Any], Stateful]]] = [
-    (torch.Generator, _TorchGenerator),
-    (numpy.random.Generator, _NumPyGenerator),
-    (numpy.random.RandomState, _NumPyRandomState),
-    (random.Random, _PythonRandom),
-    (dict, _Dictionary),
-]

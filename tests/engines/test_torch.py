@@ -18,7 +18,7 @@ from cpsr.qualify.conformance import BEFORE, run, seed
 from cpsr.qualify.models import TinyConvNet, TinyLM, image_batch, lay_out, token_batch
 from cpsr.qualify.recorder import Recorder
 from cpsr.qualify.torch_cases import TorchJob, build, optimizer_of
-from cpsr.state.small_state import SmallState
+from cpsr.state.codec import SmallState
 from tests.stand_in_device import stand_in_device
 
 

@@ -16,8 +16,8 @@ from cpsr.learning.learner import Learner
 from cpsr.predictor.line import LinePredictor
 from cpsr.restart.probes import Probes
 from cpsr.saving.run_state import RunState
+from cpsr.state.codec import SmallState
 from cpsr.state.losses import LossRecorder, Step
-from cpsr.state.small_state import SmallState
 from tests.stand_in_device import stand_in_device
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cpsr.state import losses
+from cpsr.state.codec import SmallState
 from cpsr.state.losses import RECENT_LOSSES, LossRecorder, Step
-from cpsr.state.small_state import SmallState
 from tests.device import DEVICE
 from tests.stand_in_device import StandInDevice, stand_in_device
 

@@ -9,10 +9,8 @@ import torch
 
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state import device_values
-from cpsr.state.arrival import Deadline
-from cpsr.state.codec import encode, same
-from cpsr.state.device_values import DeviceNumber, number
-from cpsr.state.small_state import SmallState
+from cpsr.state.codec import SmallState, encode, same
+from cpsr.state.device_values import Deadline, DeviceNumber, number
 from tests.stand_in_device import StandInDevice, stand_in_device
 
 
