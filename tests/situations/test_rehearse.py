@@ -19,11 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
-from cpsr.rehearse.command import Rehearsal
-from cpsr.rehearse.comparison import Reference
-from cpsr.rehearse.cuts import plan_cuts
+from cpsr.rehearse.command import Rehearsal, plan_cuts
 from cpsr.rehearse.jobs import Ran
-from cpsr.rehearse.verdict import Verdict, judge
+from cpsr.rehearse.verdict import Reference, Verdict, judge
 from cpsr.state.witness import SampledBytes, Witness, Witnesses, witness_path
 from tests.situations.lives import Life, backward, live
 
