@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cpsr import CPSRRecovery, TorchAdapter
 from tests.recovery.options import LifeOptions
-from tests.state.test_loader_state import BATCH, Items, Stream, Written, seed, seeded, values
+from tests.state.loaders import BATCH, Items, Stream, Written, seed, seeded, values
 
 SHARDS, SHARD = 4, 7
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}  # not that of the ranks

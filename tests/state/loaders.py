@@ -1,0 +1,210 @@
+"""Loaders of every kind, over items that each library's global state augments when they are read."""
+
+import random
+from collections.abc import Callable, Iterator
+from multiprocessing import Value
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    get_worker_info,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+ITEMS, BATCH = 23, 4  # six batches in a pass, the last one of three items
+WORKERS = 2
+READ: Any = Value("l")  # items that all processes have read
+
+
+def noise() -> float:
+    """As augmentations draw it: of each library's global state."""
+    return float(torch.rand(())) + float(numpy.random.rand()) + random.random() + random.gauss(0, 1)
+
+
+def read(item: int) -> tuple[int, float]:
+    with READ.get_lock():
+        READ.value += 1
+    return item, noise()
+
+
+class Items(Dataset[Any]):
+    """Map-style, with augmentation."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return self.items
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return read(index)
+
+
+class Stream(IterableDataset[Any]):
+    """Has a state, as torchdata's guide shows it; worker 0 has more items than the others."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        self.items, self.at, self.start = items, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        start, self.start = self.start, 0
+        first, more = (0, self.items) if info is None else ((0, 15), (15, 8))[info.id]
+        for place in range(start, more if info is None or self.items == ITEMS else self.items):
+            self.at = place + 1
+            yield read(first + place)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = self.at = state["at"]
+
+
+class Stateless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return map(read, range(ITEMS))
+
+
+class Written:
+    """A loader written by hand: it shuffles with a generator of its own, and its state says where it is."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        self.items, self.passes, self.at = items, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = numpy.random.default_rng(self.passes).permutation(self.items)
+        while self.at < self.items:
+            self.at += BATCH
+            yield [read(int(item)) for item in order[self.at - BATCH : self.at]]
+        self.passes, self.at = self.passes + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes, self.at = state["passes"], state["at"]
+
+
+class OneShot(Written):
+    """An iterator that cannot begin anew, and never ends."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.at += 1
+        return [read(self.at)]
+
+
+class Permuted(Sampler[int]):
+    """Shuffles with NumPy's or Python's global generator, as hand-written samplers do."""
+
+    def __init__(self, library: str) -> None:
+        self._library = library
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        if self._library == "numpy":
+            return iter(numpy.random.permutation(ITEMS).tolist())
+        return iter(random.sample(range(ITEMS), ITEMS))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def shuffled(make: Any = StatefulDataLoader, **more: Any) -> Any:
+    return make(Items(), BATCH, shuffle=True, **more)
+
+
+def distributed() -> Any:
+    return DistributedSampler(Items(), 2, 1, seed=3)
+
+
+OWN_ORDER: dict[str, Callable[[], Any]] = {
+    "in order": lambda: DataLoader(Items(), BATCH),
+    "distributed": lambda: DataLoader(Items(), BATCH, sampler=distributed()),
+    "list": lambda: [torch.tensor([i]) for i in range(6)],
+}
+# Their batches are dealt, or loaded, again.
+SKIPPED: dict[str, Callable[[], Any]] = OWN_ORDER | {
+    "shuffled, own generator": lambda: shuffled(DataLoader, generator=seeded(1)),
+    "shuffled, global generator": lambda: shuffled(DataLoader),
+    "with replacement": lambda: DataLoader(
+        Items(), BATCH, sampler=RandomSampler(range(ITEMS), replacement=True, generator=seeded(2))
+    ),
+    "numpy sampler": lambda: DataLoader(Items(), BATCH, sampler=Permuted("numpy")),
+    "python sampler": lambda: DataLoader(Items(), BATCH, sampler=Permuted("python")),
+    "unbatched": lambda: DataLoader(Items(), None, shuffle=True, generator=seeded(4)),
+    "without a state": lambda: DataLoader(Stateless(), BATCH),
+}
+# They go on from their state, reading nothing twice.
+AT_ONCE: dict[str, Callable[[], Any]] = {
+    "written": Written,
+    "one-shot": OneShot,
+    "stream": lambda: DataLoader(Stream(), BATCH),
+    "stream, unbatched": lambda: DataLoader(Stream(), None),
+    "torchdata, shuffled": shuffled,
+    "torchdata, one generator for all": lambda: shuffled(generator=seeded(1)),
+    "torchdata, unbatched": lambda: StatefulDataLoader(Items(), None, shuffle=True),
+    "torchdata, global generator": lambda: StatefulDataLoader(Items(), BATCH, sampler=RandomSampler(range(ITEMS))),
+    "torchdata, distributed": lambda: StatefulDataLoader(Items(), BATCH, sampler=distributed()),
+    "torchdata, its own distributed": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=StatefulDistributedSampler(Items(), 2, 1, seed=3)
+    ),
+    "torchdata, stream": lambda: StatefulDataLoader(Stream(), BATCH),
+}
+WITH_WORKERS: dict[str, Callable[[], Any]] = {
+    "torchdata, workers": lambda: shuffled(num_workers=WORKERS),
+    "torchdata, persistent workers": lambda: shuffled(num_workers=WORKERS, persistent_workers=True),
+    "torchdata, stream, workers": lambda: StatefulDataLoader(Stream(), BATCH, num_workers=WORKERS),
+    "shuffled, persistent workers": lambda: shuffled(DataLoader, num_workers=WORKERS, persistent_workers=True),
+    "torchdata, one generator for all, workers": lambda: shuffled(num_workers=WORKERS, generator=seeded(1)),
+    "torchdata, rare snapshots": lambda: shuffled(num_workers=WORKERS, snapshot_every_n_steps=4),
+    "torchdata, global generator, workers": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=RandomSampler(range(ITEMS)), num_workers=WORKERS
+    ),
+    "torchdata, distributed, workers": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=distributed(), num_workers=WORKERS
+    ),
+    "torchdata, stream, rare snapshots": lambda: StatefulDataLoader(
+        Stream(), BATCH, num_workers=WORKERS, snapshot_every_n_steps=3
+    ),
+    "torchdata, stream without a state": lambda: StatefulDataLoader(Stateless(), BATCH, num_workers=WORKERS),
+    "torchdata, custom sampler": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS
+    ),
+    "shuffled, more workers": lambda: shuffled(DataLoader, num_workers=3, generator=seeded(4)),
+    "custom sampler, workers": lambda: DataLoader(Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS),
+    "stream, workers": lambda: DataLoader(Stream(), BATCH, num_workers=WORKERS),
+}
+LOADERS = SKIPPED | AT_ONCE | WITH_WORKERS
+OFTEN = list(WITH_WORKERS)[:4]  # the others are slow tests
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    numpy.random.seed(number)
+    random.seed(number)
+
+
+def values(batch: Any) -> list[float]:
+    if isinstance(batch, torch.Tensor):
+        return [float(item) for item in batch.reshape(-1)]
+    return [one for part in batch for one in values(part)] if isinstance(batch, list | tuple) else [float(batch)]
+
+
+def items(batch: Any) -> list[float]:
+    """Without what was drawn."""
+    return [one for one in values(batch) if one == int(one)]
