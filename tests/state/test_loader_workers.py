@@ -107,16 +107,6 @@ def test_they_go_on_where_it_comes_while_they_start_or_end() -> None:
     assert worker.exitcode == 0
 
 
-def test_the_users_own_start_of_a_worker_still_runs(tmp_path: Path) -> None:
-    def init(worker: int) -> None:
-        (tmp_path / str(worker)).touch()
-
-    settings = loader(Items(), worker_init_fn=init)
-    assert items(iter(settings)) == list(range(ITEMS))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
-    assert settings.worker_init_fn is init
-
-
 def in_a_rank(work: Callable[[], object], path: Path) -> multiprocessing.Process:
     """A process whose workers fail, or hang; what `work` says is in `path` at its end."""
 

@@ -44,29 +44,6 @@ def test_a_loss_that_the_loop_changes_in_place_stays_what_it_was() -> None:
     assert [done.loss for done in recorder.flush(wait=True)] == [4.0]
 
 
-def test_an_iteration_without_a_loss_has_none() -> None:
-    recorder = LossRecorder(flush_iterations=10)
-    recorder.end_iteration(step(1))
-    recorder.add(loss(4.0))
-    recorder.end_iteration(step(2))
-    assert [(done.iteration, done.loss) for done in recorder.flush(wait=True)] == [(1, None), (2, 4.0)]
-    assert list(recorder.recent) == [4.0]
-    assert recorder.flush(wait=True) == []
-
-
-def test_recent_losses_are_bounded_and_restart_with_the_checkpoints() -> None:
-    recorder = LossRecorder(flush_iterations=1)
-    for iteration in range(2 * RECENT_LOSSES):
-        recorder.add(loss(float(iteration)))
-        recorder.end_iteration(step(iteration))
-    recorder.flush(wait=True)
-    assert len(recorder.recent) == RECENT_LOSSES
-    recorder.add(loss(9.0))
-    recorder.restart([1.0, 2.0])
-    assert list(recorder.recent) == [1.0, 2.0]
-    assert recorder.latest() is None
-
-
 @pytest.fixture
 def device() -> Iterator[StandInDevice]:
     with stand_in_device() as made:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.errors import SaveError
 from cpsr.state import device_values
-from cpsr.state.codec import SmallState, encode, same
+from cpsr.state.codec import SmallState, same
 from cpsr.state.device_values import Deadline, DeviceNumber, number
 from tests.stand_in_device import StandInDevice, stand_in_device
 
@@ -66,17 +66,6 @@ def test_what_a_device_has_comes_in_one_copy_and_is_bit_for_bit_the_same(device:
     assert same(state.tree(), {**tensors, **numbers})
 
 
-def test_large_tensors_need_no_copy_on_the_device(device: StandInDevice) -> None:
-    large = torch.randn(device_values.PACKED_BYTES)
-    source = device.tensor(large.clone())
-    state = SmallState({"large": source})
-    assert [what for _, _, what in device.calls("launch")] == ["copy_d2h"]
-    assert device.calls("synchronize") == []
-    source.zero_()
-    state.wait()
-    assert torch.equal(state.tree()["large"], large)
-
-
 def test_more_than_pinned_memory_takes_is_copied_at_once(
     device: StandInDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,12 +87,6 @@ def test_a_device_that_hangs_is_not_waited_for_behind_the_deadline(device: Stand
     state = SmallState({"step": DeviceNumber(device.tensor(torch.tensor(1.0)))})
     with pytest.raises(SaveError, match=r"has not finished what was queued .* within 0\.05 s"):
         state.wait(Deadline(0.05))
-
-
-def test_the_codec_refuses_what_is_still_on_a_device(device: StandInDevice) -> None:
-    pending = DeviceNumber(device.tensor(torch.tensor(1.0)))
-    with pytest.raises(UnsupportedEngineError, match=r"cannot save tree\.engine\.step: the number is still on cuda:0"):
-        encode({"engine": {"step": pending}})
 
 
 def test_a_number_is_waited_for_unless_it_may_stay_on_its_device(device: StandInDevice) -> None:

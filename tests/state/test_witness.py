@@ -89,10 +89,6 @@ def test_the_last_execution_of_each_step_survives_unless_it_was_torn(
     assert read_witnesses(tmp_path, 0) == sorted(kept.values())
 
 
-def test_no_file_has_no_witnesses(tmp_path: Path) -> None:
-    assert read_witnesses(tmp_path, 3) == []
-
-
 def test_a_stopped_process_of_an_earlier_life_writes_into_a_file_of_its_own(tmp_path: Path) -> None:
     stopped = Witnesses(witness_path(tmp_path, 0))
     stopped.put(witness(1))
@@ -136,8 +132,3 @@ def test_the_update_tells_rounding_from_errors() -> None:
     far = difference(first, witness(weights=sample(0.5005, 0.501)), before)  # half of the update
     assert far is not None
     assert not far.rounding
-
-
-def test_two_steps_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="step 1 with step 2"):
-        difference(witness(1), witness(2))

@@ -83,24 +83,9 @@ def test_the_next_pass_is_dealt_as_if_nothing_had_been() -> None:
     assert sorted(fresh) == list(range(24))
 
 
-def test_a_pass_goes_on_at_the_same_size_where_it_was_cut_twice() -> None:
-    positions, first = trained([DataPosition()] * 4, 24, 1, 2)
-    positions, second = trained(restarted(positions, 3), 24, 1, 2)
-    positions, third = trained(restarted(positions, 3), 24, 1, 1)
-    positions, fourth = trained(restarted(positions, 1), 24, 1, 7)
-    assert sorted(first + second + third + fourth) == list(range(24))
-    assert positions[0].epoch == 1
-
-
 def test_workers_load_the_rest_of_a_pass() -> None:
     positions, first = trained([DataPosition()] * 2, 24, 2, 3, num_workers=2)
     _, rest = trained(restarted(positions, 3), 24, 2, 2, num_workers=2)
-    assert sorted(first + rest) == list(range(24))
-
-
-def test_another_batch_size_on_as_many_ranks_repeats_nothing() -> None:
-    positions, first = trained([DataPosition()] * 2, 24, 2, 3)
-    _, rest = trained(positions, 24, 3, 2)
     assert sorted(first + rest) == list(range(24))
 
 
