@@ -54,29 +54,6 @@ def test_only_the_boundary_is_dumped_and_once() -> None:
     assert "half of it is of the next" in recorder.events[2][1]
 
 
-def test_an_update_that_an_exception_cut_short_may_begin_again() -> None:
-    recorder = Recorder()
-    dump_guard = emergency_dump(recorder)
-    dump_guard.begin_update()
-    dump_guard.begin_update()
-    assert not dump_guard.dump("half")
-    dump_guard.end_update(3)
-    dump_guard.end_update(4)  # without a begin: nothing was blocked
-    assert dump_guard.dump("whole")
-    assert recorder.dumped == [4]
-
-
-def test_obstacles_and_errors_of_a_dump_are_reported() -> None:
-    recorder = Recorder()
-    obstacles = ["life 3 has begun", None]
-    dump_guard = EmergencyDump(lambda iteration: 1 // 0, recorder.report, 0.1, lambda: obstacles.pop(0))
-    dump_guard.end_update(7)
-    assert not dump_guard.dump("a peer is gone")
-    assert not dump_guard.dump("a peer is gone")
-    assert "life 3 has begun" in recorder.events[0][1]
-    assert "ZeroDivisionError" in recorder.events[1][1]
-
-
 def test_the_report_names_the_iteration_that_was_dumped() -> None:
     recorder = Recorder()
     dump_guard = EmergencyDump(lambda iteration: iteration - 1, recorder.report, 0.1)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.ranks.exits import Exit, cause_of, exits_of, forget_exits, note_exit, ranks_named
+from cpsr.ranks.exits import Exit, cause_of, exits_of, forget_exits, note_exit
 
 LOST = "RuntimeError: Connection reset by peer"
 
@@ -50,14 +50,6 @@ def test_the_cause_is_named_in_one_clause(exits: list[Exit], ranks: int | None, 
     assert cause_of(exits[::-1], ranks) == cause
 
 
-@pytest.mark.parametrize(
-    ("ranks", "named"),
-    [([1], "rank 1"), ([0, 1], "ranks 0 and 1"), ([3, 1, 2], "ranks 1 to 3"), ([0, 2, 5], "ranks 0, 2 and 5")],
-)
-def test_ranks_are_named(ranks: list[int], named: str) -> None:
-    assert ranks_named(ranks) == named
-
-
 def test_notes_of_ranks_and_launcher_stay_apart_until_they_are_forgotten(tmp_path: Path) -> None:
     note_exit(tmp_path, 3, Exit(1, error="RuntimeError: reset"))
     note_exit(tmp_path, 3, Exit(1, signal="SIGKILL", unix_seconds=5.0))
@@ -67,15 +59,3 @@ def test_notes_of_ranks_and_launcher_stay_apart_until_they_are_forgotten(tmp_pat
     forget_exits(tmp_path, 4)
     assert exits_of(tmp_path, 3) == []
     assert exits_of(tmp_path, 4) == [Exit(0, status=1, unix_seconds=6.0)]
-
-
-def test_a_note_that_cannot_be_read_or_written_harms_nothing(tmp_path: Path) -> None:
-    note_exit(tmp_path, 3, Exit(0, status=1))
-    (tmp_path / "exits" / "life-00003-rank-00001-rank.json").write_text("{")
-    assert [one.rank for one in exits_of(tmp_path, 3)] == [0]
-    note_exit(tmp_path / "nowhere" / "at-all", 3, Exit(0, status=1))
-
-
-@pytest.mark.parametrize(("status", "signal"), [(-9, "SIGKILL"), (-11, "SIGSEGV"), (-40, "signal 40"), (3, None)])
-def test_a_status_says_the_signal(status: int, signal: str | None) -> None:
-    assert Exit.of_status(0, status, 1.0).signal == signal

@@ -4,9 +4,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
-from cpsr.ranks.group import Ballot, Group
 from tests.two_ranks import run
 
 # As DeepSpeed leaves a job on GPUs: the default group is bound to a device, and the user's default device is another
@@ -83,14 +81,3 @@ def test_two_ranks(tmp_path: Path, bound: bool) -> None:
         [True, 0, 0, False, False],
         [False, 0, 0, True, False],
     ]
-
-
-def test_alone() -> None:
-    group = Group()
-    assert (group.rank, group.size) == (0, 1)
-    assert group.gather(3) == [3]
-    assert group.broadcast("x") == "x"
-    assert group.mean(2.5) == 2.5
-    assert group.reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-    ballot = Ballot(True, 5, memory_interval_iterations=2, busy=True)
-    assert group.votes().exchange(ballot) == ballot

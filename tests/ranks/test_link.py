@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.ranks.link import LAUNCHER, REFUSED_STATUS, VERBOSE, Opened, Report, restart_obstacle
+from cpsr.ranks.link import LAUNCHER, REFUSED_STATUS, VERBOSE, Report, restart_obstacle
 
 
 def child(code: str, directory: Path | None) -> "subprocess.CompletedProcess[str]":
@@ -25,19 +25,6 @@ def test_a_refusal_has_a_status_of_its_own_under_a_launcher(tmp_path: Path) -> N
     ended = child(REFUSAL, tmp_path)
     assert (ended.returncode, ended.stderr) == (REFUSED_STATUS, "")
     assert Report(tmp_path).refusals() == ["ConfigError: the key is unknown [docs/errors.md#configerror]"]
-
-
-def test_without_one_it_is_an_exception_like_any_other() -> None:
-    ended = child(REFUSAL, None)
-    assert ended.returncode == 1
-    assert "Traceback" in ended.stderr
-
-
-def test_any_other_error_keeps_its_traceback(tmp_path: Path) -> None:
-    ended = child("import cpsr; raise ValueError('bad batch')", tmp_path)
-    assert ended.returncode == 1
-    assert "ValueError: bad batch" in ended.stderr
-    assert not Report(tmp_path).refusals()
 
 
 def test_a_rank_that_lost_another_prints_one_line_unless_more_is_asked_for(
@@ -83,35 +70,6 @@ def test_what_ended_a_rank_is_reported(tmp_path: Path, raised: str, error: str |
     (uncaught,) = Report(tmp_path).uncaught()
     assert uncaught.passing is passing
     assert error in (None, uncaught.error)
-
-
-def test_a_refusal_that_is_caught_is_none(tmp_path: Path) -> None:
-    caught = REFUSAL.replace("raise", "\ntry: raise").replace("unknown')", "unknown')\nexcept ConfigError: pass")
-    assert child(caught, tmp_path).returncode == 0
-    assert not Report(tmp_path).refusals()
-
-
-def test_reports_are_read_and_cleared(tmp_path: Path) -> None:
-    link = Report(tmp_path)
-    assert link.opened() is None
-    assert link.take_recovered() == []
-    link.open(Opened("/run", 3, 8))
-    link.recovered("All ranks continue at iteration 7.")
-    link.recovered("Exact, checked over 2 repeated steps.")
-    assert link.opened() == Opened("/run", 3, 8)
-    both = ["All ranks continue at iteration 7.", "Exact, checked over 2 repeated steps."]
-    assert [link.take_recovered(), link.take_recovered()] == [both, []]
-    link.clear()
-    assert link.opened() is None
-
-
-def test_the_launcher_is_of_the_process_that_it_started_and_of_no_other(tmp_path: Path) -> None:
-    code = (
-        "import os; from cpsr.ranks.link import LAUNCHER, report; print(report() is not None, LAUNCHER in os.environ)"
-    )
-    assert child(code, tmp_path).stdout.split() == ["True", "False"]
-    assert child(code, tmp_path / "gone").stdout.split() == ["False", "False"]
-    assert child(code, None).stdout.split() == ["False", "False"]
 
 
 def test_a_run_directory_that_is_out_of_reach_is_no_refusal(tmp_path: Path) -> None:

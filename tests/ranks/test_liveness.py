@@ -5,8 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
@@ -139,25 +137,6 @@ def test_a_pause_of_the_watcher_says_nothing_of_the_others(tmp_path: Path) -> No
     assert "rank 1 sent no heartbeat" in str([watch.look(0, 1.0) for _ in range(10)][-1])
 
 
-def test_a_file_system_that_refuses_this_ranks_beats_is_no_news_of_the_others(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=4.0)
-    watch.look(0, 1.0)
-    (tmp_path / "progress" / "life-00000" / "rank-00000").unlink()
-    assert all(watch.look(0, 1.0) is None for _ in range(20))
-    assert len(watch.events) == 1
-    assert "training goes on" in watch.events[0]
-
-
-def test_a_heartbeat_that_cannot_be_read_is_no_alarm(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=4.0)
-    watch.look(0, 1.0)
-    path = tmp_path / "progress" / "life-00000" / "rank-00001"
-    path.unlink()
-    path.mkdir()
-    assert all(watch.look(0, 1.0) is None for _ in range(20))
-    assert "cannot read" in watch.events[0]
-
-
 def test_steps_are_awaited_from_the_first_on_and_not_by_busy_ranks(tmp_path: Path) -> None:
     watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=None, step_timeout_seconds=4.0)
     first = watch.ranks[0]
@@ -171,19 +150,3 @@ def test_steps_are_awaited_from_the_first_on_and_not_by_busy_ranks(tmp_path: Pat
     reasons = [watch.look(0, 1.0) for _ in range(6)]
     assert reasons[:4] == [None] * 4
     assert "rank 0 is behind the others, in the step after iteration 7" in str(reasons[-1])
-
-
-def test_a_single_rank_is_watched_by_itself(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, 1, heartbeat_timeout_seconds=1.0, step_timeout_seconds=4.0)
-    watch.ranks[0].step(3)
-    assert watch.look(0, 100.0) is None
-    assert "no rank has made progress for 4 s" in str([watch.look(0, 1.0) for _ in range(6)][-1])
-    assert watch.ranks[0].obstacle() is None  # nobody can have gone on without it
-
-
-@given(st.integers(0, 2**63), st.none() | st.integers(0, 2**63), st.integers(0, 9), st.sampled_from(Phase))
-def test_a_heartbeat_is_read_as_it_was_written(beats: int, iteration: int | None, signs: int, phase: Phase) -> None:
-    heartbeat = Heartbeat(beats, iteration, signs, phase, None if iteration is None else 3)
-    assert Heartbeat.from_bytes(heartbeat.to_bytes()) == heartbeat
-    with pytest.raises(ValueError, match="39 bytes"):
-        Heartbeat.from_bytes(heartbeat.to_bytes()[:-1])

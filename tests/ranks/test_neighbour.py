@@ -202,16 +202,3 @@ def test_who_cannot_be_reached_is_left_to_heartbeats(
     until(lambda: "rank 1 cannot be reached at 127.0.0.1" in caplog.text, lambda: caplog.text)
     one.close(ended=True)
     assert lost == []
-
-
-def test_a_single_rank_has_no_neighbour() -> None:
-    class Member:
-        rank, size = 0, 1
-
-        def gather(self, value: Any) -> list[Any]:
-            return [value]
-
-    before = threading.active_count()
-    one = Neighbour(Member(), lambda rank, why: None)  # type: ignore[arg-type]
-    assert threading.active_count() == before
-    one.close(ended=True)

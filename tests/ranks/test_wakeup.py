@@ -21,17 +21,6 @@ def handled() -> Iterator[None]:
     signal.signal(signal.SIGUSR1, before)
 
 
-def test_hears_what_python_handles_and_ends() -> None:
-    wakeup = Wakeup()
-    assert wakeup.wait(0.0) == frozenset()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert wakeup.wait(5.0) == frozenset({int(signal.SIGUSR1)})
-    wakeup.stop()
-    assert wakeup.wait(None) is None
-    wakeup.close()
-    assert signal.set_wakeup_fd(-1) == -1
-
-
 def test_an_event_loop_goes_on_to_hear() -> None:
     async def hear() -> bool:
         received = asyncio.Event()
@@ -49,30 +38,6 @@ def test_an_event_loop_goes_on_to_hear() -> None:
         return True
 
     assert asyncio.run(hear())
-
-
-def test_who_came_later_keeps_the_signals() -> None:
-    ours, later = Wakeup(), Wakeup()
-    ours.close()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert later.wait(5.0) == frozenset({int(signal.SIGUSR1)})
-    assert ours.wait(5.0) == frozenset({int(signal.SIGUSR1)})  # passed on into a pipe that is still its own
-    later.close()
-    signal.set_wakeup_fd(-1)
-
-
-def test_only_on_the_main_thread() -> None:
-    raised = []
-
-    def make() -> None:
-        with pytest.raises(ValueError, match="main thread"):
-            Wakeup()
-        raised.append(True)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert raised
 
 
 FORKS = textwrap.dedent(

@@ -20,14 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
-from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.journal import JournalReader
-from cpsr.planner.ways import Prices
-from cpsr.replay.conversion import Conversion
 from cpsr.state.witness import ARITHMETIC, CHECKED, NOT_RESTORED
 
 ITERATIONS = 30
@@ -46,13 +43,9 @@ class LifeOf:
         enabled: whether windows are taken and used.
         factor: on the loss; another one than in the life before makes another training.
         damage: a byte of the newest window is flipped before.
-        converts: False leaves out what the window has of later iterations, as a control.
         shrinks: the loop multiplies weights after each step whose turn comes last.
         mixture: the model has experts, and some of them in a checkpoint.
-        committed: iteration of a checkpoint that must be on the disk before the kill.
-        mode: of the configuration.
         logged: the loop reports its losses.
-        end_cost: of a prediction, in iterations, as the plan before is to have expected it.
     """
 
     killed_at: int | None = None
@@ -62,13 +55,9 @@ class LifeOf:
     enabled: bool = True
     factor: float = 1.0
     damage: bool = False
-    converts: bool = True
     shrinks: bool = False
     mixture: bool = False
-    committed: int | None = None
-    mode: str = "exact"
     logged: bool = False
-    end_cost: float | None = None
 
 
 class Routed(nn.Module):
@@ -102,12 +91,6 @@ class Network(nn.Module):
 
 
 def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
-    if not life.converts:
-        setattr(Conversion, "after_step", lambda self, iteration: None)  # noqa: B010 - mypy refuses it otherwise
-    if life.end_cost is not None:
-        rows = ((1e-6, 0.0, 0.0), (0.0, 1e-6, 0.0), (0.0, 0.0, 1e-6))
-        prices = Prices(0.01, 0.0, {}, (life.end_cost, 0.0, 0.0), rows)
-        setattr(Prices, "of_tree", lambda tree: prices)  # noqa: B010 - mypy refuses it otherwise
     torch.manual_seed(3)
     inputs = torch.randn(120, 8)
     model = Network(life.mixture)
@@ -117,7 +100,7 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
     )
     config = {
         "run_dir": str(run_dir),
-        "mode": "auto" if life.mixture else life.mode,  # exact saves all experts, and counts no tokens
+        "mode": "auto" if life.mixture else "exact",  # exact saves all experts, and counts no tokens
         "experts": {"policy": "sequential" if life.mixture else "none"},
         "checkpoint": {"interval_iterations": life.interval_iterations, "fsync": False},
         "replay": {"enabled": life.enabled, "window_iterations": life.window_iterations},
@@ -142,8 +125,6 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
             if recovery.iteration == life.killed_at:
                 while life.awaited is not None and not holds(run_dir, life.awaited):
                     time.sleep(0.005)
-                while life.committed is not None and not is_committed(run_dir, life.committed):
-                    time.sleep(0.005)
                 leave(left)
                 os.kill(os.getpid(), signal.SIGKILL)
             if recovery.iteration >= ITERATIONS:
@@ -153,10 +134,6 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
 
 def holds(run_dir: Path, iteration: int) -> bool:
     return iteration in [state.iteration for state in memory_states(run_id(run_dir))]
-
-
-def is_committed(run_dir: Path, iteration: int) -> bool:
-    return (run_dir / "checkpoints" / step_name(iteration) / COMMIT).exists()
 
 
 def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -158,18 +158,3 @@ def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_fi
 
 def refuse(_: object) -> None:
     raise RuntimeError("no memory")
-
-
-def test_after_a_rewind_nothing_is_left_that_peers_would_need(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, FILES_WITH_PEERS)
-    rank.begin(1)
-    rank.end(send=True)
-    rank.begin(3)
-    rank.recorder.forget()
-    rank.recorder.replicated(None)
-    assert rank.whole == set()
-    for first in (5, 7, 9, 11, 13):
-        rank.begin(first)
-        rank.end()
-    assert rank.whole == {7, 9, 11, 13}
-    rank.recorder.close(remove=True)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.replay.stages import Choice, Kept, choose
+from cpsr.replay.stages import Kept, choose
 
 LAST = 20
 KEPT = st.builds(
@@ -37,9 +37,3 @@ def test_a_stage_rests_where_all_its_ranks_have_their_state_and_all_logs(kept: l
                 assert choice.ranks == {number for number, rank in enumerate(kept) if rank.stage in able}
             if until > choice.until:
                 assert len(able) < len(choice.stages)
-
-
-def test_nobody_rests_at_an_iteration_within_the_window() -> None:
-    kept = [Kept(0, (LAST - 1,), LAST), Kept(1, (), LAST)]
-    assert choose(kept, LAST) is None
-    assert choose([Kept(0, (LAST,), LAST), Kept(1, (), LAST)], LAST) == Choice(LAST, (0,), frozenset({0}))

@@ -54,13 +54,6 @@ def test_each_operator_has_one_turn_in_the_order_of_the_units(sizes: list[int], 
     assert [name for turn in turns for name in turn] == [name for names in units.values() for name in names]
 
 
-@given(st.integers(1, 40), st.integers(1, 12))
-def test_turns_are_about_as_large(units: int, iterations: int) -> None:
-    turns = schedule({f"h.{place}": (f"h.{place}.w",) for place in range(units)}, [8] * units, iterations)
-    sizes = [len(turn) for turn in turns]
-    assert max(sizes) - min(sizes) <= 1
-
-
 @given(st.lists(st.integers(12, 400), min_size=1, max_size=20), st.floats(1, 10_000))
 def test_a_larger_budget_needs_no_longer_window(sizes: list[int], budget: float) -> None:
     frozen = [size // 6 for size in sizes]

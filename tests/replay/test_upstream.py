@@ -72,21 +72,6 @@ def test_the_first_iteration_is_measured_and_what_grows_is_kept_from_the_next_on
     assert all("MB of host memory" in one for one in logs.said)
 
 
-def test_a_dropped_iteration_is_none(logs: Logs) -> None:
-    logs.upstream.keep(8)
-    for iteration in (1, 2):
-        logs.train(iteration)
-    logs.upstream.begin(3)
-    logs.upstream.add(SENT, torch.ones(3, 4))
-    logs.upstream.drop("a reason")
-    logs.upstream.end(True, None)
-    logs.train(4)
-    left = logs.left()
-    assert sorted(left) == [2, 4]
-    with pytest.raises(CheckpointError, match="iteration 3 was not logged"):
-        next(LoggedSteps(left, frozenset(), lambda: None).operations(3))
-
-
 def test_with_little_memory_fewer_iterations_are_kept_and_it_says_so(tmp_path: Path) -> None:
     logs = Logs(tmp_path, room=3 * 4096)
     logs.upstream.keep(8)
@@ -95,12 +80,6 @@ def test_with_little_memory_fewer_iterations_are_kept_and_it_says_so(tmp_path: P
     assert sorted(logs.left()) == [7, 8, 9]
     assert "for 3: a failure after more of them repeats all stages" in logs.said[0]
     logs.upstream.close(remove=True)
-
-
-def test_nothing_is_kept_where_no_windows_are(logs: Logs) -> None:
-    for iteration in (1, 2, 3):
-        logs.train(iteration)
-    assert logs.left() == {}
 
 
 def test_the_next_life_keeps_the_logs_and_overwrites_the_oldest(logs: Logs, tmp_path: Path) -> None:
@@ -120,14 +99,6 @@ def test_the_next_life_keeps_the_logs_and_overwrites_the_oldest(logs: Logs, tmp_
     later.train(7)
     assert sorted(later.left()) == [3, 4, 5, 6, 7]  # there are five files now
     later.upstream.close(remove=True)
-
-
-def test_logs_that_lead_nowhere_are_forgotten(logs: Logs) -> None:
-    logs.upstream.keep(4)
-    for iteration in range(1, 5):
-        logs.train(iteration)
-    logs.upstream.forget()
-    assert logs.left() == {}
 
 
 def test_a_damaged_log_is_told(logs: Logs) -> None:

@@ -33,13 +33,9 @@ RUNS = {
     "damaged": [LifeOf(15), LifeOf(damage=True)],
     "checkpoints": [LifeOf(12, 3, 11, awaited=11), LifeOf(24, 3, 11), LifeOf(None, 3, 11)],
     "another training": [LifeOf(15, logged=True), LifeOf(factor=2.0, logged=True), LifeOf()],
-    "control": [LifeOf(15), LifeOf(converts=False)],
-    "turned off": [LifeOf(15), LifeOf(enabled=False)],
     "measured": [LifeOf(17, None, 9), LifeOf(None, None, 9)],
     "mixture": [LifeOf(enabled=False, mixture=True)],
     "popular experts": [LifeOf(17, 3, 6, mixture=True), LifeOf(None, 3, 6, mixture=True)],
-    "a cheap prediction": [LifeOf(18, 3, 11, committed=11), LifeOf(None, 3, 11, mode="auto", end_cost=-100.0)],
-    "a dear prediction": [LifeOf(18, 3, 11, committed=11), LifeOf(None, 3, 11, mode="auto", end_cost=100.0)],
     "writes to weights": [LifeOf(15, shrinks=True), LifeOf(shrinks=True)],
 }
 
@@ -89,25 +85,6 @@ def test_a_kill_during_the_replay_and_right_after_it_goes_back_to_the_same_windo
     require_rest(last, lives)
 
 
-def test_a_window_goes_before_a_prediction_that_the_plan_finds_dearer(lives: Lives) -> None:
-    _, back = lives["a dear prediction"]
-    assert back["iteration"] in (13, 16)
-    assert back["reason"].startswith("a window in host memory is exact")
-    assert (
-        "(an end cost of 100 ± 0 iterations, 1.00 s), checkpoint 11 (7 iterations repeated, 0.07 s)" in back["compared"]
-    )
-    require_rest(back, lives)
-
-
-def test_a_prediction_that_the_plan_finds_cheaper_is_tried_first_and_the_window_is_next(lives: Lives) -> None:
-    _, back = lives["a cheap prediction"]
-    assert back["iteration"] in (13, 16)
-    assert "prediction is not feasible" in back["reason"], "there is one checkpoint"
-    assert "recomputed from the window in memory" in back["reason"]
-    assert back["compared"].startswith("taken: the window")
-    require_rest(back, lives)
-
-
 def test_windows_of_a_life_that_began_with_a_replay_are_as_good(lives: Lives) -> None:
     _, second, last = lives["killed after a replay"]
     assert (second["iteration"], last["iteration"]) == (10, 18)
@@ -136,20 +113,9 @@ def test_another_training_than_the_first_time_ends_the_life_and_the_window(lives
     require_rest(back, lives)
 
 
-def test_without_what_the_window_has_of_later_iterations_the_training_is_another_one(lives: Lives) -> None:
-    _, refused = lives["control"]
-    assert "iteration 11 was repeated" in refused["error"]
-
-
 def test_a_loop_that_writes_to_the_weights_after_a_step_is_found_out(lives: Lives) -> None:
     _, refused = lives["writes to weights"]
     assert "the loop has written to it since" in refused["error"]
-
-
-def test_windows_are_not_looked_at_where_they_are_turned_off(lives: Lives) -> None:
-    _, back = lives["turned off"]
-    assert back["iteration"] == 0
-    require_rest(back, lives)
 
 
 def test_the_number_of_iterations_is_measured(lives: Lives) -> None:
