@@ -28,7 +28,6 @@ def functions_of(path: Path) -> set[str]:
         ("docs/promises.md", 20),
         ("docs/leaving.md", 12),
         ("docs/memory.md", 20),
-        ("docs/dumps.md", 12),
         ("docs/replicas.md", 12),
         ("docs/restart.md", 15),
         ("docs/target.md", 20),
