@@ -14,14 +14,11 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import Deadline, DeviceNumber, DeviceValues
 
 __all__ = [
-    "LOST",
     "SmallState",
     "decode",
-    "decode_without_tensors",
     "encode",
     "host_copy",
     "is_plain",
-    "lacks_tensors",
     "same",
     "same_bits",
 ]

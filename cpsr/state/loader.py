@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
-from cpsr.state.codec import same
 from cpsr.state.loader_parts import (
     Calls,
     data_generators,
@@ -415,41 +414,6 @@ class ResumableLoader(Iterator[Any]):
                 continue
             self.position = self.position.after_a_batch()
             batches -= 1
-
-    def _open_without_states(self, position: DataPosition) -> Iterator[Any]:
-        """Continue where the random states of the pass are lost."""
-        states = self._capture()
-        iterator = self._undrawn_rest(position, states) if position.batch else self._pass(position.epoch)
-        self._hooks.on_positioned()
-        self.position = replace(self.position, states=states, states_epoch=position.epoch)
-        return iterator
-
-    def _undrawn_rest(self, position: DataPosition, states: dict[str, Any]) -> Iterator[Any]:
-        """The rest of a pass, if the batches before it are not drawn from random states.
-
-        Raises:
-            RecoveryError: they are, or that cannot be seen: some data would be repeated, and other left out.
-        """
-        if position.states is not None and position.states_epoch == position.epoch:
-            self._restore_epoch(position.states)
-        plain, iterator = is_plain(self._loader), None
-        if is_plain(self._loader):
-            self._set_epoch(position.epoch)
-            next(islice(index_sampler(self._loader), position.batch - 1, None), None)
-        elif not isinstance(self._loader, DataLoader):
-            iterator = self._pass(position.epoch, position.batch)
-        after = self._capture()
-        drawn = not same([states["host"], states["generators"]], [after["host"], after["generators"]])
-        # Other DataLoaders draw a seed for each pass, which their data may depend on.
-        if drawn or (iterator is None and not plain):
-            raise RecoveryError(
-                f"the order of pass {position.epoch} is lost: the data loader draws it from random states, and the "
-                f"checkpoint that training would go on from keeps the weights alone. After {position.batch} batches of "
-                "that pass, some data would be repeated and other left out, so nothing was trained. Give resume() a "
-                "loader whose order is its own, as that of a DistributedSampler; or start a new run from the weights, "
-                "which 'cpsr export --format safetensors' writes"
-            )
-        return self._pass(position.epoch, position.batch) if iterator is None else iterator
 
     def _pass(self, epoch: int, skip: int = 0, workers: dict[str, Any] | None = None) -> Iterator[Any]:
         """Iterate over a pass without its first batches.

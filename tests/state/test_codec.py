@@ -121,21 +121,6 @@ def test_containers_that_would_come_back_as_others() -> None:
         encode(defaultdict(int))
 
 
-@given(TREES)
-def test_what_holds_no_tensor_loses_nothing_with_them(tree: Any) -> None:
-    back = decode_without_tensors(json.loads(json.dumps(encode(tree)[0])))
-    assert back == tree
-    assert not lacks_tensors(back)
-
-
-def test_what_was_a_tensor_is_marked_as_lost() -> None:
-    tree = {"step": 3, "states": (torch.ones(2), [numpy.arange(3)]), 0: "kept"}
-    back = decode_without_tensors(encode(tree)[0])
-    assert back == {"step": 3, "states": (LOST, [LOST]), 0: "kept"}
-    assert lacks_tensors(back)
-    assert not lacks_tensors(back[0])
-
-
 def test_what_repeats_in_a_list_is_encoded_once_and_comes_back_apart() -> None:
     step = {"step": 3.0}
     tree = {"steps": [step, step, {"step": 4.0}], "tensors": [{"a": torch.ones(1)}] * 2, "pairs": [{1: 2}] * 2}

@@ -322,41 +322,6 @@ def test_repeating_loader_is_unwrapped() -> None:
     assert stream.position.epoch == 2
 
 
-# Without the random states of the pass
-
-
-@pytest.mark.parametrize("kind", SKIPPED)
-def test_without_its_random_states_a_pass_goes_on_only_in_an_order_of_its_own(kind: str) -> None:
-    seed(0)
-    stream = begun(LOADERS[kind])
-    train(stream, 28)  # some batches into a later pass
-    position = stream.position.without_random_states()
-    assert (position.epoch > 0, position.batch > 0) == (True, True)
-    expected = [items(next(stream)) for _ in range(9)]
-    seed(99)
-    back = begun(LOADERS[kind], position)
-    if kind not in OWN_ORDER:
-        with pytest.raises(RecoveryError, match=r"the order of pass \d is lost"):
-            next(back)
-        return
-    assert [items(next(back)) for _ in range(3)] == expected[:3]
-    # From here on a checkpoint has all random states again.
-    again = begun(LOADERS[kind], back.position)
-    assert not back.position.lacks_random_states
-    assert [items(next(again)) for _ in range(6)] == expected[3:]
-
-
-@pytest.mark.parametrize("kind", ["written", "stream", "torchdata, stream"])
-def test_a_state_without_tensors_outlives_a_checkpoint_of_weights_alone(kind: str) -> None:
-    position = stopped(LOADERS[kind], 4)
-    stream = begun(LOADERS[kind])
-    expected = [items(next(stream)) for _ in range(9)][4:]
-    data, _ = codec.encode(position.to_tree())
-    left = DataPosition(**codec.decode_without_tensors(data)).without_random_states()
-    again = begun(LOADERS[kind], left)
-    assert [items(next(again)) for _ in range(5)] == expected
-
-
 # States that cannot be saved, or are not taken
 
 
