@@ -1,13 +1,11 @@
-"""`cpsr rehearse`: two undisturbed jobs, three that are cut short (where and how), and the verdict."""
+"""`cpsr rehearse`: two undisturbed jobs, three that are cut short, and the verdict."""
 
 import json
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 
@@ -18,82 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from cpsr.errors import ConfigError
 from cpsr.life.rehearsed import Cut, RehearsedJob
 from cpsr.ranks.exits import SIGTERM_STATUS
-from cpsr.rehearse.jobs import Ran, run
+from cpsr.rehearse.jobs import STEPS_MIN, Ran, ends_of_passes, interval_of, plan_cuts, run
 from cpsr.rehearse.verdict import Reference, Tried, Verdict, compare, failed, judge, undisturbed
-from cpsr.state.witness import Witness
 
-__all__ = ["STEPS_MIN", "PlannedCut", "Rehearsal", "ends_of_passes", "plan_cuts", "rehearse"]
-
-STEPS_MIN = 6
-INTERVALS = 6  # between checkpoints in one job
-
-
-@dataclass(frozen=True)
-class PlannedCut:
-    """One cut, and the checkpoint before it.
-
-    Attributes:
-        cut: see there.
-        interval_iterations: between checkpoints.
-        name: for people.
-    """
-
-    cut: Cut
-    interval_iterations: int
-    name: str
-
-
-def interval_of(steps: int) -> int:
-    """Iterations between checkpoints of a job of so many steps."""
-    return max(1, min(5, steps // INTERVALS))
-
-
-def plan_cuts(steps: int, ranks: int, ends: Sequence[int], *, requests: bool = True) -> list[PlannedCut]:
-    """One SIGKILL of a rank, one of all ranks, and one SIGTERM, each in a job of its own.
-
-    Args:
-        steps: of each job.
-        ranks: of each job.
-        ends: the last step of each pass over the data that ends within these.
-        requests: whether the loop takes batches from `recovery.resume`.
-    """
-    every = interval_of(steps)
-    later = max(1, every - 2)  # steps after a checkpoint, so that a restart repeats some
-    last = ranks - 1
-    at = 2 * every + later
-    while ends and at + 1 < steps and {at - 1, at} & set(ends):  # inside a pass, where its length allows
-        at += 1
-    of_one = Cut("SIGKILL", at, last)
-    found = [PlannedCut(of_one, every, f"SIGKILL of rank {last} after step {of_one.iteration}")]
-    end = next((end for end in ends if 2 <= end <= steps - 3), None)
-    everyone = "all ranks" if ranks > 1 else "rank 0"
-    if end is None:
-        of_all = Cut("SIGKILL", 3 * every + later, at_request=requests)
-        where = f"{'at the batch request ' if requests else ''}after step {of_all.iteration}"
-    else:
-        # The checkpoint of the pass's last step is complete when the next step is.
-        of_all = Cut("SIGKILL", end + 1)
-        where = f"after step {of_all.iteration}, the first of a new pass"
-        every_of_all = next(count for count in range(min(end, 5), 0, -1) if end % count == 0)
-        every_of_all = end if every_of_all == 1 else every_of_all
-    found.append(PlannedCut(of_all, every if end is None else every_of_all, f"SIGKILL of {everyone} {where}"))
-    left = Cut("SIGTERM", 4 * every + 1, last)
-    found.append(PlannedCut(left, every, f"SIGTERM after step {left.iteration}"))
-    return found
-
-
-def ends_of_passes(witnesses: Sequence[Witness]) -> list[int]:
-    """The last step of each complete pass over the data.
-
-    Args:
-        witnesses: of one rank, in the order of the steps.
-    """
-    found = []
-    for before, now in pairwise(witnesses):
-        if now.epoch > before.epoch:
-            found.append(now.iteration if now.batch == 0 else before.iteration)
-    return found
-
+__all__ = ["Rehearsal", "rehearse"]
 
 Launch = Callable[[RehearsedJob, float | None, Callable[[int], None]], Ran]
 

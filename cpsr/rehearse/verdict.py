@@ -15,8 +15,7 @@ from cpsr.checkpoint.verify import open_tensors, read_manifest, read_rank_manife
 from cpsr.errors import CPSRError
 from cpsr.life.batch_warnings import NO_BATCHES
 from cpsr.life.witnessing import likely_causes
-from cpsr.rehearse.command import PlannedCut
-from cpsr.rehearse.jobs import Ran
+from cpsr.rehearse.jobs import PlannedCut, Ran
 from cpsr.state.codec import same, same_bits
 from cpsr.state.scalars import DataPosition
 from cpsr.state.witness import Difference, Witness, difference

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
-from cpsr.rehearse.command import Rehearsal, plan_cuts
-from cpsr.rehearse.jobs import Ran
+from cpsr.rehearse.command import Rehearsal
+from cpsr.rehearse.jobs import Ran, plan_cuts
 from cpsr.rehearse.verdict import Reference, Verdict, judge
 from cpsr.state.witness import SampledBytes, Witness, Witnesses, witness_path
 from tests.situations.lives import Life, backward, live
