@@ -143,7 +143,7 @@ def _plan(families: _Families, run: str, reader: JournalReader) -> None:
         return
     families.gauge(
         "checkpoint_interval_iterations",
-        "Between checkpoints, by the current plan; the shortest of all ranks' intervals.",
+        "Between checkpoints, by the current plan.",
         run,
         plan.interval_iterations,
         origin=plan.origin,

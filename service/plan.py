@@ -339,9 +339,7 @@ def _current_phase(ended: PhaseRow | None, explanation: Mapping[str, Any]) -> Cu
 
 
 def _ranks(current: PlanRow, world_size: int, seconds: float | None) -> list[RankPlan]:
-    ranks = current.explanation.get("ranks")
-    own = ranks.get("interval_iterations", []) if isinstance(ranks, dict) else []
-    intervals = own if len(own) == world_size else [current.interval_iterations] * world_size
+    interval = current.interval_iterations
     return [
         RankPlan(
             rank=rank,
@@ -350,7 +348,7 @@ def _ranks(current: PlanRow, world_size: int, seconds: float | None) -> list[Ran
             origin=current.origin,
             from_iteration=current.from_iteration,
         )
-        for rank, interval in enumerate(intervals)
+        for rank in range(world_size)
     ]
 
 

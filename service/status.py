@@ -213,8 +213,7 @@ def _lost(spent: dict[str, Any]) -> str:
 
 
 def _plan_line(plan: dict[str, Any]) -> str:
-    intervals = sorted({rank["interval_iterations"] for rank in plan["ranks"]})
-    every = str(intervals[0]) if len(intervals) == 1 else f"{intervals[0]} to {intervals[-1]}"
+    every = plan["ranks"][0]["interval_iterations"]
     seconds = plan["ranks"][0]["interval_seconds"]
     took = "" if seconds is None else f" ({_duration(seconds)})"
     way = plan["explanation"].get("expected", {}).get("failure", plan["recovery_mode"])

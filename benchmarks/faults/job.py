@@ -44,7 +44,7 @@ def shard_of(rank: int, iteration: int, run_id: str = RUN_ID) -> Shard:
 
 
 def scalars_of(iteration: int) -> dict[str, object]:
-    """The small state; without tensors, which a partial checkpoint has no file for."""
+    """The small state."""
     rate = 1e-3
     return {
         "step": iteration,

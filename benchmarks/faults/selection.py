@@ -18,8 +18,6 @@ SPARSE = "sparse"
 SAMPLE = {
     "kill: save and commit": 3,
     "kill: save of another rank": 8,
-    "kill: partial save of weights": 12,
-    "kill: partial save by link": 6,
     "kill: retention": 16,
     "kill: roll-back": 4,
     "kill: setting aside": 2,
@@ -76,8 +74,6 @@ AT_LEAST = {
     "kill: save of another rank": 22,
     "kill: save of both ranks": 60,
     "kill: save again": 35,
-    "kill: partial save of weights": 20,
-    "kill: partial save by link": 15,
     "kill: retention": 80,
     "kill: roll-back": 15,
     "kill: setting aside": 6,

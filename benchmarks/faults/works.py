@@ -15,13 +15,11 @@ from cpsr.benchmarks.faults.job import (
     KEEP_ALL,
     commit,
     open_run,
-    shard_of,
     snapshot_of,
     write_run,
 )
 from cpsr.benchmarks.faults.saves import CHAIN, LIFE, RETENTION, SPARSE, RankWriter
 from cpsr.benchmarks.faults.tracing import NO_LINKS
-from cpsr.checkpoint.contents import WEIGHTS, Contents
 from cpsr.checkpoint.manifest import step_name
 from cpsr.errors import CPSRError
 
@@ -114,28 +112,6 @@ def _save_again(run_dir: Path, gate: Gate) -> None:
     rank_0 = RankWriter(stores[0])
     gate.wait()
     gate.note(done=True, outcomes=rank_0.save(50))
-
-
-def _save_weights(run_dir: Path, gate: Gate) -> None:
-    _save_partial(run_dir, gate, WEIGHTS, _carried())
-
-
-def _save_carried(run_dir: Path, gate: Gate) -> None:
-    _save_partial(run_dir, gate, _carried(), WEIGHTS)
-
-
-def _carried() -> Contents:
-    return Contents.carried_weights(frozenset(shard_of(0, 0).operators))
-
-
-def _save_partial(run_dir: Path, gate: Gate, first: Contents, second: Contents) -> None:
-    stores = open_run(run_dir, LIFE)
-    ranks = [RankWriter(store) for store in stores]
-    for rank in reversed(ranks):
-        rank.save(50)
-    ranks[1].save(60, second)
-    gate.wait()
-    gate.note(done=True, outcomes=ranks[0].save(60, first))
 
 
 def _with_remains(run_dir: Path) -> None:
@@ -253,8 +229,6 @@ WORKS = (
     Work("save of another rank", write_run, _save_of_the_other, frozenset({40, 50}), 50, beside=_rank_0_lives_on),
     Work("save of both ranks", write_run, _save_of_both, frozenset({40, 50}), 50),
     Work("save again", _with_an_abandoned_save, _save_again, frozenset({40, 50}), 50),
-    Work("partial save of weights", write_run, _save_weights, frozenset({50}), 50),
-    Work("partial save by link", write_run, _save_carried, frozenset({50}), 50),
     Work("retention", _with_remains, _retain, frozenset({60}), 60, frozenset({50, 60})),
     Work("roll-back", _with_a_save_under_way, _abandon, frozenset({20, 30, 40}), 20, frozenset({10, 20})),
     Work("setting aside", write_run, _quarantine, frozenset({30, 40}), 30, frozenset({10, 20, 30})),

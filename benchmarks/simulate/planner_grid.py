@@ -11,7 +11,7 @@ from cpsr.planner.baselines import PCcheck, baselines
 from cpsr.planner.bounds import Limits, Mode, bounds_of
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
-from cpsr.planner.ranks import optima
+from cpsr.planner.ranks import optimum
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.predictor.watch import WATCH_ITERATIONS
 from cpsr.simulate.arrivals import poisson
@@ -183,7 +183,7 @@ def unavoidable_excess(minutes: int, state: str) -> float:
     """
 
     def least(mode: Mode, slope: float) -> float:
-        (best,) = optima([_inputs(minutes, state, LinearCost(slope))], LIMITS, mode)
+        best = optimum(_inputs(minutes, state, LinearCost(slope)), LIMITS, mode)
         assert best is not None
         return best.cost_per_second
 

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from cpsr.checkpoint.contents import weights_of
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.memory import MemoryFile
 from cpsr.checkpoint.parts import Held, Parts
@@ -119,12 +118,12 @@ class HostBuffer:
                 _require_same(f"other/{name}", target, values)
                 target.copy_(values, non_blocking=True)
 
-    def require_all(self, operators: Mapping[str, OperatorState], *, moments: bool) -> None:
+    def require_all(self, operators: Mapping[str, OperatorState]) -> None:
         """Raise UnsupportedEngineError if an operator of the template, or a moment of it, is gone; names it."""
         for name, (_, expected) in self._template.items():
             if name not in operators:
                 raise _changed(f"param/{name} is gone")
-            for moment in expected if moments else ():
+            for moment in expected:
                 if moment not in operators[name].moments:
                     raise _changed(f"moment/{moment}/{name} is gone")
 
@@ -164,7 +163,7 @@ def layout_bytes(template: Shard) -> int:
     return sum(_in_blocks(sum(tensor.nbytes for _, tensor in ones)) for ones in _by_kind(template))
 
 
-def plan_spans(buffer: HostBuffer, shard: Shard, *, moments: bool = True) -> list[Span]:
+def plan_spans(buffer: HostBuffer, shard: Shard) -> list[Span]:
     """The fewest copies that bring weights and moments into the buffer, each within one segment of it.
 
     ZeRO's flat partitions become one copy each, and not one a parameter.
@@ -172,14 +171,12 @@ def plan_spans(buffer: HostBuffer, shard: Shard, *, moments: bool = True) -> lis
     Args:
         buffer: the target.
         shard: the sources.
-        moments: whether they are copied, too.
 
     Raises:
         UnsupportedEngineError: a tensor differs from the template; the message names it.
     """
-    buffer.require_all(shard.operators, moments=moments)
-    copied = Shard(shard.operators) if moments else weights_of(Shard(shard.operators))
-    tensors = dict(copied.tensors())
+    buffer.require_all(shard.operators)
+    tensors = dict(Shard(shard.operators).tensors())
     begins = {segment.begin for segment in buffer.held.parts.segments}
     spans: list[Span] = []
     for key in sorted(tensors, key=lambda key: buffer.offsets.get(key, 0)):

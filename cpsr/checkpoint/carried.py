@@ -1,8 +1,7 @@
 """Files of earlier checkpoints that a later one holds as hard links, with their recorded hashes.
 
-In a *partial* checkpoint some ranks write new weights, and the others carry theirs: it has no moments and no buffers.
-In a *sparse* one of a mixture every rank writes all but some experts, whose files it carries. Experts have their own
-files, named after the iteration at which they were saved::
+In a *sparse* checkpoint of a mixture every rank writes all but some experts, whose files it carries. Experts have their
+own files, named after the iteration at which they were saved::
 
     rank-00000.params.safetensors                       what every token passes, of this checkpoint
     rank-00000.experts-0000000100.params.safetensors    experts of this checkpoint, 100
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.files import hash_file, sync_file, temporary_name
-from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, expert_files, file_name
+from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, expert_files
 from cpsr.checkpoint.verify import check_file
 from cpsr.errors import CheckpointError, SaveError
 
@@ -85,18 +84,11 @@ class CarriedFiles:
             records = {name: one for name, one in known.items() if one.saved_by is None}  # else it is not here
             if len(records) < len(carried):
                 break
-            if contents.moments:
-                ages = sorted({one.iteration for one in records.values()})
-                names = [name for age in ages for name in expert_files(written.rank, age)]
-            else:
-                names = [file_name(written.rank, "params")]
-                records = {name: one.model_copy(update={"moments": {}}) for name, one in records.items()}
-            files = {name: written.files[name] for name in names}
+            ages = sorted({one.iteration for one in records.values()})
+            files = {name: written.files[name] for age in ages for name in expert_files(written.rank, age)}
             if put_files(directory, source, files, fsync=fsync):
                 return files, records
             # It was abandoned, or retention was there.
-        if not contents.moments:
-            raise SaveError(f"{directory}: this rank has no weights to carry that it has written since the run went on")
         raise SaveError(
             f"{directory}: {len(carried)} parameters of experts are not saved now, and were not saved since the run "
             f"went on either (the first is {min(carried)}); the next checkpoint must save all experts"

@@ -31,21 +31,19 @@ class Carrying:
         """
         if self._newest is not None and self._newest[0] == index:
             self._newest = None
-        if contents.moments and contents.uncopied and self._newest is None:
+        if contents.uncopied and self._newest is None:
             contents = replace(contents, uncopied=frozenset())
         snapshot.contents, held = contents, self._held[index]
-        copied = held.parts.besides(contents.uncopied) if contents.moments else held.parts.names
+        copied = held.parts.besides(contents.uncopied)
         held.overwrite(copied)
-        if contents.moments:
-            snapshot.taken_at = dict.fromkeys(copied, snapshot.iteration)
-        if contents.moments and contents.uncopied and self._newest is not None:
+        snapshot.taken_at = dict.fromkeys(copied, snapshot.iteration)
+        if contents.uncopied and self._newest is not None:
             snapshot.source, before = self._newest[0], self._newest[1]
             snapshot.taken_at = {**before.taken_at, **snapshot.taken_at}
 
     def begun(self, index: int, snapshot: Snapshot) -> None:
         """Its copy is under way: the next one may carry over what it holds."""
-        if snapshot.contents.moments:
-            self._newest = index, snapshot
+        self._newest = index, snapshot
 
     def forget(self) -> None:
         """Carry nothing over: a snapshot failed, or the run has gone back."""

@@ -41,13 +41,12 @@ class CheckpointInfo:
     Attributes:
         iteration: iteration of the state.
         directory: where it lies.
-        full: False for thinned and partial checkpoints; training can restart exactly from full ones only.
+        full: False for thinned checkpoints; training can restart exactly from full ones only.
         bytes: tensor bytes on disk, all ranks together.
         world_size: ranks that wrote it.
         label: what the state came from (`scalars["origin"]`), None where that is not recorded.
         created: time of the commit (UTC).
         sequence: counts the commits of the run.
-        partial: it never held more than weights, and those of some ranks are older than it is.
     """
 
     iteration: int
@@ -58,7 +57,6 @@ class CheckpointInfo:
     label: str | None
     created: datetime.datetime
     sequence: int
-    partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def newest_whole(checkpoints: Path, since: int = 0) -> tuple[Path, Manifest] | N
         except DamagedFileError as error:
             warn_once(checkpoints, f"checkpoint is skipped: {error}")
             continue
-        if manifest is not None and not manifest.partial:
+        if manifest is not None:
             return directory, manifest
     return None
 
@@ -234,11 +232,10 @@ def _info(directory: Path) -> CheckpointInfo:
     return CheckpointInfo(
         iteration=manifest.iteration,
         directory=directory,
-        full=not thinned and not manifest.partial,
+        full=not thinned,
         bytes=manifest.history_bytes() if thinned else manifest.state_bytes(),
         world_size=manifest.world_size,
         label=manifest.label,
         created=datetime.datetime.fromtimestamp(manifest.created_unix_seconds, datetime.UTC),
         sequence=manifest.sequence,
-        partial=manifest.partial,
     )

@@ -1,12 +1,12 @@
 """What one rank's part of a checkpoint holds of each operator, and where."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cpsr.checkpoint.manifest import OperatorRecord
 from cpsr.state.shard import Shard
 
-__all__ = ["WEIGHTS", "WHOLE", "Contents", "weights_of"]
+__all__ = ["WHOLE", "Contents"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,6 @@ class Contents:
             those of the snapshot before.
         writers: operators in the files of another rank -> that rank.
         replicated: descriptions of operators that other ranks hold, too; the commit compares their hashes.
-        moments: whether moments and buffers are saved. Without them all operators are carried or none is; such a
-            checkpoint serves a predictor's history, not a restart.
 
     Raises:
         ValueError: the parts contradict each other.
@@ -34,10 +32,9 @@ class Contents:
     uncopied: frozenset[str] = frozenset()
     writers: Mapping[str, int] = field(default_factory=dict)
     replicated: Mapping[str, OperatorRecord] = field(default_factory=dict)
-    moments: bool = True
 
     def __post_init__(self) -> None:
-        if self.moments and not self.carried <= self.experts:
+        if not self.carried <= self.experts:
             raise ValueError(f"only parameters of experts can be carried: {min(self.carried - self.experts)}")
         if not self.uncopied <= self.carried:
             raise ValueError(f"taken now, and not copied to host memory: {min(self.uncopied - self.carried)}")
@@ -55,15 +52,10 @@ class Contents:
             raise ValueError(f"no expert's parameter: {min(saved - experts)}")
         return Contents(experts, experts - saved)
 
-    @staticmethod
-    def carried_weights(operators: frozenset[str]) -> "Contents":
-        """The weights of all these operators as this rank wrote them last, and nothing else."""
-        return Contents(carried=operators, uncopied=operators, moments=False)
-
     @property
     def whole_in_memory(self) -> bool:
         """Whether a snapshot in host memory holds everything as it is now."""
-        return self.moments and not self.uncopied
+        return not self.uncopied
 
     @property
     def carried_here(self) -> frozenset[str]:
@@ -72,8 +64,7 @@ class Contents:
 
     def copied(self, shard: Shard) -> Shard:
         """The part of a shard that is copied to host memory; views of the same memory."""
-        copied = shard if not self.uncopied else _without(shard, self.uncopied)
-        return copied if self.moments else weights_of(copied)
+        return shard if not self.uncopied else _without(shard, self.uncopied)
 
     def written(self, shard: Shard) -> Shard:
         """The part of a shard that goes into this rank's new files; views of the same memory."""
@@ -84,14 +75,8 @@ class Contents:
         return shard if not self.experts else _without(shard, self.experts)
 
 
-def weights_of(shard: Shard) -> Shard:
-    """The shard without moments and buffers; views of the same memory."""
-    return Shard({name: replace(operator, moments={}) for name, operator in shard.operators.items()})
-
-
 def _without(shard: Shard, names: frozenset[str]) -> Shard:
     return Shard({name: one for name, one in shard.operators.items() if name not in names}, shard.others)
 
 
 WHOLE = Contents()
-WEIGHTS = Contents(moments=False)

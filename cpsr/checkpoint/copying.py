@@ -61,7 +61,7 @@ class StateCopier:
     def __init__(self, template: Shard, worker: ThreadPoolExecutor) -> None:
         self._worker = worker
         self.pace: CopyPace | None = None
-        self._planned: dict[bool, tuple[list[torch.Tensor], list[Span]]] = {}  # by moments: of the shard seen last
+        self._planned: tuple[list[torch.Tensor], list[Span]] | None = None  # of the shard seen last
         self._host_plans: dict[int, tuple[list[Span], HostCopyPlan]] = {}  # by buffer
         self.device = device_of(template)
         self._stream: torch.cuda.Stream | None = None
@@ -195,7 +195,7 @@ class StateCopier:
         """Returns the seconds it took."""
         started = time.perf_counter()
         plan, parts = self._host_plan(buffer, shard, contents), _copied(buffer, contents)
-        if contents.moments and buffer.memory is not None and self.device is None:
+        if buffer.memory is not None and self.device is None:
             buffer.held.digests |= plan.run_hashed(parts)  # all their bytes are here: nothing arrives from a device
         else:
             plan.run(parts)
@@ -230,16 +230,14 @@ class StateCopier:
     def _spans(self, buffer: HostBuffer, shard: Shard, contents: Contents) -> list[Span]:
         # An engine makes new views where a tensor was replaced, or lies elsewhere.
         sources = [tensor for _, tensor in Shard(shard.operators).tensors()]
-        planned = self._planned.get(contents.moments)
+        planned = self._planned
         if planned is None or len(sources) != len(planned[0]) or any(map(operator.is_not, sources, planned[0])):
-            planned = self._planned[contents.moments] = (sources, plan_spans(buffer, shard, moments=contents.moments))
+            planned = self._planned = (sources, plan_spans(buffer, shard))
         return planned[1]
 
 
 def _copied(buffer: HostBuffer, contents: Contents) -> frozenset[str]:
     """The parts of the buffer that a snapshot copies."""
-    if contents.uncopied and not contents.moments:
-        return frozenset()  # all weights are carried
     return buffer.held.parts.besides(contents.uncopied)
 
 

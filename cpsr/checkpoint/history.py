@@ -73,7 +73,6 @@ class _Checkpoint:
     read: ReadManifest
     file: MappedTensors | AssembledTensors  # nothing is read before it is asked for
     experts: Mapping[str, MappedTensors]  # the files of the operators that are not in that one
-    partial: bool
 
     @property
     def iteration(self) -> int:
@@ -86,7 +85,7 @@ class _Checkpoint:
 
 
 class DiskHistory:
-    """`cpsr.predictor.protocol.History` over full, thinned and partial checkpoints.
+    """`cpsr.predictor.protocol.History` over full and thinned checkpoints.
 
     Opening reads each weights file once to check its hash; damaged or unreadable checkpoints are left out, and logged
     once. Time and learning rate of an entry are `cumulative_learning_rate` and `learning_rate` of its
@@ -100,7 +99,6 @@ class DiskHistory:
         since: only checkpoints of this iteration and later ones.
         known: iteration -> what this process has read of that checkpoint before (`DiskHistory.known`): where its
             manifest is the same, neither that nor the weights are read again to check them.
-        partial: False leaves partial checkpoints out: then every operator of every rank was taken with its entry.
         opened: False opens no checkpoint yet: `open` does it piece by piece.
 
     Attributes:
@@ -118,7 +116,6 @@ class DiskHistory:
         since: int = 0,
         known: Mapping[int, ReadManifest] | None = None,
         *,
-        partial: bool = True,
         opened: bool = True,
     ) -> None:
         if (store_directory / "checkpoints").is_dir():
@@ -127,7 +124,6 @@ class DiskHistory:
         self._directory = store_directory
         self._known = known or {}
         self._range = since, math.inf if before is None else before
-        self._takes_partial = partial
         self._owned = part if isinstance(part, RankSlices) else None
         self._rank = part.rank if isinstance(part, RankSlices) else part
         self._checkpoints: list[_Checkpoint] = []
@@ -149,7 +145,7 @@ class DiskHistory:
             if problem.iteration is not None and since <= problem.iteration < end:
                 self._exclude(problem.iteration, f"{problem.file}: {problem.what}")
         for info in catalogue.checkpoints:
-            if since <= info.iteration < end and (self._takes_partial or not info.partial):
+            if since <= info.iteration < end:
                 yield from self._add(info)
                 yield
         self._operators = self._common_operators()
@@ -163,11 +159,6 @@ class DiskHistory:
     def entries(self) -> Sequence[HistoryEntry]:
         """Ascending in iteration, without repeats."""
         return [checkpoint.read.entry for checkpoint in self._checkpoints]
-
-    @property
-    def partial_iterations(self) -> Sequence[int]:
-        """Entries that are partial checkpoints, on any rank: the same on all that hold the same entries."""
-        return [item.iteration for item in self._checkpoints if item.partial]
 
     @property
     def operators(self) -> Sequence[str]:
@@ -236,7 +227,7 @@ class DiskHistory:
             self._exclude(info.iteration, str(error))
             return
         experts = {operator: own[name] for operator, name in read.places.items()}
-        self._checkpoints.append(_Checkpoint(read, file, experts, info.partial))
+        self._checkpoints.append(_Checkpoint(read, file, experts))
 
     def _add_assembled(self, info: CheckpointInfo, manifest: Manifest, slices: RankSlices) -> Iterator[None]:
         """Add a checkpoint of another number of ranks."""
@@ -251,14 +242,14 @@ class DiskHistory:
                 return
             read = replace(found, sha256=sha256)
         assert read.pieces is not None
-        self._checkpoints.append(_Checkpoint(read, AssembledTensors(info.directory, read.pieces), {}, info.partial))
+        self._checkpoints.append(_Checkpoint(read, AssembledTensors(info.directory, read.pieces), {}))
 
     def _find(
         self, info: CheckpointInfo, manifest: Manifest, slices: RankSlices
     ) -> Generator[None, None, ReadManifest | str]:
         """Find this rank's slices in the other ranks' files, and verify these."""
         found = yield from find_slices(info.directory, manifest, slices)
-        if found.sparse or info.partial:
+        if found.sparse:
             return f"{manifest.world_size} ranks saved it, with operators of different iterations"
         for name, file in found.files.items():
             yield from self._check(info.directory / name, file)

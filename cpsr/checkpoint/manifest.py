@@ -249,11 +249,6 @@ class Manifest(_Record):
         """Whether it is of another tool's checkpoint (`cpsr import`), and is dealt to every number of ranks."""
         return self.label == IMPORTED
 
-    @property
-    def partial(self) -> bool:
-        """Whether it was saved without moments (see `cpsr.checkpoint.carried`): a whole one has files of moments."""
-        return not self.thinned_files()
-
     def history_bytes(self) -> int:
         """Bytes of the files that a thinned checkpoint keeps."""
         records = self.ranks.values()

@@ -15,7 +15,6 @@ from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, f
 from cpsr.checkpoint.replicated import records_of_others, state_hash
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tensor_image import in_memory_order
-from cpsr.errors import SaveError
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
 
@@ -67,7 +66,7 @@ class RankPartWriter:
         contents, shard = snapshot.contents, snapshot.contents.written(snapshot.shard)
         refuse_abandoned()
         outside = FrozenPart(snapshot.scalars)
-        if frozen is not None and contents.moments:
+        if frozen is not None:
             outside = frozen.write(directory, snapshot.scalars, refuse_abandoned)
         data, scalar_tensors = encode(outside.scalars, prefix=SCALARS)
         same = attempt.life, attempt.attempt
@@ -111,23 +110,12 @@ def _described(snapshot: Snapshot) -> dict[str, OperatorRecord]:
 def _files(
     rank: int, snapshot: Snapshot, scalar_tensors: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """File -> the tensors to write into it.
-
-    Raises:
-        SaveError: the scalars of a partial checkpoint hold tensors, for which it has no file.
-    """
+    """File -> the tensors to write into it."""
     contents = snapshot.contents
-    if not contents.moments and scalar_tensors:
-        raise SaveError(
-            f"the scalars of the partial checkpoint {snapshot.iteration} hold tensors: {min(scalar_tensors)}"
-        )
     written = contents.written(snapshot.shard)
     tensors = dict(contents.without_experts(written).tensors())
-    weights = {file_name(rank, "params"): _of_kind(tensors, "param/")}
-    if not contents.moments:
-        return {} if contents.carried else weights
     files = {
-        **weights,
+        file_name(rank, "params"): _of_kind(tensors, "param/"),
         file_name(rank, "moments"): _of_kind(tensors, "moment/"),
         file_name(rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
     }

@@ -53,9 +53,7 @@ def plan_retention(
         return RetentionPlan([], [])
     newest = checkpoints[-1].iteration if pinned is None else min(pinned, checkpoints[-1].iteration)
     until_newest = [info for info in checkpoints if info.iteration <= newest]
-    # Partial ones come in addition: in all others every rank has a snapshot of its own.
-    counted = [info.iteration for info in until_newest if not info.partial][-config.history_min_checkpoints :]
-    recent = {info.iteration for info in until_newest if not counted or info.iteration >= counted[0]}
+    recent = {info.iteration for info in until_newest[-config.history_min_checkpoints :]}
     whole = {info.iteration for info in checkpoints if info.full}
     keep_whole = set(sorted(whole)[-config.full_checkpoints :]) | {
         iteration for iteration in whole if iteration in (pinned, copied)
@@ -189,7 +187,7 @@ def _remove_asides(checkpoints: Path, catalogue: Catalogue, *, fsync: bool) -> l
             record_set_aside(aside.directory, newest, fsync=fsync)
             kept.append(aside)
             continue
-        later = sum(info.sequence > aside.after_sequence and not info.partial for info in catalogue.checkpoints)
+        later = sum(info.sequence > aside.after_sequence for info in catalogue.checkpoints)
         if later < _COMMITS_BEFORE_REMOVAL:
             kept.append(aside)
             continue

@@ -43,7 +43,7 @@ class Sealing:
 
     def is_possible(self, snapshot: Snapshot) -> bool:
         """Whether the snapshot is one to restart from, in shared memory."""
-        return self._files[self.occupancy.index(snapshot)] is not None and snapshot.contents.moments
+        return self._files[self.occupancy.index(snapshot)] is not None
 
     def seal(self, index: int, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> bool:
         """Seal a snapshot; whether it could be. After `Occupancy.begin_seal`, which this ends.

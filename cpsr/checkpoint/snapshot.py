@@ -40,10 +40,7 @@ CLOSE_SECONDS = 5.0
 
 def _put_views(snapshot: Snapshot, buffer: HostBuffer) -> None:
     """What the snapshot holds of the buffer."""
-    if snapshot.contents.moments:
-        snapshot.shard = buffer.shard_of_parts(snapshot.taken_at)
-    else:
-        snapshot.shard = snapshot.contents.copied(buffer.shard_at(snapshot.iteration))
+    snapshot.shard = buffer.shard_of_parts(snapshot.taken_at)
 
 
 class SnapshotPool:
@@ -147,7 +144,7 @@ class SnapshotPool:
             raise SaveError(self.obstacle)
         if self._running is not None:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
-        if disk and contents.moments and contents.uncopied:
+        if disk and contents.uncopied:
             raise ValueError("a snapshot for the disk copies every expert, and writes those that are due")
         with self.copier.after_step():
             small = SmallState(scalars)
@@ -168,8 +165,7 @@ class SnapshotPool:
 
     def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
         contents, writes = snapshot.contents, self.writes
-        if contents.moments:
-            buffer.copy_others(shard)
+        buffer.copy_others(shard)
         if not writes.disturbed:
             writes.begin(self, shard, thorough=snapshot.disk)
         copy = self.copier.start(buffer, shard, contents, partial(_put_views, snapshot, buffer))

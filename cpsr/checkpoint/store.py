@@ -12,8 +12,6 @@
         manifest.json                    the SHA-256 of every rank's manifest
         COMMIT                           the SHA-256 of manifest.json; without it there is no checkpoint
         THINNED                          only in old checkpoints: the files that were removed again
-
-A partial checkpoint (see `cpsr.checkpoint.carried`) holds no moments and no extra files.
 """
 
 import logging
@@ -45,7 +43,7 @@ from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.frozen_links import FrozenLinks
 from cpsr.checkpoint.loading import load_shard
-from cpsr.checkpoint.manifest import COMMIT, Manifest, file_name, rank_manifest_name, step_name
+from cpsr.checkpoint.manifest import COMMIT, Manifest, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
 from cpsr.checkpoint.replicated import Drifted, DriftedError
 from cpsr.checkpoint.snapshot import Snapshot
@@ -224,8 +222,6 @@ class CheckpointStore:
         try:
             shards = wait_for_ranks(directory, attempt, timeout_seconds, cancelled)
             refuse_superseded(self.directory.parent, self._life)
-            if not isinstance(shards, str) and self._would_stand_alone(directory):
-                shards = "it holds some ranks' weights alone, and there is no whole checkpoint before it"
             if isinstance(shards, str):
                 abandon(directory, attempt, shards)
                 return CommitResult(False, shards, time.perf_counter() - started)
@@ -289,7 +285,7 @@ class CheckpointStore:
             CheckpointError: there is none at that iteration, or it holds the weights only.
         """
         directory, manifest = self._of_this_run(iteration, any_size=self.reshard is not None)
-        if manifest.partial or is_thinned(directory, manifest):
+        if is_thinned(directory, manifest):
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
         if self.reshard is not None and (manifest.world_size != self._world_size or manifest.imported):
             return self.reshard(directory, manifest, into)
@@ -370,11 +366,6 @@ class CheckpointStore:
             if problem.iteration is not None and problem.iteration > after:
                 raise UnreadableFileError(problem.file, problem.what)
         return catalogue
-
-    def _would_stand_alone(self, directory: Path) -> bool:
-        """Whether this is a partial checkpoint in a run that could not restart anywhere."""
-        partial = not (directory / file_name(self._rank, "moments")).exists()
-        return partial and not any(info.full for info in self.catalogue())
 
     def _refuse_abandoned(self, directory: Path, attempt: Attempt, cause: Exception | None = None) -> None:
         refuse_superseded(self.directory.parent, self._life)

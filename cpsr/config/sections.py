@@ -147,11 +147,6 @@ class PlannerConfig(Section):
     policy: PlannerPolicy = Field(
         default="cpsr", description="cpsr: the interval of least expected cost; else the rule of that name."
     )
-    intervals: Literal["common", "per_rank"] = Field(
-        default="common",
-        description="One interval for all ranks; or a common base times a power of two for each, of weights alone "
-        "between the checkpoints of all ranks.",
-    )
     mtbf_hours: float = Field(
         default=12.0,
         gt=0,

@@ -78,9 +78,8 @@ def small_state_at_dump(
 
 def _replanned(planning: dict[str, Any]) -> dict[str, Any]:
     """The planner's state with the phases and intervals of the run, which stay, and without costs."""
-    kept = {key: value for key, value in planning.items() if key != "rank_interval_iterations"}
-    unknown = {key: None for key in ("costs", "memory", "second_moment_share") if key in kept}
-    return kept | unknown
+    unknown = {key: None for key in ("costs", "memory", "second_moment_share") if key in planning}
+    return planning | unknown
 
 
 def require_alike(trees: Sequence[Mapping[str, Any]]) -> None:

@@ -260,7 +260,7 @@ def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeS
         moments: the optimizer's tensors are needed too.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it lacks what is needed: it is partial or thinned.
+        CheckpointError: there is no such checkpoint, or it lacks what is needed: it is thinned.
         CheckpointCorruptError: a file of it is damaged; the message names it.
         UnsupportedEngineError: what its ranks hold does not make up one model; the message names it.
         RunMismatchError: it is of another run than `run.json`, or `run_dir` is no run directory.
@@ -296,11 +296,6 @@ def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> Whol
     manifest = read_manifest(info.directory)
     if manifest.run_id != identity.run_id:
         raise CheckpointError(f"{info.directory} is of the run {manifest.run_id!r}, run.json of {identity.run_id!r}")
-    if info.partial:
-        raise CheckpointError(
-            f"{info.directory} is partial: its ranks' weights are of different iterations, so that they are no state "
-            "the run ever had. Name a whole checkpoint"
-        )
     records = [read_rank_manifest(info.directory, manifest, rank) for rank in range(manifest.world_size)]
     if any(record.sparse for record in records):
         raise UnsupportedEngineError(

@@ -69,27 +69,6 @@ class Exchange:
         parts = torch.split(total, [rows * columns for rows, columns in shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
-    def duplicated_operator(self, shard: Shard) -> str | None:
-        """First operator of which two ranks own the same elements; None if each element has one owner.
-
-        Copies must be predicted from the same snapshots, or they would differ.
-        """
-        if self._group is None:
-            return None
-        slices = {
-            # Blocks that overlap begin at the same element: they are of one division.
-            name: [one.parameter.offset, one.parameter.numel if one.parameter.block is None else 1]
-            for name, one in shard.operators.items()
-        }
-        ends: dict[str, int] = {}
-        parts: list[dict[str, list[int]]] = self._group.gather(slices)
-        pieces = [(name, offset, numel) for part in parts for name, (offset, numel) in part.items()]
-        for name, offset, numel in sorted(pieces):
-            if numel and offset < ends.get(name, 0):
-                return name
-            ends[name] = max(ends.get(name, 0), offset + numel)
-        return None
-
     def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
         """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""
         if self._group is None:

@@ -331,14 +331,12 @@ class Learner:
         iteration: int,
         history_start: int,
     ) -> Generator[object, None, None]:
-        # Without partial checkpoints: all ranks learn from snapshots of one iteration.
         history = DiskHistory(
             store_directory,
             part,
             before=iteration + 1,
             since=history_start,
             known=self._known,
-            partial=False,
             opened=False,
         )
         try:

@@ -18,7 +18,6 @@ from cpsr.learning.memory import Use, allot_memory
 from cpsr.learning.pace import bubbles_of, pace_of
 from cpsr.predictor.ranks import Ranks
 from cpsr.predictor.vitp import Progress, VITPPredictor
-from cpsr.state.shard import Shard
 
 __all__ = ["Learning"]
 
@@ -85,10 +84,6 @@ class Learning(Part):
     def _portion(self, operator: str) -> float:
         """See `Ranks`; of an operator that one rank learns from for others it is all."""
         return 1.0 if self._assignment.is_shared else self._exchange.portion(operator)
-
-    def duplicated_operator(self, shard: Shard) -> str | None:
-        """First operator of which two ranks own the same elements; a collective."""
-        return self._exchange.duplicated_operator(shard)
 
     def at_step(self, saved_iteration: int | None, history_start: int) -> None:
         """Notify the thread of the newest checkpoint, record its progress, and report its failure.

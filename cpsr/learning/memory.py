@@ -32,8 +32,7 @@ def allot_memory(
     Args:
         predictor: of this rank, not used yet.
         operators: number of those of which this rank has a slice.
-        checkpoints_on_disk: in the run directory, of any interval; partial ones too, since a recovery predicts from
-            them.
+        checkpoints_on_disk: in the run directory, of any interval.
         config: the limit, and the span of the history.
         group: the ranks.
         report: records an event, by kind, message and `level`; called on rank 0.

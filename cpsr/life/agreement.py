@@ -1,9 +1,5 @@
 """Decisions of all ranks at a step boundary: to leave, another interval."""
 
-from dataclasses import replace
-
-import torch
-
 from cpsr.job import Job
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
@@ -65,20 +61,10 @@ class Agreement:
         self._votes.finish()
 
     def _agreed_plan(self, interval_iterations: int, memory_interval_iterations: int | None) -> Plan:
-        """Rank 0's proposal, as far as this rank needs it; a collective if ranks have their own intervals."""
-        planner, group = self._job.config.planner, self._job.group
-        explanation = {"rule": "planned by rank 0, whose journal explains it"}
-        known = Plan(
+        """Rank 0's proposal, as far as this rank needs it."""
+        return self._proposed or Plan(
             interval_iterations,
-            planner.policy,
-            explanation,
+            self._job.config.planner.policy,
+            {"rule": "planned by rank 0, whose journal explains it"},
             memory_interval_iterations=memory_interval_iterations,
         )
-        plan = self._proposed or known
-        if planner.intervals == "common":
-            return replace(plan, rank_interval_iterations=())
-        own = torch.zeros(group.size, dtype=torch.int64, device="cpu")
-        if group.rank == 0 and plan.rank_interval_iterations:
-            own += torch.tensor(plan.rank_interval_iterations, device="cpu")
-        agreed = tuple(group.reduce(own).tolist())
-        return replace(plan, rank_interval_iterations=agreed if any(agreed) else ())

@@ -27,7 +27,6 @@ from cpsr.life.probation import Probation
 from cpsr.life.rehearsed import Rehearsed, rehearsed
 from cpsr.life.stop_request import StopRequest
 from cpsr.life.witnessing import Witnessing
-from cpsr.planner.cadence import Savers
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.emergency_dump import undisturbed
 from cpsr.restart.experts import with_lost_tokens
@@ -141,7 +140,6 @@ class Life:
         self.loop.state.hyperparameters.begin()
         self._adopt(self.restorer.restore(job.config.mode))
         iteration = self.restored.restored_iteration
-        # Set aside partial checkpoints of iterations that will be repeated; those that a prediction used stay.
         run.store.abandon_after(iteration, f"the run continues from iteration {iteration}")
         run.memory.settle(self.restored.sources)
         job.group.barrier()  # no rank resets its counter before all have read where the run failed
@@ -317,7 +315,8 @@ class Life:
         if self._tail.saves:  # the loop takes several steps on one batch
             self._batch_warnings.waits_for_batch(due=due)
         elif due:
-            self._tail.defer(partial(self._begin_checkpoint, self.saver.take(iteration)), saves=True)
+            self.saver.count_from(iteration)
+            self._tail.defer(self._begin_checkpoint, saves=True)
         else:
             self._follow_up(iteration)
         if not self._probation.active and (end := self.saver.end_of(iteration, self._capture_for_memory)) is not None:
@@ -394,9 +393,9 @@ class Life:
     def _begin_in_memory(self, turn: Turn) -> None:
         self.saver.begin_in_memory(self.job.adapter.iteration, turn, self._capture_for_memory)
 
-    def _begin_checkpoint(self, savers: Savers) -> None:
+    def _begin_checkpoint(self) -> None:
         iteration = self.job.adapter.iteration  # a later one than it was due at if the loop repeats a batch
-        self.saver.begin(iteration, savers, self._capture, self.loop.state.place)
+        self.saver.begin(iteration, self._capture)
         self._batch_warnings.at_checkpoint()
         self.loop.learning.at_checkpoint(iteration)
         self._plan(iteration)

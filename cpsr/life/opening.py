@@ -32,8 +32,6 @@ from cpsr.experts.saving import ExpertSaving
 from cpsr.experts.units import trained_experts
 from cpsr.job import Ending, Job, Rewind
 from cpsr.journal import open_journal
-from cpsr.learning.learning import Learning
-from cpsr.learning.memory import Use
 from cpsr.life.loop import Loop
 from cpsr.life.step_log import StepLog
 from cpsr.peers.host_memory import HostMemory, claim_memory
@@ -142,7 +140,8 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
         Rescue(job, (life, branch), store.frozen).save()
         life, branch, held = journal.life, 0, False
     use = loop.learning.open(job, store)
-    job = replace(job, config=_possible(job, loop.learning, use))
+    if use == "nothing":
+        job = replace(job, config=job.config.model_copy(update={"mode": "exact"}))
     turns = experts is not None and config.memory.interval_iterations is not None
     memory = HostMemory(job, experts.units if experts is not None and turns else None)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
@@ -273,29 +272,6 @@ def _predictable(job: Job) -> CPSRConfig:
         job.journal.event("predicting is off", message, level=logging.WARNING)
     learning = config.learning.model_copy(update={"budget_fraction": 0.0})
     return config.model_copy(update={"mode": "exact", "learning": learning})
-
-
-def _possible(job: Job, learning: Learning, use: Use) -> CPSRConfig:
-    """The configuration, adjusted to what this life can follow; a collective."""
-    config = job.config
-    if use == "nothing":
-        config = config.model_copy(update={"mode": "exact"})
-    if config.planner.intervals != "per_rank":
-        return config
-    duplicated = learning.duplicated_operator(job.shard)
-    if duplicated is not None:
-        why = (
-            f"ranks hold the same elements of '{duplicated}', and predicted from weights of different ages these "
-            "would differ. All ranks take one interval; ZeRO splits the weights over the ranks"
-        )
-    elif config.experts.policy != "none":
-        why = f"experts.policy {config.experts.policy!r} needs checkpoints of all ranks. All take one interval"
-    else:
-        return config
-    if job.group.rank == 0:
-        message = f"planner.intervals 'per_rank' is not possible: {why}"
-        job.journal.event("one interval", message, level=logging.WARNING)
-    return config.model_copy(update={"planner": config.planner.model_copy(update={"intervals": "common"})})
 
 
 def _without_shared_memory(config: CPSRConfig) -> CPSRConfig:

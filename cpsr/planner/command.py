@@ -57,7 +57,7 @@ def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
 
 
 def _plan(spec: PlanSpec, policy: str) -> Plan:
-    return make_plan(spec.inputs(), spec.bounds(), policy, spec.mode, spec.intervals, spec.baselines())
+    return make_plan(spec.inputs(), spec.bounds(), policy, spec.mode, spec.baselines())
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
@@ -66,7 +66,6 @@ def _plain(plan: Plan) -> dict[str, Any]:
         "interval_iterations": plan.interval_iterations,
         "memory_interval_iterations": plan.memory_interval_iterations,
         "mode": plan.mode,
-        "rank_interval_iterations": list(plan.rank_interval_iterations),
         "explanation": plan.explanation,
     }
 
@@ -78,11 +77,15 @@ def _plans_table(plans: Sequence[Plan]) -> Table:
     for plan in plans:
         expected: Mapping[str, Any] = plan.explanation["expected"]
         shares = [expected[f"{part}_per_second"] for part in ("stall", "recovery", "cost")]
-        interval = str(plan.interval_iterations)
-        if len(set(plan.rank_interval_iterations)) > 1:
-            interval += f" (to {max(plan.rank_interval_iterations)})"
         memory = "-" if plan.memory_interval_iterations is None else str(plan.memory_interval_iterations)
-        table.add_row(plan.origin, interval, memory, plan.mode, plan.explanation["bound"], *map(_percent, shares))
+        table.add_row(
+            plan.origin,
+            str(plan.interval_iterations),
+            memory,
+            plan.mode,
+            plan.explanation["bound"],
+            *map(_percent, shares),
+        )
     return table
 
 

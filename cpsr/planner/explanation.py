@@ -18,7 +18,7 @@ from cpsr.planner.tiers import explain_classes, explain_memory, recovery_per_sec
 from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
 from cpsr.planner.ways import Prices
 
-__all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain", "explain_ranks"]
+__all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain"]
 
 RULES = {
     "cpsr": "the interval at which stalls and failures together are expected to cost least",
@@ -85,23 +85,6 @@ def explain(
         "forms": _forms(job, forms),
         "rivals": {name: _baseline(job, rule) for name, rule in baselines.items()},
         "notes": list(dict.fromkeys(note for note in all_notes if note)),
-    }
-
-
-def explain_ranks(own: Sequence[Optimum], intervals: Sequence[int]) -> dict[str, Any]:
-    """The interval of each rank alone, and as planned; one list per column, compact for a thousand ranks.
-
-    Args:
-        own: the optimum of each rank.
-        intervals: of each rank; empty if all take the job's.
-    """
-    return {
-        "optimum_iterations": [best.interval_iterations for best in own],
-        "mode": [best.mode for best in own],
-        "minimum_iterations": [best.bounds.minimum_iterations for best in own],
-        "maximum_iterations": [best.bounds.maximum_iterations for best in own],
-        "bound": [best.bound for best in own],
-        "interval_iterations": list(intervals),
     }
 
 

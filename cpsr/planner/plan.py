@@ -11,12 +11,11 @@ from cpsr.journal import PlanRow
 from cpsr.planner.baselines import Baseline, baselines
 from cpsr.planner.bounds import Limits, Mode, bounds_of
 from cpsr.planner.choice import Choice, Rule
-from cpsr.planner.explanation import explain, explain_ranks
+from cpsr.planner.explanation import explain
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.objective import cost_per_second
 from cpsr.planner.pcip import Exact, Theorem, Untruncated
-from cpsr.planner.ranks import Optimum, cheaper, job_of, memory_interval, multiples, optima
-from cpsr.planner.tiers import explain_classes, explain_memory
+from cpsr.planner.ranks import Optimum, cheaper, job_of, memory_interval, optimum
 
 __all__ = ["FORMS", "LEAST_COST", "Plan", "fixed_plan", "make_plan", "policy_names", "with_memory"]
 
@@ -32,31 +31,19 @@ class Plan:
     """A checkpoint interval with its origin and its explanation (plain data, no NaN, units in the keys).
 
     Attributes:
-        interval_iterations: of the job; if ranks have their own, the base of which all are multiples.
+        interval_iterations: between checkpoints.
         origin: the policy that chose it.
         explanation: inputs, rule, bounds, costs and the choices of the baselines.
         mode: how a failure is expected to be recovered; None if the plan did not choose.
-        rank_interval_iterations: of every rank, the base times a power of two; empty if all take the job's.
-        memory_interval_iterations: between snapshots in host memory, from 1 to the interval between checkpoints of all
-            ranks; of windows their length; None: there are none.
+        memory_interval_iterations: between snapshots in host memory, from 1 to the interval between checkpoints; of
+            windows their length; None: there are none.
     """
 
     interval_iterations: int
     origin: str
     explanation: Mapping[str, Any]
     mode: Mode | None = None
-    rank_interval_iterations: tuple[int, ...] = ()
     memory_interval_iterations: int | None = None
-
-    @property
-    def largest_multiple(self) -> int:
-        """Base intervals between two checkpoints of all ranks."""
-        return self.all_ranks_interval_iterations // self.interval_iterations
-
-    @property
-    def all_ranks_interval_iterations(self) -> int:
-        """Iterations between two checkpoints of all ranks, each of which is a snapshot in host memory as well."""
-        return max(self.rank_interval_iterations, default=self.interval_iterations)
 
     def row(self, life: int, from_iteration: int) -> PlanRow:
         """Its row in the journal."""
@@ -69,12 +56,6 @@ class Plan:
             mode=self.mode,
             explanation=self.explanation,
         )
-
-    def multiple_of(self, rank: int) -> int:
-        """Base intervals between two checkpoints of one rank."""
-        if not self.rank_interval_iterations:
-            return 1
-        return self.rank_interval_iterations[rank] // self.interval_iterations
 
 
 def fixed_plan(interval_iterations: int, memory_interval_iterations: int | None = None) -> Plan:
@@ -143,7 +124,6 @@ def make_plan(
     limits: Limits,
     policy: str = LEAST_COST,
     recovery_mode: Literal["auto", "predict", "exact"] = "auto",
-    intervals: Literal["common", "per_rank"] = "common",
     rules: Mapping[str, Baseline] | None = None,
 ) -> Plan:
     """The interval and the mode for the coming phase.
@@ -156,8 +136,6 @@ def make_plan(
         limits: of the user and the predictor.
         policy: one of `policy_names(rules)`.
         recovery_mode: auto takes the cheaper mode; predict predicts if possible; exact always recomputes.
-        intervals: one for the job; or, for predicted failures, multiples of a common base. Recomputing needs
-            checkpoints of all ranks, and between these there is none.
         rules: baselines by name; by default all, at a tolerated overhead of 2%.
 
     Raises:
@@ -172,7 +150,7 @@ def make_plan(
     job = job_of(ranks)
     modes = _modes(recovery_mode, job, limits)
     notes: list[str] = []
-    by_mode = {mode: optima([job], limits, mode)[0] for mode in MODES}
+    by_mode = {mode: optimum(job, limits, mode) for mode in MODES}
     if policy == LEAST_COST:
         chosen = cheaper([by_mode[mode] for mode in modes])
     else:
@@ -181,27 +159,9 @@ def make_plan(
         chosen = cheaper([_bounded(job, limits, mode, choice) for mode in modes])
     if recovery_mode == "predict" and chosen.mode == "recompute":
         notes.append("prediction is not possible at any allowed interval; failures are recomputed")
-    base, rank_intervals = chosen.interval_iterations, tuple[int, ...]()
-    own = _own(ranks, limits, modes if intervals == "common" or chosen.mode == "recompute" else (chosen.mode,))
-    if intervals == "per_rank" and chosen.mode == "recompute":
-        notes.append("failures are recomputed from checkpoints of all ranks, which have one interval")
-    elif intervals == "per_rank":
-        taken = own if policy == LEAST_COST else _ruled(ranks, limits, own, known[policy])
-        rank_intervals = multiples(ranks, taken)
-        base = min(best.interval_iterations for best in taken)
-        notes.append(
-            f"each rank has its own interval; the expected cost is that of {chosen.interval_iterations} for all of them"
-        )
-    of_all = max(rank_intervals, default=base)  # between checkpoints of all ranks: others are no snapshots
-    every = memory_interval(job, of_all)
+    every = memory_interval(job, chosen.interval_iterations)
     explanation = explain(job, limits, policy, chosen, by_mode, FORMS, others, notes)
-    if len(ranks) > 1:
-        explanation["ranks"] = explain_ranks(own, rank_intervals)
-    if rank_intervals:
-        explained = replace(chosen, memory_interval_iterations=every)
-        explanation["classes"] = explain_classes(job, explained, limits.predictable_interval_iterations)
-        explanation["memory"] = explain_memory(job, replace(explained, interval_iterations=of_all))
-    return Plan(base, policy, explanation, chosen.mode, rank_intervals, every)
+    return Plan(chosen.interval_iterations, policy, explanation, chosen.mode, every)
 
 
 def _with_snapshots(rank: PlannerInputs, every: int) -> PlannerInputs:
@@ -226,18 +186,3 @@ def _bounded(job: PlannerInputs, limits: Limits, mode: Mode, choice: Choice) -> 
     cost = float(cost_per_second(job, numpy.array([float(interval)]), mode)[0])
     cost = cost if math.isfinite(cost) else math.inf
     return Optimum(interval, mode, cost, bounds, bound, memory_interval(job, interval))
-
-
-def _own(ranks: Sequence[PlannerInputs], limits: Limits, modes: Sequence[Mode]) -> list[Optimum]:
-    """The optimum of each rank alone, in the cheaper of the job's modes."""
-    columns = [optima(ranks, limits, mode) for mode in modes]
-    if modes == ("predict",):
-        columns.append(optima(ranks, limits, "recompute"))
-        return [predicted or recomputed for predicted, recomputed in zip(*columns, strict=True)]
-    return [cheaper(options) for options in zip(*columns, strict=True)]
-
-
-def _ruled(ranks: Sequence[PlannerInputs], limits: Limits, own: Sequence[Optimum], rule: Rule) -> list[Optimum]:
-    """A rule's interval for each rank, in the mode of the rank's own optimum."""
-    found = [_bounded(rank, limits, best.mode, rule.choose(rank)) for rank, best in zip(ranks, own, strict=True)]
-    return [one for one in found if one is not None]

@@ -1,4 +1,4 @@
-"""Several ranks in lockstep: the job that they form, and the optimum of each alone."""
+"""Ranks in lockstep: the job that they form, and its cheapest interval."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from cpsr.planner.bounds import Bound, Bounds, Limits, Mode, bounds_of
 from cpsr.planner.inputs import Array, MemoryTier, Origin, PhaseInputs, PlannerInputs, RecoveryCost
 from cpsr.planner.objective import Costs, cheapest
 
-__all__ = ["Optimum", "cheaper", "job_of", "memory_interval", "multiples", "optima"]
+__all__ = ["Optimum", "cheaper", "job_of", "memory_interval", "optimum"]
 
 
 # For these the job has the largest value of any rank.
@@ -27,7 +27,7 @@ LARGEST_FIELDS = (
 
 @dataclass(frozen=True)
 class Optimum:
-    """The interval of least cost of one rank, or of the job, in one mode.
+    """The interval of least cost in one mode.
 
     Attributes:
         interval_iterations: inside the bounds.
@@ -90,53 +90,30 @@ def job_of(ranks: Sequence[PlannerInputs]) -> PlannerInputs:
     )
 
 
-def optima(ranks: Sequence[PlannerInputs], limits: Limits, mode: Mode) -> list[Optimum | None]:
-    """The interval of least cost of every rank in one mode; None if prediction is not possible.
+def optimum(job: PlannerInputs, limits: Limits, mode: Mode) -> Optimum | None:
+    """The interval of least cost in one mode; None if prediction is not possible.
 
     Args:
-        ranks: inputs of each; or of the job, as the only one.
+        job: its inputs.
         limits: of the user and the predictor.
         mode: how failures are recovered from.
     """
-    bounds = [None if mode == "predict" and rank.recovery is None else bounds_of(rank, limits, mode) for rank in ranks]
-    able = [(rank, own) for rank, own in zip(ranks, bounds, strict=True) if own is not None]
-    found = iter(_optima([rank for rank, _ in able], [own for _, own in able], mode) if able else [])
-    return [None if own is None else next(found) for own in bounds]
+    bounds = None if mode == "predict" and job.recovery is None else bounds_of(job, limits, mode)
+    if bounds is None:
+        return None
+    costs = Costs([job])
+    lowest, highest = numpy.array([bounds.minimum_iterations]), numpy.array([bounds.maximum_iterations])
+    interval = int(cheapest(lambda grid: costs.per_second(grid, mode), lowest, highest)[0])
+    around = numpy.maximum(numpy.array([[interval - 1, interval, interval + 1]], dtype=numpy.float64), 1.0)
+    row = costs.per_second(around, mode)[0].tolist()
+    cost = row[1] if math.isfinite(row[1]) else math.inf
+    return Optimum(interval, mode, cost, bounds, _active(interval, row, bounds), memory_interval(job, interval))
 
 
 def cheaper(options: Sequence[Optimum | None]) -> Optimum:
     """The option of least cost; recomputing if both cost the same. At least one option must be possible."""
     able = [option for option in options if option is not None]
     return min(able, key=lambda option: (option.cost_per_second, option.mode == "predict"))
-
-
-def multiples(ranks: Sequence[PlannerInputs], own: Sequence[Optimum]) -> tuple[int, ...]:
-    """Intervals of the ranks as powers of two times a common base, so that all coincide at the longest.
-
-    The base is the shortest optimum of any rank. Every other rank takes the cheaper of the two multiples around its own
-    optimum, inside its bounds; if none is inside, the first one above them.
-
-    Args:
-        ranks: at least one.
-        own: the optimum of each.
-    """
-    base = min(best.interval_iterations for best in own)
-    # Exponents, by whole numbers: `(n - 1).bit_length()` is the smallest k with 2^k >= n.
-    lowest = numpy.array([(math.ceil(best.bounds.minimum_iterations / base) - 1).bit_length() for best in own])
-    highest = [(best.bounds.maximum_iterations // base).bit_length() - 1 for best in own]
-    below = numpy.array([(best.interval_iterations // base).bit_length() - 1 for best in own])
-    exponents = numpy.column_stack([below, below + 1])
-    exponents = numpy.clip(exponents, lowest[:, None], numpy.maximum(lowest, highest)[:, None])
-    intervals = (2**exponents * base).astype(numpy.float64)
-    predicted = numpy.array([best.mode == "predict" for best in own])
-    costs = numpy.empty(intervals.shape)
-    modes: tuple[tuple[Mode, Array], ...] = (("predict", predicted), ("recompute", ~predicted))
-    for mode, chosen in modes:
-        places = numpy.flatnonzero(chosen).tolist()
-        if places:
-            costs[places] = Costs([ranks[place] for place in places]).per_second(intervals[places], mode)
-    second = costs[:, 1] < costs[:, 0]
-    return tuple(int(interval) for interval in numpy.where(second, intervals[:, 1], intervals[:, 0]))
 
 
 def memory_interval(inputs: PlannerInputs, interval_iterations: int) -> int | None:
@@ -148,21 +125,6 @@ def memory_interval(inputs: PlannerInputs, interval_iterations: int) -> int | No
     """
     every = float(Costs([inputs]).memory_intervals(numpy.array([[float(interval_iterations)]]))[0, 0])
     return None if math.isnan(every) else int(every)
-
-
-def _optima(ranks: Sequence[PlannerInputs], bounds: Sequence[Bounds], mode: Mode) -> list[Optimum]:
-    costs = Costs(ranks)
-    lowest = numpy.array([own.minimum_iterations for own in bounds], dtype=numpy.int64)
-    highest = numpy.array([own.maximum_iterations for own in bounds], dtype=numpy.int64)
-    intervals = cheapest(lambda grid: costs.per_second(grid, mode), lowest, highest)
-    around = numpy.maximum(intervals[:, None] + numpy.array([-1, 0, 1]), 1)
-    table = costs.per_second(around.astype(numpy.float64), mode)
-    snapshots = costs.memory_intervals(intervals[:, None].astype(numpy.float64))[:, 0].tolist()
-    every = [None if math.isnan(iterations) else int(iterations) for iterations in snapshots]
-    return [
-        Optimum(interval, mode, row[1] if math.isfinite(row[1]) else math.inf, own, _active(interval, row, own), whole)
-        for interval, row, own, whole in zip(intervals.tolist(), table.tolist(), bounds, every, strict=True)
-    ]
 
 
 def _active(interval: int, costs: Sequence[float], bounds: Bounds) -> Bound:

@@ -207,7 +207,6 @@ class PlanSpec(_Section):
     limits: LimitSpec = LimitSpec()
     ranks: tuple[RankSpec, ...] = Field(default=(RankSpec(),), min_length=1)
     mode: Literal["auto", "predict", "exact"] = Field(default="auto", description="As in the configuration.")
-    intervals: Literal["common", "per_rank"] = "common"
     fixed_interval_iterations: int | None = Field(default=None, ge=1, description="For the policy fixed.")
     tolerance_fraction: float = Field(
         default=TOLERANCE_FRACTION, gt=0, lt=1, description="Overhead that CheckFreq and PCcheck may take."

@@ -41,15 +41,12 @@ class PredictionSettings:
         older_experts: whether an exact restart would begin with experts older than the checkpoint, too: their cost is
             then no reason to refuse.
         forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
-        partial: whether partial checkpoints count, those between the checkpoint and the failure too: each rank's
-            operators are then predicted from their own newest weights, while moments are the checkpoint's.
     """
 
     recomputed_iterations: int | None = None
     lost_share: float = 1.0
     older_experts: bool = False
     forecaster: Forecaster | None = None
-    partial: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,15 +111,13 @@ class StatePrediction:
         """
         started = time.perf_counter()
         ahead = failure_iteration - scalars.iteration
-        history = self._history(scalars, failure_iteration, settings.partial)
+        history = self._history(scalars)
         try:
             loss_checkpoint = self.probe_loss(scalars.probes)
             rates = self._adapter.skip_ahead(ahead)
-            # No earlier than a partial checkpoint: the same rates were added there in another order.
-            times = [entry.time for entry in history.entries if entry.iteration > scalars.iteration]
             target = Target(
                 failure_iteration,
-                max([scalars.cumulative_learning_rate + sum(rates), *times]),
+                scalars.cumulative_learning_rate + sum(rates),
                 max([scalars.peak_learning_rate, *rates]),
             )
             forecast = (settings.forecaster or self.predictor.forecast)(history, target)
@@ -174,11 +169,10 @@ class StatePrediction:
             reason += f"; at {length:g} of the displacement's length, longer ones were vetoed" if accepted else ""
         return Prediction(accepted, f"{tried.reason}; {reason}", tried, target, guard, predict_seconds, inject_seconds)
 
-    def _history(self, scalars: Scalars, failure_iteration: int, partial: bool) -> DiskHistory:
-        """The checkpoints that every rank can read and that led to this state, or on from it to the failure."""
-        newest = failure_iteration if partial else scalars.iteration
+    def _history(self, scalars: Scalars) -> DiskHistory:
+        """The checkpoints that every rank can read and that led to this state."""
         slices = RankSlices.of(self._group.rank, self._group.size, self._adapter.shard())
-        history = DiskHistory(self._store.directory, slices, before=newest + 1, partial=partial)
+        history = DiskHistory(self._store.directory, slices, before=scalars.iteration + 1)
         readable = self._group.gather([entry.iteration for entry in history.entries])
         common = set(readable[0]).intersection(*readable[1:])
         history.keep({iteration for iteration in common if iteration >= scalars.history_start})
@@ -200,9 +194,6 @@ class StatePrediction:
         }
         limited = shorten(forecast, scales)
         settings = {**limited.settings, "limited_operators": len(shortened)}
-        if history.partial_iterations:  # not one rank's numbers: the measurement is of all ranks
-            own_series = int(self._group.sum(settings.get("own_series_operators", 0)))
-            settings |= {"own_series_operators": own_series}
         # A rank may hold only tensors that kept the line's direction: all name what any of them did.
         methods = self._group.gather(limited.method)
         method = self.predictor.name if self.predictor.name in methods else methods[0]

@@ -357,15 +357,6 @@ class RunState(Part):
             position.advanced(0), ahead=ahead or None, data=self._recognised, others=count_other_loaders()
         )
 
-    def place(self) -> dict[str, Any]:
-        """The part of the small state that a history needs: its place on the predictor's time axis, and its label."""
-        return {
-            "iteration": self._adapter.iteration,
-            "cumulative_learning_rate": self._cumulative_learning_rate,
-            "learning_rate": self._adapter.learning_rate(),
-            "origin": "predicted" if self._lineage else "trained",
-        }
-
     def left(self) -> dict[str, Any]:
         """The part of the small state that is known at any time between two steps; names as in `Scalars`.
 

@@ -7,19 +7,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
+from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.resources import kept_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
-from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
+from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job, Part, Rewind
 from cpsr.journal import Beginning
 from cpsr.peers.host_memory import HostMemory
-from cpsr.planner.cadence import Cadence, Savers
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
 from cpsr.predictor.prior import MIN_CHECKPOINTS
@@ -51,7 +50,7 @@ class Saver(Part):
         exact: whether a state that cannot be saved ends the job; otherwise each checkpoint reports it.
 
     Attributes:
-        saved_iteration: newest checkpoint of all ranks; on ranks other than 0 it may be abandoned.
+        saved_iteration: newest checkpoint; on ranks other than 0 it may be abandoned.
         plan: the interval, agreed on by all ranks.
         store: the run's checkpoints.
         pool: the host buffers.
@@ -76,13 +75,9 @@ class Saver(Part):
         self.pool = memory.pool
         self._writer = CheckpointWriter(store, self.pool, job.config.checkpoint)
         self._planner = planner
-        self._cadence = Cadence(job.group.rank, restored.restored_iteration)
+        self._counted_from = restored.restored_iteration
         self._last_due = restored.restored_iteration
         self._origins: dict[int, Origin] = {}
-        self._partial: set[int] = set()  # partial checkpoints under way
-        # Newest one that is not whole; on the disk if it was committed.
-        self._partial_iteration: int | None = None
-        self._carried: Snapshot | None = None  # submitted together with the other ranks' copies
         self._experts = experts
         self._writes = writes
         self._all_experts = True  # until a checkpoint of this attempt has them, none can be left out
@@ -107,11 +102,11 @@ class Saver(Part):
 
     def is_due(self, iteration: int) -> bool:
         """Whether a checkpoint is due after this iteration."""
-        return self.pool.obstacle is None and self._cadence.is_due(self.plan, iteration)
+        return self.pool.obstacle is None and iteration - self._counted_from >= self.plan.interval_iterations
 
-    def take(self, iteration: int) -> Savers:
-        """Count the checkpoint that is due after this iteration; returns whose it is, for `begin`."""
-        return self._cadence.take(self.plan, iteration)
+    def count_from(self, iteration: int) -> None:
+        """Count the iterations to the next checkpoint from this one, at which one was due."""
+        self._counted_from = iteration
 
     def is_memory_due(self, iteration: int) -> bool:
         """Whether a snapshot to host memory is due after this iteration; windows take its place."""
@@ -142,26 +137,14 @@ class Saver(Part):
         left_out = self._experts.in_memory.left_out()
         return Contents(experts=frozenset(self._experts.units), carried=left_out, uncopied=left_out)
 
-    def begin(
-        self, iteration: int, savers: Savers, scalars: Callable[[], Scalars], place: Callable[[], dict[str, Any]]
-    ) -> None:
+    def begin(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
         """Start the snapshot that is due after a finished iteration; returns while it is being copied.
 
         Args:
             iteration: the finished one.
-            savers: as returned by `take`.
-            scalars: captures the small state for a checkpoint of all ranks.
-            place: captures the part of it for a partial checkpoint.
+            scalars: captures the small state.
         """
-        if savers == "all":
-            self._begin_for_all(iteration, scalars, whole=False)
-            return
-        self._partial.add(iteration)
-        if savers == "this":
-            self._begin(iteration, place, WEIGHTS)
-        else:
-            carried = Contents.carried_weights(frozenset(self._adapter.shard().operators))
-            self._carried = Snapshot(iteration, Shard({}), place(), contents=carried)
+        self._begin_for_all(iteration, scalars, whole=False)
 
     def _with_plan(self, scalars: Scalars) -> dict[str, Any]:
         experts = {} if self._experts is None else self._experts.state_dict()
@@ -228,13 +211,11 @@ class Saver(Part):
     ) -> None:
         started = time.perf_counter()
         self._last_due = iteration
-        replicate = False
-        if contents.moments:
-            # Windows go to the peers in its place: checkpoints are on the disk.
-            replicate = not self._windows.wanted and self.memory.turns.may_send(iteration, always=True)
-            self.memory.restart(iteration)  # also where this rank alone has no buffer: all count from here
-            self._planner.begun()
-            self._interval_seconds, self._begun_at = started - self._begun_at, started
+        # Windows go to the peers in its place: checkpoints are on the disk.
+        replicate = not self._windows.wanted and self.memory.turns.may_send(iteration, always=True)
+        self.memory.restart(iteration)  # also where this rank alone has no buffer: all count from here
+        self._planner.begun()
+        self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
             captured = scalars()
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
@@ -261,9 +242,6 @@ class Saver(Part):
     def finish(self) -> Snapshot | None:
         """Wait for a running copy, and return its snapshot, if the writer has it now."""
         self._windows.before_update()
-        carried, self._carried = self._carried, None
-        if carried is not None:
-            self._writer.submit(carried)
         running = self.pool.running
         try:
             snapshot = self.pool.finish()
@@ -275,7 +253,7 @@ class Saver(Part):
             return None
         if snapshot is None:
             return None
-        if self._experts is not None and snapshot.contents.moments:
+        if self._experts is not None:
             copied = snapshot.contents.copied(snapshot.shard).state_bytes
             self._experts.in_memory.copies.note(copied, snapshot.copy_seconds, snapshot.overlap_seconds)
         if snapshot.disk:
@@ -314,7 +292,6 @@ class Saver(Part):
     def discard(self) -> None:
         """Drop a running snapshot (its iteration is about to be undone)."""
         self._windows.before_update()
-        self._carried = None
         snapshot = self.pool.finish()
         if snapshot is not None:
             self.pool.release(snapshot)
@@ -326,7 +303,7 @@ class Saver(Part):
         if standing == "whole":
             return True
         self.store.attempt += 1  # a save of this iteration may have been abandoned just now
-        if standing == "partial":
+        if standing == "not whole":
             self.store.abandon_after(iteration - 1, "a whole checkpoint replaces it")
             self._group.barrier()
         if self._save_whole(iteration, scalars):
@@ -338,7 +315,7 @@ class Saver(Part):
         return self._save_whole(iteration, scalars)
 
     def _save_whole(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
-        self._cadence.restart(iteration)
+        self.count_from(iteration)
         self._begin_for_all(iteration, scalars, whole=True)
         self.finish()
         return self._committed_at(iteration) == "whole"
@@ -346,12 +323,11 @@ class Saver(Part):
     def rewound(self, to: Rewind) -> None:
         """Count intervals from the iteration of the state; its checkpoint becomes the newest one."""
         self.surface()  # now: the outcome of a discarded save must not be taken for that of a later one
-        self._cadence.restart(to.iteration)
+        self.count_from(to.iteration)
         self.memory.restart(to.iteration)
         self.memory.turns.restart()
         self._last_due = to.iteration
         self.saved_iteration = to.checkpoint_iteration
-        self._partial_iteration = None
         self._all_experts = True
 
     def close(self, ending: Ending) -> None:
@@ -361,26 +337,20 @@ class Saver(Part):
         self._writer.close(checkpoint.save_timeout_seconds if ending.in_order else checkpoint.exit_grace_seconds)
         self.surface()
 
-    def _committed_at(self, iteration: int) -> Literal["whole", "partial", "nothing"]:
+    def _committed_at(self, iteration: int) -> Literal["whole", "not whole", "nothing"]:
         """Whether this iteration is committed, according to rank 0, once no rank is writing."""
         self._writer.drain(self._config.checkpoint.save_timeout_seconds)
         self.surface()
-        standing: Literal["whole", "partial", "nothing"] = "nothing"
+        standing: Literal["whole", "not whole", "nothing"] = "nothing"
         if self.saved_iteration == iteration:
-            standing = "partial" if iteration in self._sparse_iterations else "whole"
-        elif self._partial_iteration == iteration:
-            standing = "partial"
-        agreed: Literal["whole", "partial", "nothing"] = self._group.broadcast(standing)
+            standing = "not whole" if iteration in self._sparse_iterations else "whole"
+        agreed: Literal["whole", "not whole", "nothing"] = self._group.broadcast(standing)
         return agreed
 
     def surface(self) -> None:
         """Log and record how saves ended since the last call."""
         for outcome in self._writer.outcomes():
             origin = self._origins.pop(outcome.iteration, "trained")
-            if outcome.iteration in self._partial:
-                self._partial.remove(outcome.iteration)
-                self._surface_partial(outcome, origin)
-                continue
             report_save(self._journal, outcome, origin)
             if outcome.status in ("committed", "written"):
                 self.saved_iteration = outcome.iteration
@@ -389,21 +359,6 @@ class Saver(Part):
                     self._experts.note_saved(outcome.written_bytes, outcome.write_seconds, self._interval_seconds)
             else:
                 self._all_experts = True  # the experts that it left out may not be in any kept checkpoint
-
-    def _surface_partial(self, outcome: SaveOutcome, origin: Origin) -> None:
-        """Report a partial checkpoint: the journal does not count it, and its cost says nothing about whole ones."""
-        if outcome.status not in ("committed", "written"):
-            report_save(self._journal, outcome, origin)
-            return
-        self._partial_iteration = outcome.iteration
-        if outcome.status == "committed":
-            durable = outcome.write_seconds + outcome.commit_seconds
-            self._journal.event(
-                "partial checkpoint",
-                f"checkpoint {outcome.iteration} has the weights of the ranks that were due, and older ones of the "
-                f"others: durable after {durable:.2f} s, stall {1e3 * outcome.stall_seconds:.1f} ms. {outcome.reason}",
-                outcome.iteration,
-            )
 
     def adopt(self, plan: Plan, iteration: int) -> None:
         """Use an agreed plan from here on."""

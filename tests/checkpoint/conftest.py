@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cpsr.checkpoint import verify
-from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
+from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.files import read_bytes
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.snapshot import Snapshot
@@ -93,20 +93,6 @@ def save(store: CheckpointStore, iteration: int, contents: Contents = WHOLE) -> 
     snapshot = make_snapshot(iteration)
     snapshot.contents = contents
     store.write(snapshot)
-    assert store.commit(iteration, 5.0, threading.Event()).committed
-
-
-def partial_snapshot(iteration: int, *, carried: bool = False, seed: int | None = None) -> Snapshot:
-    """What a rank contributes to a partial checkpoint: new weights, or those that it wrote last."""
-    whole = make_snapshot(iteration, seed)
-    contents = Contents.carried_weights(frozenset(whole.shard.operators)) if carried else WEIGHTS
-    place = {key: whole.scalars[key] for key in ("cumulative_learning_rate", "learning_rate", "origin")}
-    return Snapshot(iteration, contents.copied(whole.shard), place, contents=contents)
-
-
-def save_partial(store: CheckpointStore, iteration: int, *, carried: bool = False) -> None:
-    """One complete partial save of a single-rank store."""
-    store.write(partial_snapshot(iteration, carried=carried))
     assert store.commit(iteration, 5.0, threading.Event()).committed
 
 

@@ -25,7 +25,7 @@ from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
 from cpsr.state.shard import Shard
-from tests.checkpoint.conftest import assert_same_bits, make_shard, save, save_partial
+from tests.checkpoint.conftest import assert_same_bits, make_shard, save
 
 KEEP_ALL = CheckpointConfig()
 CONFIG = CheckpointConfig(history_span_iterations=20, history_min_checkpoints=2)  # one save more thins and deletes
@@ -56,14 +56,13 @@ def _prepare_base(run_dir: Path) -> None:
 def _work(run_dir: Path) -> None:
     """Save, roll back behind that save, save the same iteration again; with everything that retention does.
 
-    A partial checkpoint, to which the first one's weights are carried, follows it and is rolled back too. The last save
-    is sparse: one of the two experts that the save before it holds in files of their own is carried along.
+    The last save is sparse: one of the two experts that the save before it holds in files of their own is carried
+    along.
     """
     store = CheckpointStore(run_dir, 0, 1, "run", 2)
     store.prepare()
     save(store, 50)
     _note(run_dir, 50)
-    save_partial(store, 55, carried=True)
     store.retain(CONFIG)
     store.abandon_after(40, "a test")
     _note(run_dir, 40)

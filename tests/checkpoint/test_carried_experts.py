@@ -1,10 +1,13 @@
 """Sparse checkpoints: each holds every operator, those of experts that it did not save as they were saved before."""
 
+import errno
+import os
 import re
 import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +103,24 @@ def test_a_file_goes_once_each_expert_in_it_was_saved_again(store: CheckpointSto
 def test_a_checkpoint_may_save_no_expert(store: CheckpointStore) -> None:
     states = {10: write(store, 10, *EXPERTS), 20: write(store, 20)}
     assert_same_bits(loaded(store, 20), mixed(states, 20, dict.fromkeys(EXPERTS, 10)))
+
+
+@pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
+def test_without_links_a_copy_is_made(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    states = {10: write(store, 10, *EXPERTS)}
+    monkeypatch.setattr(os, "link", refuse)
+    states[20] = write(store, 20, NAMES[2])
+    assert_same_bits(loaded(store, 20), mixed(states, 20, dict.fromkeys(EXPERTS - {NAMES[2]}, 10)))
+    name = "rank-00000.experts-0000000010.params.safetensors"
+    own, copied = directory(store, 10) / name, directory(store, 20) / name
+    assert not own.samefile(copied)
+    copied.write_bytes(own.read_bytes()[:-1] + b"x")
+    with pytest.raises(SaveError, match="differs from what was written"):
+        store.write(sparse_snapshot(30, NAMES[3]))
+    assert list(directory(store, 30).iterdir()) == []
 
 
 def test_the_first_of_a_life_or_attempt_must_save_all(store: CheckpointStore, tmp_path: Path) -> None:

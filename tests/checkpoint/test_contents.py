@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
+from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.loading import operator_record
 from tests.checkpoint.conftest import make_shard
 
@@ -28,16 +28,6 @@ def test_every_operator_is_written_carried_or_in_the_files_of_another_rank(
     assert contents.copied(SHARD).operators.keys() == NAMES - contents.uncopied
     assert contents.whole_in_memory == (contents.copied(SHARD).operators.keys() == NAMES)
     assert contents.without_experts(SHARD).operators.keys() == NAMES - experts
-
-
-def test_weights_alone_are_no_state_to_restart_from() -> None:
-    assert WHOLE.whole_in_memory
-    for contents in (WEIGHTS, Contents.carried_weights(NAMES)):
-        assert not contents.whole_in_memory
-    copied = WEIGHTS.copied(SHARD)
-    assert copied.others == {}
-    assert all(one.moments == {} for one in copied.operators.values())
-    assert Contents.carried_weights(NAMES).copied(SHARD).operators == {}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from cpsr.checkpoint.catalogue import CheckpointInfo
 from cpsr.checkpoint.retention import plan_retention
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
-from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save, save_partial
+from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
 
 FULL, THIN = 300, 100
 
@@ -91,7 +91,7 @@ def test_the_newest_are_never_touched(steps: list[int], span: int, minimum: int,
 @settings(max_examples=25, deadline=None)
 @given(
     actions=st.lists(
-        st.sampled_from(["save", "save", "save", "partial", "partial", "roll back", "damage", "cut off", "restart"]),
+        st.sampled_from(["save", "save", "save", "roll back", "damage", "cut off", "restart"]),
         min_size=3,
         max_size=12,
     ),
@@ -111,11 +111,6 @@ def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: 
                 save(store, iteration)
                 store.retain(config)
                 expected = [*full, iteration][-2:] if limit is None else [iteration]
-            elif action == "partial" and full:
-                iteration += 10
-                save_partial(store, iteration)
-                store.retain(config)
-                expected = full[-2:] if limit is None else full[-1:]
             elif action == "roll back" and full:
                 iteration = full[0]
                 store.abandon_after(iteration, "a test")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cpsr.checkpoint.buffers import HostBuffer, plan_spans
-from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.errors import SaveError, UnsupportedEngineError
@@ -297,12 +296,3 @@ class Snapshots(RuleBasedStateMachine):
 
 TestSnapshots = Snapshots.TestCase
 TestSnapshots.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
-
-
-def test_where_all_weights_are_carried_nothing_is_copied() -> None:
-    shard, pool = live_shard(3), SnapshotPool(live_shard(0))
-    assert pool.begin(shard, 7, None, Contents.carried_weights(frozenset(shard.operators))) is not None
-    snapshot = pool.finish()
-    assert snapshot is not None
-    assert not snapshot.shard.operators
-    pool.close()

@@ -15,7 +15,6 @@ from cpsr.engines import TorchAdapter
 from cpsr.engines.sharded import local, part_of
 from cpsr.learning.exchange import Exchange
 from cpsr.ranks.group import Group
-from cpsr.state.shard import Shard as Parts
 
 SPLIT: dict[str, list[Placement]] = {
     "rows, rows": [Shard(0), Shard(0)],
@@ -80,13 +79,6 @@ def find() -> dict[str, Any]:
         "hsdp ranks": hsdp.data_parallel_ranks,
         "writes": [name for name in hsdp.shard().operators if name not in others],
         "portions": {name: exchange.portion(name) for name in hsdp.shard().operators},
-        "hsdp duplicated": exchange.duplicated_operator(hsdp.shard()),
-        "fsdp-tp duplicated": exchange.duplicated_operator(without_last_bias(both.shard())),
     }
     group.close()
     return found
-
-
-def without_last_bias(shard: Any) -> Any:
-    """Without the parameter that tensor parallelism keeps whole on every rank."""
-    return Parts({name: one for name, one in shard.operators.items() if name != "1.bias"})

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.contents import WEIGHTS, Contents
+from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.retention import _thin
 from cpsr.checkpoint.snapshot import Snapshot
@@ -236,18 +236,6 @@ def test_a_thinned_checkpoint_has_weights_and_no_more(tmp_path: Path) -> None:
         open_whole(tmp_path, 50, moments=True)
     write_identity(tmp_path)
     with pytest.raises(CheckpointError, match="the first is scratch"):
-        open_whole(tmp_path, 50, moments=False)
-
-
-def test_a_partial_checkpoint_is_refused(tmp_path: Path) -> None:
-    write_identity(tmp_path)
-    part = shard(operator("w", torch.ones(4), (4,)))
-    write_checkpoint(tmp_path, part, iteration=40)
-    weights = Shard({"w": operator("w", torch.ones(4), (4,))})
-    weights.operators["w"].moments.clear()
-    write_checkpoint(tmp_path, weights, iteration=50, contents=WEIGHTS)
-    assert open_whole(tmp_path, None, moments=False).info.iteration == 40
-    with pytest.raises(CheckpointError, match="is partial"):
         open_whole(tmp_path, 50, moments=False)
 
 

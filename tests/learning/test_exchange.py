@@ -36,11 +36,9 @@ SCRIPT = textwrap.dedent(
     def shard(offset, numel, name="w"):
         return Shard({name: OperatorState(name, ParamSlice(torch.zeros(numel), (9,), offset), {}, 0)})
     cases = [shard(4 * rank, 4), shard(3 * rank, 4), shard(0, 4, f"w{rank}"), shard(0, 9 * rank), shard(0, 9)]
-    found["owned twice"] = [exchange.duplicated_operator(case) for case in cases]
     def columns(first):
         piece = ParamSlice(torch.zeros(4), (2, 4), first, (2, 2))
         return Shard({"w": OperatorState("w", piece, {}, 0)})
-    found["columns owned twice"] = [exchange.duplicated_operator(columns(first)) for first in (2 * rank, 0)]
     found["portions"] = [exchange.portion("w")]
     for case in (cases[0], cases[-1], columns(2 * rank), columns(0)):
         exchange.count_holders(case)
@@ -58,8 +56,6 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert first["reduce"] == second["reduce"] == {"b": [[3.0, 0.0], [0.0, 3.0]], "a": [[7.0]], "c": [[7.0]]}
     assert first["nothing"] == second["nothing"] == {}
     assert first["broadcast"] == second["broadcast"] == {"updates": 3, "parameters": [1.0, 1.0]}
-    assert first["owned twice"] == second["owned twice"] == [None, "w", None, None, "w"]
-    assert first["columns owned twice"] == second["columns owned twice"] == [None, "w"]
     assert first["portions"] == second["portions"] == [1.0, 1.0, 0.5, 1.0, 0.5]
     assert "'b' has [1, 2] differences" in first["refused"]
     assert first["refused"] == second["refused"]
@@ -71,6 +67,5 @@ def test_alone() -> None:
     assert exchange.agree([4]) == [4]
     assert exchange.reduce({"a": matrix}) == {"a": matrix}
     assert exchange.broadcast({"updates": 2}) == {"updates": 2}
-    assert exchange.duplicated_operator(Shard({})) is None
     exchange.count_holders(Shard({}))
     assert exchange.portion("a") == 1.0

@@ -6,7 +6,7 @@ import pytest
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import MemoryTier, Origin
 from cpsr.planner.plan import make_plan
-from cpsr.planner.ranks import job_of, optima
+from cpsr.planner.ranks import job_of
 from tests.planner.jobs import PHASE, end_cost, job
 
 WIDE = Limits(1, 3000)
@@ -60,68 +60,13 @@ def test_a_failure_may_hit_any_rank() -> None:
     assert job_of([job(recovery=cheap), job()]).recovery is None
 
 
-def test_a_common_interval_is_inside_everyones_bounds_and_all_optima_are_shown() -> None:
+def test_the_interval_is_inside_everyones_bounds() -> None:
     ranks = [job(stall_seconds=0.5), job(stall_seconds=2.0, persist_seconds=60.0)]
-    plan = make_plan(ranks, WIDE)
-    shown = plan.explanation["ranks"]
-    assert plan.interval_iterations >= 100
-    assert plan.rank_interval_iterations == ()
-    assert shown["minimum_iterations"] == [9, 100]
-    assert shown["optimum_iterations"][0] < shown["optimum_iterations"][1] == plan.interval_iterations
+    assert make_plan(ranks, WIDE).interval_iterations >= 100
 
 
-def test_ranks_alone_are_planned_as_they_are_together() -> None:
-    ranks = [job(stall_seconds=stall, recovery=end_cost(0.0, 0.5)) for stall in (0.1, 0.9, 5.0)]
-    together = optima(ranks, WIDE, "predict")
-    assert together == [optima([rank], WIDE, "predict")[0] for rank in ranks]
-
-
-def test_own_intervals_are_a_base_times_powers_of_two() -> None:
-    ranks = [job(stall_seconds=stall, recovery=end_cost(0.0, 0.5)) for stall in (0.05, 0.2, 0.9)]
-    plan = make_plan(ranks, WIDE, intervals="per_rank")
-    optimum = plan.explanation["ranks"]["optimum_iterations"]
-    assert plan.mode == "predict"
-    assert any("each rank has its own interval" in note for note in plan.explanation["notes"])
-    assert plan.interval_iterations == min(optimum) == plan.rank_interval_iterations[0]
-    for interval, best in zip(plan.rank_interval_iterations, optimum, strict=True):
-        multiple, rest = divmod(interval, plan.interval_iterations)
-        assert (rest, multiple & (multiple - 1)) == (0, 0)
-        assert best / 2 < interval < 2 * best
-    assert plan.multiple_of(0) == 1
-    assert plan.largest_multiple == plan.multiple_of(2) > 1
-
-
-def test_what_is_recomputed_has_one_interval() -> None:
-    """Between the checkpoints of all ranks there is none to recompute from."""
-    ranks = [job(stall_seconds=stall) for stall in (0.05, 0.2, 0.9)]
-    plan = make_plan(ranks, WIDE, intervals="per_rank")
-    assert plan.mode == "recompute"
-    assert plan.interval_iterations == make_plan(ranks, WIDE).interval_iterations
-    assert plan.rank_interval_iterations == ()
-    assert (plan.largest_multiple, plan.multiple_of(2)) == (1, 1)
-    assert any("one interval" in note for note in plan.explanation["notes"])
-
-
-def test_a_rule_chooses_for_every_rank() -> None:
-    ranks = [job(stall_seconds=stall, recovery=end_cost(0.0, 0.5)) for stall in (0.05, 0.2, 0.9)]
-    plan = make_plan(ranks, WIDE, policy="young", intervals="per_rank")
-    # sqrt(2 T_s M) in iterations of 0.6 s: 109.5, 219.1 and 464.8.
-    assert plan.interval_iterations == 110
-    assert plan.rank_interval_iterations[:2] == (110, 220)
-    assert plan.rank_interval_iterations[2] in (440, 880)
-
-
-def test_a_slow_disk_moves_a_rank_to_the_next_multiple() -> None:
-    fast = job(stall_seconds=0.05, recovery=end_cost(0.0, 0.5))
-    ranks = [fast, replace(fast, persist_seconds=130.0)]
-    plan = make_plan(ranks, WIDE, intervals="per_rank")
-    assert plan.rank_interval_iterations[1] * 0.6 >= 130.0
-    assert plan.rank_interval_iterations[1] * 0.6 < 2 * 130.0
-
-
-def test_ranks_that_cannot_be_predicted_are_recomputed_in_their_own_plan() -> None:
+def test_a_job_with_a_rank_that_cannot_be_predicted_recomputes() -> None:
     ranks = [job(recovery=end_cost(0.0, 0.3)), job()]
     plan = make_plan(ranks, WIDE)
     assert plan.mode == "recompute"
-    assert plan.explanation["ranks"]["mode"] == ["recompute", "recompute"]
     assert plan.explanation["modes"]["predict"] == "not possible"

@@ -177,22 +177,6 @@ def test_beside_a_fixed_interval_failures_are_predicted_where_that_is_possible()
     assert near_loss < 0.5 * far_loss
 
 
-def test_with_intervals_of_their_own_snapshots_lie_between_the_checkpoints_of_all_ranks() -> None:
-    recovery = end_cost(0.0, 0.5)
-    slow = two_tiers(2.0, disk_stall_seconds=30.0, recovery=recovery)
-    fast = replace(slow, stall_seconds=0.05)
-    plan = make_plan([fast, slow], Limits(1, 3000), intervals="per_rank")
-    of_all = plan.all_ranks_interval_iterations
-    assert of_all > plan.interval_iterations
-    assert plan.memory_interval_iterations is not None
-    assert plan.interval_iterations < plan.memory_interval_iterations <= of_all
-    shown = plan.explanation["memory"]
-    assert shown["interval_iterations"] == plan.memory_interval_iterations
-    assert shown["snapshots_between_checkpoints"] == math.ceil(of_all / plan.memory_interval_iterations) - 1
-    lost = plan.explanation["classes"]["process"]["loss_iterations"]
-    assert lost == pytest.approx(plan.memory_interval_iterations / 2 + 1, rel=0.02)
-
-
 def test_the_rarer_the_failures_that_reach_the_disk_the_longer_its_interval() -> None:
     limits = Limits(1, 10_000)
     often, replicated, rarely = (

@@ -36,7 +36,6 @@ def test_two_ranks_plan_anew_at_the_end_of_each_phase(job: Job) -> None:
     assert inputs["stall_seconds"] > 0
     assert inputs["iteration_seconds"] > 0
     assert last.explanation["origins"]["stall_seconds"]["kind"] == "measured"
-    assert len(last.explanation["ranks"]["optimum_iterations"]) == 2, "rank 1 recorded its costs in its checkpoint"
     assert {"young", "daly", "checkfreq", "pccheck", "gemini"} <= set(last.explanation["rivals"])
 
 

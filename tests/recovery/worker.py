@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.device import join_ranks
 from cpsr.experts.memory_turns import MemoryTurns
-from cpsr.planner.plan import Plan
 from cpsr.restart.prediction import StatePrediction
 from cpsr.state.codec import encode
 from tests.device import ON_CUDA
@@ -80,8 +78,6 @@ class Options(LifeOptions):
         load_back: the user's own checkpoint is saved at the first iteration and loaded at the second.
         block: hand CPSR its configuration in that of DeepSpeed, as a `mapping` or a `file`.
         odd_rank: a rank whose model has a buffer of another shape.
-        rank_intervals: what rank 0's planner proposes at the start, as it would where ranks' costs differ, and nothing
-            later; of no rank: nothing at all.
         apart: an iteration after which rank 1 moves its weights by itself.
         began: leave the weights that this life began with beside the result.
         late: a rank whose device is a number of steps behind its host, and that number.
@@ -108,7 +104,6 @@ class Options(LifeOptions):
     load_back: tuple[int, int] | None = None
     block: str = ""
     odd_rank: int | None = None
-    rank_intervals: tuple[int, ...] | None = None
     apart: int | None = None
     late: tuple[int, int] | None = None
     began: bool = False
@@ -134,8 +129,6 @@ def main(options: Options, rank: int, ranks: int) -> None:
     config = None if options.block else options.config
     with CPSRRecovery(engine, config, **probe_arguments(options, engine, batches)) as recovery:
         restored = recovery.restored
-        if options.rank_intervals is not None:
-            propose_only(recovery, options.rank_intervals)
         if options.began:
             weights = {name: one.parameter.values for name, one in recovery.life.job.adapter.shard().operators.items()}
             save_file(weights, options.result.with_suffix(f".{rank}.safetensors"))
@@ -146,13 +139,6 @@ def main(options: Options, rank: int, ranks: int) -> None:
         result |= final_state(recovery, engine)
     options.leave(rank, result)
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
-
-
-def propose_only(recovery: CPSRRecovery, rank_intervals: tuple[int, ...]) -> None:
-    """Have the planner propose these intervals, by the way that all proposals go, and nothing of what it measures."""
-    plans = [Plan(min(rank_intervals), "cpsr", {}, "predict", rank_intervals)] if rank_intervals else []
-    proposal = partial(next, iter(plans), None)
-    setattr(recovery.life.planner, "proposal", proposal)  # noqa: B010 - mypy refuses to assign to a method
 
 
 def complete_late(steps: int) -> None:

@@ -8,13 +8,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from cpsr.journal import CheckpointRow, Journal, PhaseRow, RecoveryRow, RecoverySource
-from cpsr.planner.plan import make_plan
 from tests.journal.timeline import START, Timeline
 from tests.service.journals import (
-    LIMITS,
     error_of,
     flushed,
-    measured_inputs,
     measured_plan,
     plan_row,
     record_steps,
@@ -115,17 +112,6 @@ def test_what_was_never_measured_is_a_prior(client: TestClient, journal: Journal
     inputs = {one["name"]: one for one in client.get("/plan").json()["inputs"]}
     rate = inputs["failures_per_second"]
     assert (rate["source"], rate["samples"], rate["age_iterations"]) == ("prior", 0, None)
-
-
-def test_ranks_with_intervals_of_their_own(tmp_path: Path, client: TestClient, journal: Journal) -> None:
-    (tmp_path / "run.json").write_text('{"run_id": "gpt", "mode": "auto", "world_size": 2}')
-    ranks = [measured_inputs(), measured_inputs(stall_seconds=5.0)]
-    plan = make_plan(ranks, LIMITS, intervals="per_rank", recovery_mode="predict")
-    assert len(set(plan.rank_interval_iterations)) == 2
-    journal.record(plan_row(plan))
-    flushed(journal)
-    listed = client.get("/plan").json()["ranks"]
-    assert [rank["interval_iterations"] for rank in listed] == list(plan.rank_interval_iterations)
 
 
 def test_the_phase_is_the_one_after_those_that_ended(client: TestClient, journal: Journal) -> None:

@@ -22,7 +22,7 @@ def first_plan(config: CPSRConfig, saved: dict[str, Any]) -> Plan:
         saved: the planner's state in the checkpoint that this life begins with; empty in the first life.
     """
     plan = _first_plan(config, saved)
-    every = first_memory_interval(config, saved.get("memory_interval_iterations"), plan.all_ranks_interval_iterations)
+    every = first_memory_interval(config, saved.get("memory_interval_iterations"), plan.interval_iterations)
     return replace(plan, memory_interval_iterations=every)
 
 
@@ -32,7 +32,7 @@ def first_memory_interval(config: CPSRConfig, planned: int | None, interval_iter
     Args:
         config: of the run.
         planned: before; None if they were not: the shortest interval between checkpoints then.
-        interval_iterations: between checkpoints of all ranks.
+        interval_iterations: between checkpoints.
     """
     if not config.checkpoint.shared_memory:
         return None
@@ -74,7 +74,4 @@ def _first_plan(config: CPSRConfig, saved: dict[str, Any]) -> Plan:
         return make_plan([unmeasured_inputs(config)], Limits(low, high), "young", "exact")
     # The prices stay with the checkpoints: the next failure may come before the next plan.
     explanation = {"rule": "as planned before the restart, until the next plan", "prices": saved.get("prices")}
-    own = tuple(saved.get("rank_interval_iterations", ())) if planner.intervals == "per_rank" else ()
-    if own and low <= min(own) and max(own) <= high:
-        return Plan(interval, planner.policy, explanation, saved.get("mode"), own)
     return Plan(min(max(interval, low), high), planner.policy, explanation, saved.get("mode"))

@@ -169,7 +169,7 @@ class JobPlanner:
     def state_dict(self, plan: Plan) -> dict[str, Any]:
         """State for this rank's part of a checkpoint: its costs, the phases, and the current intervals."""
         with self._lock:
-            state: dict[str, Any] = {
+            return {
                 "costs": self._times.to_tree(),
                 "phases": self._phases.state_dict(),
                 "second_moment_share": self._share,
@@ -179,9 +179,6 @@ class JobPlanner:
                 "mode": plan.mode,
                 "prices": plan.explanation.get("prices"),
             }
-        if plan.rank_interval_iterations:
-            state["rank_interval_iterations"] = list(plan.rank_interval_iterations)
-        return state
 
     def load_state_dict(self, state: dict[str, Any], *, replicates: bool) -> None:
         """Continue with the phases and the costs of an earlier life.
@@ -365,8 +362,7 @@ class JobPlanner:
         if self._config.checkpoint.interval_iterations is not None:
             plan = with_memory(self._fixed_plan(), inputs, self._limits(longest), self._config.mode)
         else:
-            complete = len(reports) == world_size  # otherwise some ranks would get no interval
-            plan = self._planned(inputs, self._limits(longest), complete=complete)
+            plan = self._planned(inputs, self._limits(longest))
         # What the training thread has told may be older than the newest proposal.
         if anew or differs(plan, self._proposals.newest or situation.plan):
             self._offer(plan, situation, journal)
@@ -375,14 +371,13 @@ class JobPlanner:
         self._proposals.offer(plan)
         self._record_override(journal, situation)
 
-    def _planned(self, inputs: Sequence[PlannerInputs], limits: Limits, *, complete: bool) -> Plan:
+    def _planned(self, inputs: Sequence[PlannerInputs], limits: Limits) -> Plan:
         planner = self._config.planner
         plan = make_plan(
             inputs,
             bounded(limits, self._override),
             planner.policy,
             self._config.mode,
-            planner.intervals if complete else "common",
         )
         return overridden(plan, self._override, limits)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cpsr.checkpoint.contents import WEIGHTS, WHOLE, Contents
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import SaveOutcome
@@ -537,48 +536,21 @@ assert before == (random.getstate(), str(numpy.random.get_state()), torch.get_rn
     assert done.returncode == 0, done.stderr
 
 
-PER_RANK = {"intervals": "per_rank", "mtbf_hours": 0.05}
-
-
 def commit_costs(
     run_dir: Path,
     iteration: int,
     stalls: Sequence[float],
-    contents: Contents = WHOLE,
     moments: Sequence[float] = (1.0, 1.0),
     memory: Sequence[dict[str, float]] = ({}, {}),
 ) -> None:
     """Commit a checkpoint in which every rank records what its own cost."""
-    stores = [
-        CheckpointStore(run_dir, rank, len(stalls), "run", int(not contents.moments), fsync=False)
-        for rank in range(len(stalls))
-    ]
+    stores = [CheckpointStore(run_dir, rank, len(stalls), "run", 0, fsync=False) for rank in range(len(stalls))]
     stores[0].prepare()
     for store, stall, moment, times in reversed(list(zip(stores, stalls, moments, memory, strict=True))):
         costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, moment))
-        scalars = {"planning": {"costs": costs, "memory": times}} if contents.moments else {}
-        store.write(Snapshot(iteration, Shard({}), scalars, contents=contents))
+        scalars = {"planning": {"costs": costs, "memory": times}}
+        store.write(Snapshot(iteration, Shard({}), scalars))
     assert stores[0].commit(iteration, WAIT_SECONDS, threading.Event()).committed
-
-
-def proposed_for(tmp_path: Path, journal: RankJournal, ranks: int) -> Plan:
-    planner = planner_of(configured(tmp_path, mode="predict", planner=PER_RANK))
-    planner.start(tmp_path, ranks, journal)
-    planner.note(saved(2000))
-    planner.consider(situation(2010, planner.first_plan({})))
-    plan = proposed(planner)
-    planner.close()
-    assert plan is not None
-    assert plan.mode == "predict"
-    return plan
-
-
-def test_ranks_whose_costs_differ_have_intervals_of_their_own(tmp_path: Path, journal: RankJournal) -> None:
-    commit_costs(tmp_path, 2000, [0.02, 0.4])
-    commit_costs(tmp_path, 2005, [0.0, 0.0], contents=WEIGHTS)  # of no account: it costs less
-    plan = proposed_for(tmp_path, journal, 2)
-    assert plan.rank_interval_iterations[0] == plan.interval_iterations
-    assert plan.multiple_of(1) == plan.largest_multiple > 1
 
 
 def with_replicas(tmp_path: Path, journal: RankJournal, times: list[dict[str, float]]) -> Plan:
@@ -607,24 +579,6 @@ def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, 
 def test_without_replicas_of_every_rank_the_job_has_none(tmp_path: Path, journal: RankJournal) -> None:
     plan = with_replicas(tmp_path, journal, [{"replica_seconds": 2.0}, {}])
     assert plan.explanation["classes"]["machine"]["back_to"] == "disk"
-
-
-def test_where_a_ranks_costs_are_not_known_all_have_one_interval(tmp_path: Path, journal: RankJournal) -> None:
-    commit_costs(tmp_path, 2000, [0.02, 0.4])
-    assert proposed_for(tmp_path, journal, 3).rank_interval_iterations == ()
-
-
-def test_a_new_life_keeps_the_intervals_of_the_ranks(tmp_path: Path) -> None:
-    state = planner_of(configured(tmp_path)).state_dict(Plan(70, "cpsr", {}, "predict", (140, 70)))
-    plan = planner_of(configured(tmp_path, planner=PER_RANK)).first_plan(state)
-    assert (plan.interval_iterations, plan.rank_interval_iterations) == (70, (140, 70))
-    common = planner_of(configured(tmp_path)).first_plan(state)
-    assert (common.interval_iterations, common.rank_interval_iterations) == (70, ())
-    state["memory_interval_iterations"] = 100
-    every = planner_of(configured(tmp_path, planner=PER_RANK)).first_plan(state).memory_interval_iterations
-    assert every == 100, "checkpoints of all ranks are 140 apart"
-    assert planner_of(configured(tmp_path)).first_plan(state).memory_interval_iterations == 70
-    assert "rank_interval_iterations" not in planner_of(configured(tmp_path)).state_dict(common)
 
 
 def looked(planner: JobPlanner, iteration: int, moment: float) -> None:
