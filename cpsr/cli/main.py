@@ -282,19 +282,6 @@ def verify(
 
 
 @app.command()
-def fetch(
-    url: Annotated[str, typer.Argument(metavar="URL", help="checkpoint.target of the run.")],
-    directory: RunDirectory,
-    iteration: Annotated[int | None, typer.Option(min=0, help="By default the newest whole copy.")] = None,
-) -> None:
-    """Fetch a copy from a target into a run directory in which no job runs; a job fetches by itself when it starts."""
-    from cpsr.checkpoint.remote.command import run_fetch
-
-    for line in run_fetch(url, directory, iteration):
-        typer.echo(line)
-
-
-@app.command()
 def release(
     directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Run directory.")] = None,
     orphans: Annotated[bool, typer.Option("--orphans", help="For all runs whose directory is gone.")] = False,

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import typer
 
-from cpsr.checkpoint.remote.command import run_verify
+from cpsr.checkpoint.remote.catalogue import verify
+from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.verify import verify_run
 from cpsr.errors import RunMismatchError
 
@@ -27,7 +28,7 @@ def is_whole(location: str) -> bool:
 
 
 def _is_target_whole(url: str) -> bool:
-    damages = run_verify(url)
+    damages = verify(open_place(url))
     for damage in damages:
         typer.echo(damage)
     if damages:

@@ -81,9 +81,6 @@ class CheckpointConfig(Section):
         description="An fsspec URL (s3://bucket/run, file:///mnt/x/run) to which committed checkpoints are copied in "
         "the background, and fetched from if the run directory has none; null copies nothing.",
     )
-    target_every_checkpoints: int = Field(
-        default=1, ge=1, description="A copy is due once so many checkpoints were committed since the last one."
-    )
     target_keep_checkpoints: int = Field(
         default=2,
         ge=1,

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES
-from cpsr.checkpoint.manifest import FileRecord
+from cpsr.checkpoint.manifest import FileRecord, Manifest, RankRecord
 
 WHOLE = "0" * 32
 
@@ -25,3 +25,11 @@ def test_a_record_has_the_hash_of_every_piece(size: int, pieces: int) -> None:
     for wrong in ("0" * 16 * (pieces + 1), "0" * (16 * pieces + 1), "G" + "0" * (16 * pieces - 1), "A" * 16):
         with pytest.raises(ValidationError, match="pieces"):
             FileRecord.model_validate(data | {"pieces": wrong})
+
+
+@pytest.mark.parametrize("run_id", ["../../x", "a/b", "", "a" * 65, "a\n"])
+def test_an_id_is_no_path(run_id: str) -> None:
+    rank = RankRecord(sha256="0" * 64, files={})
+    made = {"life": 0, "attempt": 0, "iteration": 1, "world_size": 1, "sequence": 1, "label": None, "ranks": {0: rank}}
+    with pytest.raises(ValueError, match="run_id"):
+        Manifest(run_id=run_id, created_unix_seconds=0.0, **made)

@@ -3,7 +3,7 @@
 ::
 
     <url>/checkpoints/step-0000000100/
-        run.json                         whose checkpoint it is, before everything else
+        run.json                         whose checkpoint it is, with its own SHA-256, before everything else
         rank-00000.params.safetensors    the files of the checkpoint, byte for byte
         ...
         rank-00000.json
@@ -13,7 +13,10 @@
 """
 
 import hashlib
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cpsr.checkpoint.manifest import (
     COMMIT,
@@ -24,14 +27,27 @@ from cpsr.checkpoint.manifest import (
     rank_manifest_name,
     step_iteration,
 )
-from cpsr.checkpoint.remote.identity import IDENTITY, Identity
-from cpsr.checkpoint.remote.place import Place, TargetAbsentError, digest_of
+from cpsr.checkpoint.remote.place import Place, TargetAbsentError
 from cpsr.checkpoint.replicated import missing_among
 from cpsr.errors import RunMismatchError, TargetError
 
-__all__ = ["SET_ASIDE", "Catalogue", "Copy", "CopyDamagedError", "owner_of", "read_copy", "read_rank", "scan", "verify"]
+__all__ = [
+    "IDENTITY",
+    "SET_ASIDE",
+    "Catalogue",
+    "Copy",
+    "CopyDamagedError",
+    "is_identity_of",
+    "owner_of",
+    "read_copy",
+    "read_rank",
+]
+__all__ += ["scan", "sealed", "verify"]
 
+IDENTITY = "run.json"  # in the run's directory, and in every folder at a target
 SET_ASIDE = "SET_ASIDE"
+
+_Parsed = TypeVar("_Parsed")
 
 
 class CopyDamagedError(TargetError):
@@ -46,13 +62,13 @@ class Copy:
         folder: its name there.
         manifest: of the whole checkpoint, checked against the commit record.
         manifest_bytes: the manifest's bytes, as written to a disk.
-        identity: of the run.
+        identity: `run.json` of the run.
     """
 
     folder: str
     manifest: Manifest
     manifest_bytes: bytes
-    identity: Identity
+    identity: bytes
 
 
 @dataclass(frozen=True)
@@ -60,16 +76,16 @@ class Catalogue:
     """What lies at a target.
 
     Attributes:
-        copies: committed and not set aside, in the order of their commits.
-        set_aside: folders of the run that were set aside.
-        unfinished: folder without a commit record -> the run that began it, None where that is not known.
-        damaged: folder -> what is wrong with its commit record, manifest or identity.
+        copies: committed and usable, in the order of their commits.
+        damaged: folder -> what is wrong with its commit record or manifest.
+        set_aside: folders of copies that no restart may use.
+        unfinished: folders without a commit record.
     """
 
     copies: list[Copy]
-    set_aside: list[str]
-    unfinished: dict[str, str | None]
     damaged: dict[str, str]
+    set_aside: list[str]
+    unfinished: list[str]
 
     @property
     def has_committed(self) -> bool:
@@ -78,7 +94,7 @@ class Catalogue:
 
 
 def scan(place: Place, run_id: str | None = None) -> Catalogue:
-    """Read the commit records, manifests and identities (not the tensors) at a target.
+    """Read the commit records and manifests (not the tensors) at a target.
 
     Args:
         place: the target.
@@ -89,23 +105,30 @@ def scan(place: Place, run_id: str | None = None) -> Catalogue:
             a copy owns the target.
         TargetError: it cannot be read now.
     """
-    found = Catalogue([], [], {}, {})
+    found = Catalogue([], {}, [], [])
     for folder in place.folders():
         files = place.files(folder)
-        owner = owner_of(place, folder) if IDENTITY in files else None
         if COMMIT not in files:
-            found.unfinished[folder] = owner
+            found.unfinished.append(folder)
             continue
-        if owner is not None:
-            run_id = run_id or owner
-            _refuse_other(place, folder, owner, run_id)
-        if SET_ASIDE in files and owner is not None:
+        try:
+            copy = read_copy(place, folder)
+            owner: str | None = copy.manifest.run_id
+        except CopyDamagedError as error:
+            copy, why, owner = None, str(error), owner_of(place, folder)
+        run_id = run_id or owner
+        if owner not in (None, run_id):
+            raise RunMismatchError(
+                f"the target {place.shown} holds copies of another run: {place.name(folder)} is of the run {owner!r}, "
+                f"this is {run_id!r}. Nothing there was changed; give each run a target of its own, or, where that run "
+                "is not needed any more, remove its folder"
+            )
+        if copy is None:
+            found.damaged[folder] = why
+        elif SET_ASIDE in files:
             found.set_aside.append(folder)
         else:
-            try:
-                found.copies.append(read_copy(place, folder))
-            except CopyDamagedError as error:
-                found.damaged[folder] = str(error)
+            found.copies.append(copy)
     found.copies.sort(key=lambda copy: (copy.manifest.sequence, copy.manifest.iteration))
     return found
 
@@ -120,50 +143,13 @@ def read_copy(place: Place, folder: str) -> Copy:
     data = _read(place, folder, MANIFEST)
     if _read(place, folder, COMMIT) != commit_record(data):
         raise CopyDamagedError(f"{place.name(folder, COMMIT)} does not match {MANIFEST}; one is torn or altered")
-    try:
-        manifest = Manifest.parse(data)
-    except (ValueError, RecursionError) as error:
-        raise CopyDamagedError(f"{place.name(folder, MANIFEST)} is refused: {error}") from error
-    try:
-        identity = Identity.parse(_read(place, folder, IDENTITY))
-    except (ValueError, RecursionError) as error:
-        raise CopyDamagedError(f"{place.name(folder, IDENTITY)} is refused: {error}") from error
-    described = (manifest.run_id, manifest.world_size, manifest.iteration)
-    if described != (identity.run_id, identity.world_size, step_iteration(folder)):
-        raise CopyDamagedError(f"{place.name(folder, MANIFEST)} is not of its folder's run, world size and iteration")
+    manifest = _parsed(place, folder, MANIFEST, lambda: Manifest.parse(data))
+    identity = _unsealed(_read(place, folder, IDENTITY))
+    if identity is None or not is_identity_of(identity, manifest):
+        raise CopyDamagedError(f"{place.name(folder, IDENTITY)} is damaged, or not of the run of {MANIFEST}")
+    if manifest.iteration != step_iteration(folder):
+        raise CopyDamagedError(f"{place.name(folder, MANIFEST)} is not of its folder's iteration")
     return Copy(folder, manifest, data, identity)
-
-
-def read_rank(place: Place, copy: Copy, rank: int) -> tuple[RankManifest, bytes]:
-    """One rank's manifest, and its bytes, as written to a disk.
-
-    Raises:
-        CopyDamagedError: it is missing, torn, altered, or not of this copy.
-        TargetError: the target cannot be read now.
-    """
-    name = rank_manifest_name(rank)
-    data = _read(place, copy.folder, name)
-    if hashlib.sha256(data).hexdigest() != copy.manifest.ranks[rank].sha256:
-        raise CopyDamagedError(f"{place.name(copy.folder, name)}: its SHA-256 is not the one in {MANIFEST}")
-    try:
-        record = RankManifest.parse(data)
-    except (ValueError, RecursionError) as error:
-        raise CopyDamagedError(f"{place.name(copy.folder, name)} is refused: {error}") from error
-    if {file: one.bytes for file, one in record.files.items()} != copy.manifest.ranks[rank].files:
-        raise CopyDamagedError(f"{place.name(copy.folder, name)} lists other files than {MANIFEST}")
-    return record, data
-
-
-def owner_of(place: Place, folder: str) -> str | None:
-    """The run that owns the folder; None where its identity is damaged, or was just removed.
-
-    Raises:
-        TargetError: the target cannot be read now.
-    """
-    try:
-        return Identity.parse(place.read(folder, IDENTITY)).run_id
-    except (ValueError, RecursionError, TargetAbsentError):
-        return None
 
 
 def verify(place: Place) -> list[str]:
@@ -171,39 +157,42 @@ def verify(place: Place) -> list[str]:
 
     Raises:
         TargetError: it cannot be read now.
-        RunMismatchError: copies of several runs lie there.
+        RunMismatchError: copies of several runs lie there, or nothing was ever committed there.
     """
     found = scan(place)
+    if not found.has_committed:
+        raise RunMismatchError(f"nothing is committed at {place.shown}; name what a run has as checkpoint.target")
     problems = list(found.damaged.values())
     for copy in found.copies:
         records: dict[int, RankManifest] = {}
         for rank in copy.manifest.ranks:
             try:
-                record, _ = read_rank(place, copy, rank)
-                records[rank] = record
+                records[rank] = read_rank(place, copy, rank)[0]
             except CopyDamagedError as error:
                 problems.append(str(error))
+        for file, expected in [item for record in records.values() for item in record.files.items()]:
+            try:
+                same = place.digest(copy.folder, file).xxh3_128 == expected.xxh3_128
+            except TargetAbsentError:
+                problems.append(f"{place.name(copy.folder, file)} is missing, or no plain file")
                 continue
-            for file, expected in record.files.items():
-                try:
-                    same = digest_of(place.chunks(copy.folder, file)).xxh3_128 == expected.xxh3_128
-                except TargetAbsentError:
-                    problems.append(f"{place.name(copy.folder, file)} is missing, or no plain file")
-                    continue
-                if not same:
-                    problems.append(f"{place.name(copy.folder, file)} is not what was committed: its xxh3-128 differs")
+            if not same:
+                problems.append(f"{place.name(copy.folder, file)} is not what was committed: its xxh3-128 differs")
         for rank, what in missing_among(records):
             problems.append(f"{place.name(copy.folder, rank_manifest_name(rank))} {what}")
     return problems
 
 
-def _refuse_other(place: Place, folder: str, owner: str, run_id: str) -> None:
-    if owner != run_id:
-        raise RunMismatchError(
-            f"the target {place.shown} holds copies of another run: {place.name(folder)} is of the run {owner!r}, this "
-            f"is {run_id!r}. Nothing there was changed; give each run a target of its own, or, where that run is not "
-            "needed any more, remove its folder"
-        )
+def read_rank(place: Place, copy: Copy, rank: int) -> tuple[RankManifest, bytes]:
+    """One rank's manifest, checked against that of all ranks, and its bytes."""
+    name = rank_manifest_name(rank)
+    data = _read(place, copy.folder, name)
+    if hashlib.sha256(data).hexdigest() != copy.manifest.ranks[rank].sha256:
+        raise CopyDamagedError(f"{place.name(copy.folder, name)}: its SHA-256 is not the one in {MANIFEST}")
+    record = _parsed(place, copy.folder, name, lambda: RankManifest.parse(data))
+    if {file: one.bytes for file, one in record.files.items()} != copy.manifest.ranks[rank].files:
+        raise CopyDamagedError(f"{place.name(copy.folder, name)} lists other files than {MANIFEST}")
+    return record, data
 
 
 def _read(place: Place, folder: str, file: str) -> bytes:
@@ -211,3 +200,38 @@ def _read(place: Place, folder: str, file: str) -> bytes:
         return place.read(folder, file)
     except TargetAbsentError as error:
         raise CopyDamagedError(f"{place.name(folder, file)} is missing, or no plain file") from error
+
+
+def _parsed(place: Place, folder: str, file: str, parse: Callable[[], _Parsed]) -> _Parsed:
+    try:
+        return parse()
+    except (ValueError, RecursionError) as error:
+        raise CopyDamagedError(f"{place.name(folder, file)} is refused: {error}") from error
+
+
+def owner_of(place: Place, folder: str) -> str | None:
+    """The run that owns the folder by its `run.json`; None where that is damaged or gone."""
+    try:
+        return str(json.loads(_unsealed(place.read(folder, IDENTITY)) or b"")["run_id"])
+    except (ValueError, RecursionError, KeyError, TypeError, TargetAbsentError):
+        return None
+
+
+def is_identity_of(identity: bytes, manifest: Manifest) -> bool:
+    """Whether `run.json` is of the run that wrote a manifest."""
+    try:
+        known = json.loads(identity)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(known, dict) and known.get("run_id") == manifest.run_id
+
+
+def sealed(identity: bytes) -> bytes:
+    """`run.json` with its own SHA-256 as the last line."""
+    return identity + b"\n" + hashlib.sha256(identity).hexdigest().encode("ascii")
+
+
+def _unsealed(data: bytes) -> bytes | None:
+    """What `sealed` was given; None where it is torn or altered."""
+    identity = data.rpartition(b"\n")[0]
+    return identity if sealed(identity) == data else None

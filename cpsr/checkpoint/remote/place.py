@@ -1,42 +1,30 @@
-"""A folder of checkpoints at an fsspec URL, with the few operations that copies need."""
+"""A folder of checkpoints at an fsspec URL: a mounted directory, an object store, or any other file system."""
 
 import contextlib
 import errno
-import logging
+import inspect
 import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import xxhash
+from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
 from cpsr.checkpoint.file_hash import Digest
-from cpsr.checkpoint.files import (
-    make_directory,
-    open_plain,
-    read_bytes,
-    remove_tree,
-    sync_directory,
-    temporary_name,
-    write_bytes,
-)
+from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import step_iteration
-from cpsr.checkpoint.remote.requests import PART_BYTES, SENDS, copy_file, options_for, read_ranges, takes_parts
 from cpsr.errors import ConfigError, CPSRError, TargetError
 
-__all__ = ["Place", "TargetAbsentError", "digest_of", "open_place"]
+__all__ = ["Place", "TargetAbsentError", "open_place"]
 
-_log = logging.getLogger(__name__)
-
-_CHUNK_BYTES = 4 << 20  # large enough for a network's bandwidth, small enough to stop between two of them
 _FOLDER = "checkpoints"
-# Errors of a file system where there is nothing, or no plain file, in a file's place.
-_ABSENT = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
+_READ_BYTES = 4 << 20  # between two looks whether to stop
+# Of an upload in parts, where the file system takes such limits: 64 MiB of a file are under way.
+_PARTS = {"chunksize": 16 << 20, "max_concurrency": 4}
 _USER = re.compile(r"(?<=://)[^/@]*@")  # user and password in a URL
 
 
@@ -63,8 +51,8 @@ def open_place(url: str, run_dir: Path | None = None) -> "Place":
             "from where it was written to"
         )
     try:
-        # A separate instance: others in this process may cache listings.
-        system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options_for(url))
+        # An instance of its own: others in this process may cache listings.
+        system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
     except ImportError as error:
         raise ConfigError(
             f"checkpoint.target '{shown}': {error} (pip install 'cpsr[s3]' or 'cpsr[gcs]' has those of S3 and of "
@@ -72,43 +60,33 @@ def open_place(url: str, run_dir: Path | None = None) -> "Place":
         ) from error
     except ValueError as error:
         raise ConfigError(f"checkpoint.target '{shown}' is not usable: {_USER.sub('', str(error))}") from error
-    if type(system) is not LocalFileSystem:  # a subclass may not use the local disk
-        return RemotePlace(shown, system, root)
-    if run_dir is not None:
-        _refuse_overlap(Path(root), run_dir)
-    return LocalPlace(shown, Path(root))
+    if isinstance(system, LocalFileSystem) and run_dir is not None:
+        there, here = Path(root).resolve(), run_dir.resolve()
+        if there.is_relative_to(here) or here.is_relative_to(there):
+            raise ConfigError(f"the target {root} and run_dir {run_dir} lie in one another; use another disk")
+    return Place(shown, system, root)
 
 
-def _refuse_overlap(root: Path, run_dir: Path) -> None:
-    there, here = root.resolve(), run_dir.resolve()
-    if there.is_relative_to(here) or here.is_relative_to(there):
-        raise ConfigError(f"the target {root} and run_dir {run_dir} lie in one another; a copy belongs on another disk")
-
-
-def digest_of(chunks: Iterable[bytes]) -> Digest:
-    """Size and hash of a file from its pieces."""
-    state, size = xxhash.xxh3_128(), 0
-    for chunk in chunks:
-        state.update(chunk)
-        size += len(chunk)
-    return Digest(size, state.hexdigest())
-
-
-class Place(ABC):
+class Place:
     """Folders of checkpoints, one level deep, with plain files in them.
 
     Every error of a file system becomes a `TargetError` that names the file; `TargetAbsentError` where nothing is
-    there. Nothing is cached, and names in a listing never lead outside the folder.
+    there. Names in a listing never lead outside the folder. On this machine files are forced to the disk.
+
+    Args:
+        shown: the URL without user and password, for messages.
+        system: of fsspec, without a cache of listings.
+        root: the path of the target there.
 
     Attributes:
-        shown: the URL without user and password, for messages.
-        sends: files that `begin` may send at a time; 0 where only `send` works.
+        shown: as given.
     """
 
-    sends = 0
-
-    def __init__(self, shown: str) -> None:
+    def __init__(self, shown: str, system: Any, root: str) -> None:
         self.shown = shown.rstrip("/")
+        self._system = system
+        self._root = root.rstrip("/")
+        self._is_local = isinstance(system, LocalFileSystem)
 
     def name(self, folder: str, file: str = "") -> str:
         """Full name of a file or folder, for messages."""
@@ -116,88 +94,126 @@ class Place(ABC):
 
     def folders(self) -> list[str]:
         """Names of the folders of checkpoints, ascending; none where the target does not exist yet."""
-        with self._asking("listing", ""):
-            return sorted(name for name in self._list("") if step_iteration(name) is not None)
+        return sorted(name for name in self.files("") if step_iteration(name) is not None)
 
     def files(self, folder: str) -> list[str]:
         """Names in a folder; none where it is gone."""
         with self._asking("listing", folder):
-            return self._list(folder)
+            try:
+                found = self._system.ls(self._path(folder), detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []  # in object stores a folder exists only through its files
+            names = [one["name"].rstrip("/").rpartition("/")[2] for one in found if not one.get("islink")]
+            return [name for name in names if name]
 
-    def read(self, folder: str, file: str, size: int | None = None) -> bytes:
-        """Content of a small file.
-
-        Args:
-            folder: where it is.
-            file: its name.
-            size: in bytes, that it should have; spares a request, and of a longer file one byte more is read.
-        """
+    def size(self, folder: str, file: str) -> int:
+        """Bytes of a file."""
         with self._asking("reading", folder, file):
-            return self._read(folder, file, size)
+            found = self._system.info(self._path(folder, file))
+            if found["type"] != "file" or found.get("islink"):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
+            return int(found["size"])
 
-    def chunks(self, folder: str, file: str) -> Iterator[bytes]:
-        """Content of a file of any size, piece by piece."""
+    def read(self, folder: str, file: str) -> bytes:
+        """Content of a small file."""
+        self.size(folder, file)  # refuses what is no plain file
         with self._asking("reading", folder, file):
-            yield from self._chunks(folder, file)
+            return bytes(self._system.cat_file(self._path(folder, file)))
+
+    def digest(self, folder: str, file: str, check: Callable[[], None] = lambda: None) -> Digest:
+        """Size and hash of a file of any size; `check` is called after each piece, and ends it by raising."""
+        state, size = xxhash.xxh3_128(), 0
+        self.size(folder, file)
+        with (
+            self._asking("reading", folder, file),
+            self._system.open(self._path(folder, file), "rb", block_size=_PARTS["chunksize"]) as opened,
+        ):
+            while chunk := opened.read(_READ_BYTES):
+                state.update(chunk)
+                size += len(chunk)
+                check()
+        return Digest(size, state.hexdigest())
 
     def write(self, folder: str, file: str, data: bytes) -> None:
         """Write a small file and read it back.
 
         Raises:
-            TargetError: the target refused, or gave back something else.
+            TargetError: the target refused, or returned something else.
         """
         with self._asking("writing", folder, file):
-            self._write(folder, file, data)
-        if self.read(folder, file, len(data)) != data:
+            if self._is_local:
+                write_bytes(Path(self._path(folder, file)), data, fsync=True)
+            else:
+                self._system.pipe_file(self._path(folder, file), data)
+        if self.read(folder, file) != data:
             raise TargetError(f"{self.name(folder, file)}: what was read back differs from what was written")
 
-    def send(self, folder: str, file: str, chunks: Iterable[bytes]) -> None:
-        """Write a file of any size; errors of CPSR in `chunks` are passed on."""
-        with self._asking("writing", folder, file):
-            self._send(folder, file, chunks)
-
-    def begin(self, folder: str, file: str, descriptor: int, size: int, check: Callable[[], None]) -> Future[Digest]:
-        """Begin to write a local file in parts and to read it back, beside others; `finish` waits for it.
+    def send(self, folder: str, path: Path, check: Callable[[], None]) -> None:
+        """Write a local file under its own name.
 
         Args:
             folder: where to.
-            file: the name there.
-            descriptor: of the local file, from its beginning; it is closed in the end.
-            size: in bytes, that the file should have.
-            check: called after each part; what it raises ends the writing.
+            path: the file.
+            check: called while the file is sent, where the file system permits it; what it raises ends the sending.
         """
-        raise NotImplementedError(f"{self.shown} takes no files in parts")
+        takes = inspect.signature(getattr(self._system, "_put_file", self._system.put_file)).parameters
+        parts = _PARTS if takes.keys() >= _PARTS.keys() else {}
+        with self._asking("writing", folder, path.name):
+            self._system.put_file(str(path), self._path(folder, path.name), callback=_Checking(check), **parts)
+            self._force(folder, path.name)
 
-    def finish(self, folder: str, file: str, writing: Future[Digest]) -> Digest:
-        """Wait for the result of `begin`: what was read back. Errors of CPSR in its `check` are passed on."""
-        with self._asking("writing", folder, file):
-            return writing.result()
+    def receive(self, folder: str, file: str, target: Path) -> None:
+        """Copy a file to this machine; the caller compares it."""
+        with self._asking("reading", folder, file):
+            self._system.get_file(self._path(folder, file), str(target))
 
-    def duplicate(self, folder: str, file: str, target: str, size: int) -> bool:
-        """Give a file the same name in another folder without sending it; False where the file system cannot.
-
-        Args:
-            folder: where it is.
-            file: its name.
-            target: folder that exists.
-            size: in bytes, that the new file must have.
-        """
-        try:
-            with self._asking("copying", folder, file):
-                return self._duplicate(folder, file, target) == size
-        except TargetError as error:
-            _log.debug("%s is sent again: %s", self.name(target, file), error)
-            return False
+    def duplicate(self, folder: str, file: str, target: str) -> None:
+        """Copy a file into another folder under its name, at the target itself."""
+        with self._asking("copying", folder, file):
+            self._system.cp_file(self._path(folder, file), self._path(target, file))
+            self._force(target, file)
 
     def make(self, folder: str) -> None:
         """Create a folder, where there are folders. The target's parent must exist: a mount may be missing."""
         with self._asking("creating", folder):
-            self._make(folder)
+            if self._is_local:
+                if not Path(self._root).parent.is_dir():
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(Path(self._root).parent))
+                make_directory(Path(self._path(folder)), fsync=True)
+                return
+            # Never with parents: on an object store that would create a bucket whose name was mistyped.
+            bucket = "/" not in self._root.strip("/")
+            for path in [*([] if bucket else [self._root]), self._path(""), self._path(folder)]:
+                with contextlib.suppress(FileExistsError):
+                    self._system.mkdir(path, create_parents=False)
 
     def remove(self, folder: str, first: str) -> None:
         """Remove a folder and what is in it, the file called `first` before everything else."""
         with self._asking("removing", folder), contextlib.suppress(FileNotFoundError):
-            self._remove(folder, first)
+            if first in self.files(folder):
+                self._system.rm_file(self._path(folder, first))
+                if self._is_local:
+                    sync_directory(Path(self._path(folder)))
+            self._system.rm(self._path(folder), recursive=True)
+
+    def _force(self, folder: str, file: str) -> None:
+        """Force a file on this machine to the disk, and out of the page cache: it is read back from the disk."""
+        if not self._is_local:
+            return
+        path = Path(self._path(folder, file))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+        sync_directory(path.parent)
+
+    def _path(self, folder: str, file: str = "") -> str:
+        path = "/".join(part for part in (self._root, _FOLDER, folder, file) if part)
+        if self._is_local and folder and Path(self._root, _FOLDER, folder).is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        return path
 
     @contextlib.contextmanager
     def _asking(self, what: str, folder: str, file: str = "") -> Iterator[None]:
@@ -207,170 +223,20 @@ class Place(ABC):
             raise
         except Exception as error:
             name = self.name(folder, file)
-            if isinstance(error, OSError) and (error.errno in _ABSENT or isinstance(error, FileNotFoundError)):
+            absent = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+            if absent or (isinstance(error, OSError) and error.errno == errno.ELOOP):
                 raise TargetAbsentError(f"{name}: {what} failed: nothing is there, or no plain file") from error
             # File systems raise errors of their own libraries: botocore, aiohttp and others.
             raise TargetError(f"{name}: {what} failed ({type(error).__name__}: {_USER.sub('', str(error))})") from error
 
-    @abstractmethod
-    def _list(self, folder: str) -> list[str]: ...
 
-    @abstractmethod
-    def _read(self, folder: str, file: str, size: int | None) -> bytes: ...
+class _Checking(Callback):  # type: ignore[misc]  # fsspec has no types
+    """Calls a function after each part of a file."""
 
-    @abstractmethod
-    def _chunks(self, folder: str, file: str) -> Iterator[bytes]: ...
+    def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._check = check
 
-    @abstractmethod
-    def _write(self, folder: str, file: str, data: bytes) -> None: ...
-
-    @abstractmethod
-    def _send(self, folder: str, file: str, chunks: Iterable[bytes]) -> None: ...
-
-    @abstractmethod
-    def _duplicate(self, folder: str, file: str, target: str) -> int: ...
-
-    @abstractmethod
-    def _make(self, folder: str) -> None: ...
-
-    @abstractmethod
-    def _remove(self, folder: str, first: str) -> None: ...
-
-
-class LocalPlace(Place):
-    """A directory of this machine, a mounted one for example: files are forced to the disk, links never followed.
-
-    Attributes:
-        root: the directory.
-    """
-
-    def __init__(self, shown: str, root: Path) -> None:
-        super().__init__(shown)
-        self.root = root
-
-    def _list(self, folder: str) -> list[str]:
-        directory = self._path(folder) if folder else self.root / _FOLDER
-        if not directory.is_dir():
-            return []
-        return [path.name for path in directory.iterdir() if not path.is_symlink()]
-
-    def _read(self, folder: str, file: str, size: int | None) -> bytes:
-        return read_bytes(self._path(folder) / file)
-
-    def _chunks(self, folder: str, file: str) -> Iterator[bytes]:
-        with open(open_plain(self._path(folder) / file), "rb", buffering=0) as opened:  # noqa: PTH123 - a descriptor
-            while chunk := opened.read(_CHUNK_BYTES):
-                yield chunk
-
-    def _write(self, folder: str, file: str, data: bytes) -> None:
-        write_bytes(self._path(folder) / file, data, fsync=True)
-
-    def _send(self, folder: str, file: str, chunks: Iterable[bytes]) -> None:
-        path = self._path(folder) / file
-        temporary = temporary_name(path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o666), "wb", buffering=0) as opened:
-            for chunk in chunks:
-                left = memoryview(chunk)
-                while left:
-                    left = left[os.write(opened.fileno(), left) :]
-            os.fsync(opened.fileno())
-            if hasattr(os, "posix_fadvise"):  # so that reading it back reads the disk
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        temporary.replace(path)
-        sync_directory(path.parent)
-
-    def _duplicate(self, folder: str, file: str, target: str) -> int:
-        path = self._path(target) / file
-        path.unlink(missing_ok=True)
-        os.link(self._path(folder) / file, path, follow_symlinks=False)
-        sync_directory(path.parent)
-        return path.lstat().st_size
-
-    def _make(self, folder: str) -> None:
-        if not self.root.parent.is_dir():
-            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root.parent))
-        make_directory(self._path(folder), fsync=True)
-
-    def _remove(self, folder: str, first: str) -> None:
-        remove_tree(self._path(folder), first=first, fsync=True)
-
-    def _path(self, folder: str) -> Path:
-        directory = self.root / _FOLDER / folder
-        if directory.is_symlink():
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(directory))
-        return directory
-
-
-class RemotePlace(Place):
-    """A folder of any other file system that fsspec knows."""
-
-    def __init__(self, shown: str, system: Any, root: str) -> None:
-        super().__init__(shown)
-        self._system = system
-        self._root = root.rstrip("/")
-        self.sends = SENDS if takes_parts(system) else 0
-
-    def begin(self, folder: str, file: str, descriptor: int, size: int, check: Callable[[], None]) -> Future[Digest]:
-        """See `Place`."""
-        return copy_file(self._system, descriptor, self._path(folder, file), size, check)
-
-    def _list(self, folder: str) -> list[str]:
-        self._system.invalidate_cache()
-        try:
-            found = self._system.ls(self._path(folder), detail=False)
-        except FileNotFoundError:
-            return []  # in object stores a folder exists only through its files
-        return [name for name in (path.rstrip("/").rpartition("/")[2] for path in found) if name]
-
-    def _read(self, folder: str, file: str, size: int | None) -> bytes:
-        # Without a range object stores are asked for the size first.
-        asked = {"start": 0, "end": size + 1} if size and self._system.async_impl else {}
-        return bytes(self._system.cat_file(self._path(folder, file), **asked))
-
-    def _chunks(self, folder: str, file: str) -> Iterator[bytes]:
-        path = self._path(folder, file)
-        self._system.invalidate_cache()  # a listing may hold the size of an older file of that name
-        size = self._system.info(path)["size"] if self._system.async_impl else None
-        if size is not None:
-            yield from read_ranges(self._system, path, size)
-            return
-        with self._system.open(path, "rb", block_size=PART_BYTES) as opened:
-            while chunk := opened.read(_CHUNK_BYTES):
-                yield chunk
-
-    def _write(self, folder: str, file: str, data: bytes) -> None:
-        self._system.pipe_file(self._path(folder, file), data)
-
-    def _send(self, folder: str, file: str, chunks: Iterable[bytes]) -> None:
-        # Closing keeps the partial file, also after an error: without a commit record it does not count.
-        with self._system.open(self._path(folder, file), "wb", block_size=PART_BYTES) as opened:
-            for chunk in chunks:
-                opened.write(chunk)
-
-    def _duplicate(self, folder: str, file: str, target: str) -> int:
-        self._system.cp_file(self._path(folder, file), self._path(target, file))  # object stores copy by themselves
-        self._system.invalidate_cache()
-        return int(self._system.info(self._path(target, file))["size"])
-
-    def _make(self, folder: str) -> None:
-        # Never with parents: on an object store that would create a bucket whose name was mistyped.
-        with contextlib.suppress(Exception):  # often the others are there; if not, whatever the error, they are made
-            self._system.mkdir(self._path(folder), create_parents=False)
-            return
-        bucket = "/" not in self._root.strip("/")
-        for path in [*([] if bucket else [self._root]), self._path(""), self._path(folder)]:
-            with contextlib.suppress(FileExistsError):
-                self._system.mkdir(path, create_parents=False)
-
-    def _remove(self, folder: str, first: str) -> None:
-        there = self._list(folder)
-        if first in there:
-            with contextlib.suppress(FileNotFoundError):
-                self._system.rm_file(self._path(folder, first))
-        self._system.invalidate_cache()
-        if there or not self._system.async_impl:
-            self._system.rm(self._path(folder), recursive=True)
-
-    def _path(self, folder: str, file: str = "") -> str:
-        return "/".join(part for part in (self._root, _FOLDER, folder, file) if part)
+    def relative_update(self, inc: int = 1) -> None:
+        super().relative_update(inc)
+        self._check()

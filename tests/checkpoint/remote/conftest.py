@@ -13,10 +13,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cpsr.checkpoint.remote.catalogue import scan
-from cpsr.checkpoint.remote.identity import Identity, read_identity
+from cpsr.checkpoint.remote.fetcher import Fetcher, Report
 from cpsr.checkpoint.remote.place import Place
-from cpsr.checkpoint.remote.restart import Fetcher
-from cpsr.checkpoint.remote.upload import Uploaded, upload
+from cpsr.checkpoint.remote.transfer import upload
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import verify_checkpoint
 from cpsr.ranks.group import Group
@@ -173,14 +172,13 @@ def commit(stores: list[CheckpointStore], iteration: int) -> Path:
     return stores[0].directory / f"step-{iteration:010d}"
 
 
-def identity_of(run_dir: Path) -> Identity:
-    identity = read_identity(run_dir)
-    assert identity is not None
-    return identity
+def identity_of(run_dir: Path) -> bytes:
+    return (run_dir / "run.json").read_bytes()
 
 
-def send(place: Place, run_dir: Path, directory: Path) -> Uploaded:
-    return upload(place, directory, identity_of(run_dir), lambda: False)
+def send(place: Place, run_dir: Path, directory: Path) -> int:
+    """Copy one checkpoint; returns its bytes."""
+    return upload(place, directory, identity_of(run_dir), lambda: False)[0]
 
 
 def committed_at(place: Place) -> list[int]:
@@ -188,7 +186,7 @@ def committed_at(place: Place) -> list[int]:
     return [copy.manifest.iteration for copy in scan(place).copies]
 
 
-def silent(kind: str, message: str, iteration: int | None, level: int) -> None:
+def silent(report: Report) -> None:
     """Takes a report and drops it."""
 
 
@@ -196,10 +194,9 @@ def fetched(place: Place, run_dir: Path) -> int | None:
     """What a new disk gets from the target, checked bit for bit (a run of one rank)."""
     fetcher = Fetcher(place, run_dir, silent)
     fetcher.adopt_run(Group())
-    identity = read_identity(run_dir)
-    if identity is None:
+    if not (run_dir / "run.json").exists():
         return None
-    store = CheckpointStore(run_dir, 0, 1, identity.run_id, 9, fsync=False)
+    store = CheckpointStore(run_dir, 0, 1, json.loads(identity_of(run_dir))["run_id"], 9, fsync=False)
     store.prepare()
     iteration = fetcher.fetch(store, Group(), ())
     if iteration is not None:

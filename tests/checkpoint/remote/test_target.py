@@ -1,20 +1,220 @@
-"""`checkpoint.target` through one life after another, as a run uses it."""
+"""`checkpoint.target` through one life after another, and the thread that copies, which never stands in the way."""
 
 import logging
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cpsr.checkpoint.manifest import COMMIT
+from cpsr.checkpoint.remote.catalogue import scan
+from cpsr.checkpoint.remote.fetcher import Report
 from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.checkpoint.remote.target import CheckpointTarget, Copier
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.cli.main import app
 from cpsr.config import CheckpointConfig
 from cpsr.errors import ConfigError, RecoveryError
 from cpsr.ranks.group import Group
-from tests.checkpoint.remote.conftest import RUN, FaultySystem, assert_whole, commit, committed_at, new_run
+from tests.checkpoint.remote.conftest import (
+    RUN,
+    FaultySystem,
+    assert_whole,
+    commit,
+    committed_at,
+    fetched,
+    new_run,
+    send,
+)
 
-PATIENCE_SECONDS = 20.0
+URL = "faulty://bucket/target"
+PATIENCE_SECONDS = 10.0
+RETENTION = CheckpointConfig(history_span_iterations=0, history_min_checkpoints=2)
+
+
+class Copied:
+    """A run of one rank whose checkpoints are copied, and what was reported of it."""
+
+    def __init__(self, run_dir: Path, keep: int = 2) -> None:
+        self.store: CheckpointStore = new_run(run_dir)[0]
+        self.place = open_place(URL)
+        self.events: list[tuple[str, str, int]] = []
+        self.removed: list[int | None] = []
+        self.copier = Copier(self.place, keep, self.store, run_dir, self._report)
+
+    def _report(self, report: Report) -> None:
+        self.events.append((report.kind, report.message, report.level))
+        if report.kind == "target removed":
+            self.removed.append(report.iteration)
+
+    def commit(self, iteration: int) -> None:
+        commit([self.store], iteration)
+        self.copier.notify(iteration)
+
+    def wait_for(self, kind: str, count: int = 1) -> None:
+        wait_until(lambda: self.count(kind) >= count)
+
+    def count(self, kind: str) -> int:
+        return sum(event[0] == kind for event in self.events)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_every_checkpoint_is_copied_and_the_newest_stay(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    run = Copied(tmp_path / "run")
+    for number, iteration in enumerate((10, 20, 30), start=1):
+        run.commit(iteration)
+        run.wait_for("target copied", number)
+    run.copier.close(PATIENCE_SECONDS)
+    assert committed_at(run.place) == [20, 30]
+    assert {level for _, _, level in run.events} == {logging.DEBUG}  # nothing that people must read
+    (removed,) = [message for kind, message, _ in run.events if kind == "target removed"]
+    assert "checkpoint 10 is being removed" in removed
+    assert fetched(run.place, tmp_path / "new") == 30
+
+
+def test_an_end_after_an_error_copies_nothing_more(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    run = Copied(tmp_path / "run")
+    faulty.arm(None, hangs_at=8)
+    run.commit(10)
+    wait_until(lambda: not faulty.answers.is_set())
+    threading.Timer(0.2, faulty.answers.set).start()
+    started = time.monotonic()
+    run.copier.close(0.0)
+    assert time.monotonic() - started < 2.0
+    assert [kind for kind, _, _ in run.events] == ["target copy stopped"]
+    assert committed_at(run.place) == []
+
+
+def test_a_slow_target_holds_nothing_up_and_the_newest_is_next(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    run = Copied(tmp_path / "run", keep=9)
+    run.commit(10)
+    run.wait_for("target copied")
+    faulty.arm(None, hangs_at=20)
+    run.commit(20)
+    wait_until(lambda: not faulty.answers.is_set())  # in the middle of the copy
+    for iteration in (30, 40, 50, 60):
+        commit([run.store], iteration)
+        run.store.retain(RETENTION)
+        started = time.monotonic()
+        run.copier.notify(iteration)
+        assert time.monotonic() - started < 0.1
+    assert [info.iteration for info in run.store.catalogue() if info.full] == [20, 50, 60]  # 20 stays while it is read
+    assert run.count("target slow") == 1
+    faulty.answers.set()
+    run.wait_for("target copied", 3)
+    run.copier.close(PATIENCE_SECONDS)
+    assert committed_at(run.place) == [10, 20, 60]
+    run.store.retain(RETENTION)
+    assert [info.iteration for info in run.store.catalogue() if info.full] == [50, 60]
+
+
+def test_an_unreachable_target_is_reported_once_counted_and_tried_again(
+    tmp_path: Path, faulty: type[FaultySystem]
+) -> None:
+    run = Copied(tmp_path / "run")
+    faulty.arm(1)
+    for number, iteration in enumerate((10, 20, 30), start=1):
+        run.commit(iteration)
+        run.wait_for("target copy failed", number)
+    faulty.arm(None)
+    run.commit(40)
+    run.wait_for("target copied")
+    run.copier.close(PATIENCE_SECONDS)
+    levels = [level for kind, _, level in run.events if kind == "target copy failed"]
+    assert levels == [logging.WARNING, logging.DEBUG, logging.DEBUG]
+    assert "does not answer" in run.events[0][1]
+    assert "attempt 3 in a row" in run.events[2][1]
+    kind, message, level = run.events[3]
+    assert (kind, level) == ("target copied", logging.INFO)
+    assert "after 3 attempts that failed" in message
+    assert fetched(run.place, tmp_path / "new") == 40
+
+
+def test_a_damaged_checkpoint_is_reported_and_not_copied(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    run = Copied(tmp_path / "run")
+    directory = commit([run.store], 10)
+    (directory / "rank-00000.extra.safetensors").write_bytes(b"damaged")
+    run.copier.notify(10)
+    run.wait_for("target copy failed")
+    run.commit(20)
+    run.wait_for("target copied")
+    run.copier.close(PATIENCE_SECONDS)
+    assert "rank-00000.extra" in run.events[0][1]
+    assert committed_at(run.place) == [20]
+
+
+def test_states_that_were_given_up_are_set_aside_at_the_target_too(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    run = Copied(tmp_path / "run")
+    for number, iteration in enumerate((10, 20), start=1):
+        run.commit(iteration)
+        run.wait_for("target copied", number)
+    run.store.abandon_after(10, "the predicted state diverged")
+    run.copier.notify(10)  # as the first step after a roll-back does
+    wait_until(lambda: committed_at(run.place) == [10])
+    run.wait_for("target set aside")
+    assert fetched(run.place, tmp_path / "new") == 10
+    run.commit(20)  # the same iteration again
+    run.wait_for("target copied", 3)
+    run.copier.close(PATIENCE_SECONDS)
+    assert committed_at(run.place) == [10, 20]
+    assert [copy.manifest.sequence for copy in scan(run.place).copies] == [1, 3]
+
+
+def test_two_runs_at_one_target(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    other = new_run(tmp_path / "other", run_id="ab" * 16)
+    send(open_place(URL), tmp_path / "other", commit(other, 10))
+    run = Copied(tmp_path / "run")
+    run.commit(10)
+    run.wait_for("target refused")
+    run.commit(20)
+    run.copier.close(PATIENCE_SECONDS)
+    assert [(kind, level) for kind, _, level in run.events] == [("target refused", logging.ERROR)]
+    assert [copy.manifest.run_id for copy in scan(run.place).copies] == ["ab" * 16]
+
+
+def test_what_nobody_foresaw_is_a_failed_copy(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    run = Copied(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    run.commit(10)
+    run.wait_for("target copy failed")
+    (tmp_path / "run" / "run.json").unlink()
+    run.commit(20)
+    run.wait_for("target copy failed", 2)
+    assert "run.json" in run.events[1][1]
+    run.copier.close(PATIENCE_SECONDS)
+
+
+def test_a_removal_is_reported_also_where_it_breaks_off(
+    tmp_path: Path, faulty: type[FaultySystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Copied(tmp_path / "run", keep=1)
+    for iteration in (10, 20):
+        send(run.place, tmp_path / "run", commit([run.store], iteration))
+
+    def refusing(self: FaultySystem, path: str) -> None:
+        if "0000000020" in path and not path.endswith(COMMIT):
+            raise PermissionError(f"{path}: not allowed to delete")
+        super(FaultySystem, self).rm_file(path)
+
+    monkeypatch.setattr(faulty, "rm_file", refusing)
+    run.commit(30)
+    run.wait_for("target not tidied")
+    run.copier.close(PATIENCE_SECONDS)
+    assert committed_at(run.place) == [30]
+    assert run.removed == [10, 20], "10 has gone, and 20 is none any more"
+
+
+# One life after another
 
 
 def life(run_dir: Path, url: str, iterations: tuple[int, ...], life: int) -> tuple[int | None, list[str]]:
@@ -91,3 +291,18 @@ def test_a_run_goes_on_while_its_target_is_away(tmp_path: Path, faulty: type[Fau
         life(run, url, (), 2)
     faulty.arm(None)
     assert life(run, url, (), 2)[0] == 10
+
+
+def test_verify_passes_whole_copies_and_names_damage(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/target"
+    assert CliRunner().invoke(app, ["verify", url]).exit_code == 2, "nothing is committed there"
+    for iteration in (10, 20):
+        (store,) = new_run(tmp_path / "run")
+        send(open_place(url), tmp_path / "run", commit([store], iteration))
+    assert CliRunner().invoke(app, ["verify", url]).exit_code == 0
+    file = "checkpoints/step-0000000010/rank-00000.extra.safetensors"
+    (tmp_path / "target" / file).write_bytes(b"damaged")
+    done = CliRunner().invoke(app, ["verify", url])
+    assert done.exit_code == 1
+    assert f"{url}/{file}" in done.stdout
+    assert "step-0000000020" not in done.stdout

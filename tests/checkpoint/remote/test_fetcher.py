@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.checkpoint.remote import restart
+from cpsr.checkpoint.remote import fetcher as module
 from cpsr.checkpoint.remote.catalogue import scan, verify
-from cpsr.checkpoint.remote.identity import read_identity
+from cpsr.checkpoint.remote.fetcher import Fetcher, Report
 from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.restart import Fetcher
-from cpsr.checkpoint.remote.upload import set_aside
+from cpsr.checkpoint.remote.transfer import set_aside
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import RecoveryError, RunMismatchError
 from cpsr.ranks.group import Group
@@ -56,7 +55,7 @@ def test_a_new_disk_continues_the_run(tmp_path: Path, url: str) -> None:
 
 def test_an_empty_target_and_a_new_disk_are_a_new_run(tmp_path: Path, url: str) -> None:
     assert fetched(open_place(url), tmp_path / "run") is None
-    assert read_identity(tmp_path / "run") is None
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_nothing_is_fetched_where_the_run_directory_has_the_newest(tmp_path: Path, url: str) -> None:
@@ -122,11 +121,11 @@ def test_a_target_that_does_not_answer(tmp_path: Path, faulty: type[FaultySystem
     url = "faulty://bucket/target"
     store = copied_run(tmp_path / "run", url)
     shutil.rmtree(store.directory / "step-0000000020")
-    events: list[tuple[str, int]] = []
-    fetcher = Fetcher(open_place(url), tmp_path / "run", lambda kind, _, iteration, level: events.append((kind, level)))
+    events: list[Report] = []
+    fetcher = Fetcher(open_place(url), tmp_path / "run", events.append)
     faulty.arm(1)
     assert fetcher.fetch(store, Group(), ()) is None
-    assert events == [("target not reachable", logging.WARNING)]
+    assert [(one.kind, one.level) for one in events] == [("target not reachable", logging.WARNING)]
     with pytest.raises(RecoveryError, match="holds no checkpoint to restart at, and the target cannot be read"):
         fetcher.fetch(store, Group(), (10,))
     with pytest.raises(RecoveryError, match="does not answer"):
@@ -139,17 +138,14 @@ def test_a_target_that_hangs_holds_up_no_restart_that_has_a_checkpoint(
 ) -> None:
     url = "faulty://bucket/target"
     store = copied_run(tmp_path / "run", url)
-    messages: list[str] = []
-    fetcher = Fetcher(
-        open_place(url), tmp_path / "run", lambda kind, message, *_: messages.append(f"{kind}: {message}")
-    )
-    monkeypatch.setattr(restart, "ANSWER_SECONDS", 0.2)
+    events: list[Report] = []
+    fetcher = Fetcher(open_place(url), tmp_path / "run", events.append)
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.2)
     faulty.arm(None, hangs_at=3)
     started = time.monotonic()
     assert fetcher.fetch(store, Group(), ()) is None
     assert time.monotonic() - started < 5.0
-    assert len(messages) == 1
-    assert messages[0].startswith("target not reachable: the target did not answer within 0.2 s")
+    assert [one.kind for one in events] == ["target not reachable"]
     # With nothing to go on from, it is waited for.
     threading.Timer(0.6, faulty.answers.set).start()
     faulty.answers.clear()
@@ -244,13 +240,10 @@ def test_a_copy_that_is_set_aside_is_reported_once_it_is(tmp_path: Path, url: st
     place.write("step-0000000030", "rank-00000.moments.safetensors", b"damaged")
     shutil.rmtree(store.directory)
     (store,) = new_run(tmp_path / "run")
-    events: list[tuple[str, int | None]] = []
-
-    def report(kind: str, message: str, iteration: int | None, level: int) -> None:
-        events.append((kind, iteration))
-
-    assert Fetcher(place, tmp_path / "run", report).fetch(store, Group(), ()) == 20
-    assert events == [("target copy damaged", 30), ("target fetched", 20), ("target set aside", 30)]
+    events: list[Report] = []
+    assert Fetcher(place, tmp_path / "run", events.append).fetch(store, Group(), ()) == 20
+    found = {(one.kind, one.iteration) for one in events}
+    assert found == {("target copy damaged", 30), ("target fetched", 20), ("target set aside", 30)}
 
 
 TWO_RANKS = """
@@ -261,14 +254,14 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CPSRError
 from cpsr.ranks.group import Group
 from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.restart import Fetcher
+from cpsr.checkpoint.remote.fetcher import Fetcher
 from tests.checkpoint.remote.conftest import RUN, assert_whole
 
 dist.init_process_group("gloo")
 group, base = Group(), Path(sys.argv[1]).parent
 found, kinds = [], []
-def report(kind, message, iteration, level):
-    kinds.append(kind)
+def report(one):
+    kinds.append(one.kind)
 for name in ("whole", "hurt"):
     run = base / f"new-{name}"
     fetcher = Fetcher(open_place(f"file://{base}/{name}"), run, report)
@@ -304,7 +297,7 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
             place.write("step-0000000020", "rank-00001.params.safetensors", b"damaged")
     (first, kinds), (second, other_kinds) = two_ranks.run(TWO_RANKS, tmp_path)
     once = ["target adopted", "target fetched"]
-    damaged = ["target adopted", "target copy damaged", "target fetched", "target set aside"]
+    damaged = ["target adopted", "target copy damaged", "target set aside", "target fetched"]
     assert kinds == [*once, *damaged, "target adopted", "target copy damaged"]
     assert other_kinds == [], "what all ranks do is reported once"
     assert first == second

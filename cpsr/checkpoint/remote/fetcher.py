@@ -8,16 +8,15 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, set_aside_list
 from cpsr.checkpoint.catalogue import scan as scan_local
+from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.manifest import step_iteration
-from cpsr.checkpoint.remote.catalogue import Catalogue, Copy, CopyDamagedError, read_copy, scan
-from cpsr.checkpoint.remote.download import discard_fetch, fetch_ranks, prepare_fetch, put_in_place
-from cpsr.checkpoint.remote.identity import IDENTITY, write_identity
+from cpsr.checkpoint.remote.catalogue import IDENTITY, Catalogue, Copy, CopyDamagedError, read_copy, scan
 from cpsr.checkpoint.remote.place import Place
-from cpsr.checkpoint.remote.upload import set_aside
+from cpsr.checkpoint.remote.transfer import discard_fetch, fetch_ranks, prepare_fetch, put_in_place, set_aside
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError, TargetError
 from cpsr.ranks.group import Group
@@ -26,12 +25,18 @@ __all__ = ["Fetcher", "Report", "given_up_in"]
 
 logger = logging.getLogger(__name__)
 
+# For some ten small requests, a second at most: a restart that has a checkpoint waits no longer.
+ANSWER_SECONDS = 10.0
 _GIVEN_UP = re.compile(r"abandoned-(step-\d+)-\d+")
 
-# Time for some ten small requests, a second at most: a restart that has a checkpoint waits no longer.
-ANSWER_SECONDS = 10.0
 
-Report = Callable[[str, str, int | None, int], None]
+class Report(NamedTuple):
+    """An event for the log and the journal, with the arguments of `RankJournal.event`."""
+
+    kind: str
+    message: str
+    iteration: int | None
+    level: int = logging.INFO
 
 
 class Fetcher:
@@ -40,26 +45,25 @@ class Fetcher:
     Args:
         place: the target.
         run_dir: the run's directory, on storage that every rank shares.
-        report: takes an event on rank 0: kind, message, iteration, level.
+        report: takes an event on rank 0.
     """
 
-    def __init__(self, place: Place, run_dir: Path, report: Report) -> None:
+    def __init__(self, place: Place, run_dir: Path, report: Callable[[Report], None]) -> None:
         self._place = place
         self._run_dir = run_dir
         self._report = report
-        self._tried: set[str] = set()  # folders; none is fetched twice in one life
-        self._damaged: dict[str, str] = {}
+        self._damaged: dict[str, str] = {}  # folders that were fetched in vain -> what is wrong
+        self._fetched: set[str] = set()
 
     def adopt_run(self, group: Group) -> None:
         """In a new run directory, adopt the identity of the run whose copies lie at the target.
 
         Raises:
-            TargetError: the target cannot be read now, and the directory is new: it is unknown whether there is a run
-                to continue.
             RunMismatchError: copies of several runs lie there.
-            RecoveryError: something is committed there, but nothing that can be used.
+            RecoveryError: the target cannot be read now, so that it is unknown whether there is a run to continue; or
+                something is committed there, but nothing that can be used.
         """
-        self._agree(group, lambda: self._adopt() if group.rank == 0 else None)
+        _agree(group, lambda: self._adopt() if group.rank == 0 else None)
 
     def fetch(self, store: CheckpointStore, group: Group, damaged: Collection[int]) -> int | None:
         """Fetch the newest whole copy that is newer than everything usable in the run directory.
@@ -78,46 +82,48 @@ class Fetcher:
                 something is committed there, but nothing can be used.
         """
         while True:
-            chosen = self._agree(group, lambda: self._choose(store, group, damaged))
+            chosen = _agree(group, lambda: self._choose(store, group, damaged) if group.rank == 0 else None)
             if chosen is None:
                 return None
-            self._tried.add(chosen["folder"])
+            folder, iteration = str(chosen["folder"]), int(chosen["iteration"])
+            shown = f"checkpoint {iteration} ({chosen['bytes']} bytes)"
+            logger.info("fetching %s from %s", shown, self._place.shown)
             problem = self._fetch_together(store, group, chosen)
             if problem is None:
+                self._fetched.add(folder)
                 if group.rank == 0:
                     self._mark_damaged()
-                return int(chosen["iteration"])
-            self._damaged[chosen["folder"]] = problem
+                    message = f"{shown} was fetched from {self._place.shown} and verified"
+                    self._report(Report("target fetched", message, iteration, logging.WARNING))
+                return iteration
+            self._damaged[folder] = problem
             if group.rank == 0:
                 message = f"{problem}; trying the next older one"
-                self._report("target copy damaged", message, chosen["iteration"], logging.ERROR)
+                self._report(Report("target copy damaged", message, iteration, logging.ERROR))
 
     def _adopt(self) -> None:
         if (self._run_dir / IDENTITY).exists():
             return
         found = scan(self._place)
-        if not found.copies:
-            if found.has_committed:
-                raise RecoveryError(
-                    f"the run directory {self._run_dir} is new, and nothing that is committed at {self._place.shown} "
-                    f"can be used: {'; '.join(found.damaged.values()) or 'it was given up'}. Nothing was changed; "
-                    "repair it, or use another target to start anew"
-                )
-            return
-        newest = found.copies[-1]
-        write_identity(self._run_dir, newest.identity)
-        self._report(
-            "target adopted",
-            f"the run directory {self._run_dir} is new: it continues the run {newest.identity.run_id!r}, whose newest "
-            f"copy at {self._place.shown} is of iteration {newest.manifest.iteration} (another target begins anew)",
-            newest.manifest.iteration,
-            logging.WARNING,
-        )
+        if found.copies:
+            newest = found.copies[-1]
+            make_directory(self._run_dir, fsync=True)
+            write_bytes(self._run_dir / IDENTITY, newest.identity, fsync=True)
+            message = (
+                f"the run directory {self._run_dir} is new: it continues the run {newest.manifest.run_id!r}, whose "
+                f"newest copy at {self._place.shown} is of iteration {newest.manifest.iteration} (another target "
+                "begins anew)"
+            )
+            self._report(Report("target adopted", message, newest.manifest.iteration, logging.WARNING))
+        elif found.has_committed:
+            raise RecoveryError(
+                f"the run directory {self._run_dir} is new, and nothing that is committed at {self._place.shown} "
+                f"can be used: {'; '.join(found.damaged.values()) or 'it was given up'}. Nothing was changed; repair "
+                "it, or use another target to start anew"
+            )
 
     def _choose(self, store: CheckpointStore, group: Group, damaged: Collection[int]) -> dict[str, Any] | None:
         """Rank 0's choice of a copy, None where the run directory has what is newest."""
-        if group.rank != 0:
-            return None
         left = [info for info in scan_local(store.directory).checkpoints if info.full and info.iteration not in damaged]
         kept = max(left, key=lambda info: info.sequence, default=None)
         try:
@@ -126,9 +132,11 @@ class Fetcher:
         except TargetError as error:
             self._go_on_without(error, kept)
             return None
-        copy = self._newest(found, store.directory, -1 if kept is None else kept.sequence)
-        if copy is not None:
-            return self._described(copy, group.size, any_size=store.reshard is not None)
+        given_up, newest = given_up_in(store.directory), -1 if kept is None else kept.sequence
+        for copy in reversed(found.copies):
+            after = max(newest, given_up.get(copy.manifest.iteration, -1))
+            if copy.manifest.sequence > after and copy.folder not in self._damaged.keys() | self._fetched:
+                return self._described(copy, group.size, any_size=store.reshard is not None)
         if kept is not None:
             self._mark_damaged()
             discard_fetch(self._run_dir)
@@ -139,15 +147,6 @@ class Fetcher:
                 "no checkpoint. Nothing was changed; repair one of the two, or use another run_dir and target to "
                 "start anew"
             )
-        return None
-
-    def _newest(self, found: Catalogue, checkpoints: Path, sequence: int) -> Copy | None:
-        """The newest copy after that commit, without states before a roll-back."""
-        given_up = given_up_in(checkpoints)
-        for copy in reversed(found.copies):
-            after = given_up.get(copy.manifest.iteration, -1)
-            if copy.manifest.sequence > max(sequence, after) and copy.folder not in self._tried:
-                return copy
         return None
 
     def _described(self, copy: Copy, ranks: int, *, any_size: bool) -> dict[str, Any]:
@@ -168,13 +167,8 @@ class Fetcher:
                 f"{error}. Nothing was changed: start again when it answers, or take checkpoint.target out of the "
                 "configuration to go on without it"
             ) from error
-        self._report(
-            "target not reachable",
-            f"{error}. Whether it has a newer checkpoint than {kept.iteration} is not known; the run goes on from that "
-            "one",
-            kept.iteration,
-            logging.WARNING,
-        )
+        message = f"{error}. It may have a newer checkpoint than {kept.iteration}, from which the run goes on"
+        self._report(Report("target not reachable", message, kept.iteration, logging.WARNING))
 
     def _fetch_together(self, store: CheckpointStore, group: Group, chosen: dict[str, Any]) -> str | None:
         """Every rank fetches its share of the parts; returns what is wrong with the copy.
@@ -182,10 +176,7 @@ class Fetcher:
         Raises:
             RecoveryError: the target cannot be read any more, or a disk refused; every rank raises it.
         """
-        iteration = int(chosen["iteration"])
-        if group.rank == 0:
-            logger.info("fetching checkpoint %d (%d bytes) from %s", iteration, chosen["bytes"], self._place.shown)
-        copies: list[Copy] = []
+        iteration, copies = int(chosen["iteration"]), list[Copy]()
 
         def prepare() -> None:
             copies.append(read_copy(self._place, chosen["folder"]))
@@ -194,24 +185,19 @@ class Fetcher:
             if group.rank == 0:
                 prepare_fetch(self._run_dir, copies[0])
 
+        def fetch() -> None:
+            # Its own part, of as many ranks as there are; of others every size-th.
+            parts = range(group.rank, copies[0].manifest.world_size, group.size)
+            fetch_ranks(self._place, copies[0], parts, self._run_dir)
+
         def commit() -> None:
             if group.rank == 0:
                 put_in_place(copies[0], self._run_dir, store, f"a whole copy was fetched from {self._place.shown}")
 
-        parts: list[Callable[[], Any]] = [
-            prepare,
-            lambda: fetch_ranks(self._place, copies[0], _share(copies[0], group), self._run_dir),
-            commit,
-        ]
-        for part in parts:
+        for part in (prepare, fetch, commit):
             problem = self._together(group, part, iteration)
             if problem is not None:
                 return problem
-        if group.rank == 0:
-            message = (
-                f"checkpoint {iteration} ({chosen['bytes']} bytes) was fetched from {self._place.shown} and verified"
-            )
-            self._report("target fetched", message, iteration, logging.WARNING)
         return None
 
     def _together(self, group: Group, part: Callable[[], Any], iteration: int) -> str | None:
@@ -223,14 +209,14 @@ class Fetcher:
             damage = f"rank {group.rank}: {error}"
         except (TargetError, CheckpointError, OSError) as error:
             refused = f"rank {group.rank}: {error}"
-        gathered = group.gather({"damage": damage, "refused": refused})
-        if refusals := [one["refused"] for one in gathered if one["refused"] is not None]:
+        gathered = group.gather((damage, refused))
+        if refusals := [refused for _, refused in gathered if refused is not None]:
             raise RecoveryError(
                 f"checkpoint {iteration} at {self._place.shown} is newer than what the run directory holds, and could "
                 f"not be fetched: {'; '.join(refusals)}. What was fetched whole is kept: start again; to go on "
                 "without it, take checkpoint.target out of the configuration"
             )
-        return "; ".join(one["damage"] for one in gathered if one["damage"] is not None) or None
+        return "; ".join(damage for damage, _ in gathered if damage is not None) or None
 
     def _mark_damaged(self) -> None:
         """Set damaged copies aside, once another state was fetched."""
@@ -241,24 +227,26 @@ class Fetcher:
                 logger.warning("%s cannot be set aside: %s", self._place.name(folder), error)
                 continue
             message = f"the copy {self._place.name(folder)} was set aside: {problem}"
-            self._report("target set aside", message, step_iteration(folder), logging.DEBUG)
+            self._report(Report("target set aside", message, step_iteration(folder), logging.DEBUG))
+        self._fetched |= self._damaged.keys()
         self._damaged = {}
 
-    def _agree(self, group: Group, question: Callable[[], Any]) -> Any:
-        """Rank 0's result, or its exception, on every rank."""
-        answer: dict[str, Any] = {}
-        try:
-            answer = {"answer": question()}
-        except RunMismatchError as error:
-            answer = {"mismatch": str(error)}
-        except (RecoveryError, TargetError, CheckpointError, OSError) as error:
-            answer = {"refused": str(error)}
-        agreed = group.broadcast(answer)
-        if "mismatch" in agreed:
-            raise RunMismatchError(agreed["mismatch"])
-        if "refused" in agreed:
-            raise RecoveryError(agreed["refused"])
-        return agreed["answer"]
+
+def _agree(group: Group, question: Callable[[], Any]) -> Any:
+    """Rank 0's result, or its exception, on every rank."""
+    answer: dict[str, Any] = {}
+    try:
+        answer = {"answer": question()}
+    except RunMismatchError as error:
+        answer = {"mismatch": str(error)}
+    except (RecoveryError, TargetError, CheckpointError, OSError) as error:
+        answer = {"refused": str(error)}
+    agreed = group.broadcast(answer)
+    if "mismatch" in agreed:
+        raise RunMismatchError(agreed["mismatch"])
+    if "refused" in agreed:
+        raise RecoveryError(agreed["refused"])
+    return agreed["answer"]
 
 
 def _within(seconds: float | None, question: Callable[[], Catalogue]) -> Catalogue:
@@ -288,8 +276,3 @@ def given_up_in(checkpoints: Path) -> dict[int, int]:
             after = sys.maxsize if aside.after_sequence is None else aside.after_sequence
             found[iteration] = max(found.get(iteration, -1), after)
     return found
-
-
-def _share(copy: Copy, group: Group) -> list[int]:
-    """The ranks whose parts this one fetches: its own, of as many ranks as there are; of others every size-th."""
-    return list(range(group.rank, copy.manifest.world_size, group.size))

@@ -1,0 +1,442 @@
+"""Copies sent to a target and fetched from it: committed last, whole or not there, bit for bit."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.files import hash_file
+from cpsr.checkpoint.manifest import COMMIT, commit_record
+from cpsr.checkpoint.remote.catalogue import CopyDamagedError, read_copy, scan, sealed, verify
+from cpsr.checkpoint.remote.place import open_place
+from cpsr.checkpoint.remote.transfer import (
+    CopyStoppedError,
+    fetch_ranks,
+    prepare_fetch,
+    put_in_place,
+    remove_old,
+    set_aside,
+    upload,
+)
+from cpsr.checkpoint.store import verify_run
+from cpsr.errors import CheckpointError, CPSRError, RunMismatchError, TargetError
+from cpsr.state.shard import Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard, save
+from tests.checkpoint.remote.conftest import (
+    RUN,
+    FaultySystem,
+    assert_whole,
+    commit,
+    committed_at,
+    fetched,
+    identity_of,
+    new_run,
+    send,
+)
+
+FOLDER = "step-0000000010"
+
+
+# Sending
+
+
+def test_a_copy_is_the_checkpoint_byte_for_byte(tmp_path: Path, url: str) -> None:
+    run = tmp_path / "run"
+    directory = commit(new_run(run), 10)
+    place = open_place(url)
+    assert send(place, run, directory) == sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert set(place.files(directory.name)) == {path.name for path in directory.iterdir()} | {"run.json"}
+    for path in directory.iterdir():
+        assert place.read(directory.name, path.name) == path.read_bytes()
+    assert verify(place) == []
+    assert fetched(place, tmp_path / "new") == 10
+
+
+def test_the_commit_record_comes_last_and_the_manifests_after_the_files(
+    tmp_path: Path, faulty: type[FaultySystem]
+) -> None:
+    run = tmp_path / "run"
+    directory = commit(new_run(run, world_size=2), 10)
+    place = open_place("faulty://bucket/target")
+    order: list[str] = []
+    for call in itertools.count(1):
+        faulty.reset()
+        faulty.arm(call)
+        try:
+            send(place, run, directory)
+        except TargetError:
+            faulty.arm(None)
+            order += [name for name in place.files(directory.name) if name not in order]
+        else:
+            break
+    parts = ("extra.safetensors", "moments.safetensors", "params.safetensors")
+    files = [f"rank-{rank:05d}.{part}" for rank in range(2) for part in parts]
+    # The commit record comes last of all calls but for its being read back.
+    assert order == ["run.json", *files, "rank-00000.json", "rank-00001.json", "manifest.json", COMMIT]
+
+
+def test_interrupted_at_every_call_the_newest_copy_is_whole(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    """The target goes away at every single call of an upload and a retention pass, in the middle of writes too."""
+    run = tmp_path / "run"
+    stores = new_run(run)
+    directories = [commit(stores, iteration) for iteration in (10, 20, 30)]
+    place = open_place("faulty://bucket/target")
+    fates = set()
+    for call in itertools.count(1):
+        faulty.reset()
+        for directory in directories[:2]:
+            send(place, run, directory)
+        faulty.arm(call)
+        try:
+            send(place, run, directories[2])
+            remove_old(place, RUN, 2)
+            break
+        except TargetError:
+            faulty.arm(None)
+        there = committed_at(place) if not scan(place).damaged else [10, 20]  # a commit record cut off is none
+        assert there in ([10, 20], [10, 20, 30], [20, 30]), (call, there)
+        newest = fetched(place, tmp_path / f"new-{call}")
+        assert newest == there[-1], call
+        fates.add(newest)
+        send(place, run, directories[2])
+        remove_old(place, RUN, 2)
+        assert committed_at(place) == [20, 30]
+        assert len(place.folders()) == 2
+        assert verify(place) == []
+    assert fates == {20, 30}
+    assert call > 40
+
+
+@pytest.mark.parametrize("name", ["rank-00000.moments.safetensors", "rank-00000.json", "manifest.json", COMMIT])
+def test_a_damaged_checkpoint_is_never_committed_at_the_target(tmp_path: Path, url: str, name: str) -> None:
+    run = tmp_path / "run"
+    directory = commit(new_run(run), 10)
+    data = bytearray((directory / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (directory / name).write_bytes(data)
+    place = open_place(url)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        send(place, run, directory)
+    assert committed_at(place) == []
+
+
+def test_what_a_link_leads_to_is_not_sent(tmp_path: Path, url: str) -> None:
+    run = tmp_path / "run"
+    directory = commit(new_run(run), 10)
+    (tmp_path / "secret").write_bytes(b"of somebody else")
+    (directory / "rank-00000.extra.safetensors").unlink()
+    (directory / "rank-00000.extra.safetensors").symlink_to(tmp_path / "secret")
+    place = open_place(url)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.extra\.safetensors"):
+        send(place, run, directory)
+    sent = [place.read("step-0000000010", name) for name in place.files("step-0000000010")]
+    assert not [data for data in sent if b"somebody" in data]
+
+
+def test_what_is_read_back_differently_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    directory = commit(new_run(run), 10)
+    place = open_place(f"file://{tmp_path}/target")
+    # A disk that confirms a file and keeps another: the read finds what the test has put there.
+    real = os.fsync
+    broken = tmp_path / "target" / "checkpoints" / directory.name
+
+    def losing(descriptor: int) -> None:
+        real(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.is_relative_to(broken) and "moments" in path.name:
+            with path.open("r+b") as file:
+                file.seek(40)
+                file.write(b"\xff")
+
+    monkeypatch.setattr(os, "fsync", losing)
+    with pytest.raises(TargetError, match="read back differs"):
+        send(place, run, directory)
+    assert committed_at(place) == []
+
+
+def test_stopping_leaves_nothing_committed(tmp_path: Path, url: str) -> None:
+    run = tmp_path / "run"
+    directory = commit(new_run(run), 10)
+    for pieces in range(6):
+        left = itertools.chain([False] * pieces, itertools.repeat(True))
+        with pytest.raises(CopyStoppedError):
+            upload(open_place(url), directory, identity_of(run), left.__next__)
+        assert committed_at(open_place(url)) == []
+
+
+def test_retention_keeps_the_newest_by_commit_and_removes_what_was_set_aside(tmp_path: Path, url: str) -> None:
+    run = tmp_path / "run"
+    stores = new_run(run)
+    place = open_place(url)
+    for iteration in (10, 20, 30):
+        send(place, run, commit(stores, iteration))
+    stores[0].abandon_after(15, "a test")
+    set_aside(place, "step-0000000020", "a test")
+    set_aside(place, "step-0000000030", "a test")
+    assert committed_at(place) == [10]
+    send(place, run, commit(stores, 15))
+    assert committed_at(place) == [10, 15]
+    remove_old(place, RUN, 2)
+    assert place.folders() == ["step-0000000010", "step-0000000015"]
+    send(place, run, commit(stores, 20))  # the same iteration as one that was given up
+    remove_old(place, RUN, 2)
+    assert committed_at(place) == [15, 20]
+    remove_old(place, RUN, 1)
+    assert place.folders() == ["step-0000000020"]
+    assert fetched(place, tmp_path / "new") == 20
+
+
+def test_another_runs_target_is_refused_and_untouched(tmp_path: Path, url: str) -> None:
+    place = open_place(url)
+    first, second = tmp_path / "first", tmp_path / "second"
+    send(place, first, commit(new_run(first), 10))
+    stores = new_run(second, run_id="ab" * 16)
+    with pytest.raises(RunMismatchError, match=f"is of the run '{RUN}', this is '{'ab' * 16}'"):
+        scan(place, "ab" * 16)
+    with pytest.raises(RunMismatchError):
+        remove_old(place, "ab" * 16, 1)
+    assert commit(stores, 10)
+    assert fetched(place, tmp_path / "new") == 10
+
+
+def test_a_run_that_writes_into_the_same_folder_meanwhile_keeps_it(tmp_path: Path) -> None:
+    """Two runs find the target empty at the same moment."""
+    place = open_place(f"file://{tmp_path}/target")
+    first, second = tmp_path / "first", tmp_path / "second"
+    mine, other = commit(new_run(first), 10), commit(new_run(second, run_id="ab" * 16), 10)
+    asked = iter(range(100))
+
+    def intrude() -> bool:
+        if next(asked) == 3:
+            place.write(mine.name, "run.json", sealed(identity_of(second)))
+        return False
+
+    with pytest.raises(RunMismatchError, match="two runs have the same target"):
+        upload(place, mine, identity_of(first), intrude)
+    assert scan(place).copies == []
+    send(place, second, other)
+    assert [copy.manifest.run_id for copy in scan(place).copies] == ["ab" * 16]
+
+
+def test_what_another_run_has_begun_and_not_committed_is_in_nobodys_way(tmp_path: Path, url: str) -> None:
+    """A run that died in its first copy, and whose disk is gone, must not keep its successor from starting."""
+    place = open_place(url)
+    first, second = tmp_path / "first", tmp_path / "second"
+    directory = commit(new_run(first), 10)
+    for pieces in range(4):
+        stopped = itertools.chain([False] * pieces, itertools.repeat(True))
+        with pytest.raises(CopyStoppedError):
+            upload(place, directory, identity_of(first), stopped.__next__)
+    assert fetched(place, tmp_path / "new") is None
+    assert scan(place, "ab" * 16).unfinished == [directory.name]
+    stores = new_run(second, run_id="ab" * 16)
+    send(place, second, commit(stores, 20))
+    remove_old(place, "ab" * 16, 2)
+    assert place.folders() == ["step-0000000020"]
+    assert [copy.manifest.run_id for copy in scan(place).copies] == ["ab" * 16]
+
+
+def test_every_error_of_a_file_system_is_one_of_ours(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    run = tmp_path / "run"
+    directory = commit(new_run(run), 10)
+    place = open_place("faulty://bucket/target")
+    for call in range(1, 200):
+        faulty.arm(call)
+        try:
+            send(place, run, directory)
+        except CPSRError:
+            continue
+        break
+    assert call > 20
+
+
+# Fetching
+
+
+def test_ranks_fetch_their_own_files_and_rank_0_commits(tmp_path: Path, url: str) -> None:
+    place = open_place(url)
+    send(place, tmp_path / "run", commit(new_run(tmp_path / "run", world_size=2), 10))
+    copy = read_copy(place, FOLDER)
+    stores = new_run(tmp_path / "new", world_size=2, life=5)
+    prepare_fetch(tmp_path / "new", copy)
+    sizes = [fetch_ranks(place, copy, [rank], tmp_path / "new") for rank in (1, 0)]
+    assert sum(sizes) == copy.manifest.state_bytes()
+    assert stores[0].catalogue() == []
+    put_in_place(copy, tmp_path / "new", stores[0], "a test")
+    assert [(info.iteration, info.full) for info in stores[0].catalogue()] == [(10, True)]
+    for rank, store in enumerate(stores):
+        assert_whole(store, 10, rank)
+    assert not (tmp_path / "new" / "fetching").exists()
+    commit(stores, 20)  # the run goes on, its commits counted from there
+    assert [info.sequence for info in stores[0].catalogue()] == [1, 2]
+
+
+def test_a_sparse_checkpoint_comes_back_with_experts_of_their_ages(tmp_path: Path, url: str) -> None:
+    (store,) = new_run(tmp_path / "run")
+    experts = frozenset(list(make_shard().operators)[1:])
+    for iteration, saved in ((10, experts), (20, frozenset[str]())):
+        save(store, iteration, Contents.sparse(experts, saved))
+    place = open_place(url)
+    send(place, tmp_path / "run", store.directory / "step-0000000020")
+    copy = read_copy(place, "step-0000000020")
+    (back,) = new_run(tmp_path / "new", life=5)
+    prepare_fetch(tmp_path / "new", copy)
+    fetch_ranks(place, copy, [0], tmp_path / "new")
+    put_in_place(copy, tmp_path / "new", back, "a test")
+    assert verify_run(tmp_path / "new") == []
+    shard = make_shard(999)
+    back.load(20, shard)
+    assert {name: one.iteration for name, one in shard.operators.items()} == {
+        name: 10 if name in experts else 20 for name in shard.operators
+    }
+    expected = {name: make_shard(one.iteration).operators[name] for name, one in shard.operators.items()}
+    assert_same_bits(shard, Shard(expected, make_shard(20).others))
+
+
+def test_what_lies_in_its_place_is_set_aside_and_not_deleted(tmp_path: Path, url: str) -> None:
+    run = tmp_path / "run"
+    stores = new_run(run)
+    directory = commit(stores, 10)
+    place = open_place(url)
+    send(place, run, directory)
+    (directory / "rank-00000.params.safetensors").write_bytes(b"damaged")
+    copy = read_copy(place, FOLDER)
+    prepare_fetch(run, copy)
+    fetch_ranks(place, copy, [0], run)
+    put_in_place(copy, run, stores[0], "a test")
+    assert_whole(stores[0], 10)
+    assert sorted(path.name for path in stores[0].directory.iterdir()) == [f"damaged-{FOLDER}-0", FOLDER]
+
+
+def test_a_fetch_that_was_cut_off_goes_on_with_what_is_whole(tmp_path: Path, faulty: type[FaultySystem]) -> None:
+    place = open_place("faulty://bucket/target")
+    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
+    copy = read_copy(place, FOLDER)
+    seen = set()
+    for call in itertools.count(1):
+        new = tmp_path / f"new-{call}"
+        store = new_run(new)[0]
+        prepare_fetch(new, copy)
+        faulty.arm(call)
+        try:
+            fetch_ranks(place, copy, [0], new)
+        except CopyDamagedError:
+            raise
+        except TargetError:
+            faulty.arm(None)
+        else:
+            break
+        assert store.catalogue() == []
+        names = {path.name for path in (new / "fetching" / FOLDER).iterdir()}
+        prepare_fetch(new, copy)  # the next start
+        seen.add(fetch_ranks(place, copy, [0], new))
+        assert names <= {path.name for path in (new / "fetching" / FOLDER).iterdir()}
+        put_in_place(copy, new, store, "a test")
+        assert_whole(store, 10)
+    sizes = sorted(copy.manifest.ranks[0].files.values())
+    assert len(seen) == len(sizes)
+    assert max(seen) == sum(sizes)
+
+
+def test_a_staged_file_that_was_altered_is_fetched_again(tmp_path: Path, url: str) -> None:
+    place = open_place(url)
+    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
+    copy, new = read_copy(place, FOLDER), tmp_path / "new"
+    store = new_run(new)[0]
+    prepare_fetch(new, copy)
+    fetch_ranks(place, copy, [0], new)
+    staged = new / "fetching" / FOLDER
+    name = "rank-00000.moments.safetensors"
+    (staged / name).write_bytes(bytes((staged / name).stat().st_size))
+    (staged / ".left.tmp").write_bytes(b"by a process that was killed")
+    (new / "fetching" / "step-0000000005").mkdir()
+    prepare_fetch(new, copy)
+    assert [path.name for path in (new / "fetching").iterdir()] == [FOLDER]
+    assert fetch_ranks(place, copy, [0], new) == copy.manifest.ranks[0].files[name]
+    put_in_place(copy, new, store, "a test")
+    assert not list(store.directory.rglob(".*"))
+    assert_whole(store, 10)
+
+
+def test_an_endless_file_is_not_read_to_its_end(tmp_path: Path) -> None:
+    place = open_place(f"file://{tmp_path}/target")
+    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
+    file = tmp_path / "target" / "checkpoints" / FOLDER / "rank-00000.params.safetensors"
+    with file.open("r+b") as opened:
+        opened.truncate(1 << 40)
+    copy = read_copy(place, FOLDER)
+    new_run(tmp_path / "new")
+    prepare_fetch(tmp_path / "new", copy)
+    with pytest.raises(CopyDamagedError, match=r"rank-00000\.params"):
+        fetch_ranks(place, copy, [0], tmp_path / "new")
+    assert not list((tmp_path / "new" / "fetching").rglob(".*"))
+
+
+def test_a_link_or_a_pipe_at_a_local_target_is_damage(tmp_path: Path) -> None:
+    place = open_place(f"file://{tmp_path}/target")
+    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
+    file = tmp_path / "target" / "checkpoints" / FOLDER / "rank-00000.params.safetensors"
+    copy = read_copy(place, FOLDER)
+    new_run(tmp_path / "new")
+    replacements: list[Callable[[], None]] = [
+        lambda: file.symlink_to(tmp_path / "moved"),
+        lambda: os.mkfifo(file),
+        file.mkdir,
+    ]
+    for replace in replacements:
+        if file.exists() or file.is_symlink():
+            shutil.move(file, tmp_path / "moved")
+        replace()
+        prepare_fetch(tmp_path / "new", copy)
+        with pytest.raises(CopyDamagedError, match=r"rank-00000\.params"):
+            fetch_ranks(place, copy, [0], tmp_path / "new")
+        shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
+
+
+def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, url: str) -> None:
+    place = open_place(url)
+    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
+    copy = read_copy(place, FOLDER)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "rank-00000.json").write_text("of somebody else")
+    for link in ("fetching", f"fetching/{FOLDER}"):
+        new = tmp_path / link.replace("/", "-")
+        store = new_run(new)[0]
+        (new / link).parent.mkdir(exist_ok=True)
+        (new / link).symlink_to(outside)
+        prepare_fetch(new, copy)
+        fetch_ranks(place, copy, [0], new)
+        put_in_place(copy, new, store, "a test")
+        assert_whole(store, 10)
+    assert [path.name for path in outside.iterdir()] == ["rank-00000.json"]
+
+
+def test_manifests_cannot_name_files_outside(tmp_path: Path) -> None:
+    """With hashes that fit: somebody may write at the target, but not into the run directory's surroundings."""
+    place = open_place(f"file://{tmp_path}/target")
+    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
+    folder = tmp_path / "target" / "checkpoints" / FOLDER
+    (tmp_path / "target" / "evil").write_bytes(b"evil")
+    digest = hash_file(tmp_path / "target" / "evil")
+    for name in ("../../evil", "/etc/cpsr-evil", "rank-00000.params.safetensors/../x", "run.json"):
+        record = json.loads((folder / "rank-00000.json").read_bytes())
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        record["files"] = {name: {"bytes": digest.bytes, "xxh3_128": digest.xxh3_128}}
+        text = json.dumps(record).encode()
+        manifest["ranks"]["0"] = {"sha256": hashlib.sha256(text).hexdigest(), "files": {name: digest.bytes}}
+        whole = json.dumps(manifest).encode()
+        forged = tmp_path / "target" / "checkpoints" / "step-0000000011"
+        shutil.rmtree(forged, ignore_errors=True)
+        shutil.copytree(folder, forged)
+        for file, data in (("rank-00000.json", text), ("manifest.json", whole), ("COMMIT", commit_record(whole))):
+            (forged / file).write_bytes(data)
+        with pytest.raises(CopyDamagedError, match="is refused"):
+            read_copy(place, forged.name)
