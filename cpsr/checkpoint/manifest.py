@@ -48,7 +48,7 @@ FrozenFileName = Annotated[str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.{_F
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 PieceHashes = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-RunId = Annotated[str, StringConstraints(pattern=r"\A[0-9A-Za-z_-]{1,64}\Z")]  # names are made of it
+RunId = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z_-]{1,64}$")]  # names are made of it
 Count = Annotated[int, Field(ge=0)]
 # The years 1 to 9999, the range of a date.
 UnixSeconds = Annotated[float, Field(ge=-62_135_596_800, le=253_402_300_799, allow_inf_nan=False)]

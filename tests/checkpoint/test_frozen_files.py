@@ -1,9 +1,10 @@
 """Files of the parameters outside the optimizer, on the disk and at a target."""
 
 import errno
+import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,13 @@ from cpsr.checkpoint import frozen_files
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
 from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.manifest import holds_frozen, step_name
+from cpsr.checkpoint.manifest import COMMIT, holds_frozen, step_name
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.remote.catalogue import scan, verify
-from cpsr.checkpoint.remote.download import fetch_ranks, prepare_fetch
-from cpsr.checkpoint.remote.identity import Identity
-from cpsr.checkpoint.remote.place import LocalPlace, Place, open_place
-from cpsr.checkpoint.remote.upload import retain, upload
+from cpsr.checkpoint.remote.place import open_place
+from cpsr.checkpoint.remote.transfer import upload
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
@@ -34,7 +33,6 @@ from tests.device import DEVICE, cpu_only
 
 Tensors = dict[str, torch.Tensor]
 RUN = "0f" * 16
-IDENTITY = Identity(run_id=RUN, world_size=1, tensors={}, zero_stage=0, precision="fp32", optimizer="Adam")
 
 
 def base_weights(seed: int = 0) -> Tensors:
@@ -377,67 +375,30 @@ def test_nothing_is_committed_where_a_rank_did_not_write_its_part(two: list[Run]
 # At a target
 
 
-def sent_to(place: Place, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that are sent from now on."""
-    sent: list[str] = []
-    send = type(place).send
-
-    def counted(self: Place, folder: str, file: str, chunks: Any) -> None:
-        sent.append(file)
-        send(self, folder, file, chunks)
-
-    monkeypatch.setattr(type(place), "send", counted)
-    return sent
-
-
-def copy_to(place: Place, run: Run, iteration: int, known: set[str] | None = None) -> None:
-    """As the thread that copies: it has looked at the target before."""
-    earlier = scan(place, RUN).copies
-    upload(place, run.store.directory / step_name(iteration), IDENTITY, lambda: False, earlier, known)
-
-
 @pytest.mark.parametrize("kind", ["file", "memory"])
-def test_a_target_gets_them_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    place = open_place(f"{kind}://{tmp_path / 'target'}")
-    sent = sent_to(place, monkeypatch)
-    known: set[str] = set()
-    for iteration in (10, 20):
-        run.save(iteration)
-        copy_to(place, run, iteration, known)
-    assert sum(map(holds_frozen, sent)) == 1
-    assert sent.count("rank-00000.params.safetensors") == 2
-    assert verify(place) == []
-    run.save(30)
-    copy_to(place, run, 30)  # another process
-    assert sum(map(holds_frozen, sent)) == 1
-    retain(place, RUN, 1)
-    assert verify(place) == []
-
-
-def test_a_target_whose_file_is_damaged_gets_it_again(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_target_gets_them_once_and_again_where_they_are_damaged(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    place = open_place(f"file://{tmp_path / 'target'}")
-    assert isinstance(place, LocalPlace)
-    sent = sent_to(place, monkeypatch)
-    for iteration in (10, 20):
+    place, sent = open_place(f"{kind}://{tmp_path / 'target'}"), list[str]()
+    send = place.send
+
+    def counted(folder: str, path: Path, check: Callable[[], None]) -> None:
+        sent.append(path.name)
+        send(folder, path, check)
+
+    monkeypatch.setattr(place, "send", counted)
+    for iteration in (10, 20, 30):
         run.save(iteration)
-        copy_to(place, run, iteration)
-        (name,) = run.files(iteration)
-        spoil(place.root / "checkpoints" / step_name(iteration) / name)
+        directory, earlier = run.store.directory / step_name(iteration), scan(place, RUN).copies
+        upload(place, directory, json.dumps({"run_id": RUN}).encode(), lambda: False, earlier)
+        assert verify(place) == []
+        if iteration == 20:
+            assert sum(map(holds_frozen, sent)) == 1
+            (name,) = run.files(iteration)
+            place.write(step_name(iteration), name, b"damaged")
+            place.remove(step_name(10), first=COMMIT)
     assert sum(map(holds_frozen, sent)) == 2
-
-
-def test_a_fetch_links_what_the_run_directory_has(run: Run, tmp_path: Path) -> None:
-    place = open_place(f"file://{tmp_path.parent / (tmp_path.name + '-target')}")
-    for iteration in (10, 20):
-        run.save(iteration)
-    copy_to(place, run, 20)
-    (copy,) = scan(place, RUN).copies
-    prepare_fetch(tmp_path, copy)
-    fetched = fetch_ranks(place, copy, [0], tmp_path)
-    sizes = sum(path.stat().st_size for path in (run.store.directory / step_name(20)).glob("*.safetensors"))
-    assert fetched == sizes - sum(path.stat().st_size for path in run.files(20).values())
+    assert sent.count("rank-00000.params.safetensors") == 3
 
 
 # In an emergency dump

@@ -1,6 +1,7 @@
 """The record of a file in a manifest."""
 
 import json
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -30,6 +31,7 @@ def test_a_record_has_the_hash_of_every_piece(size: int, pieces: int) -> None:
 @pytest.mark.parametrize("run_id", ["../../x", "a/b", "", "a" * 65, "a\n"])
 def test_an_id_is_no_path(run_id: str) -> None:
     rank = RankRecord(sha256="0" * 64, files={})
-    made = {"life": 0, "attempt": 0, "iteration": 1, "world_size": 1, "sequence": 1, "label": None, "ranks": {0: rank}}
+    counts = {"life": 0, "attempt": 0, "iteration": 1, "world_size": 1, "sequence": 1}
+    made: dict[str, Any] = {**counts, "label": None, "created_unix_seconds": 0.0, "ranks": {0: rank}}
     with pytest.raises(ValueError, match="run_id"):
-        Manifest(run_id=run_id, created_unix_seconds=0.0, **made)
+        Manifest(run_id=run_id, **made)
