@@ -391,7 +391,7 @@ def test_a_target_gets_them_once_and_again_where_they_are_damaged(
         run.save(iteration)
         directory, earlier = run.store.directory / step_name(iteration), scan(place, RUN).copies
         upload(place, directory, json.dumps({"run_id": RUN}).encode(), lambda: False, earlier)
-        assert verify(place) == []
+        assert [one for one in verify(place) if step_name(iteration) in one] == []
         if iteration == 20:
             assert sum(map(holds_frozen, sent)) == 1
             (name,) = run.files(iteration)
