@@ -16,9 +16,8 @@ from cpsr.journal.terminal import log_to_terminal
 from cpsr.life.events import EventCallback
 from cpsr.life.life import Life
 from cpsr.life.loop import Loop
-from cpsr.life.one_at_a_time import ProcessSlot
+from cpsr.life.process import ProcessSlot, ScriptEnd
 from cpsr.life.rehearsed import rehearsed_config
-from cpsr.life.script_end import ScriptEnd
 from cpsr.planner.plan import Plan
 from cpsr.restart.probes import LossFunction
 from cpsr.restart.restore import Restored
@@ -105,7 +104,7 @@ class CPSRRecovery:
         self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> "CPSRRecovery":
-        self._slot.take()
+        self._slot.claim()
         try:
             log_to_terminal(self._loop.adapter.rank)
             # What another package saves beside the engine: see `cpsr.integrations.accelerate`.
@@ -114,7 +113,7 @@ class CPSRRecovery:
             self._life = Life(self._loop, self._config)
             self._loop.events.opened(self._life.restored, self._life.job.run)
         except BaseException:
-            self._slot.give_back()
+            self._slot.release()
             raise
         self._is_open = True
         return self
@@ -130,7 +129,7 @@ class CPSRRecovery:
         try:
             self.life.close(kind, error)
         finally:
-            self._slot.give_back()
+            self._slot.release()
 
     def _disown(self) -> None:
         if self._life is not None:

@@ -51,7 +51,7 @@ def measure_every_iteration(training: Training, pairs: int, way: str, run_dir: P
     if way != EVERYTHING:
         config["experts"] = {"policy": "sequential"}
     with CPSRRecovery(training.adapter, config) as recovery:
-        saver, experts = recovery.life.saver, recovery.life.run.experts
+        saver, experts = recovery.life.saver, recovery.life.experts
         for _ in range(WARM_UP_STEPS):
             training.step()
         saver.settle(SETTLE_SECONDS)

@@ -22,12 +22,12 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.life.life import Life
 from cpsr.life.probation import Probation
+from cpsr.life.saver import Saver
 from cpsr.predictor.guard import Guard
 from cpsr.replay.conversion import Conversion
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restorer
 from cpsr.restart.sources import MemorySources
-from cpsr.saving.saver import Saver
 
 __all__ = [
     "DEPARTING",

@@ -12,7 +12,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length
 
 from cpsr.errors import ConfigError, UnsupportedEngineError
-from cpsr.saving.hyperparameters import script_sentence
+from cpsr.life.hyperparameters import script_sentence
 from cpsr.state import codec
 
 __all__ = ["TrainerProgress"]

@@ -13,11 +13,11 @@ from cpsr.engines import TorchAdapter
 from cpsr.errors import SaveError
 from cpsr.job import Ending, Job, Part, Rewind
 from cpsr.life.publication import Publication
+from cpsr.life.run_state import RunState
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
 from cpsr.ranks.heartbeat import Liveness
 from cpsr.ranks.neighbour import Neighbour
-from cpsr.saving.run_state import RunState
 
 __all__ = ["Boundary"]
 
@@ -36,13 +36,13 @@ class Boundary(Part):
     Attributes:
         emergency_dump: dumps the state when this rank leaves a broken group.
         liveness: watches the other ranks.
-        may_dump: False while the state may still be discarded.
+        no_dump: why no dump may be left, as while the state may still be discarded; None: one may.
         changing: whether an update or another change of the state has begun, and not ended.
     """
 
     def __init__(self, job: Job, pool: SnapshotPool, state: RunState) -> None:
         self._job, self._pool, self._state = job, pool, state
-        self.may_dump = True
+        self.no_dump: str | None = None
         self.changing = False
         self._thread = threading.get_ident()
         state.frozen.on_moved = self._on_frozen_moved
@@ -144,14 +144,13 @@ class Boundary(Part):
         self.emergency_dump.leave_in_order()
         self.liveness.finish()
 
-    def abandon(self, error: BaseException | None, *, dump: bool = True) -> None:
-        """The group is broken: dump the state of the last boundary, if wanted, and stop watching the others."""
+    def abandon(self, error: BaseException | None) -> None:
+        """The group is broken: dump the state of the last boundary, and stop watching the others."""
         self.liveness.settle()
         note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, error=_one_line(error)))
         # The error itself is the script's to print; what SystemExit says would be seen nowhere else.
         named = _one_line(error) if isinstance(error, SystemExit) else type(error).__name__
-        if dump:
-            self.emergency_dump.dump(f"the training loop was left with {named}")
+        self.emergency_dump.dump(f"the training loop was left with {named}")
         self.liveness.close(ended=False)
         self._close_neighbour(ended=False)
 
@@ -177,8 +176,8 @@ class Boundary(Part):
 
     def _dump(self, iteration: int) -> int:
         """Dump the state before this rank leaves a broken group; returns its iteration."""
-        if not self.may_dump:
-            raise SaveError("the state may still be discarded, and a dump of it would be taken for the newest one")
+        if self.no_dump is not None:
+            raise SaveError(self.no_dump)
         if self._state.repeats_batches:
             raise SaveError("the loop was between two steps on one batch, which no position in the data tells")
         state, adapter = self._state, self._job.adapter

@@ -125,7 +125,7 @@ class EventCallbacks(Part):
             restored.checkpoint_iteration,
             _source(restored),
             restored.predicted,
-            0 if failure is None else max(0, failure - iteration),
+            restored.lost_iterations,
             restored.reason,
             run.ranks,
             run.previous_ranks,

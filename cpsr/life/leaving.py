@@ -1,4 +1,4 @@
-"""Leaves by agreement: after SIGTERM on any rank, all ranks commit the state of one iteration and end.
+"""Leaving after SIGTERM: all ranks commit the state of one iteration and end.
 
 In between they train two steps more. These do not count: a restart repeats them from the committed state, and compares.
 """
@@ -9,20 +9,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, NoReturn
 
 from cpsr.job import Ending, Job
 from cpsr.life.boundary import Boundary
-from cpsr.life.clock import StepClock
 from cpsr.life.loop import Loop
-from cpsr.life.loop_tail import LoopTail
-from cpsr.life.stop_request import StopRequest
+from cpsr.life.saver import Saver
 from cpsr.life.witnessing import Witnessing
 from cpsr.ranks.exits import Exit, note_exit
-from cpsr.saving.saver import Saver
-from cpsr.state.scalars import Scalars
 
-__all__ = ["Leave", "Leaving"]
+__all__ = ["Leave", "Leaving", "StopRequest"]
+
+logger = logging.getLogger(__name__)
+
+Script = Callable[[int, FrameType | None], Any] | int | None  # what `signal.getsignal` returns
 
 THREAD_NAME = "cpsr-leaving"
 SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
@@ -30,6 +32,105 @@ SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 COMPARED_STEPS = 2
 COMPARED_SECONDS = 15.0  # after the agreement, by which they should end: launchers kill after 30
 LATE_SECONDS = 5.0  # more, after which a rank that is still in them ends at once: another may wait for it, or it hangs
+
+
+class StopRequest:
+    """Whether this process received SIGTERM, and what the script does at it.
+
+    The script's handler is called right after the request is noted, whether it was installed before the `with` block
+    or inside. An exception of it, such as that of `sys.exit()`, is kept until the state is committed. A script that
+    ignores SIGTERM is not left.
+
+    Attributes:
+        made: all ranks leave at the end of the next iteration.
+        kept: the first exception of the script's handler.
+    """
+
+    def __init__(self) -> None:
+        # No Event: a second signal during the handler of the first would wait for its lock.
+        self.made = False
+        self.kept: BaseException | None = None
+        self._process = os.getpid()
+        self._handler: _Handler | None = None  # None: SIGTERM is the script's
+        self._warned = False
+
+    @property
+    def script_handles(self) -> bool:
+        """Whether the script has a handler of its own."""
+        return self._handler is not None and callable(self._handler.script)
+
+    def watch(self, handlers: ExitStack) -> bool:
+        """Handle SIGTERM from here on; `handlers` gives it back to the script.
+
+        Returns:
+            Whether that is possible: handlers belong to the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            logger.warning("not on the main thread: SIGTERM will not commit the state before leaving")
+            return False
+        self._handler = _Handler(self, signal.SIG_DFL)
+        self.look()
+        handlers.callback(self._give_back)
+        return True
+
+    def look(self) -> None:
+        """Come before a handler that the script has installed since the last look; costs less than a microsecond."""
+        if self._handler is None:
+            return
+        current = signal.getsignal(signal.SIGTERM)
+        if current is self._handler:
+            return
+        if isinstance(current, _Handler) and current.request is self:  # the script has put back an earlier one
+            self._handler = current
+        elif current is signal.SIG_IGN:
+            if not self._warned:
+                self._warned = True
+                logger.warning("this process ignores SIGTERM, so CPSR does not save and leave at it")
+        elif threading.current_thread() is threading.main_thread():
+            self._handler = _Handler(self, current)
+            signal.signal(signal.SIGTERM, self._handler)
+
+    def note(self) -> None:
+        """SIGTERM has arrived; on any thread."""
+        self.made = True
+
+    def received(self, number: int, frame: FrameType | None, script: Script) -> None:
+        """SIGTERM has arrived at a handler that stands before `script`."""
+        if (
+            os.getpid() != self._process or self._handler is None
+        ):  # a process that the loop has forked, or after the life
+            _pass_on(number, frame, script)
+            return
+        self.note()
+        if callable(script):
+            try:
+                script(number, frame)
+            except BaseException as error:  # noqa: BLE001 - it is raised once the state is committed
+                self.kept = self.kept or error
+
+    def _give_back(self) -> None:
+        self._handler = None
+        current = signal.getsignal(signal.SIGTERM)
+        if isinstance(current, _Handler) and current.request is self:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if current.script is None else current.script)
+
+
+class _Handler:
+    """Our handler before one of the script's; one object for each, since a script may put back what it has found."""
+
+    def __init__(self, request: StopRequest, script: Script) -> None:
+        self.request, self.script = request, script
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.request.received(number, frame, self.script)
+
+
+def _pass_on(number: int, frame: FrameType | None, script: Script) -> None:
+    if callable(script):
+        script(number, frame)
+    elif script is not signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 class Leave(SystemExit):
@@ -44,15 +145,12 @@ class Leaving:
 
     Args:
         job: this rank's.
+        ending: learns whether the last state is safe.
+        stop: keeps the exception of the script's handler.
+        loop: the training, and the work deferred to the end of its iteration.
         boundary: ends the watch over the other ranks.
         saver: commits.
-        loop: the training.
-        tail: defers the commit to the end of the iteration.
-        stop: keeps the exception of the script's handler.
-        capture: captures the small state.
-        ending: learns whether the last state is safe.
         witnessing: keeps the steps to compare.
-        clock: tells how long a step takes.
 
     Attributes:
         begun: all ranks have agreed to leave.
@@ -62,27 +160,23 @@ class Leaving:
     def __init__(
         self,
         job: Job,
+        ending: Ending,
+        stop: StopRequest,
+        loop: Loop,
         boundary: Boundary,
         saver: Saver,
-        loop: Loop,
-        tail: LoopTail,
-        stop: StopRequest,
-        capture: Callable[[], Scalars],
-        ending: Ending,
         witnessing: Witnessing,
-        clock: StepClock,
     ) -> None:
         self._job = job
+        self._ending = ending
+        self._stop = stop
+        self._loop = loop
         self._boundary = boundary
         self._saver = saver
-        self._events, self._state = loop.events, loop.state
-        self._tail = tail
-        self._stop = stop
-        self._capture = capture
-        self._ending = ending
         self._witnessing = witnessing
-        self._clock = clock
+        self._attendance = job.group.attendance
         self._until = 0.0  # when the steps to compare have to be complete
+        self._step_seconds = 0.0
         self._compared = 0
         self._saved = self._announced = False
         self._over = threading.Event()
@@ -100,16 +194,22 @@ class Leaving:
                 logging.ERROR,
             )
         elif self._job.config.checkpoint.final and iteration > 0:
-            self._ending.last_state_is_safe = self._saver.save_now(iteration, self._capture)
+            self._ending.last_state_is_safe = self._saver.save_now(iteration)
 
-    def begin(self) -> None:
+    def begin(self, step_seconds: float) -> None:
         """Leave once the loop has finished this iteration, and all steps on its batch; a collective.
 
         If it evaluates for longer than launchers wait, the emergency dump remains.
+
+        Args:
+            step_seconds: that a step takes.
         """
+        if self.begun:
+            return
+        self._step_seconds = step_seconds
         self._boundary.emergency_dump.await_request()
         self.begun, self._until = True, time.monotonic() + COMPARED_SECONDS
-        self._tail.defer(self._leave, saves=True)
+        self._loop.tail.defer(self._leave, saves=True)
 
     def _leave(self) -> None:
         self.commit(self._job.adapter.iteration)
@@ -126,11 +226,11 @@ class Leaving:
 
     def _may_train(self) -> bool:
         """Whether a step to compare can be trained: the loop goes on with it, and launchers wait for that long."""
-        if self._tail.ended or self._stop.script_handles or not self._witnessing.keeps_steps:
+        if self._loop.tail.ended or self._stop.script_handles or not self._witnessing.keeps_steps:
             return False
-        if self._state.pass_is_over:  # an evaluation may follow
+        if self._loop.state.pass_is_over:  # an evaluation may follow
             return False
-        return time.monotonic() + 2 * self._clock.median_seconds < self._until
+        return time.monotonic() + 2 * self._step_seconds < self._until
 
     def raise_leave(self) -> NoReturn:
         """End the loop on this rank, and tell the user's callbacks.
@@ -142,7 +242,18 @@ class Leaving:
         self.announce()
         raise self._stop.kept or Leave
 
-    def after_step(self, iteration: int) -> None:
+    def look(self, iteration: int) -> None:
+        """A step is complete: come before a handler that the script has installed, and tell that this rank trains."""
+        self._stop.look()
+        if self._attendance is not None:
+            self._attendance.train(iteration)
+
+    def note_end(self, iteration: int, error: str | None = None, *, may_return: bool = False) -> None:
+        """Tell the other ranks that this one has left its loop, and with which error."""
+        if self._attendance is not None:
+            self._attendance.leave(iteration, error, may_return=may_return)
+
+    def compare(self, iteration: int) -> None:
         """A step to compare is complete; a collective. After the last one, see `raise_leave`."""
         self._witnessing.last_step(iteration)
         self._compared += 1
@@ -154,7 +265,7 @@ class Leaving:
         self._job.group.barrier()  # a rank that evaluates keeps the others waiting, who may still have to dump
         self._boundary.leave_in_order()
         self._ending.iteration = iteration
-        saved = self._ending.last_state_is_safe = self._saver.save_now(iteration, self._capture)
+        saved = self._ending.last_state_is_safe = self._saver.save_now(iteration)
         result = "its state is committed" if saved else "its state could not be committed; the last checkpoint remains"
         self._job.journal.event(
             "sigterm",
@@ -162,7 +273,7 @@ class Leaving:
             iteration,
             logging.INFO if saved else logging.ERROR,
         )
-        self._events.at_step(iteration, self._saver.saved_iteration)
+        self._loop.events.at_step(iteration, self._saver.saved_iteration)
         self.left, self._saved = True, saved
 
     def close(self) -> None:
@@ -173,7 +284,12 @@ class Leaving:
         """Tell the user's callbacks once that this rank leaves."""
         if not self._announced:
             self._announced = True
-            self._events.leaving(self._ending.iteration, saved=self._saved)
+            self._loop.events.leaving(self._ending.iteration, saved=self._saved)
+
+    @property
+    def asked(self) -> bool:
+        """Whether this process has received SIGTERM."""
+        return self._stop.made
 
     @property
     def is_over(self) -> bool:

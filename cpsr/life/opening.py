@@ -1,8 +1,8 @@
-"""Opens a run before the restore: its directory, journal, store and host memory."""
+"""Opens a run: one script, from the user's configuration to an engine that trains on."""
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from cpsr.checkpoint.commit import Missing
-from cpsr.checkpoint.fence import claim_life, refuse_superseded, superseded
+from cpsr.checkpoint.fence import claim_life, superseded
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_removal import bytes_in_memory
 from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
@@ -24,98 +24,103 @@ from cpsr.config import CPSRConfig, ExpertsConfig
 from cpsr.doctor.start import report_machine
 from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
-from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.adapter import EngineAdapter, StepObserver
 from cpsr.engines.moe.naming import experts_of
-from cpsr.errors import SaveError
+from cpsr.engines.offload import offloaded_activations
 from cpsr.experts.completeness import wrong_experts
 from cpsr.experts.saving import ExpertSaving
 from cpsr.experts.units import trained_experts
-from cpsr.job import Ending, Job, Rewind
+from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
+from cpsr.life.beginning import announce, cause_of_failure
+from cpsr.life.boundary import Boundary
+from cpsr.life.leaving import Leaving, StopRequest
 from cpsr.life.loop import Loop
-from cpsr.life.step_log import StepLog
+from cpsr.life.probation import Probation
+from cpsr.life.saver import Saver, disk_bytes
+from cpsr.life.steps import Steps
+from cpsr.life.unsaved import Unsaved
+from cpsr.life.votes import Votes
+from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory
+from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.group import Group
 from cpsr.ranks.heartbeat import newest_claim
 from cpsr.ranks.link import Opened, report
-from cpsr.saving.saver import disk_bytes
+from cpsr.restart.experts import with_lost_tokens
+from cpsr.restart.prediction import StatePrediction
+from cpsr.restart.restore import Restorer
+from cpsr.restart.restored import Restored
+from cpsr.restart.sources import MemorySources
 from cpsr.service.process import ServiceProcess
 from cpsr.state.frozen import FrozenWeights
+from cpsr.state.loader_workers import prepared_workers
+from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
 
-__all__ = ["OpenRun", "open_for_life"]
+__all__ = ["OpenLife", "adopted", "open_life"]
 
 logger = logging.getLogger(__name__)
 
+DISCARDABLE = "the state may still be discarded, and a dump of it would be taken for the newest one"
+
 
 @dataclass(frozen=True)
-class OpenRun:
-    """A run that is open for a life.
+class OpenLife:
+    """The parts of a life that is open.
 
     Attributes:
         job: this rank's.
-        steps: takes finished iterations.
-        store: checkpoints on the disk.
+        ending: how the life ends; final when it closes.
+        stop: the request to leave.
+        restored: the state that the life begins with.
+        restorer: brings the run back to its checkpoint.
         memory: host buffers, which outlive the process.
-        target: copies of checkpoints elsewhere.
         experts: chooses the experts that a checkpoint saves; None: all of them.
-        writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
-        previous_life: number and branch of the life before this one.
-        previous_held: whether every rank had a state of it in host memory.
-        free_bytes: host memory that CPSR leaves free.
+        steps: times and records finished steps.
+        witnessing: compares repeated steps.
+        boundary: publishes each finished step.
+        probation: watches a predicted state.
+        planner: of the interval.
+        saver: saves the state when it is due.
+        votes: of all ranks at a step boundary.
+        leaving: commits the last state after SIGTERM.
     """
 
     job: Job
-    steps: StepLog
-    store: CheckpointStore
+    ending: Ending
+    stop: StopRequest
+    restored: Restored
+    restorer: Restorer
     memory: HostMemory
-    target: CheckpointTarget
     experts: ExpertSaving | None
-    writes: WriteAssignment | None
-    previous_life: tuple[int, int]
-    previous_held: bool
-    free_bytes: int
-
-    def set_aside(self, to: Rewind, drain: Callable[[float], bool]) -> None:
-        """Set aside checkpoints of discarded steps, on all ranks together.
-
-        Args:
-            to: where the run continues.
-            drain: waits for running saves, for so many seconds at most.
-
-        Raises:
-            SaveError: a disk did not answer in time.
-            SupersededError: a newer life has begun.
-        """
-        job, timeout = self.job, self.job.config.checkpoint.save_timeout_seconds
-        if not job.group.all(drain(timeout)):
-            raise SaveError(
-                f"a rank's disk did not finish a checkpoint within {timeout:g} s, and checkpoints must be set aside "
-                f"now ({to.reason}); nothing was set aside: restart the job when the disk answers"
-            )
-        refuse_superseded(job.config.run_dir, job.journal.life)
-        self.store.attempt += 1  # the same iterations may be saved again
-        self.memory.forget_after(to.last_kept_iteration)
-        if job.group.rank == 0:
-            mark_life(job.config.run_dir, job.journal.life, self.memory.branch)
-        if self.experts is not None:
-            self.experts.forget()
-        self.store.abandon_after(to.last_kept_iteration, to.reason)
-        job.group.barrier()
+    steps: Steps
+    witnessing: Witnessing
+    boundary: Boundary
+    probation: Probation
+    planner: JobPlanner
+    saver: Saver
+    votes: Votes
+    leaving: Leaving
 
 
-def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: Ending) -> OpenRun:
-    """Open all that a life needs before it restores; a collective.
+def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepObserver) -> OpenLife:
+    """Open a run and restore its state into the engine; a collective.
 
     Args:
         loop: the training.
         config: as given by the user.
         opened: closes the opened parts in reverse order.
-        ending: of the life; final when it closes.
+        observer: follows the engine from here on.
 
     Raises:
         CPSRError: see `CPSRRecovery`.
     """
+    ending, stop = Ending(), StopRequest()
+    handlers = opened.enter_context(ExitStack())  # restored last: another SIGTERM must not interrupt leaving
+    opened.callback(loop.state.close, ending)  # closed late: the last checkpoint asks the loader for its position
+
+    # The ranks, and which of them saves what.
     group, adapter, shard = Group(), loop.adapter, loop.adapter.shard()
     opened.callback(_close_group, group, ending)
     # Mode exact restores no expert older than its checkpoint, and so saves all of them.
@@ -123,6 +128,8 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     if experts is not None:
         opened.callback(experts.close)
     writes = _write_assignment(adapter, config, group, experts, shard)
+
+    # The run's directory, the number of this life, and its journal.
     target = CheckpointTarget(config.checkpoint, config.run_dir, group)
     target.adopt_run()
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
@@ -130,26 +137,135 @@ def open_for_life(loop: Loop, config: CPSRConfig, opened: ExitStack, ending: End
     known = [*newest_life(config.run_dir), has_held_states(config.run_dir), newest_claim(config.run_dir)]
     life, branch, held, claimed = group.broadcast(known)
     journal = open_journal(config.run_dir, group, config.mode, max(life, claimed), config.journal.full_steps)
-    job, steps = Job(adapter, group, config, run, shard, journal), StepLog(journal, loop.losses)
+    job, steps = Job(adapter, group, config, run, shard, journal), Steps(adapter, journal, loop.losses)
     opened.callback(_close_journal, job, steps, ending)
     claim_life(config.run_dir, journal.life, group)
     _start_beside(job, opened)
+
+    # Checkpoints and host memory; from here on the configuration is what this life can follow.
     store = _open_store(job, loop.state.frozen)
-    job = replace(job, config=_predictable(job))
     if run.resized:  # before this life's own buffers take the place of what they have left
         Rescue(job, (life, branch), store.frozen).save()
         life, branch, held = journal.life, 0, False
-    use = loop.learning.open(job, store)
-    if use == "nothing":
-        job = replace(job, config=job.config.model_copy(update={"mode": "exact"}))
-    turns = experts is not None and config.memory.interval_iterations is not None
-    memory = HostMemory(job, experts.units if experts is not None and turns else None)
+    job, memory = _followed(job, loop, store, experts)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
-    if not memory.survives:
-        job = replace(job, config=_without_shared_memory(job.config))
     if adapter.pipeline_stage is not None:
         memory.pool.copier.copy_in(loop.learning.bubbles)
-    return OpenRun(job, steps, store, memory, target, experts, writes, (life, branch), held, free_bytes)
+
+    # What watches and plans.
+    replays = (lambda: None) if memory.windows is None else memory.windows.replays
+    witnessing = Witnessing(job, loop.state, loop.losses, lambda: boundary.published, replays)
+    opened.callback(witnessing.close, ending)  # after the boundary, by when a GPU has completed the last steps
+    boundary = Boundary(job, memory.pool, loop.state)
+    opened.callback(boundary.close, ending)
+    opened.callback(loop.learning.close, ending)
+    planner = _planner(job, loop)
+    opened.callback(planner.close)
+
+    # The state: chosen by all ranks together, and put into the engine.
+    windows = memory.windows is not None
+    left = MemorySources(run.run_id, group, shard, job.config.peers, (life, branch), held, windows)
+    prediction = StatePrediction(job, store, loop.learning.predictor, loop.probes)
+    restorer = Restorer(job, store, target, memory.pool, left, prediction, inexact=config.mode != "exact")
+    loop.state.hyperparameters.begin()
+    restored = adopted(restorer.restore(job.config.mode), loop, experts, group)
+    iteration = restored.restored_iteration
+    store.abandon_after(iteration, f"the run continues from iteration {iteration}")
+    memory.settle(restored.sources)
+    group.barrier()  # no rank resets its counter before all have read where the run failed
+    boundary.reset(iteration)
+    if group.rank == 0:
+        mark_life(config.run_dir, journal.life)
+        run.adopt_ranks()
+    memory.begin(iteration)
+    cause = cause_of_failure(job)
+    probation = Probation(job, restored, loop.losses, memory.pool, loop.learning.learner, cause)
+    boundary.no_dump = DISCARDABLE if probation.active else None
+    witnessing.begin(iteration)
+    announce(job, restored, cause, restorer.damaged, witnessing.outlook(restored.lost_iterations))
+    if loop.state.notice is not None and group.rank == 0:
+        journal.event("hyperparameters", loop.state.notice, iteration, logging.WARNING)
+
+    # What runs beside the training.
+    if restored.scalars is not None:
+        planner.load_state_dict(restored.scalars.planning, replicates=memory.replicates)
+
+    def capture(*, whole: bool = True) -> Scalars:
+        if whole:
+            steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself
+        return loop.state.capture(whole=whole)
+
+    exact = config.mode == "exact"  # the job's own mode may be exact because nothing can be predicted
+    saver = Saver(job, store, memory, target, planner, restored, capture, experts, writes, exact=exact)
+    opened.callback(saver.close, ending)
+    loop.learning.start(job, store, memory.pool)
+    planner.start(config.run_dir, group.size, journal)
+    memory.follow_replicas(planner.note_replica)
+    loop.begin(job)
+    loop.events.begin(job, saver.saved_iteration, loop.tail.defer_here)
+    steps.followers += [probation.lag.on_steps, saver.memory.on_steps]
+    votes = Votes(job, planner, saver)
+    leaving = Leaving(job, ending, stop, loop, boundary, saver, witnessing)
+
+    # The engine.
+    boundary.prepare()
+    adapter.attach(observer)
+    opened.callback(adapter.detach)
+    unsaved = Unsaved(adapter, lambda: loop.state.objects, exact, journal.event)
+    opened.callback(unsaved.close)
+    opened.enter_context(offloaded_activations(adapter, job.config.engines, free_bytes, journal.event))
+    opened.enter_context(prepared_workers())
+    if stop.watch(handlers):
+        boundary.emergency_dump.watch_sigterm(stop.note)
+    steps.begin()
+    parts = restored, restorer, memory, experts, steps, witnessing, boundary, probation, planner, saver, votes, leaving
+    return OpenLife(job, ending, stop, *parts)
+
+
+def adopted(restored: Restored, loop: Loop, experts: ExpertSaving | None, group: Group) -> Restored:
+    """Continue the loop and the account of experts from the state in the engine; a collective."""
+    restored = with_lost_tokens(restored, experts, group)
+    loop.state.take(restored)
+    return restored
+
+
+def _followed(job: Job, loop: Loop, store: CheckpointStore, experts: ExpertSaving | None) -> tuple[Job, HostMemory]:
+    """Adjust the configuration to what this life can follow, the only place that does; a collective.
+
+    Each adjustment is reported once: predicting that the optimizers rule out here, predicting that lacks memory by the
+    learner, and shared memory that is absent by the host memory.
+    """
+    config = job.config
+    obstacle = next((why for why in job.group.gather(job.adapter.prediction_obstacle()) if why is not None), None)
+    if obstacle is not None and config.mode != "exact":
+        if job.group.rank == 0:
+            message = (
+                f"no state is predicted, and recoveries recompute from the newest state that is whole: {obstacle}. All "
+                "state is saved and restored exactly"
+            )
+            job.journal.event("predicting is off", message, level=logging.WARNING)
+        learning = config.learning.model_copy(update={"budget_fraction": 0.0})
+        config = config.model_copy(update={"mode": "exact", "learning": learning})
+    if loop.learning.open(replace(job, config=config), store) == "nothing":
+        config = config.model_copy(update={"mode": "exact"})
+    turns = experts is not None and config.memory.interval_iterations is not None
+    memory = HostMemory(replace(job, config=config), experts.units if experts is not None and turns else None)
+    if not memory.survives:
+        checkpoint = config.checkpoint.model_copy(update={"shared_memory": False})
+        config = config.model_copy(update={"checkpoint": checkpoint})
+    return replace(job, config=config), memory
+
+
+def _planner(job: Job, loop: Loop) -> JobPlanner:
+    learner, predictor = loop.learning.learner, loop.learning.predictor
+    return JobPlanner(
+        job.config,
+        job.group.rank,
+        job.shard.parameters,
+        job.adapter.second_moment_decay(),
+        lambda: learner.ask(predictor.accuracy),
+        lambda: learner.ask(predictor.straightness),
+    )
 
 
 def _repeatable(config: CPSRConfig) -> ExpertsConfig:
@@ -258,34 +374,12 @@ def _missing_experts(job: Job) -> Missing | None:
     return partial(wrong_experts, naming=naming, trained=trained_experts(naming, job.shard, job.group))
 
 
-def _predictable(job: Job) -> CPSRConfig:
-    """The configuration of a life whose optimizers say why no later state can be predicted; a collective."""
-    config = job.config
-    obstacle = next((why for why in job.group.gather(job.adapter.prediction_obstacle()) if why is not None), None)
-    if obstacle is None or config.mode == "exact":
-        return config
-    if job.group.rank == 0:
-        message = (
-            f"no state is predicted, and recoveries recompute from the newest state that is whole: {obstacle}. All "
-            "state is saved and restored exactly"
-        )
-        job.journal.event("predicting is off", message, level=logging.WARNING)
-    learning = config.learning.model_copy(update={"budget_fraction": 0.0})
-    return config.model_copy(update={"mode": "exact", "learning": learning})
-
-
-def _without_shared_memory(config: CPSRConfig) -> CPSRConfig:
-    """The configuration of a life in which some rank's snapshots do not survive: none is planned or taken."""
-    checkpoint = config.checkpoint.model_copy(update={"shared_memory": False})
-    return config.model_copy(update={"checkpoint": checkpoint})
-
-
 def _close_group(group: Group, ending: Ending) -> None:
     if ending.in_order:  # otherwise leaving the group would wait for a dead peer
         group.close()
 
 
-def _close_journal(job: Job, steps: StepLog, ending: Ending) -> None:
+def _close_journal(job: Job, steps: Steps, ending: Ending) -> None:
     steps.flush(wait=True)
     if ending.in_order:
         _await_others(job)

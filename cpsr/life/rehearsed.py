@@ -84,7 +84,7 @@ class Rehearsed:
     def after_step(self, iteration: int) -> bool:
         """A step is complete; returns whether it was the last one, alike on all ranks."""
         self._iteration = iteration
-        from cpsr.saving.loop_variables import fingerprints  # no other job needs it
+        from cpsr.life.loop_variables import fingerprints  # no other job needs it
 
         adapter = self._job.adapter
         values = fingerprints([adapter.module, *adapter.optimizers, *adapter.loop_parts])

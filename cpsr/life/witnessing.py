@@ -11,8 +11,8 @@ import xxhash
 from cpsr.engines.weight_sample import SentSample, WeightSample
 from cpsr.errors import NotRestoredError
 from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.life.run_state import RunState
 from cpsr.ranks.link import report
-from cpsr.saving.run_state import RunState
 from cpsr.state.losses import LossRecorder
 from cpsr.state.witness import (
     ARITHMETIC,
@@ -34,42 +34,25 @@ NONE_LEFT = "no witness of these steps is left"
 OTHERWISE = "the run came to these steps from another state, or with other hyperparameters"
 AUTOCAST_FORWARDS = 8  # of a life, that are looked at for an autocast
 PENDING = 8  # steps whose samples may still be on their way from a GPU
-_SETTINGS = (
-    "the loop sets requires_grad, train() or eval(), dropout, sampler weights or the batch size from a counter of its "
-    "own, or at a pass that a restart does not repeat: set them from recovery.epoch or recovery.iteration at the head "
-    "of every pass"
-)
 _CHANGED = "the script or the data was changed"
+_COUNTS = "the loop counts batches or steps by itself: use recovery.epoch, recovery.batch and recovery.iteration"
 _CAUSES: dict[What, tuple[str, ...]] = {
     "batch position": (
-        "the loop takes another number of batches than before, as where it counts them from 0 again: use "
-        "recovery.batch and recovery.iteration",
+        _COUNTS,
         "batches are drawn ahead, in another thread",
-        "a pass has another length than before: the dataset, the sampler or the batch size has changed",
+        "the dataset, the sampler or the batch size has changed",
     ),
-    "learning rate": (
-        "the loop sets it from a counter that begins at 0 again: use recovery.iteration",
-        "a schedule is not given to the adapter, nor to recovery.register",
-        _CHANGED,
-    ),
+    "learning rate": (_COUNTS, "a schedule is not given to the adapter, nor to recovery.register"),
     "loss": (
-        "the batches do not come from recovery.resume(loader), or were drawn ahead",
-        "a second DataLoader is iterated beside recovery.resume: give resume one generator that yields from "
-        "zip(first, second)",
-        "the data, or a transform of it, draws random numbers that are not restored",
-        _SETTINGS,
+        "not all batches come from one recovery.resume(loader), or the data draws random numbers that are not restored",
         "an object that the loop changes is not given to recovery.register",
         "the loop changes weights or buffers after the step, and the restart went on before that",
-        _CHANGED,
+        _COUNTS,
     ),
     "weights": (
         "an object that changes the gradients or the update is not given to recovery.register",
-        "the optimizer keeps an attribute that its state_dict lacks, such as a list of gradient norms: keep it in a "
-        "dictionary that is registered",
-        "the loop counts batches or steps by itself, for accumulation or clipping: use recovery.batch and "
-        "recovery.iteration",
-        _SETTINGS,
-        _CHANGED,
+        "the optimizer keeps an attribute that its state_dict lacks: keep it in a dictionary that is registered",
+        _COUNTS,
     ),
 }
 
@@ -82,8 +65,8 @@ def likely_causes(found: Difference, *, script_changed: bool = False) -> list[st
         script_changed: whether the script was probably changed, as where people have stopped a job in good order.
     """
     blind = found.what == "weights" and not found.loss_is_known
-    changed = (_CHANGED,) if script_changed else ()
-    causes = [*changed, *(_CAUSES["loss"][:-1] if blind else ()), *_CAUSES[found.what]]
+    causes = [*(_CAUSES["loss"] if blind else ()), *_CAUSES[found.what]]
+    causes.insert(0 if script_changed else len(causes), _CHANGED)
     return list(dict.fromkeys(causes))
 
 

@@ -13,7 +13,7 @@ from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.loading import SCALARS, decoded_scalars
 from cpsr.checkpoint.verify import open_tensors, read_manifest, read_rank_manifest
 from cpsr.errors import CPSRError
-from cpsr.life.batch_warnings import NO_BATCHES
+from cpsr.life.draws import NO_BATCHES
 from cpsr.life.witnessing import likely_causes
 from cpsr.rehearse.jobs import PlannedCut, Ran
 from cpsr.state.codec import same, same_bits
@@ -421,7 +421,7 @@ def _unprotected(ran: Ran, tried: Sequence[Tried]) -> list[str]:
     found = []
     steps = [one for rank in range(ran.ranks) for one in ran.witnesses(rank).values()]
     if steps and not any(one.batches for one in steps):
-        said = NO_BATCHES.format(f"{ran.iteration} steps")
+        said = NO_BATCHES.format(ran.iteration)
         found.append(f"{said[0].upper()}{said[1:]}")
     if steps and all(one.loss is None for one in steps):
         found.append(

@@ -117,6 +117,12 @@ class Restored:
         """Whether the state of some ranks was predicted, and that of others was left when the group broke."""
         return self.predicted and any(source.tier == "departure" for source in self.sources)
 
+    @property
+    def lost_iterations(self) -> int:
+        """Iterations before the failure that are trained again."""
+        f = self.failure_iteration
+        return 0 if f is None else max(f - self.restored_iteration, 0)
+
     def instead(self, refusal: Refusal, recomputed: str) -> "Restored":
         """This beginning, after a state near the failure was refused.
 

@@ -11,7 +11,7 @@ from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
 from cpsr.doctor.needs import BYTES_PER_PARAMETER, Launched, Needs
-from cpsr.saving.saver import disk_bytes
+from cpsr.life.saver import disk_bytes
 from tests.recovery.test_faults import Loop, config, train
 
 

@@ -7,11 +7,11 @@ from torch import nn
 
 from cpsr import TorchAdapter
 from cpsr.learning.learner import Learner
-from cpsr.life.loop_tail import LoopTail
+from cpsr.life.loop import LoopTail
+from cpsr.life.run_state import RunState
 from cpsr.predictor.line import LinePredictor
 from cpsr.ranks.group import Group
 from cpsr.restart.probes import Probes
-from cpsr.saving.run_state import RunState
 from cpsr.state.losses import LossRecorder
 
 

@@ -13,43 +13,43 @@ from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import OF_THE_START, RANKS, Job
 
 AT = 13
+
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 
-LEFT_AT = 15  # the vote that is cast in one step is counted in the next
-# fault, and the loader's settings
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "rank 1": (f"sigterm:1:{AT}", {}),
-    "both ranks": (f"sigterm:all:{AT}", {}),
-    "twice": (f"sigterm-twice:all:{AT}", {}),
-    "both ranks and their workers": (f"sigterm-group:all:{AT}", WORKERS),
+# fault, the loader's -> where all leave: the vote that is cast at one check is counted at the next.
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "rank 1": (f"sigterm:1:{AT}", {}, 15),
+    "both ranks": (f"sigterm:all:{AT}", {}, 15),
+    "twice": (f"sigterm-twice:all:{AT}", {}, 15),
+    "both ranks and their workers": (f"sigterm-group:all:{AT}", WORKERS, 15),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_leave_together_and_nothing_is_lost(job: Job, uninterrupted: Uninterrupted, case: str) -> None:
-    fault, loading = CASES[case]
+    fault, loading, left_at = CASES[case]
     left = job.launch(fault=fault, loading=loading)
     assert left.statuses == [128 + 15] * RANKS, left.output
-    assert json.loads((job.run_dir / "ended.json").read_text()) == {"ending": "sigterm", "iteration": LEFT_AT}
+    assert json.loads((job.run_dir / "ended.json").read_text()) == {"ending": "sigterm", "iteration": left_at}
     progress = read_progress(job.run_dir, RANKS)
     assert progress is not None
-    assert progress.iteration == progress.newest == LEFT_AT
-    assert scan(job.run_dir / "checkpoints").checkpoints[-1].iteration == LEFT_AT
+    assert progress.iteration == progress.newest == left_at
+    assert scan(job.run_dir / "checkpoints").checkpoints[-1].iteration == left_at
     assert "its state is committed" in left.output[0]
 
     back = job.launch(mode="predict", loading=loading)  # nothing was lost, so that there is nothing to predict
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
     for rank in range(RANKS):
         mine, reference = back.result(rank), uninterrupted().result(rank)
-        assert mine["started"]["iteration"] == LEFT_AT
+        assert mine["started"]["iteration"] == left_at
         assert mine["started"]["method"] == "exact"
-        assert mine["batches"] == reference["batches"][LEFT_AT:]
+        assert mine["batches"] == reference["batches"][left_at:]
         assert {**mine, **OF_THE_START} == {**reference, **OF_THE_START}
-    check_journal(job.run_dir)
+    check_journal(job.run_dir, left_at)
 
 
-def check_journal(run_dir: Path) -> None:
+def check_journal(run_dir: Path, left_at: int) -> None:
     with JournalReader(run_dir / "journal.db") as journal:
         assert [life.ending for life in journal.lives()] == ["sigterm", "clean"]
         assert journal.failures() == []
-        assert any(f"left after SIGTERM at iteration {LEFT_AT}" in event.message for event in journal.events())
+        assert any(f"left after SIGTERM at iteration {left_at}" in event.message for event in journal.events())

@@ -1,23 +1,31 @@
 """Which of the batches that a loop has drawn its last step has trained."""
 
-import ctypes
-import random
+import logging
 import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-import torch
-
+from cpsr.job import Job
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.scalars import DataPosition
 
-__all__ = ["AHEAD_MAX", "LEARNED", "Draw", "Draws", "HostRandomStates"]
+__all__ = ["AHEAD_MAX", "NO_BATCHES", "Draw", "DrawWarnings", "Draws"]
 
 AHEAD_MAX = 8  # batches that a loop may draw ahead
 LEARNED = 3  # steps of a life that tell how its loop draws
-_MT19937_BYTES = 625 * 4  # what NumPy's documented `BitGenerator.ctypes.state_address` points to
+
+NO_BATCHES = (
+    "no batch came from recovery.resume in the first {} steps. If these steps train, checkpoints hold no position in "
+    "the data: after a restart the script begins its data anew. Take the batches from recovery.resume(loader), or from "
+    "recovery.resume(get_batch) where a function draws them at random. If these steps prepare the training, as a "
+    "learning-rate finder does, take them before the run is opened: CPSR counts them as steps of the training"
+)
+OTHER_THREAD = (
+    "another thread takes the batches: a restart goes on after the last batch that was taken, and those that wait for "
+    "the training thread are never trained on. Iterate over recovery.resume(loader) in the training loop itself, and "
+    "leave fetching ahead to the DataLoader: num_workers=..., prefetch_factor=..."
+)
 
 
 @dataclass(frozen=True)
@@ -33,32 +41,6 @@ class Draw:
     stream: ResumableLoader
     before: DataPosition
     host: dict[str, Any]
-
-
-class HostRandomStates:
-    """Captures what `capture_host_rng` does in ten microseconds; NumPy's state is read only if it has changed."""
-
-    def __init__(self) -> None:
-        self._address = 0
-        self._generator: Any = None
-        self._seen = b""
-        self._numpy: Any = None
-
-    def capture(self) -> dict[str, Any]:
-        """The states as plain data."""
-        return {"python": random.getstate(), "numpy": self._of_numpy(), "torch": torch.get_rng_state()}
-
-    def _of_numpy(self) -> Any:
-        generator = numpy.random.mtrand._rand._bit_generator  # set_bit_generator changes it
-        if type(generator).__name__ != "MT19937":
-            return numpy.random.get_state()
-        if generator is not self._generator:
-            self._generator, self._address, self._seen = generator, generator.ctypes.state_address, b""
-        now = ctypes.string_at(self._address, _MT19937_BYTES)
-        # The second number of a pair of Gaussian ones leaves the generator's own state as it is.
-        if now != self._seen or self._numpy[3]:
-            self._seen, self._numpy = now, numpy.random.get_state()
-        return self._numpy
 
 
 class Draws:
@@ -113,14 +95,6 @@ class Draws:
         """Whether the loop has no other batch than that of its last step; while it trains, it repeats that one."""
         return self.drawn > 0 and not (self.requested or self._ahead or self.by_another_thread)
 
-    @property
-    def unknown(self) -> bool:
-        """Whether the steps so far leave open which batches are trained."""
-        if not 0 < len(self._counts) < LEARNED or self.by_another_thread:
-            return False
-        draws, forwards, late = self._counts[0]
-        return draws > forwards > 0 and not late
-
     def add(self, draw: Draw) -> None:
         """The loop has drawn a batch."""
         self.by_another_thread |= threading.get_ident() != self._thread
@@ -171,3 +145,48 @@ class Draws:
         self._recent.clear()
         self.ahead, self._ahead, self._next, self.requested = 0, [], None, False
         self._begin_step()
+
+
+class DrawWarnings:
+    """Reports, once and on rank 0, loops whose batches a checkpoint cannot follow.
+
+    Args:
+        job: this rank's.
+        draws: the batches that the loop has drawn.
+    """
+
+    def __init__(self, job: Job, draws: Draws) -> None:
+        self._job, self._draws = job, draws
+        self._steps = 0
+        self._said = False
+
+    def after_step(self) -> None:
+        """A step is complete."""
+        self._steps += 1
+        if self._steps == LEARNED and self._draws.drawn:
+            self._compare(self._draws.taken)
+
+    def at_checkpoint(self) -> None:
+        """A checkpoint begins; without a batch from `resume` it has no position in the data."""
+        if not self._draws.drawn and self._job.config.mode == "exact" and self._job.adapter.pipeline_stage is None:
+            self._say("no batches from resume", NO_BATCHES.format(self._steps))
+
+    def _compare(self, taken: list[int]) -> None:
+        adapter = self._job.adapter
+        expected, later = adapter.micro_batches_per_iteration, taken[1:]  # the first may take some ahead
+        if self._draws.by_another_thread:
+            self._say("batches ahead", OTHER_THREAD)
+        elif self._job.config.mode != "exact" and later != [expected] * len(later):
+            # A restart near the failure continues without a checkpoint at its iteration.
+            steady = f"Pass TorchAdapter(model, optimizer, scheduler, micro_batches_per_iteration={later[0]})"
+            self._say(
+                "batches per step",
+                f"the loop takes {', '.join(map(str, taken))} batches for its first steps, and CPSR expects {expected} "
+                "for each: a restart near the failure would continue at the wrong batch. "
+                f"{steady if later[0] and len(set(later)) == 1 else 'Set mode: exact'}",
+            )
+
+    def _say(self, kind: str, message: str) -> None:
+        if not self._said and self._job.group.rank == 0:
+            self._job.journal.event(kind, message, self._job.adapter.iteration, logging.WARNING)
+        self._said = True

@@ -1,21 +1,27 @@
 """Decisions of all ranks at a step boundary: to leave, another interval."""
 
+import logging
+
 from cpsr.job import Job
+from cpsr.life.rehearsed import Rehearsed, rehearsed
+from cpsr.life.saver import Saver
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
 from cpsr.ranks.group import Ballot
-from cpsr.saving.saver import Saver
 
-__all__ = ["Agreement"]
+__all__ = ["Votes"]
 
 
-class Agreement:
+class Votes:
     """Exchanges proposals in a vote without waiting; a proposal takes effect one call later.
 
     Args:
         job: this rank's.
         planner: proposes intervals on rank 0.
         saver: adopts an agreed interval.
+
+    Attributes:
+        rehearsed: cuts short a life that `cpsr rehearse` watches; None: nobody watches it.
     """
 
     def __init__(self, job: Job, planner: JobPlanner, saver: Saver) -> None:
@@ -24,6 +30,7 @@ class Agreement:
         self._saver = saver
         self._votes = job.group.votes()
         self._proposed: Plan | None = None  # not agreed upon yet
+        self.rehearsed = None if (asked := rehearsed()) is None else Rehearsed(asked, job)
 
     def exchange(self, iteration: int, *, stop: bool) -> bool:
         """Propose now, and carry out the agreement from the previous call.
@@ -35,6 +42,8 @@ class Agreement:
         Returns:
             Whether all ranks leave after this iteration.
         """
+        if (failure := self._planner.failure()) is not None:
+            self._job.journal.event("planning ended", failure, level=logging.ERROR)
         proposal = self._planner.proposal() if self._proposed is None else None
         if proposal is not None:
             self._proposed = proposal
@@ -51,20 +60,17 @@ class Agreement:
         )
         turns.read(iteration, agreed.blocked, agreed.busy)
         if agreed.interval_iterations:
-            plan = self._agreed_plan(agreed.interval_iterations, agreed.memory_interval_iterations or None)
+            # Rank 0's proposal, as far as this rank needs it.
+            plan = self._proposed or Plan(
+                agreed.interval_iterations,
+                self._job.config.planner.policy,
+                {"rule": "planned by rank 0, whose journal explains it"},
+                memory_interval_iterations=agreed.memory_interval_iterations or None,
+            )
             self._saver.adopt(plan, iteration)
             self._proposed = None
-        return agreed.stop
+        return agreed.stop or (self.rehearsed is not None and self.rehearsed.after_step(iteration))
 
     def finish(self) -> None:
         """Wait for the last vote."""
         self._votes.finish()
-
-    def _agreed_plan(self, interval_iterations: int, memory_interval_iterations: int | None) -> Plan:
-        """Rank 0's proposal, as far as this rank needs it."""
-        return self._proposed or Plan(
-            interval_iterations,
-            self._job.config.planner.policy,
-            {"rule": "planned by rank 0, whose journal explains it"},
-            memory_interval_iterations=memory_interval_iterations,
-        )

@@ -8,9 +8,8 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.life.memory_snapshots import Turns, WindowSnapshots
 from cpsr.ranks.group import Ballot
-from cpsr.saving.turns import Turns
-from cpsr.saving.window_snapshots import WindowSnapshots
 
 ITERATIONS = 60
 

@@ -30,11 +30,6 @@ _NOT_FOLLOWED = (
     'recovery.register("other", optimizer) before the loop, and register what it trains. Another phase of the training '
     "is a run of its own: open it with this optimizer and another run_dir"
 )
-_NOT_REGISTERED = (
-    "{} is registered, but {} of the parameters that it trains are neither in the engine's module nor in a registered "
-    'object, and would begin anew after a restart: call recovery.register("other module", module) for the module that '
-    "has them, too"
-)
 _SCALER = (
     "The {} that scales the loss was not given to CPSR and would start afresh after a restart: "
     "TorchAdapter(model, optimizer, scheduler, grad_scaler=scaler)"
@@ -48,18 +43,12 @@ _AVERAGE = (
     "The averaged weights (AveragedModel) are not registered and would begin anew after a restart: "
     'recovery.register("average", averaged_model)'
 )
-_WRITTEN = (
-    "{} parameters (the first is {!r}) were written to after iteration {} had been restored and before the first step. "
-    "If the script loads or initialises weights there, these have replaced the restored ones: do it before "
-    "CPSRRecovery, or only where recovery.iteration is 0. If they were put back, as after an evaluation, that is fine"
-)
 
 
 class Unsaved:
     """Watches what the loop uses, from the first step of a life to its last.
 
-    - An optimizer of torch that the engine does not have and that is not registered, or that trains parameters which
-      are not saved: at its first step.
+    - An optimizer of torch that the engine does not have and that is not registered: at its first step.
     - A gradient scaler, a schedule of the engine's optimizer or of a registered one, and an average of the engine's
       module (`AveragedModel`) that nobody saves: when they are first used.
 
@@ -87,7 +76,6 @@ class Unsaved:
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # saved, or reported
         self._in_schedule = False  # which steps its parts, and itself in its constructor
         self._torch = isinstance(adapter, TorchAdapter)
-        self._versions = _versions(adapter) if self._torch and adapter.iteration else {}  # until the first step
         self._hooks = Hooks()
         self._hooks.add(register_optimizer_step_pre_hook(self._before_step))
         for kind in _SCHEDULES:
@@ -101,8 +89,6 @@ class Unsaved:
         self._hooks.remove()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._versions and self._is_here():
-            self._warn_of_written()
         if id(optimizer) in self._followed or not self._is_unknown(optimizer) or is_trial(optimizer):
             return
         ours = self._adapter.optimizers
@@ -112,16 +98,11 @@ class Unsaved:
             return  # a wrapper; with state of its own it is found at the next step
         if any(id(one) in self._followed for one in _callers()):
             return  # a part of the engine's
-        trained = [one for group in optimizer.param_groups for one in group["params"]]
-        module = set(map(_place, self._adapter.module.parameters()))
-        others = [one for one in trained if _place(one) not in module]
-        of = "other parameters" if len(others) == len(trained) else "parameters of the same module"
+        trained = {_place(one) for group in optimizer.param_groups for one in group["params"]}
+        other = trained.isdisjoint(map(_place, self._adapter.module.parameters()))
+        of = "other parameters" if other else "parameters of the same module"
         given = "TorchAdapter(model, [optimizer, other])" if self._torch else "the engine"
-        kind = type(optimizer).__name__
-        if self._require(optimizer, _NOT_FOLLOWED.format(kind, of, given)) and others:
-            saved = {_place(one) for state in self._states()[0] for one in _tensors(state)}
-            if unsaved := [one for one in others if _place(one) not in saved]:
-                self._refuse(_NOT_REGISTERED.format(kind, len(unsaved)))
+        self._require(optimizer, _NOT_FOLLOWED.format(type(optimizer).__name__, of, given))
 
     def _around_scaler(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if scaler.is_enabled() and self._is_unknown(scaler) and self._is_one_of(self._adapter.optimizers, optimizer):
@@ -166,23 +147,18 @@ class Unsaved:
         """False in other threads, as CPSR's own, and in forked children."""
         return (os.getpid(), threading.get_ident()) == self._here
 
-    def _require(self, one: Any, what: str) -> bool:
-        """Refuse or report an object that neither the engine nor a registered object saves, once.
-
-        Returns:
-            Whether one of them saves it.
-        """
-        saved = sys.getprofile() is not None or any(held is one for held in self._states()[1])
-        if not saved:
-            self._refuse(what)
+    def _require(self, one: Any, what: str) -> None:
+        """Refuse or report an object that neither the engine nor a registered object saves, once."""
+        if sys.getprofile() is None and not any(held is one for held in self._saved()):
+            if self._exact:
+                raise UnsupportedEngineError(f"mode 'exact' cannot restore all that this loop keeps. {what}")
+            message = f"after a restart this job goes on without part of its state. {what}"
+            if self._adapter.rank == 0:
+                self._report("unsaved state", message, self._adapter.iteration, logging.ERROR)
         self._known.add(one)
-        return saved
 
-    def _states(self) -> tuple[list[Any], list[Any]]:
-        """What a checkpoint takes of the loop: its states, and the objects whose `state_dict` they are made of.
-
-        A profiler may watch the process in the way in which this does: then no object is known.
-        """
+    def _saved(self) -> list[Any]:
+        """The objects whose `state_dict` a checkpoint calls; found by a profiler, and so not under another one."""
         objects = [*self._adapter.loop_parts, *self._registered()]
         held = [part for one in objects for part in (one, *getattr(one, "__dict__", {}).values())]
 
@@ -190,28 +166,13 @@ class Unsaved:
             if event == "call" and frame.f_code.co_name == "state_dict":
                 held.append(frame.f_locals.get("self"))
 
-        if sys.getprofile() is not None:
-            return [stateful("", one).state_dict() for one in objects], held
         sys.setprofile(note)
         try:
-            return [stateful("", one).state_dict() for one in objects], held
+            for one in objects:
+                stateful("", one).state_dict()
         finally:
             sys.setprofile(None)
-
-    def _refuse(self, what: str) -> None:
-        if self._exact:
-            raise UnsupportedEngineError(f"mode 'exact' cannot restore all that this loop keeps. {what}")
-        message = f"after a restart this job goes on without part of its state. {what}"
-        if self._adapter.rank == 0:
-            self._report("unsaved state", message, self._adapter.iteration, logging.ERROR)
-
-    def _warn_of_written(self) -> None:
-        """A script that loads weights by itself, after CPSR has restored its own, takes these away again."""
-        before, self._versions = self._versions, {}
-        now = _versions(self._adapter)
-        if written := [name for name, version in before.items() if now.get(name, version) != version]:
-            message = _WRITTEN.format(len(written), written[0], self._adapter.iteration)
-            self._report("weights written", message, self._adapter.iteration, logging.WARNING)
+        return held
 
 
 def _callers() -> Iterator[Any]:
@@ -222,20 +183,6 @@ def _callers() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, dict | list | tuple):
-        for part in state.values() if isinstance(state, dict) else state:
-            yield from _tensors(part)
-
-
 def _place(tensor: torch.Tensor) -> int:
     """The memory that a parameter shares with what a `state_dict` has of it."""
     return local(tensor).untyped_storage().data_ptr()
-
-
-def _versions(adapter: EngineAdapter) -> dict[str, int]:
-    """How often each parameter was changed in place."""
-    named = adapter.module.named_parameters()
-    return {name: one._version for name, one in named if not one.is_inference()}

@@ -6,8 +6,8 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.life.memory_snapshots import Turns
 from cpsr.ranks.group import Ballot
-from cpsr.saving.turns import Turns
 
 ITERATIONS = 60
 

@@ -19,17 +19,17 @@ from cpsr.engines.random_states import capture_random_states, restore_random_sta
 from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Ending, Part, Rewind
 from cpsr.learning.learner import Learner
+from cpsr.life.draws import Draw, Draws
+from cpsr.life.hyperparameters import Hyperparameters
 from cpsr.restart.probes import Probes
 from cpsr.restart.restore import Restored
-from cpsr.saving.draws import Draw, Draws, HostRandomStates
-from cpsr.saving.hyperparameters import Hyperparameters
 from cpsr.state import codec
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.loader import LoaderHooks, ResumableLoader
 from cpsr.state.loader_parts import difference_of_data, is_repeating, recognisable
 from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
-from cpsr.state.scalars import DataPosition, Scalars, restore_host_rng
+from cpsr.state.scalars import DataPosition, Scalars, capture_host_rng, restore_host_rng
 from cpsr.state.stateful import Stateful, stateful
 
 __all__ = ["RunState"]
@@ -97,7 +97,6 @@ class RunState(Part):
         self._stream: ResumableLoader | None = None
         self._data = DataPosition()
         self.draws = Draws()
-        self._host = HostRandomStates()
         self._redrawn: list[dict[str, Any]] = []  # random states for batches that the last life had drawn ahead
         self._recognised: dict[str, Any] | None = None  # how to recognise the data set
         # With batches drawn ahead, until a step is complete.
@@ -448,7 +447,7 @@ class RunState(Part):
         elif stream.is_moved and self._pending_rng is not None:
             host = self._pending_rng["host"]
         else:
-            host = self._host.capture()
+            host = capture_host_rng()
             if own := stream.data_states():
                 host["data"] = own
         self._draw = Draw(stream, stream.position_before_draw(), host)

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from cpsr import TorchAdapter
 from cpsr.errors import UnsupportedEngineError
-from cpsr.saving.unsaved import Unsaved
+from cpsr.life.unsaved import Unsaved
 
 
 class Wrapper:
@@ -183,66 +183,11 @@ def wrapped(loop: Loop) -> None:
     loop.adapted["scheduler"] = Wrapper(lr_scheduler.StepLR(loop.optimizer, 1))
 
 
-class Slots:
-    """A user's wrapper of the other kind."""
-
-    __slots__ = ("one",)
-
-    def __init__(self, one: Any) -> None:
-        self.one = one
-
-    def state_dict(self) -> Any:
-        return {"inside": [self.one.state_dict()]}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.one.load_state_dict(state["inside"][0])
-
-
-class Chosen:
-    """Saves what it chooses of an attribute."""
-
-    def __init__(self, one: Any) -> None:
-        self.one = one
-
-    def state_dict(self) -> Any:
-        return {"epoch": getattr(self.one, "last_epoch", 0)}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.one.last_epoch = state["epoch"]
-
-
-def by_its_methods(one: Any) -> Any:
-    return SimpleNamespace(state_dict=one.state_dict, load_state_dict=one.load_state_dict)
-
-
-def by_closure(one: Any) -> Any:
-    return SimpleNamespace(
-        state_dict=lambda: one.state_dict(), load_state_dict=lambda state: one.load_state_dict(state)
-    )
-
-
-def by_a_class_in_a_function(one: Any) -> Any:
-    class Local(Chosen):
-        def state_dict(self) -> Any:
-            return one.state_dict()
-
-    return Local(None)
-
-
-def by_a_name_of_the_script(one: Any) -> Any:
-    script: dict[str, Any] = {"__name__": "__main__", "scheduler": one}
-    exec("state_dict = lambda: scheduler.state_dict()", script)
-    return SimpleNamespace(state_dict=script["state_dict"], load_state_dict=one.load_state_dict)
-
-
 HOLDERS: dict[str, Callable[[Any], Any]] = {
-    "its methods": by_its_methods,
-    "a closure": by_closure,
-    "slots": Slots,
-    "an attribute": Chosen,
+    "its methods": lambda one: SimpleNamespace(state_dict=one.state_dict, load_state_dict=one.load_state_dict),
+    "a closure": lambda one: SimpleNamespace(state_dict=lambda: one.state_dict(), load_state_dict=one.load_state_dict),
     "a partial function": lambda one: SimpleNamespace(state_dict=partial(type(one).state_dict, one), load_state_dict=1),
-    "a class in a function": by_a_class_in_a_function,
-    "a name of the script": by_a_name_of_the_script,
+    "a part of it": Wrapper,
 }
 
 
@@ -346,33 +291,3 @@ def test_nothing_else_is_found(kind: str, fused: bool) -> None:
     loop = Loop(fused)
     SAVED[kind](loop)
     assert loop.step() == []
-
-
-def first_step(iteration: int, between: Callable[[Loop], object]) -> list[str]:
-    """What is said of a loop that does something between the restore and its first step."""
-    loop, messages = Loop(), list[str]()
-    adapter = TorchAdapter(loop.module, loop.optimizer)
-    adapter.load_scalars({**adapter.scalars(), "iteration": iteration})
-    unsaved = Unsaved(adapter, list, False, lambda kind, message, *_: messages.append(message))
-    between(loop)
-    loop.module(torch.ones(4, 3)).sum().backward()
-    loop.optimizer.step()
-    loop.optimizer.step()
-    unsaved.close()
-    return messages
-
-
-def load_own_weights(loop: Loop) -> None:
-    loop.module.load_state_dict(Loop().module.state_dict())
-
-
-def test_weights_that_the_script_loads_after_the_restore_are_reported_once() -> None:
-    (message,) = first_step(40, load_own_weights)
-    assert message.startswith("4 parameters (the first is '0.weight') were written to after iteration 40 had been")
-
-
-@pytest.mark.parametrize(
-    ("iteration", "between"), [(0, load_own_weights), (40, lambda loop: loop.module(torch.ones(1, 3)))]
-)
-def test_a_run_that_begins_may_load_them(iteration: int, between: Callable[[Loop], object]) -> None:
-    assert first_step(iteration, between) == []

@@ -4,33 +4,36 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.fence import refuse_superseded
+from cpsr.checkpoint.progress import mark_life
+from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import kept_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
-from cpsr.checkpoint.writer import CheckpointWriter
+from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job, Part, Rewind
-from cpsr.journal import Beginning
+from cpsr.journal import Beginning, CheckpointRow, RankJournal
+from cpsr.life.memory_snapshots import MemorySnapshots, Turn, Turns, WindowSnapshots
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
 from cpsr.predictor.prior import MIN_CHECKPOINTS
-from cpsr.restart.restore import Restored
-from cpsr.saving.memory_snapshots import MemorySnapshots, Turn
-from cpsr.saving.report import Origin, report_save
-from cpsr.saving.turns import Turns
-from cpsr.saving.window_snapshots import WindowSnapshots
+from cpsr.restart.restored import Restored
 from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
 
-__all__ = ["Saver", "disk_bytes"]
+__all__ = ["Origin", "Saver", "disk_bytes", "report_save"]
+
+logger = logging.getLogger(__name__)
+
+Origin = Literal["trained", "predicted"]
 
 
 class Saver(Part):
@@ -43,8 +46,10 @@ class Saver(Part):
         job: this rank's.
         store: its attempt rises when an iteration is saved again.
         memory: the host buffers, and their replicas.
+        target: copies committed checkpoints.
         planner: gives the first plan of a life, and receives the result of every save.
         restored: the state that this life begins with.
+        capture: captures the small state; without what a recovery near the failure uses unless `whole`.
         experts: chooses the experts that a checkpoint saves; None: all of them.
         writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
         exact: whether a state that cannot be saved ends the job; otherwise each checkpoint reports it.
@@ -62,21 +67,26 @@ class Saver(Part):
         job: Job,
         store: CheckpointStore,
         memory: HostMemory,
+        target: CheckpointTarget,
         planner: JobPlanner,
         restored: Restored,
+        capture: Callable[..., Scalars],
         experts: ExpertSaving | None = None,
         writes: WriteAssignment | None = None,
         *,
         exact: bool = False,
     ) -> None:
         self._exact = exact
-        self._adapter, self._group, self._config, self._journal = job.adapter, job.group, job.config, job.journal
+        self._job, self._adapter, self._group, self._journal = job, job.adapter, job.group, job.journal
+        self._config: CPSRConfig = job.config
         self.store = store
         self.pool = memory.pool
+        self._host_memory = memory
+        self._target = target
         self._writer = CheckpointWriter(store, self.pool, job.config.checkpoint)
         self._planner = planner
-        self._counted_from = restored.restored_iteration
-        self._last_due = restored.restored_iteration
+        self._capture = capture
+        self._counted_from = self._last_due = restored.restored_iteration
         self._origins: dict[int, Origin] = {}
         self._experts = experts
         self._writes = writes
@@ -86,27 +96,45 @@ class Saver(Part):
         if experts is not None and (in_memory or restored.beginning is Beginning.OLDER_EXPERTS):
             # The engine may have younger experts than the checkpoint of its iteration, if there is one.
             self._sparse_iterations.add(restored.restored_iteration)
-        iteration = restored.restored_iteration
         keep = self.pool.occupancy.replicated if memory.windows is None else memory.windows.replicated
         turns = Turns(self.pool.occupancy, lambda: memory.sending, keep, restored.restored_iteration)
         self._windows = WindowSnapshots(memory.windows, turns, planner.note_window, experts)
-        self.memory = MemorySnapshots(job.adapter, self.pool, job.journal, planner, turns, iteration)
+        self.memory = MemorySnapshots(job.adapter, self.pool, job.journal, planner, turns, restored.restored_iteration)
         self._begun_at = time.perf_counter()
-        self._interval_seconds = 0.0  # between the last two whole checkpoints that were begun
+        self._interval_seconds = 0.0  # between the last two checkpoints that were begun
         self.saved_iteration = restored.checkpoint_iteration
         planning = {} if restored.scalars is None else restored.scalars.planning
         self.plan: Plan = planner.first_plan(planning)
         job.journal.record(self.plan.row(job.journal.life, restored.restored_iteration))
         self._warned = False
         self._warn_of_short_history()
+        target.start(store)
 
-    def is_due(self, iteration: int) -> bool:
-        """Whether a checkpoint is due after this iteration."""
-        return self.pool.obstacle is None and iteration - self._counted_from >= self.plan.interval_iterations
+    # In every step
 
-    def count_from(self, iteration: int) -> None:
-        """Count the iterations to the next checkpoint from this one, at which one was due."""
-        self._counted_from = iteration
+    def before_forward(self) -> None:
+        """A training forward begins; copies of weights that the loop has changed since the step count no more."""
+        if self._experts is not None:
+            self._experts.begin_forward()
+
+    def before_update(self) -> None:
+        """Wait for running copies: the optimizer is about to change their source."""
+        self.finish()
+
+    def after_step(self, iteration: int, applied: bool) -> None:
+        """A step is complete: count its experts' tokens, replay what a window has of it, and report on saves."""
+        if self._experts is not None:
+            self._experts.end_iteration(iteration, applied)
+        self._host_memory.after_step(iteration)
+        self.surface()
+        self._target.notify(self.saved_iteration)
+        self._report_copies()
+
+    def end_of(self, iteration: int) -> Callable[[], None] | None:
+        """Called right after the step; returns what the iteration ends with: its part of a window, if there are any."""
+        return self._windows.end_of(iteration, self._small)
+
+    # Snapshots in host memory
 
     def is_memory_due(self, iteration: int) -> bool:
         """Whether a snapshot to host memory is due after this iteration; windows take its place."""
@@ -116,19 +144,13 @@ class Saver(Part):
         """What the snapshot that is due copies, alike on all ranks, right after the step; None: all ranks wait."""
         return self.memory.turn(iteration, self._contents_in_memory)
 
-    def begin_in_memory(self, iteration: int, turn: Turn, scalars: Callable[[], Scalars]) -> None:
-        """Start a snapshot to host memory alone.
+    def begin_in_memory(self, turn: Turn) -> None:
+        """Start a snapshot to host memory alone, as returned by `turn_in_memory`."""
+        self.memory.begin(self._adapter.iteration, turn, self._small)
 
-        Args:
-            iteration: the finished one.
-            turn: as returned by `turn_in_memory`.
-            scalars: captures the small state.
-        """
-        self.memory.begin(iteration, turn, partial(self._small, scalars))
-
-    def _small(self, scalars: Callable[[], Scalars]) -> dict[str, Any]:
+    def _small(self) -> dict[str, Any]:
         experts = {} if self._experts is None else self._experts.state_dict()
-        return replace(scalars(), experts=experts).without_learned()
+        return replace(self._capture(whole=False), experts=experts).without_learned()
 
     def _contents_in_memory(self) -> Contents:
         """What a snapshot copies: with an interval that the user has set, the experts that an iteration overlaps."""
@@ -137,25 +159,27 @@ class Saver(Part):
         left_out = self._experts.in_memory.left_out()
         return Contents(experts=frozenset(self._experts.units), carried=left_out, uncopied=left_out)
 
-    def begin(self, iteration: int, scalars: Callable[[], Scalars]) -> None:
-        """Start the snapshot that is due after a finished iteration; returns while it is being copied.
+    # Checkpoints
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether a checkpoint is due after this iteration."""
+        return self.pool.obstacle is None and iteration - self._counted_from >= self.plan.interval_iterations
+
+    def count_from(self, iteration: int) -> None:
+        """Count the iterations to the next checkpoint from this one, at which one was due."""
+        self._counted_from = iteration
+
+    def begin(self, iteration: int, *, whole: bool = False) -> None:
+        """Start the snapshot of a checkpoint; returns while it is being copied; a collective.
 
         Args:
             iteration: the finished one.
-            scalars: captures the small state.
+            whole: with all experts.
         """
-        self._begin_for_all(iteration, scalars, whole=False)
-
-    def _with_plan(self, scalars: Scalars) -> dict[str, Any]:
-        experts = {} if self._experts is None else self._experts.state_dict()
-        return replace(scalars, planning=self._planner.state_dict(self.plan), experts=experts).to_tree()
-
-    def _begin_for_all(self, iteration: int, scalars: Callable[[], Scalars], *, whole: bool) -> None:
-        """Start the snapshot for a checkpoint of all ranks, which agree on which rank writes which state."""
         chosen = self._chosen(iteration, whole=whole)
         if self.store.frozen is not None:
             self.store.frozen.agree(self._group, shared=self._config.checkpoint.replicated != "each")
-        self._begin(iteration, lambda: self._with_plan(scalars()), self._contents(chosen))
+        self._begin(iteration, self._contents(chosen))
         self._windows.agree(iteration)
 
     def _chosen(self, iteration: int, *, whole: bool) -> frozenset[str] | None:
@@ -172,7 +196,7 @@ class Saver(Part):
         return chosen
 
     def _contents(self, chosen: frozenset[str] | None) -> Contents:
-        """What this rank's part of a checkpoint of all ranks holds, and who writes it; a collective.
+        """What this rank's part of a checkpoint holds, and who writes it; a collective.
 
         Args:
             chosen: experts that the checkpoint saves; None: all there are.
@@ -196,19 +220,14 @@ class Saver(Part):
             self._journal.event(
                 "ranks differ",
                 f"{self.store.drifted}. State that one rank wrote for others is not committed. From now on each rank "
-                "writes all of its own state, in later lives too, as with checkpoint.replicated 'each'. If the ranks "
+                "writes all of its own state, in later lives too. If the ranks "
                 "should train one model, look for gradients that are not averaged, or for a faulty machine; once the "
                 f"ranks are equal, {self._config.run_dir / DIFFERING} may be removed",
                 level=logging.ERROR,
             )
         return True
 
-    def _begin(
-        self,
-        iteration: int,
-        scalars: Callable[[], dict[str, Any]],
-        contents: Contents,
-    ) -> None:
+    def _begin(self, iteration: int, contents: Contents) -> None:
         started = time.perf_counter()
         self._last_due = iteration
         # Windows go to the peers in its place: checkpoints are on the disk.
@@ -217,7 +236,9 @@ class Saver(Part):
         self._planner.begun()
         self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
-            captured = scalars()
+            experts = {} if self._experts is None else self._experts.state_dict()
+            planning = self._planner.state_dict(self.plan)
+            captured = replace(self._capture(whole=True), planning=planning, experts=experts).to_tree()
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
             snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
@@ -230,14 +251,6 @@ class Saver(Part):
         if replicate:
             self.memory.turns.sent(iteration, snapshot.is_pending)
         snapshot.stall_seconds = time.perf_counter() - started
-
-    def before_update(self) -> None:
-        """Wait for running copies: the optimizer is about to change their source."""
-        self.finish()
-
-    def end_of(self, iteration: int, scalars: Callable[[], Scalars]) -> Callable[[], None] | None:
-        """Called right after the step; returns what the iteration ends with: its part of a window, if there are any."""
-        return self._windows.end_of(iteration, partial(self._small, scalars))
 
     def finish(self) -> Snapshot | None:
         """Wait for a running copy, and return its snapshot, if the writer has it now."""
@@ -296,29 +309,83 @@ class Saver(Part):
         if snapshot is not None:
             self.pool.release(snapshot)
 
-    def save_now(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
+    def save_now(self, iteration: int) -> bool:
         """Wait until this iteration is committed as a whole, saving it first if necessary; a collective."""
         self.finish()
         standing = self._committed_at(iteration)
         if standing == "whole":
             return True
         self.store.attempt += 1  # a save of this iteration may have been abandoned just now
-        if standing == "not whole":
+        if standing == "sparse":
             self.store.abandon_after(iteration - 1, "a whole checkpoint replaces it")
             self._group.barrier()
-        if self._save_whole(iteration, scalars):
+        if self._save_whole(iteration):
             return True
         # If ranks were found to differ in this one, save once more with each rank writing its own.
         if not self._stop_sharing():
             return False
         self.store.attempt += 1
-        return self._save_whole(iteration, scalars)
+        return self._save_whole(iteration)
 
-    def _save_whole(self, iteration: int, scalars: Callable[[], Scalars]) -> bool:
+    def _save_whole(self, iteration: int) -> bool:
         self.count_from(iteration)
-        self._begin_for_all(iteration, scalars, whole=True)
+        self.begin(iteration, whole=True)
         self.finish()
         return self._committed_at(iteration) == "whole"
+
+    def _committed_at(self, iteration: int) -> Literal["whole", "sparse", "nothing"]:
+        """Whether this iteration is committed, according to rank 0, once no rank is writing."""
+        self._writer.drain(self._config.checkpoint.save_timeout_seconds)
+        self.surface()
+        standing: Literal["whole", "sparse", "nothing"] = "nothing"
+        if self.saved_iteration == iteration:
+            standing = "sparse" if iteration in self._sparse_iterations else "whole"
+        agreed: Literal["whole", "sparse", "nothing"] = self._group.broadcast(standing)
+        return agreed
+
+    def surface(self) -> None:
+        """Log and record how saves ended since the last call."""
+        for outcome in self._writer.outcomes():
+            report_save(self._journal, outcome, self._origins.pop(outcome.iteration, "trained"))
+            if outcome.status in ("committed", "written"):
+                self.saved_iteration = outcome.iteration
+                self._planner.note(outcome)
+                if self._experts is not None:
+                    self._experts.note_saved(outcome.written_bytes, outcome.write_seconds, self._interval_seconds)
+            else:
+                self._all_experts = True  # the experts that it left out may not be in any kept checkpoint
+
+    def _report_copies(self) -> None:
+        for event in self._target.reports():
+            self._journal.event(*event)
+
+    # Rewinding and closing
+
+    def set_aside(self, to: Rewind) -> None:
+        """Set aside checkpoints of discarded steps, on all ranks together.
+
+        Args:
+            to: where the run continues.
+
+        Raises:
+            SaveError: a disk did not answer in time.
+            SupersededError: a newer life has begun.
+        """
+        timeout = self._config.checkpoint.save_timeout_seconds
+        if not self._group.all(self.drain(timeout)):
+            raise SaveError(
+                f"a rank's disk did not finish a checkpoint within {timeout:g} s, and checkpoints must be set aside "
+                f"now ({to.reason}); nothing was set aside: restart the job when the disk answers"
+            )
+        refuse_superseded(self._config.run_dir, self._journal.life)
+        self.store.attempt += 1  # the same iterations may be saved again
+        self._host_memory.forget_after(to.last_kept_iteration)
+        if self._group.rank == 0:
+            mark_life(self._config.run_dir, self._journal.life, self._host_memory.branch)
+        if self._experts is not None:
+            self._experts.forget()
+        self.store.abandon_after(to.last_kept_iteration, to.reason)
+        self._group.barrier()
 
     def rewound(self, to: Rewind) -> None:
         """Count intervals from the iteration of the state; its checkpoint becomes the newest one."""
@@ -331,34 +398,18 @@ class Saver(Part):
         self._all_experts = True
 
     def close(self, ending: Ending) -> None:
-        """Wait for running writes: only briefly after an error, when a restart is waiting."""
+        """Wait for running writes and copy the last checkpoint: only briefly after an error, when a restart waits."""
         self.memory.close()
         checkpoint = self._config.checkpoint
-        self._writer.close(checkpoint.save_timeout_seconds if ending.in_order else checkpoint.exit_grace_seconds)
-        self.surface()
+        try:
+            self._writer.close(checkpoint.save_timeout_seconds if ending.in_order else checkpoint.exit_grace_seconds)
+            self.surface()
+        finally:
+            self._target.notify(self.saved_iteration)
+            self._target.close(checkpoint.save_timeout_seconds if ending.in_order else 0.0)
+            self._report_copies()
 
-    def _committed_at(self, iteration: int) -> Literal["whole", "not whole", "nothing"]:
-        """Whether this iteration is committed, according to rank 0, once no rank is writing."""
-        self._writer.drain(self._config.checkpoint.save_timeout_seconds)
-        self.surface()
-        standing: Literal["whole", "not whole", "nothing"] = "nothing"
-        if self.saved_iteration == iteration:
-            standing = "not whole" if iteration in self._sparse_iterations else "whole"
-        agreed: Literal["whole", "not whole", "nothing"] = self._group.broadcast(standing)
-        return agreed
-
-    def surface(self) -> None:
-        """Log and record how saves ended since the last call."""
-        for outcome in self._writer.outcomes():
-            origin = self._origins.pop(outcome.iteration, "trained")
-            report_save(self._journal, outcome, origin)
-            if outcome.status in ("committed", "written"):
-                self.saved_iteration = outcome.iteration
-                self._planner.note(outcome)
-                if self._experts is not None:
-                    self._experts.note_saved(outcome.written_bytes, outcome.write_seconds, self._interval_seconds)
-            else:
-                self._all_experts = True  # the experts that it left out may not be in any kept checkpoint
+    # The plan
 
     def adopt(self, plan: Plan, iteration: int) -> None:
         """Use an agreed plan from here on."""
@@ -383,6 +434,41 @@ class Saver(Part):
                 "they were saved; or raise experts.experts_per_layer",
                 level=logging.WARNING,
             )
+
+
+def report_save(journal: RankJournal, outcome: SaveOutcome, origin: Origin) -> None:
+    """Report how a save ended: an event if it was not committed, and a row in the journal on rank 0."""
+    if outcome.status in ("failed", "skipped"):
+        failed = outcome.status == "failed"
+        what = f"checkpoint {outcome.iteration} {outcome.status}{f' on rank {journal.rank}' if failed else ''}"
+        # Rank 0 learns why another rank has skipped one, and says so for all.
+        level = logging.ERROR if failed else logging.WARNING if journal.rank == 0 else logging.DEBUG
+        message = f"{what}: {outcome.reason}; training continues, earlier checkpoints are kept"
+        journal.event(f"checkpoint {outcome.status}", message, outcome.iteration, level)
+    if outcome.status == "written" or journal.rank != 0:
+        return
+    if outcome.status == "committed":
+        logger.info(
+            "checkpoint %d committed: %.1f MB, stall %.1f ms, durable after %.2f s",
+            outcome.iteration,
+            outcome.bytes / 1e6,
+            1e3 * outcome.stall_seconds,
+            outcome.write_seconds + outcome.commit_seconds,
+        )
+    journal.record(
+        CheckpointRow(
+            life=journal.life,
+            iteration=outcome.iteration,
+            status=outcome.status,
+            reason=outcome.reason,
+            bytes=outcome.bytes,
+            stall_seconds=outcome.stall_seconds,
+            write_seconds=outcome.write_seconds,
+            commit_seconds=outcome.commit_seconds,
+            origin=origin,
+        )
+    )
+    journal.gather_events()
 
 
 def disk_bytes(shard: Shard, config: CPSRConfig, share: float = 1.0) -> int:

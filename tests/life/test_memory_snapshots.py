@@ -17,10 +17,9 @@ from cpsr.config import CPSRConfig
 from cpsr.engines.torch import TorchAdapter
 from cpsr.journal import RankJournal, StepRow, open_journal
 from cpsr.journal.reader import JournalReader
+from cpsr.life.memory_snapshots import MemorySnapshots, Turns
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.group import Group
-from cpsr.saving.memory_snapshots import MemorySnapshots
-from cpsr.saving.turns import Turns
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 

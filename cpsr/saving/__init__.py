@@ -1,1 +1,0 @@
-"""When a rank saves, and the result; capture of the small state."""
