@@ -17,6 +17,7 @@ bench = typer.Typer(no_args_is_help=True)
 
 JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Where to train; auto is CUDA where torch finds a GPU.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")]
 Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; emptied again. By default /tmp.")]
 
 
@@ -89,18 +90,15 @@ def reshard(
 @bench.command()
 def overhead(
     json_path: JsonPath = None,
-    full: Annotated[bool, typer.Option("--full", help="More of everything: about half an hour.")] = False,
-    parts: Annotated[
-        str, typer.Option(help="wrapper, bubbles (of a pipeline), memory (over a run): some of them, comma-separated.")
-    ] = "wrapper,bubbles,memory",
+    full: Annotated[bool, typer.Option("--full", help="More and longer runs: about 10 minutes.")] = False,
     workdir: Workdir = None,
     device: DeviceOption = Device.AUTO,
 ) -> None:
-    """Extra time of training steps, the predictor's work against a pipeline's bubbles, and its memory."""
-    from cpsr.benchmarks.overhead.parts import DEFAULT, FULL
+    """Extra time of training steps without a checkpoint."""
+    from cpsr.benchmarks.overhead.run import DEFAULT, FULL
     from cpsr.benchmarks.overhead.run import main as run_overhead
 
-    run_overhead(json_path, FULL if full else DEFAULT, _comma_separated(parts), workdir, find_device(device))
+    run_overhead(json_path, FULL if full else DEFAULT, workdir, find_device(device))
 
 
 @bench.command()
@@ -143,19 +141,6 @@ def replay(
 
 
 @bench.command()
-def stages(
-    json_path: JsonPath = None,
-    rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
-    steps: Annotated[int, typer.Option(min=10, help="Of each run whose steps are measured.")] = 30,
-    workdir: Workdir = None,
-) -> None:
-    """A lost pipeline stage that replays alone, beside a replay by all stages; and what the logs for it cost."""
-    from cpsr.benchmarks.replay.stages import main as run_stages
-
-    run_stages(json_path, rounds, steps, workdir=workdir)
-
-
-@bench.command()
 def recovery(
     quick: Annotated[
         bool, typer.Option("--quick", help="A subset of about 10 minutes on two cores; the default.")
@@ -168,112 +153,84 @@ def recovery(
     workloads: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
     methods: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
     intervals: Annotated[str | None, typer.Option(help="Iterations between checkpoints, comma-separated.")] = None,
-    infeasible: Annotated[bool, typer.Option("--infeasible", help="Also intervals beyond what can work.")] = False,
     lost: Annotated[
         str | None, typer.Option(help="Parts of the state: all, 1/2, 1/4, 1/8 (shards), stage; comma-separated.")
     ] = None,
-    failures: Annotated[int | None, typer.Option(min=1, help="Follow runs that fail so often, instead.")] = None,
-    warm_up: Annotated[bool, typer.Option("--warm-up", help="Failures early in the run, instead.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
+    workers: Workers = None,
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-recovery.")] = None,
     json_path: JsonPath = None,
     device: DeviceOption = Device.AUTO,
 ) -> None:
     """What a failure costs by the end of the training, by every way to come back, on paired data."""
-    from cpsr.benchmarks.recovery.command import run_recovery
     from cpsr.benchmarks.recovery.grid import selection
+    from cpsr.benchmarks.recovery.run import main as run_recovery
 
     if quick and full:
         raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
-    chosen = selection(full, points, seeds, workloads, methods, infeasible, intervals, lost, find_device(device))
-    run_recovery(chosen, failures, warm_up, cache, json_path, workers)
+    chosen = selection(full, points, seeds, workloads, methods, intervals, lost, find_device(device))
+    run_recovery(chosen, cache, json_path, workers)
 
 
 @bench.command()
 def tune(
-    tasks: Annotated[str | None, typer.Option(help="Names, comma-separated; by default all for two cores.")] = None,
-    schedules: Annotated[str, typer.Option(help="cosine, cosine10, wsd, constant: comma-separated.")] = (
-        "cosine,cosine10,wsd"
-    ),
+    tasks: Annotated[str | None, typer.Option(help="Names, comma-separated; by default all.")] = None,
+    schedules: Annotated[str, typer.Option(help="cosine, cosine10, wsd: comma-separated.")] = "cosine,cosine10,wsd",
     lengths: Annotated[str, typer.Option(help="Iterations of the training, comma-separated.")] = "1200",
     optimizers: Annotated[str, typer.Option(help="adamw, sgd, muon: comma-separated.")] = "adamw",
     seeds: Annotated[int, typer.Option(min=1, help="Trainings at each rate.")] = 3,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
+    workers: Workers = None,
     cache: Annotated[Path | None, typer.Option(help="Keeps every training; by default runs/bench-tune.")] = None,
     json_path: JsonPath = None,
     device: DeviceOption = Device.AUTO,
 ) -> None:
     """The peak learning rate at which trainings end best: their final loss in steps of 1.4 around it."""
-    from cpsr.benchmarks.harness.processes import default_workers
-    from cpsr.benchmarks.tune.run import CACHE
-    from cpsr.benchmarks.tune.run import main as run_tune
-    from cpsr.benchmarks.tune.space import settings
+    from cpsr.benchmarks.recovery.tune import main as run_tune
+    from cpsr.benchmarks.recovery.tune import settings
 
-    kept = CACHE if cache is None else cache
-    chosen = settings(tasks, schedules, lengths, optimizers)
-    run_tune(chosen, seeds, kept, json_path, workers or default_workers(), find_device(device))
+    run_tune(settings(tasks, schedules, lengths, optimizers), seeds, cache, json_path, workers, find_device(device))
 
 
 @bench.command()
 def prior(
     failures: Annotated[int, typer.Option(min=0, help="Failures of each run; 0 only fits what is there.")] = 0,
-    settings: Annotated[int, typer.Option(min=1, help="Settings of the line drawn at each.")] = 4,
     data: Annotated[Path | None, typer.Option(help="Directory of the measured recoveries.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-prior.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
+    workers: Workers = None,
     table: Annotated[Path | None, typer.Option(help="Write the fitted table here.")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Measure recoveries with many settings on runs of their own, and fit the predictor's prior table to them."""
-    from cpsr.benchmarks.harness.processes import default_workers
-    from cpsr.benchmarks.prior.run import CACHE, DATA
-    from cpsr.benchmarks.prior.run import main as run_prior
+    from cpsr.benchmarks.recovery.prior import main as run_prior
 
-    run_prior(data or DATA, cache or CACHE, failures, settings, workers or default_workers(), table, json_path)
+    run_prior(failures, data, cache, table, json_path, workers)
 
 
 @bench.command()
 def network(
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-prior.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes of one thread; by default up to 2.")] = None,
+    workers: Workers = None,
     weights: Annotated[Path | None, typer.Option(help="Write a network pretrained on all runs here.")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """Pretrain the predictor's network on the prior's runs, and judge its directions on runs that were left out."""
-    from cpsr.benchmarks.harness.processes import default_workers
-    from cpsr.benchmarks.prior.network_run import main as run_network
-    from cpsr.benchmarks.prior.run import CACHE
+    from cpsr.benchmarks.recovery.network import main as run_network
 
-    run_network(cache or CACHE, workers or default_workers(), weights, json_path)
+    run_network(cache, weights, json_path, workers)
 
 
 @bench.command()
 def predictor(
     parameters: Annotated[str, typer.Option(help="Size of the model: 350M, 124M or 10M.")] = "350M",
-    checkpoints: Annotated[int, typer.Option(min=3, help="In the history; 4 bytes a parameter each.")] = 8,
-    methods: Annotated[str, typer.Option(help="Names, comma-separated.")] = "default",
+    methods: Annotated[str, typer.Option(help="default, line, vitp: comma-separated.")] = "default",
     repeats: Annotated[int, typer.Option(min=1, help="Turns of reading and predicting, per method.")] = 7,
-    tokens: Annotated[int, typer.Option(min=1, help="A training batch is one sequence of this length.")] = 256,
-    cache: Annotated[Path | None, typer.Option(help="Holds the history; by default runs/bench-predictor.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the history there, for the next call.")] = False,
+    workdir: Workdir = None,
     json_path: JsonPath = None,
     device: DeviceOption = Device.AUTO,
 ) -> None:
     """Memory and speed of prediction over a history on disk, beside reading it and beside training."""
-    from cpsr.benchmarks.predictor_cost.run import CACHE
     from cpsr.benchmarks.predictor_cost.run import main as run_predictor
 
-    run_predictor(
-        parameters,
-        checkpoints,
-        methods,
-        repeats,
-        tokens,
-        CACHE if cache is None else cache,
-        keep,
-        json_path,
-        device=find_device(device),
-    )
+    run_predictor(parameters, methods, repeats, workdir, json_path, find_device(device))
 
 
 @bench.command()
@@ -316,51 +273,11 @@ def service(
 
 
 @bench.command()
-def experts(
-    quick: Annotated[bool, typer.Option("--quick", help="About 12 minutes on two cores; the default.")] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="More models and policies: about two hours; interrupt it at will.")
-    ] = False,
-    parts: Annotated[
-        str, typer.Option(help="arithmetic, stall, writes, failures: some of them, comma-separated.")
-    ] = "arithmetic,stall,writes,failures",
-    workers: Annotated[int, typer.Option(min=1, help="Runs of one rank that train beside each other.")] = 2,
-    seeds: Annotated[int | None, typer.Option(min=2, help="Of each model that fails.")] = None,
-    batch_windows: Annotated[int | None, typer.Option(min=1, help="Of an iteration of each model that fails.")] = None,
-    policies: Annotated[
-        str | None,
-        typer.Option(
-            help="By which models that fail are saved: sequential, load_aware, dynamic_k, moetion, window; some of "
-            "them, comma-separated. By default sequential, and moetion with --full."
-        ),
-    ] = None,
-    modes: Annotated[
-        str | None,
-        typer.Option(
-            help="What becomes of experts that are older than the checkpoint: stale, more_capacity, catch_up, "
-            "catch_up_whole; some of them, comma-separated, and stale in any case. By default all."
-        ),
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Keeps finished runs with failures; by default runs/bench-experts.")
-    ] = None,
-    workdir: Workdir = None,
-    json_path: JsonPath = None,
-) -> None:
-    """Sparse snapshots of a mixture of experts: bytes, stall, and the lag after four failures."""
-    from cpsr.benchmarks.experts.run import CACHE
+def experts(json_path: JsonPath = None) -> None:
+    """Bytes of sparse snapshots of a mixture of experts beside the papers, and the time to choose what they hold."""
     from cpsr.benchmarks.experts.run import main as run_experts
-    from cpsr.benchmarks.experts.size import FULL, QUICK
 
-    if quick and full:
-        raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")
-    size = (FULL if full else QUICK).with_failing(
-        seeds,
-        batch_windows,
-        None if policies is None else _comma_separated(policies),
-        None if modes is None else _comma_separated(modes),
-    )
-    run_experts(json_path, size, _comma_separated(parts), workers, workdir, CACHE if cache is None else cache)
+    run_experts(json_path)
 
 
 @bench.command()

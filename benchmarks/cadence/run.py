@@ -5,17 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-
 from cpsr.benchmarks.cadence.lost import CHECKPOINT_ITERATIONS, Loss, kill_and_restart
-from cpsr.benchmarks.harness.machine import machine_text
-from cpsr.benchmarks.harness.measurement import interval_text, measuring, verdict
+from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring, verdict
 from cpsr.benchmarks.harness.ranks import RANKS, run_ranks
-from cpsr.benchmarks.overhead.blocks import Pair
-from cpsr.benchmarks.overhead.result import VariantResult, summarise
-from cpsr.tables import print_table
+from cpsr.benchmarks.overhead.blocks import Pair, VariantResult, summarise
 
 __all__ = ["INTERVALS", "Size", "main"]
 
@@ -23,7 +16,6 @@ AIM = 0.02  # of a step
 INTERVALS = (1, 5)  # iterations between snapshots
 JOBS = {"torch, one process": True, f"DeepSpeed ZeRO-1, {RANKS} ranks": False}
 PERCENT, MEGABYTE, MILLISECOND = 100.0, 1e6, 1e-3
-COLOURS = ("#1f6f8b", "#d08c2f", "#8a8a8a")
 
 
 @dataclass(frozen=True)
@@ -42,7 +34,7 @@ class Size:
 
 
 def main(json_path: Path | None = None, size: Size | None = None, workdir: Path | None = None) -> None:
-    """Measure, print the tables, and write the JSON file with its plot.
+    """Measure, print the tables, and write the JSON file.
 
     Args:
         json_path: where the figures go.
@@ -74,8 +66,7 @@ def main(json_path: Path | None = None, size: Size | None = None, workdir: Path 
             summarise(name, [[Pair(**pair) for pair in run["pairs"]] for run in runs], aim=AIM)
             for name, runs in found.items()
         ]
-        _show(call.console, results, found, losses)
-        call.console.print(machine_text(call.machine))
+        _show(call, results, found, losses)
         figures = {
             "size": vars(size),
             "checkpoint_iterations": CHECKPOINT_ITERATIONS,
@@ -90,7 +81,7 @@ def main(json_path: Path | None = None, size: Size | None = None, workdir: Path 
             "kills": [loss.to_json() for loss in losses],
             "aims": {"lost at most the interval, exactly": _kept(losses)},
         }
-        call.leave(figures, _draw(results, losses, call.machine))
+        call.leave(figures)
 
 
 def _measured(directory: Path, size: Size, interval_iterations: int, alone: bool) -> dict[str, Any]:
@@ -113,63 +104,39 @@ def _kept(losses: Sequence[Loss]) -> bool:
 
 
 def _show(
-    console: Console,
+    call: Measurement,
     results: Sequence[VariantResult],
     found: Mapping[str, Sequence[Mapping[str, Any]]],
     losses: Sequence[Loss],
 ) -> None:
-    table = Table(title="A step with snapshots to host memory, beside one without", title_justify="left")
-    for heading in ("job", "state of a rank, MB", "step, ms", "overhead, % of a step", "stall, ms", "skipped", "aim"):
-        table.add_column(heading)
+    rows = []
     for result in results:
         runs = found[result.variant]
-        table.add_row(
-            result.variant,
-            f"{runs[0]['state_bytes'] / MEGABYTE:.1f}",
-            f"{result.step_seconds / MILLISECOND:.1f}",
-            interval_text(result.overhead, PERCENT),
-            " ".join(f"{run['stall_seconds'] / MILLISECOND:.2f}" for run in runs),
-            str(sum(run["skipped"] for run in runs)),
-            f"{verdict(result.met)}  below {result.aim:.0%}",
+        rows.append(
+            (
+                result.variant,
+                f"{runs[0]['state_bytes'] / MEGABYTE:.1f}",
+                f"{result.step_seconds / MILLISECOND:.1f}",
+                interval_text(result.overhead, PERCENT),
+                " ".join(f"{run['stall_seconds'] / MILLISECOND:.2f}" for run in runs),
+                str(sum(run["skipped"] for run in runs)),
+                f"{verdict(result.met)}  below {result.aim:.0%}",
+            )
         )
-    print_table(console, table)
-    kills = Table(title=f"All processes killed; a checkpoint every {CHECKPOINT_ITERATIONS}", title_justify="left")
-    for heading in ("snapshots", "kills", "iterations lost", "from", "bit for bit"):
-        kills.add_column(heading)
+    headings = ("job", "state of a rank, MB", "step, ms", "overhead, % of a step", "stall, ms", "skipped", "aim")
+    call.table("A step with snapshots to host memory, beside one without", headings, rows)
+    kills = []
     for interval in (*INTERVALS, None):
         own = [loss for loss in losses if loss.interval_iterations == interval]
-        kills.add_row(
-            "none between checkpoints" if interval is None else f"every {interval}",
-            str(len(own)),
-            " ".join(str(loss.lost_iterations) for loss in own),
-            ", ".join(sorted({loss.tier for loss in own})),
-            f"{sum(loss.exact for loss in own)} of {len(own)}",
+        kills.append(
+            (
+                "none between checkpoints" if interval is None else f"every {interval}",
+                str(len(own)),
+                " ".join(str(loss.lost_iterations) for loss in own),
+                ", ".join(sorted({loss.tier for loss in own})),
+                f"{sum(loss.exact for loss in own)} of {len(own)}",
+            )
         )
-    print_table(console, kills)
-    console.print(f"{verdict(_kept(losses))}  at most the interval is lost, bit for bit")
-
-
-def _draw(results: Sequence[VariantResult], losses: Sequence[Loss], machine: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    places = range(len(results))
-    for place, result in zip(places, results, strict=True):
-        low, value, high = (PERCENT * one for one in (result.overhead.low, result.overhead.value, result.overhead.high))
-        left.errorbar(place, value, [[value - low], [high - value]], fmt="o", capsize=4, color=COLOURS[0])
-        left.plot([place] * len(result.run_medians), [PERCENT * one for one in result.run_medians], "_", color="black")
-    left.axhline(PERCENT * AIM, color="#c0392b", ls="--", lw=1, label=f"aim: below {AIM:.0%}")
-    left.axhline(0, color="black", lw=0.6)
-    left.set_xticks(places, [result.variant.replace(", ", "\n") for result in results], fontsize=8)
-    left.set_ylabel("overhead, % of a step")
-    left.set_title("median, 95%, and the runs' medians (dashes)", loc="left", fontsize=10)
-    left.legend(fontsize=8)
-    for colour, interval in zip(COLOURS, (*INTERVALS, None), strict=True):
-        own = sorted(loss.lost_iterations for loss in losses if loss.interval_iterations == interval)
-        label = "checkpoints alone" if interval is None else f"snapshots every {interval}"
-        right.plot(range(1, len(own) + 1), own, "o-", color=colour, label=label)
-    right.set_xlabel("kills, by what they lost")
-    right.set_ylabel("iterations lost")
-    right.set_title(f"All processes killed, a checkpoint every {CHECKPOINT_ITERATIONS}", loc="left", fontsize=10)
-    right.legend(fontsize=8)
-    figure.suptitle(f"Snapshots to host memory ({machine_text(machine)}, {machine['date'][:10]})", fontsize=11)
-    return figure
+    headings = ("snapshots", "kills", "iterations lost", "from", "bit for bit")
+    call.table(f"All processes killed; a checkpoint every {CHECKPOINT_ITERATIONS}", headings, kills)
+    call.judge("at most the interval is lost, bit for bit", _kept(losses))

@@ -1,26 +1,15 @@
 """One rank of a ZeRO-1 job that trains blocks with snapshots to host memory and without, started by the harness."""
 
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS, NEVER_ITERATIONS, SETTLE_STEPS, WARM_UP_STEPS, Pair
-from cpsr.benchmarks.overhead.deepspeed_job import BATCH, zero_engine
-from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
-from cpsr.engines import adapt
-from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.torch import TorchAdapter
+from cpsr.benchmarks.overhead.blocks import NEVER_ITERATIONS, WARM_UP_STEPS, block_seconds, in_turns
+from cpsr.benchmarks.overhead.jobs import BATCH, torch_job, zero_job
 from cpsr.recovery import CPSRRecovery
 
 __all__ = ["main"]
-
-_Step = Callable[[Any], None]  # trains on one batch
 
 
 def main(run_dir: Path, pairs: int, interval_iterations: int, alone: bool) -> dict[str, Any] | None:
@@ -32,7 +21,7 @@ def main(run_dir: Path, pairs: int, interval_iterations: int, alone: bool) -> di
         interval_iterations: between snapshots.
         alone: one process of plain torch instead.
     """
-    adapter, loader, step = _torch_job() if alone else _zero_job(run_dir)
+    adapter, loader, step = torch_job(BATCH) if alone else zero_job(run_dir)
     checkpoint = {"interval_iterations": NEVER_ITERATIONS, "final": False}
     with CPSRRecovery(adapter, {"run_dir": run_dir, "mode": "exact", "checkpoint": checkpoint}) as recovery:
         batches = recovery.resume(loader, repeat=True)
@@ -41,15 +30,12 @@ def main(run_dir: Path, pairs: int, interval_iterations: int, alone: bool) -> di
         saver = recovery.life.saver
         plan = saver.plan
 
-        def block(interval: int | None) -> float:
+        def block(with_snapshots: bool) -> float:
+            interval = interval_iterations if with_snapshots else None
             saver.plan = replace(plan, memory_interval_iterations=interval)
-            return _seconds(batches, step)
+            return block_seconds(batches, step, "cpu")
 
-        measured = []
-        for index in range(pairs):
-            order = (interval_iterations, None) if index % 2 == 0 else (None, interval_iterations)
-            seconds = {interval: block(interval) for interval in order}
-            measured.append(Pair(seconds[interval_iterations], seconds[None]))
+        measured = in_turns(block, pairs)
         found = {
             "pairs": [asdict(pair) for pair in measured],
             "state_bytes": adapter.shard().state_bytes,
@@ -57,41 +43,3 @@ def main(run_dir: Path, pairs: int, interval_iterations: int, alone: bool) -> di
             "skipped": saver.memory.skipped,
         }
     return found if adapter.rank == 0 else None
-
-
-def _torch_job() -> tuple[EngineAdapter, Iterable[Any], _Step]:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig())
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(batch: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        model(batch).backward()
-        optimizer.step()
-
-    return TorchAdapter(model, optimizer), DataLoader(_windows(), batch_size=BATCH, drop_last=True), step
-
-
-def _zero_job(run_dir: Path) -> tuple[EngineAdapter, Iterable[Any], _Step]:
-    engine, windows = zero_engine(run_dir), _windows()
-    sampler: DistributedSampler[Any] = DistributedSampler(windows, seed=0)
-
-    def step(batch: torch.Tensor) -> None:
-        engine.backward(engine(batch))
-        engine.step()
-
-    return adapt(engine), DataLoader(windows, batch_size=BATCH, sampler=sampler, drop_last=True), step
-
-
-def _windows() -> Windows:
-    text, _ = read_corpus()
-    return Windows(text, GPTConfig().context)
-
-
-def _seconds(batches: Iterator[Any], step: _Step) -> float:
-    for _ in range(SETTLE_STEPS):
-        step(next(batches))
-    started = time.perf_counter()
-    for _ in range(BLOCK_STEPS):
-        step(next(batches))
-    return time.perf_counter() - started

@@ -6,15 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-
-from cpsr.benchmarks.durable.ways import CACHE, CPSR, RAW, Cost, Ways
+from cpsr.benchmarks.durable.ways import CPSR, RAW, Cost, Ways
 from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
-from cpsr.benchmarks.harness.machine import machine_text
-from cpsr.benchmarks.harness.measurement import interval_text, measuring, verdict
-from cpsr.tables import print_table
+from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring
 
 __all__ = ["main"]
 
@@ -22,7 +16,6 @@ MEGABYTES = (64, 256, 512)
 ROUNDS = 9
 PROCESSOR_AIM, RATIO_AIM = 0.4, 1.3  # seconds per GB; time over the raw way's
 GIGABYTE = 1e9
-COLOURS = {CPSR: "#1f6f8b", RAW: "#8a8a8a", CACHE: "#d08c2f"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ def main(
     workdir: Path | None = None,
     megabytes: Sequence[int] = MEGABYTES,
 ) -> None:
-    """Measure, print the table, and write the JSON file with its plot.
+    """Measure, print the table, and write the JSON file.
 
     Args:
         json_path: where the figures go.
@@ -77,14 +70,13 @@ def main(
             directory = call.directory / str(size)
             directory.mkdir()
             results.append(_measured(directory, size, rounds, step))
-        _show(call.console, results, rounds)
-        call.console.print(machine_text(call.machine))
+        _show(call, results, rounds)
         figures = {
             "rounds": rounds,
             "sizes": [asdict(result) for result in results],
             "aims": {aim: met for result in results for aim, met in result.aims().items()},
         }
-        call.leave(figures, _draw(results, call.machine))
+        call.leave(figures)
 
 
 def _measured(directory: Path, megabytes: int, rounds: int, step: Any) -> SizeResult:
@@ -110,44 +102,23 @@ def _measured(directory: Path, megabytes: int, rounds: int, step: Any) -> SizeRe
     )
 
 
-def _show(console: Console, results: Sequence[SizeResult], rounds: int) -> None:
-    table = Table(title="Until a checkpoint is durable and verified", title_justify="left")
-    for heading in ("state", "way", "seconds", "over the raw way", "processor seconds per GB"):
-        table.add_column(heading)
-    for result in results:
-        for name in result.samples:
-            table.add_row(
-                f"{result.megabytes} MB",
-                name,
-                interval_text(result.seconds[name], digits=3),
-                interval_text(result.ratio) if name == CPSR else "",
-                interval_text(result.processor_seconds_per_gigabyte[name]),
-            )
-    print_table(console, table)
-    console.print(f"Medians of {rounds} with 95% bootstrap intervals; the raw way hashes nothing and keeps no file.")
+def _show(call: Measurement, results: Sequence[SizeResult], rounds: int) -> None:
+    rows = [
+        (
+            f"{result.megabytes} MB",
+            name,
+            interval_text(result.seconds[name], digits=3),
+            interval_text(result.ratio) if name == CPSR else "",
+            interval_text(result.processor_seconds_per_gigabyte[name]),
+        )
+        for result in results
+        for name in result.samples
+    ]
+    headings = ("state", "way", "seconds", "over the raw way", "processor seconds per GB")
+    call.table("Until a checkpoint is durable and verified", headings, rows)
+    call.console.print(
+        f"Medians of {rounds} with 95% bootstrap intervals; the raw way hashes nothing and keeps no file."
+    )
     for result in results:
         for aim, met in result.aims().items():
-            console.print(f"{verdict(met)}  {aim}")
-
-
-def _draw(results: Sequence[SizeResult], machine: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for name, colour in COLOURS.items():
-        for axes, values in (
-            (left, [result.seconds[name] for result in results]),
-            (right, [result.processor_seconds_per_gigabyte[name] for result in results]),
-        ):
-            middles = [one.value for one in values]
-            errors = [[one.value - one.low for one in values], [one.high - one.value for one in values]]
-            sizes = [result.megabytes for result in results]
-            axes.errorbar(sizes, middles, errors, fmt="o-", capsize=3, color=colour, label=name)
-    for axes, title in ((left, "seconds until durable and verified"), (right, "processor seconds per GB")):
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("state, MB")
-        axes.set_ylim(bottom=0)
-    right.axhline(PROCESSOR_AIM, color="#c0392b", ls="--", lw=1, label=f"aim: {PROCESSOR_AIM}")
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    figure.suptitle(f"Writing a checkpoint ({machine_text(machine)}, {machine['date'][:10]})", fontsize=11)
-    return figure
+            call.judge(aim, met)

@@ -1,27 +1,51 @@
-"""One call of a benchmark: where it works, on what machine, how far it is, and what it leaves behind."""
+"""One call of a benchmark: its folder, its machine, how far it is, what it prints, and what it leaves behind."""
 
 import json
 import logging
+import os
+import platform
+import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import psutil
+import torch
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from cpsr.benchmarks.harness.intervals import Estimate
-from cpsr.benchmarks.harness.machine import busy_warning, describe_machine
-from cpsr.demo.device import CPU
+from cpsr.demo.device import CPU, describe_device, device_text
+from cpsr.tables import print_table
 
-__all__ = ["Measurement", "interval_text", "measuring", "verdict"]
+__all__ = [
+    "COLOURS",
+    "Measurement",
+    "busy_warning",
+    "describe_machine",
+    "interval_text",
+    "machine_text",
+    "measured_code",
+    "measuring",
+    "verdict",
+    "where",
+]
 
 DOTS_PER_INCH = 110
+COLOURS = [to_hex(matplotlib.colormaps["tab20"](place)) for place in range(20)]
+PACKAGES = ("cpsr", "torch", "deepspeed", "safetensors", "xxhash", "numpy")
+GIT_SECONDS = 10.0
+LOAD_PER_CORE_MAX = 0.25  # above it, other processes take turns with what is measured
 
 
 @dataclass(frozen=True)
@@ -49,12 +73,28 @@ class Measurement:
         task = self.progress.add_task(title, total=total)
         return lambda: self.progress.advance(task)
 
+    def table(
+        self, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None
+    ) -> None:
+        """Print a table: its first column is text, the others are figures."""
+        table = Table(title=title, title_justify="left", caption=caption)
+        for place, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if place else "left")
+        for row in rows:
+            table.add_row(*row)
+        print_table(self.console, table)
+
+    def judge(self, aim: str, met: bool) -> None:
+        """Print an aim, and whether it is met."""
+        self.console.print(f"{verdict(met)}  {aim}")
+
     def leave(self, figures: Mapping[str, Any], plots: Mapping[str, Figure] | Figure | None = None) -> None:
-        """Write the figures as JSON with the machine, and the plots beside them: the first under the same name.
+        """Name the machine; write the figures as JSON, and the plots beside them: the first under the same name.
 
         Raises:
             ValueError: a figure is NaN or infinite, which JSON does not have.
         """
+        self.console.print(machine_text(self.machine))
         if self.json_path is None:
             return
         path = self.json_path
@@ -135,3 +175,70 @@ def interval_text(estimate: Estimate, scale: float = 1.0, digits: int = 2, separ
 def verdict(met: bool) -> str:
     """Rich markup for an aim."""
     return "[green]pass[/green]" if met else "[red]miss[/red]"
+
+
+def where(machine: Mapping[str, Any]) -> str:
+    """The machine and the date, as a figure's title has them."""
+    return f"{machine_text(machine)}, {machine['date'][:10]}"
+
+
+def describe_machine(workdir: Path, device: str = CPU) -> dict[str, Any]:
+    """Date, processor, the device that is measured on, memory, file system, commit and versions, as plain data."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu_model": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": describe_device(device),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_before": os.getloadavg()[0],
+        "file_system": _file_system(workdir),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch_threads": torch.get_num_threads(),
+        "code": measured_code(Path(__file__).resolve().parent),
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def machine_text(machine: Mapping[str, Any]) -> str:
+    """Processor and device, for people."""
+    return f"{machine['cpu_model']}, {machine['cores']} cores, device: {device_text(machine['device'])}"
+
+
+def measured_code(directory: Path) -> str | None:
+    """The git commit of the sources there, with `+` where files differ from it; None where git does not have them."""
+    tracked = _git(directory, "ls-files", "--error-unmatch", ".")  # an installed package may lie in another's checkout
+    return _git(directory, "describe", "--always", "--abbrev=40", "--match=", "--dirty=+") if tracked else None
+
+
+def busy_warning(machine: dict[str, Any]) -> str | None:
+    """A line for the reader where other processes were running when the measurement began."""
+    if machine["load_before"] <= LOAD_PER_CORE_MAX * machine["cores"]:
+        return None
+    return (
+        f"the machine was busy before this began (load {machine['load_before']:.1f} on {machine['cores']} cores): "
+        "take the figures again when it is quiet"
+    )
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(directory), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git here
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor()
+
+
+def _file_system(path: Path) -> str:
+    mounts = [disk for disk in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(disk.mountpoint)]
+    return str(max(mounts, key=lambda disk: len(disk.mountpoint)).fstype) if mounts else "unknown"

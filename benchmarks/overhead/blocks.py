@@ -1,15 +1,28 @@
-"""Blocks of steps with the wrapper and without, in turns."""
+"""Blocks of steps with something and without it in turns, and the overhead that they show."""
 
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpsr.benchmarks.harness.device import wait_for
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval
+from cpsr.benchmarks.harness.processes import wait_for
+from cpsr.demo.device import CPU
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.recovery import CPSRRecovery
 
-__all__ = ["BLOCK_STEPS", "NEVER_ITERATIONS", "SETTLE_STEPS", "WARM_UP_STEPS", "Pair", "configuration", "measure_pairs"]
+__all__ = [
+    "BLOCK_STEPS",
+    "NEVER_ITERATIONS",
+    "WARM_UP_STEPS",
+    "Pair",
+    "VariantResult",
+    "block_seconds",
+    "in_turns",
+    "measure_pairs",
+    "summarise",
+]
 
 NEVER_ITERATIONS = 2**30  # no checkpoint falls into a measurement
 BLOCK_STEPS = 5  # other programs come and go on the machine: short blocks meet the same ones on both sides
@@ -25,9 +38,14 @@ class Pair:
     detached_seconds: float
 
 
-def configuration(run_dir: Any) -> dict[str, Any]:
-    """CPSR's defaults, without any checkpoint."""
-    return {"run_dir": run_dir, "checkpoint": {"interval_iterations": NEVER_ITERATIONS, "final": False}}
+def in_turns(block: Callable[[bool], float], pairs: int) -> list[Pair]:
+    """Blocks with, without, without, with; `block` trains one and returns its seconds."""
+    measured = []
+    for index in range(pairs):
+        order = (True, False) if index % 2 == 0 else (False, True)
+        seconds = {attached: block(attached) for attached in order}
+        measured.append(Pair(seconds[True], seconds[False]))
+    return measured
 
 
 def measure_pairs(
@@ -60,19 +78,16 @@ def measure_pairs(
         adapter.detach()
         if with_wrapper:
             adapter.attach(recovery.life)
-        return _block_seconds(wrapped if with_wrapper else plain, step, device)
+        return block_seconds(wrapped if with_wrapper else plain, step, device)
 
-    measured = []
-    for index in range(pairs):
-        order = (True, False) if index % 2 == 0 else (False, True)
-        seconds = {with_wrapper: block(with_wrapper) for with_wrapper in order}
-        measured.append(Pair(seconds[True], seconds[False]))
+    measured = in_turns(block, pairs)
     adapter.detach()
     adapter.attach(recovery.life)
     return measured
 
 
-def _block_seconds(batches: Iterator[Any], step: Callable[[Any], None], device: str) -> float:
+def block_seconds(batches: Iterator[Any], step: Callable[[Any], None], device: str = CPU) -> float:
+    """Seconds of the next block, after a step that is not timed."""
     for _ in range(SETTLE_STEPS):
         step(next(batches))
     wait_for(device)
@@ -86,3 +101,69 @@ def _block_seconds(batches: Iterator[Any], step: Callable[[Any], None], device: 
 def _endless(loader: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from loader
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """One training job, measured in several runs.
+
+    Attributes:
+        variant: its name.
+        aim: the overhead should be below.
+        step_seconds: median step without what is measured.
+        overheads: relative overhead of every `with, without, without, with`, by run.
+        overhead: median of all of them.
+        run_medians: median of each run.
+    """
+
+    variant: str
+    aim: float
+    step_seconds: float
+    overheads: list[list[float]]
+    overhead: Estimate
+    run_medians: list[float]
+
+    @property
+    def met(self) -> bool:
+        """Whether the whole interval is below the aim."""
+        return self.overhead.high < self.aim
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        overheads = [[round(overhead, 5) for overhead in run] for run in self.overheads]
+        return (
+            asdict(self)
+            | {"overheads": overheads}
+            | {"aims": {f"{self.variant}: below {self.aim:.0%} of a step": self.met}}
+        )
+
+
+def summarise(variant: str, runs: Sequence[Sequence[Pair]], aim: float) -> VariantResult:
+    """The figures of one variant.
+
+    Two neighbouring pairs have opposite orders and are taken together: a machine that speeds up or slows down steadily
+    cancels out.
+
+    Args:
+        variant: its name.
+        runs: an even number of pairs each, in the order they ran.
+        aim: what the overhead should be below.
+    """
+    overheads = [_overheads(run) for run in runs]
+    return VariantResult(
+        variant=variant,
+        aim=aim,
+        step_seconds=statistics.median(pair.detached_seconds / BLOCK_STEPS for run in runs for pair in run),
+        overheads=overheads,
+        overhead=median_interval([overhead for run in overheads for overhead in run]),
+        run_medians=[statistics.median(run) for run in overheads],
+    )
+
+
+def _overheads(run: Sequence[Pair]) -> list[float]:
+    if len(run) % 2:
+        raise ValueError(f"{len(run)} pairs: every order needs its opposite")
+    return [
+        (first.attached_seconds + second.attached_seconds) / (first.detached_seconds + second.detached_seconds) - 1
+        for first, second in zip(run[::2], run[1::2], strict=True)
+    ]

@@ -1,67 +1,77 @@
-"""`cpsr bench overhead`: what the wrapper and the predictor cost while a job trains."""
+"""`cpsr bench overhead`: what the wrapper costs steps without a checkpoint."""
 
-from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.benchmarks.harness.measurement import measuring
-from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS
-from cpsr.benchmarks.overhead.parts import DEFAULT, PARTS, Samples, Size, obstacles
-from cpsr.benchmarks.overhead.plot import draw_all
-from cpsr.benchmarks.overhead.report import show
-from cpsr.demo.device import CPU, describe_device
-from cpsr.errors import ConfigError
+from cpsr.benchmarks.harness.measurement import interval_text, measuring, verdict
+from cpsr.benchmarks.harness.ranks import RANKS, run_ranks
+from cpsr.benchmarks.overhead import jobs
+from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS, Pair, summarise
+from cpsr.demo.device import CPU
 
-__all__ = ["main"]
+__all__ = ["DEFAULT", "FULL", "Size", "main"]
+
+AIM = 0.01  # of a step
+JOBS = {"torch, one process": 1, f"DeepSpeed ZeRO-1, {RANKS} ranks": RANKS}
 
 
-def main(
-    json_path: Path | None = None,
-    size: Size = DEFAULT,
-    parts: Collection[str] = tuple(PARTS),
-    workdir: Path | None = None,
-    device: str = CPU,
-) -> None:
-    """Measure, print the tables, and write the JSON file with its plots.
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        runs: jobs started anew, of each kind: what differs from start to start must show.
+        pairs: blocks with and without the wrapper in a run, an even number.
+    """
+
+    runs: int
+    pairs: int
+
+
+DEFAULT, FULL = Size(runs=2, pairs=40), Size(runs=4, pairs=120)
+
+
+def main(json_path: Path | None = None, size: Size = DEFAULT, workdir: Path | None = None, device: str = CPU) -> None:
+    """Measure, print the table, and write the JSON file.
 
     Args:
-        json_path: where the figures go; the plots are put beside it.
+        json_path: where the figures go.
         size: how much is measured.
-        parts: some of `PARTS`. wrapper: steps without a checkpoint; bubbles: the stages of a pipeline, and their step
-            time; memory: over a run. Those that the device cannot run are left out, and named.
         workdir: holds the runs' directories; by default a temporary one.
         device: `cpu` or `cuda`, which the jobs train on.
 
     Raises:
-        ConfigError: a part is not known, or the device can run none of them.
         CPSRError: a job failed.
     """
-    unknown = sorted(set(parts) - set(PARTS))
-    if unknown or not parts:
-        raise ConfigError(f"--parts {', '.join(unknown) or 'is empty'}: there are {', '.join(PARTS)}")
-    left_out = obstacles(parts, device, describe_device(device).get("count", 0))
-    parts = [part for part in PARTS if part in parts and part not in left_out]
-    if not parts:
-        raise ConfigError(f"nothing to measure: {'; '.join(left_out.values())}. Name other --parts, or --device cpu")
-    samples = Samples()
+    pairs: dict[str, list[list[Pair]]] = {job: [] for job in JOBS}
     with measuring("overhead", json_path, workdir, device=device) as call:
-        for part, why in left_out.items():
-            call.console.print(f"[yellow]{part} left out: {why}[/yellow]")
-        step = call.bar("runs", size.runs * len(parts))
+        step = call.bar("runs", size.runs * len(JOBS))
         for number in range(size.runs):
-            for part in parts:
-                run_directory = call.directory / f"{part}-{number}"
-                run_directory.mkdir()
-                PARTS[part](samples, run_directory, size, device)
+            for job, ranks in JOBS.items():
+                directory = call.directory / f"{ranks}-{number}"
+                directory.mkdir()
+                if ranks == 1:
+                    found = jobs.main(directory / "run", size.pairs, device, alone=True)
+                else:
+                    (found,) = run_ranks("overhead.jobs", directory, device=device, pairs=size.pairs, kind=device)
+                pairs[job].append([Pair(**pair) for pair in found or ()])
                 step()
-        variants, bubbles, memory = samples.variants(), samples.bubbles(), samples.memory(size.timeline_model)
-        show(call.console, call.machine, variants, bubbles, memory)
-        figures = {
-            "size": asdict(size),
-            "block_steps": BLOCK_STEPS,
-            "left_out": left_out,
-            "results": [result.to_json() for result in variants],
-            "bubbles": bubbles and bubbles.to_json(),
-            "memory": memory and memory.to_json(),
-        }
-        call.leave(figures, draw_all(samples.memory_runs, variants, bubbles, call.machine))
+        results = [summarise(job, runs, AIM) for job, runs in pairs.items()]
+        rows = [
+            (
+                result.variant,
+                f"{result.step_seconds * 1000:.1f}",
+                interval_text(result.overhead, 100.0),
+                "  ".join(f"{median:+.2%}" for median in sorted(result.run_medians)),
+                f"{verdict(result.met)}  below {result.aim:.0%}",
+            )
+            for result in results
+        ]
+        headings = ("job", "step, ms", "overhead, % of a step", "medians of the runs", "aim")
+        call.table("Overhead on a training step", headings, rows)
+        call.console.print(
+            f"Blocks of {BLOCK_STEPS} steps without a checkpoint; with CPSR, without, without, with. Medians with 95% "
+            f"bootstrap intervals. Torch threads: {call.machine['torch_threads']}."
+        )
+        figures = {"size": vars(size), "block_steps": BLOCK_STEPS, "results": [result.to_json() for result in results]}
+        call.leave(figures)

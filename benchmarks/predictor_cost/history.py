@@ -16,7 +16,7 @@ from cpsr.errors import CPSRError
 from cpsr.predictor.protocol import Target
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["BYTES_PER_VALUE", "SIZES", "SPAN_ITERATIONS", "SyntheticHistory", "operator_shapes"]
+__all__ = ["BYTES_PER_VALUE", "SIZES", "SPAN_ITERATIONS", "SyntheticHistory"]
 
 # 350M is the paper's GPT2-0.35B: 24 layers, width 1024; all have GPT-2's vocabulary and context.
 SIZES = {
@@ -63,10 +63,10 @@ class SyntheticHistory:
     @property
     def parameters(self) -> int:
         """Values in each checkpoint."""
-        return sum(math.prod(shape) for shape in operator_shapes(self.config).values())
+        return sum(math.prod(shape) for shape in _operator_shapes(self.config).values())
 
     def write(self, on_checkpoint: Callable[[], None]) -> None:
-        """Write the checkpoints that are missing, and bring all into the page cache by reading them back.
+        """Write the checkpoints, which stay in the page cache.
 
         Raises:
             CPSRError: the disk has no room for them, or a checkpoint was not committed.
@@ -74,34 +74,27 @@ class SyntheticHistory:
         self.directory.mkdir(parents=True, exist_ok=True)
         store = CheckpointStore(self.directory, rank=0, world_size=1, run_id="synthetic", life=1)
         store.prepare()
-        present = {info.iteration for info in store.catalogue()}
-        missing = [iteration for iteration in self.iterations if iteration not in present]
-        self._check_room(len(missing))
-        shapes = operator_shapes(self.config)
+        self._check_room()
+        shapes = _operator_shapes(self.config)
         for iteration in self.iterations:
-            if iteration in missing:
-                _write_one(store, shapes, iteration)
+            _write_one(store, shapes, iteration)
             on_checkpoint()
-
-    def remove(self) -> None:
-        """Remove the run directory."""
-        shutil.rmtree(self.directory, ignore_errors=True)
 
     @property
     def _interval(self) -> int:
         return max(1, SPAN_ITERATIONS // (self.checkpoints - 1))
 
-    def _check_room(self, missing: int) -> None:
-        needed = int(missing * self.parameters * BYTES_PER_VALUE * DISK_MARGIN)
+    def _check_room(self) -> None:
+        needed = int(self.checkpoints * self.parameters * BYTES_PER_VALUE * DISK_MARGIN)
         free = shutil.disk_usage(self.directory).free
         if needed > free:
             raise CPSRError(
-                f"{self.directory}: {missing} checkpoints of {self.parameters:,} parameters take {needed:,} bytes, "
-                f"{free:,} are free; name another --cache, or fewer --parameters or --checkpoints"
+                f"{self.directory}: {self.checkpoints} checkpoints of {self.parameters:,} parameters take {needed:,} "
+                f"bytes, {free:,} are free; name another --workdir, or fewer --parameters"
             )
 
 
-def operator_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+def _operator_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the model, which is not built for it."""
     with torch.device("meta"):
         model = GPT(config)

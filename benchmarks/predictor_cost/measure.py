@@ -1,6 +1,5 @@
 """One method over the history: its peak memory, and its time beside reading the same checkpoints once."""
 
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +9,11 @@ from typing import TypeVar
 import numpy
 import torch
 
+from cpsr.benchmarks.harness.processes import MemoryPeak, Resident, wait_for
 from cpsr.benchmarks.predictor_cost.history import BYTES_PER_VALUE, SPAN_ITERATIONS, SyntheticHistory
-from cpsr.benchmarks.predictor_cost.memory import MemoryPeak, Resident
-from cpsr.benchmarks.predictor_cost.reads import CountedHistory
-from cpsr.benchmarks.recovery.methods.baselines import BASELINES
-from cpsr.benchmarks.recovery.methods.elementwise import ElementwisePredictor
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.config import PredictorConfig
+from cpsr.demo.model import GPT, GPTConfig
 from cpsr.errors import ConfigError, CPSRError
 from cpsr.predictor.displacement import measure
 from cpsr.predictor.line import LinePredictor
@@ -24,11 +21,10 @@ from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
 from cpsr.predictor.vitp import VITPPredictor
 
-__all__ = ["METHODS", "MethodSamples", "Repeat", "find_methods", "measure_method"]
+__all__ = ["METHODS", "MethodSamples", "Repeat", "find_methods", "measure_method", "training_seconds"]
 
 # Over the whole history, at a fixed gain: what calibration would choose is of no interest here, and may be less.
 METHODS: dict[str, Callable[..., StatePredictor]] = {
-    **BASELINES,
     "line": partial(LinePredictor, SPAN_ITERATIONS, 2.0),
     # What a job has that configures nothing: it takes the line's direction, and has learned from all but the newest
     # checkpoint, which it need not read again to find them finite.
@@ -42,8 +38,11 @@ METHODS: dict[str, Callable[..., StatePredictor]] = {
     ),
     # In its own direction from the start, as it is after some training.
     "vitp": partial(VITPPredictor, SPAN_ITERATIONS, 2.0, direction="vitp"),
-    "vitp-elementwise": ElementwisePredictor,
 }
+
+TRAINING_ITERATIONS = 5
+WARM_UP_ITERATIONS = 1  # makes the moments
+TRAINING_TOKENS = 256
 
 Result = TypeVar("Result")
 
@@ -54,19 +53,15 @@ class Repeat:
 
     Attributes:
         sum_seconds: every piece of the checkpoints in use summed once: reading alone.
-        copy_seconds: every piece copied once into memory that stays in the cache.
         forecast_seconds: deciding, with the check for damaged values.
         predict_seconds: forming all weights, which are thrown away.
         limit_seconds: forming them once more beside their history's pace, as the guard has it before they are written.
-        major_faults: pages that had to come from the disk after all.
     """
 
     sum_seconds: float
-    copy_seconds: float
     forecast_seconds: float
     predict_seconds: float
     limit_seconds: float
-    major_faults: int
 
 
 @dataclass
@@ -76,7 +71,6 @@ class MethodSamples:
     Attributes:
         method: its name.
         used_bytes: of the checkpoints that its forecast rests on.
-        forecast_checkpoints: how many of them deciding reads; forming the weights then reads all of them.
         open_seconds: opening the history, every file's hash included.
         learn_seconds: taking in the newest checkpoint.
         slice_seconds: the longest of its slices.
@@ -88,7 +82,6 @@ class MethodSamples:
 
     method: str
     used_bytes: int
-    forecast_checkpoints: float
     open_seconds: float
     learn_seconds: float
     slice_seconds: float
@@ -123,13 +116,10 @@ def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> Me
         entries = _used_entries(history, forecast)
         turns = [_repeat(predictor, history, target, forecast, entries) for _ in range(repeats)]
     parameters = sum(history.numel(operator) for operator in history.operators)
-    counted = CountedHistory(history)
-    predictor.forecast(counted, target)
     history.close()
     return MethodSamples(
         method,
         used_bytes=len(entries) * parameters * BYTES_PER_VALUE,
-        forecast_checkpoints=counted.values / parameters,
         open_seconds=open_seconds,
         learn_seconds=sum(slices),
         slice_seconds=max(slices, default=0.0),
@@ -143,15 +133,11 @@ def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> Me
 def _repeat(
     predictor: StatePredictor, history: History, target: Target, forecast: Forecast, entries: Sequence[int]
 ) -> Repeat:
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-    scratch = torch.empty(CHUNK_ELEMENTS)
     summed, _ = _timed(lambda: _read(history, entries, torch.sum))
-    copied, _ = _timed(lambda: _read(history, entries, lambda piece: scratch[: piece.numel()].copy_(piece)))
     forecast_seconds, again = _timed(lambda: predictor.forecast(history, target))
     predict_seconds, _ = _timed(lambda: _consume(predictor, history, again))
     limit_seconds, _ = _timed(lambda: measure(history, forecast, predictor.predict(history, forecast)))
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - faults
-    return Repeat(summed, copied, forecast_seconds, predict_seconds, limit_seconds, faults)
+    return Repeat(summed, forecast_seconds, predict_seconds, limit_seconds)
 
 
 def _predicted(predictor: StatePredictor, history: History, target: Target) -> Forecast:
@@ -197,3 +183,28 @@ def _timed(work: Callable[[], Result]) -> tuple[float, Result]:
     started = time.perf_counter()
     result = work()
     return time.perf_counter() - started, result
+
+
+def training_seconds(config: GPTConfig, device: str) -> list[float]:
+    """Seconds of each of five iterations: forward, backward and AdamW in float32, one sequence of 256 tokens a batch.
+
+    Takes 16 bytes a parameter of the device's memory, and the activations.
+
+    Args:
+        config: shape of the model.
+        device: `cpu` or `cuda`.
+    """
+    torch.manual_seed(0)
+    model = GPT(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seconds = []
+    for _ in range(WARM_UP_ITERATIONS + TRAINING_ITERATIONS):
+        window = torch.randint(config.vocabulary, (1, min(TRAINING_TOKENS, config.context) + 1)).to(device)
+        wait_for(device)
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        model(window).backward()
+        optimizer.step()
+        wait_for(device)
+        seconds.append(time.perf_counter() - started)
+    return seconds[WARM_UP_ITERATIONS:]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 
 from cpsr.benchmarks.recovery.lost import PART_NAMES, PartName
-from cpsr.benchmarks.recovery.methods.roster import find_methods
-from cpsr.benchmarks.recovery.workload import EVERYWHERE, WORKLOADS, find_workloads
+from cpsr.benchmarks.recovery.methods import find_methods
+from cpsr.benchmarks.recovery.workload import WORKLOADS, find_workloads
 from cpsr.demo.device import CPU
 from cpsr.errors import ConfigError
 
@@ -12,7 +12,6 @@ __all__ = [
     "FRACTIONS",
     "FULL",
     "HORIZON_SHARE",
-    "INFEASIBLE_INTERVALS",
     "INTERVALS",
     "QUICK",
     "Cell",
@@ -23,7 +22,6 @@ __all__ = [
 ]
 
 INTERVALS = (20, 50, 100)  # iterations between checkpoints: the feasible grid
-INFEASIBLE_INTERVALS = (300, 500)  # where prediction is expected to give up
 FRACTIONS = (0.25, 0.5, 0.75)
 # Iterations from checkpoint to failure, as a share of the interval: 0.84 +- 0.15, the dear half of all failures.
 HORIZON_SHARE = 0.84
@@ -109,7 +107,7 @@ QUICK = Selection(
     3,
     ("recompute", "recompute-moved", "stale", "line-x2", "line", "vitp", "oracle", *CONTROLS),
 )
-FULL = Selection("full", EVERYWHERE, INTERVALS, FRACTIONS, 2, 5, None)
+FULL = Selection("full", tuple(WORKLOADS), INTERVALS, FRACTIONS, 2, 5, None)
 
 
 def selection(
@@ -118,7 +116,6 @@ def selection(
     seeds: int | None = None,
     workloads: str | None = None,
     methods: str | None = None,
-    infeasible: bool = False,
     intervals: str | None = None,
     lost: str | None = None,
     device: str = CPU,
@@ -131,24 +128,22 @@ def selection(
         seeds: how many.
         workloads: names, comma-separated.
         methods: names, comma-separated.
-        infeasible: add the intervals of 300 and 500 iterations.
         intervals: iterations between checkpoints, comma-separated.
         lost: parts of the state, comma-separated.
         device: `cpu` or `cuda`.
 
     Raises:
-        ConfigError: a workload or a method is unknown, a workload needs a GPU, or its weights are not kept at some
-            interval.
+        ConfigError: a workload or a method is unknown, or a workload's weights are not kept at some interval.
     """
     base = replace(FULL if full else QUICK, device=device)
     spaced = base.intervals if intervals is None else _intervals(intervals)
     chosen = replace(
         base,
-        workloads=base.workloads if workloads is None else find_workloads(workloads, device),
+        workloads=base.workloads if workloads is None else find_workloads(workloads),
         methods=base.methods if methods is None else find_methods(methods.split(",")),
         points=points or base.points,
         seeds=seeds or base.seeds,
-        intervals=(*spaced, *INFEASIBLE_INTERVALS) if infeasible else spaced,
+        intervals=spaced,
         lost=base.lost if lost is None else _parts(lost),
     )
     _refuse_unkept(chosen)

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from cpsr.benchmarks.recovery.trainer import State, Tensors
 from cpsr.errors import ConfigError
 
-__all__ = ["BLOCK", "PART_NAMES", "LostPart", "PartName", "Spans", "completed", "lost_part", "lost_spans"]
+__all__ = ["BLOCK", "PART_NAMES", "LostPart", "PartName", "lost_part", "lost_spans"]
 
 # `1/4` is one of four equal shards of all elements in the order of the parameters, as ZeRO cuts them. `stage` is the
 # middle transformer block.
@@ -39,7 +39,15 @@ class LostPart:
 
     def complete(self, formed: State) -> State:
         """The formed state where something was lost, and the exact one elsewhere."""
-        return completed(formed, self.survived, self.spans)
+        survived = self.survived
+        return replace(
+            survived,
+            weights=_joined(formed.weights, survived.weights, self.spans),
+            moments={
+                moment: _joined(formed.moments[moment], values, self.spans)
+                for moment, values in survived.moments.items()
+            },
+        )
 
 
 def lost_part(lost: PartName, survived: State, draw: int) -> LostPart:
@@ -81,15 +89,6 @@ def _stage(numels: Mapping[str, int]) -> Spans:
         raise ConfigError("--lost stage needs a model with transformer blocks: name another workload, or another part")
     middle = (max(blocks.values()) + 1) // 2
     return {name: (0, numels[name]) for name, block in blocks.items() if block == middle}
-
-
-def completed(formed: State, survived: State, spans: Spans) -> State:
-    """The formed state within the spans, and the survivors' exact one elsewhere, of weights and moments."""
-    return replace(
-        survived,
-        weights=_joined(formed.weights, survived.weights, spans),
-        moments={moment: _joined(formed.moments[moment], values, spans) for moment, values in survived.moments.items()},
-    )
 
 
 def _joined(formed: Tensors, survived: Tensors, spans: Spans) -> Tensors:

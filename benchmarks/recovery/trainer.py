@@ -1,6 +1,7 @@
 """One training run in plain torch, that can be put at any iteration of its life."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,115 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
-from cpsr.benchmarks.recovery.optimizers import Moments, Tensors, Updates, copied
-from cpsr.benchmarks.recovery.task import Task
-from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.benchmarks.recovery.workload import OptimizerName, Task, Workload
 from cpsr.demo.device import CPU, CUDA
+from cpsr.errors import ConfigError
 
 __all__ = ["State", "Tensors", "Trainer"]
+
+MAX_GRADIENT_NORM = 1.0
+WEIGHT_DECAY = 0.01
+# AdamW and Muon decay by rate times decay, their rates being some 0.003. Rates of SGD are a hundred times that.
+SGD_WEIGHT_DECAY = 1e-4
+SGD_MOMENTUM = 0.9
+ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = ("momentum_buffer",)
+BLOCKS = "blocks."  # where a model's hidden weights are
+
+Tensors = dict[str, torch.Tensor]
+Moments = dict[str, Tensors]
+"""By the optimizer's name of the moment and by parameter; each 1-D float32. Not every parameter has every moment."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An optimizer, the parameters that it updates, and what it keeps of each."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: Mapping[str, nn.Parameter]
+    moments: tuple[str, ...]
+    counts_steps: bool
+
+
+class _Updates:
+    """The updates of a model's weights; what they do next is determined by the steps taken and the moments.
+
+    Args:
+        name: of the optimizer.
+        model: on the device that it trains on.
+
+    Raises:
+        ConfigError: `muon`, and a model without transformer blocks.
+    """
+
+    def __init__(self, name: OptimizerName, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._parts = _parts(name, model)
+
+    def step(self, learning_rate: float) -> None:
+        """Clip the gradients, update the weights, and drop the gradients."""
+        nn.utils.clip_grad_norm_(self._parameters.values(), MAX_GRADIENT_NORM)
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                group["lr"] = learning_rate
+            part.optimizer.step()
+            part.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of all moments, sorted."""
+        return tuple(sorted({moment for part in self._parts for moment in part.moments}))
+
+    def state(self) -> Moments:
+        """A copy of the moments on the CPU; zeros before the first update."""
+        found: Moments = {moment: {} for moment in self.moments}
+        for part in self._parts:
+            for name, parameter in part.parameters.items():
+                kept = part.optimizer.state[parameter]
+                for moment in part.moments:
+                    found[moment][name] = _copied(kept.get(moment, torch.zeros_like(parameter)))
+        return found
+
+    def load(self, steps: int, moments: Moments) -> None:
+        """Stand after so many steps with these moments; they are copied."""
+        for part in self._parts:
+            for name, parameter in part.parameters.items():
+                state = {
+                    moment: moments[moment][name].view_as(parameter).to(parameter.device, copy=True)
+                    for moment in part.moments
+                }
+                if part.counts_steps:  # on the parameter's device, as fused AdamW has it
+                    state["step"] = torch.tensor(float(steps), device=parameter.device)
+                part.optimizer.state[parameter] = state
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    """A 1-D copy on the CPU."""
+    return values.detach().reshape(-1).to("cpu", copy=True)
+
+
+def _parts(name: OptimizerName, model: nn.Module) -> list[_Part]:
+    """No rate given here is used: every step sets its own."""
+    parameters = dict(model.named_parameters())
+    if name == "adamw":
+        return [_adamw(parameters)]
+    if name == "sgd":
+        sgd = torch.optim.SGD(parameters.values(), lr=0.0, momentum=SGD_MOMENTUM, weight_decay=SGD_WEIGHT_DECAY)
+        return [_Part(sgd, parameters, MOMENTUM, counts_steps=False)]
+    hidden = {name: values for name, values in parameters.items() if values.ndim == 2 and name.startswith(BLOCKS)}
+    if not hidden:
+        raise ConfigError(
+            "the optimizer muon needs a model with transformer blocks: name another task, or adamw or sgd"
+        )
+    rest = {name: values for name, values in parameters.items() if name not in hidden}
+    # Adjusted so, one rate serves both optimizers, as `torch.optim.Muon` documents.
+    muon = torch.optim.Muon(hidden.values(), lr=0.0, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+    return [_Part(muon, hidden, MOMENTUM, counts_steps=False), _adamw(rest)]
+
+
+def _adamw(parameters: Mapping[str, nn.Parameter]) -> _Part:
+    adamw = torch.optim.AdamW(parameters.values(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
+    return _Part(adamw, parameters, ADAMW_MOMENTS, counts_steps=True)
 
 
 @dataclass(frozen=True)
@@ -69,7 +173,7 @@ class Trainer:
             self._device = _made_exact(torch.device(device))
             self._model = task.model().to(self._device)
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
-        self._updates = Updates(workload.optimizer, self._model)
+        self._updates = _Updates(workload.optimizer, self._model)
         self._optimizer_since = 0
         self.iteration = 0
 
@@ -87,12 +191,6 @@ class Trainer:
         """Train until `iteration` updates were made."""
         while self.iteration < iteration:
             self.step()
-
-    def validate(self) -> NDArray[numpy.float64]:
-        """Loss of each validation chunk, in nats."""
-        with torch.no_grad():
-            losses = self._task.validation_losses(self._model)
-        return losses.double().cpu().numpy()
 
     def final_losses(self) -> NDArray[numpy.float64]:
         """Loss of each chunk of the data that the end of a training is judged on, in nats."""
@@ -113,7 +211,7 @@ class Trainer:
 
     def weights(self) -> Tensors:
         """A copy of the weights, 1-D by parameter name."""
-        return {name: copied(parameter) for name, parameter in self._parameters.items()}
+        return {name: _copied(parameter) for name, parameter in self._parameters.items()}
 
     def state(self) -> State:
         """A copy of everything that the next update depends on."""

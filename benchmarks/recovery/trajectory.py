@@ -11,17 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 from cpsr.benchmarks.harness.files import open_tensors, read_json, write_json, write_tensors
-from cpsr.benchmarks.recovery.task import Task
 from cpsr.benchmarks.recovery.trainer import State, Trainer
-from cpsr.benchmarks.recovery.workload import Workload
+from cpsr.benchmarks.recovery.workload import Task, Workload
 from cpsr.demo.device import CPU, describe_device
 from cpsr.errors import CPSRError
-from cpsr.fitter.curve import LossCurve
 from cpsr.predictor.protocol import HistoryEntry
 
-__all__ = ["SEGMENT_ITERATIONS", "VALIDATION_ITERATIONS", "CachedHistory", "Trajectory"]
+__all__ = ["CachedHistory", "Trajectory"]
 
-VALIDATION_ITERATIONS = 5
 # Training resumes from the last whole segment, and any state is at most this many iterations away from one on disk.
 SEGMENT_ITERATIONS = 50
 FINGERPRINT_ITERATIONS = 3
@@ -107,19 +104,6 @@ class Trajectory:
             if trainer.iteration % self.workload.snapshot_iterations == 0:
                 self._compare(trainer)
 
-    def curve(self, first: int, last: int) -> LossCurve:
-        """Validation losses with `first <= iteration <= last`, as far as they were trained."""
-        rows: dict[int, NDArray[numpy.float64]] = {}
-        for end in self.segments(last):
-            if end < first or not self._path(end).exists():
-                continue
-            with open_tensors(self._path(end)) as file:
-                losses = file.get_tensor("validation").numpy()
-            for place, row in enumerate(losses):
-                rows[end - SEGMENT_ITERATIONS + (place + 1) * VALIDATION_ITERATIONS] = row
-        inside = [iteration for iteration in sorted(rows) if first <= iteration <= last]
-        return LossCurve(numpy.array(inside), numpy.array([rows[iteration] for iteration in inside]))
-
     def final_losses(self) -> NDArray[numpy.float64]:
         """Loss of each chunk of the data that the end of the training is judged on, in nats; the run is whole.
 
@@ -138,9 +122,6 @@ class Trajectory:
 
     def history(self, checkpoint: int, interval: int) -> "CachedHistory":
         """The checkpoints at the multiples of `interval` up to `checkpoint`; none is made before training."""
-        kept = self.workload.snapshot_iterations
-        if interval % kept:
-            raise ValueError(f"interval {interval} does not divide by {kept}, so it was not kept")
         return CachedHistory(self.workload, self.path_of, range(interval, checkpoint + 1, interval))
 
     def path_of(self, iteration: int) -> Path:
@@ -219,17 +200,13 @@ class CachedHistory:
 def _train_segment(trainer: Trainer, snapshot_iterations: int) -> dict[str, torch.Tensor]:
     begin = trainer.iteration
     kept: dict[str, torch.Tensor] = {}
-    training, validation = [], []
     while trainer.iteration < begin + SEGMENT_ITERATIONS:
-        training.append(trainer.step())
-        if trainer.iteration % VALIDATION_ITERATIONS == 0:
-            validation.append(torch.from_numpy(trainer.validate()))
+        trainer.step()
         if trainer.iteration % snapshot_iterations == 0:
             kept |= {f"weights/{trainer.iteration}/{name}": values for name, values in trainer.weights().items()}
-    state = trainer.state()
-    for moment, tensors in state.moments.items():
+    for moment, tensors in trainer.state().moments.items():
         kept |= {f"{moment}/{name}": values for name, values in tensors.items()}
-    return kept | {"validation": torch.stack(validation), "training": torch.tensor(training, dtype=torch.float64)}
+    return kept
 
 
 def _tensors(file: Any, prefix: str) -> dict[str, torch.Tensor]:
@@ -247,8 +224,7 @@ def _identity(trainer: Trainer, workload: Workload, seed: int) -> dict[str, obje
         "learning_rates": hashlib.sha256(rates.encode()).hexdigest(),
         "initial_state": initial,
         f"state_after_{FINGERPRINT_ITERATIONS}": trainer.state().digest(),
-        "validation": [float(loss).hex() for loss in trainer.validate()],
-        "kept_every": [workload.snapshot_iterations, VALIDATION_ITERATIONS, SEGMENT_ITERATIONS],
+        "kept_every": [workload.snapshot_iterations, SEGMENT_ITERATIONS],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }

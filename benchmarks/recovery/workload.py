@@ -1,18 +1,177 @@
-"""Which training runs are interrupted: task, schedule and length."""
+"""Which training runs are interrupted: the model, its text, the schedule of its learning rate, and its length."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast, get_args
 
-from cpsr.benchmarks.recovery.digits import DigitsTask
-from cpsr.benchmarks.recovery.gpt import SIZES, GPTTask
-from cpsr.benchmarks.recovery.optimizers import OptimizerName
-from cpsr.benchmarks.recovery.schedule import SCHEDULES, Schedule, scheduled_rate
-from cpsr.benchmarks.recovery.task import Task
-from cpsr.demo.device import CPU, CUDA
+import torch
+from torch import nn
+
+from cpsr.demo.model import GPT, GPTConfig, read_corpus, split_files
 from cpsr.errors import ConfigError
 
-__all__ = ["EVERYWHERE", "ITERATIONS", "RATE_STEP", "TASKS", "WORKLOADS", "Workload", "find_workloads", "trained_with"]
+__all__ = [
+    "FINAL_CHUNKS",
+    "ITERATIONS",
+    "OPTIMIZERS",
+    "RATE_STEP",
+    "SCHEDULES",
+    "SEED_STRIDE",
+    "TASKS",
+    "WORKLOADS",
+    "GPTTask",
+    "OptimizerName",
+    "Schedule",
+    "Task",
+    "Workload",
+    "batch_generator",
+    "find_workloads",
+    "trained_with",
+]
+
+# `sgd` has momentum, without Nesterov's step. `muon` updates the 2-D hidden weights with Muon, the rest with AdamW.
+OptimizerName = Literal["adamw", "sgd", "muon"]
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+# `cosine` falls to 0 as half a cosine, `cosine10` to a tenth of the peak. `wsd` (warm-up, stable, decay) stays at the
+# peak, and falls linearly to 0 over the last fifth.
+Schedule = Literal["cosine", "cosine10", "wsd"]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+WARM_UP_ITERATIONS = 50
+FLOOR_SHARE = 0.1
+DECAY_SHARE = 0.2
+
+FINAL_CHUNKS = 64  # at the end of a training, where a gap of one iteration is some 0.0002 nats
+FINAL_CHUNK_WINDOWS = 8
+BATCH_WINDOWS = 8
+SEED_STRIDE = 1_000_003  # a prime far above any iteration: no two (seed, iteration) share a generator's seed
+# Every so many pieces of a text are held out: a twelfth of it.
+TOPICS_VALIDATION_EVERY = 12
+PACKAGES_VALIDATION_EVERY = 14
+
+_Text = tuple[torch.Tensor, torch.Tensor]  # training and held-out bytes
+
+
+class Task(Protocol):
+    """A model and its data; nothing in it depends on what was drawn before."""
+
+    def model(self) -> nn.Module:
+        """A new model, initialised from torch's default generator."""
+
+    def batch(self, seed: int, iteration: int) -> Any:
+        """The batch that takes a run from `iteration` to the next: a pure function of its arguments."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Mean loss of the batch in nats, a scalar."""
+
+    def final_losses(self, model: nn.Module) -> torch.Tensor:
+        """Mean loss of each chunk of held-out data, `(FINAL_CHUNKS,)` in nats: what the end is judged on."""
+
+
+def batch_generator(seed: int, iteration: int) -> torch.Generator:
+    """Random numbers for one batch, whatever was drawn before."""
+    return torch.Generator().manual_seed(seed * SEED_STRIDE + iteration)
+
+
+@cache
+def _library() -> _Text:
+    return read_corpus()
+
+
+@cache
+def _headers() -> _Text:
+    """The C++ headers that torch installs."""
+    root = Path(torch.__file__).parent / "include"
+    files = sorted(root.rglob("*.h"))
+    if not files:
+        raise ConfigError(f"no C++ headers under {root}: this torch was installed without them")
+    return split_files(files)
+
+
+@cache
+def _documentation() -> _Text:
+    """The language reference that Python's `help()` shows, by topic."""
+    from pydoc_data.topics import topics  # half a megabyte, for this one task
+
+    return _split((topics[name] for name in sorted(topics)), TOPICS_VALIDATION_EVERY)
+
+
+@cache
+def _descriptions() -> _Text:
+    """What the installed packages, but for this one, say about themselves: mostly English, about a megabyte."""
+    known = {package.metadata["Name"].lower(): package.metadata for package in metadata.distributions()}
+    known.pop("cpsr", None)
+    texts = (str(known[name].json.get("description", "")) for name in sorted(known))
+    return _split(texts, PACKAGES_VALIDATION_EVERY)
+
+
+def _split(pieces: Iterable[str], validation_every: int) -> _Text:
+    parts: tuple[list[str], list[str]] = ([], [])
+    for place, text in enumerate(pieces):
+        parts[place % validation_every == 0].append(text)
+    training, validation = (torch.frombuffer(bytearray("".join(part).encode()), dtype=torch.uint8) for part in parts)
+    return training, validation
+
+
+_TEXTS: dict[str, Callable[[], _Text]] = {
+    "library": _library,
+    "headers": _headers,
+    "documentation": _documentation,
+    "descriptions": _descriptions,
+}
+
+
+class GPTTask:
+    """Next-byte prediction (a `Task`); a batch is `(8, context + 1)` int64 windows at random places.
+
+    Args:
+        config: of the model.
+        text: of Python's library, torch's C++ headers, Python's documentation, or packages' descriptions.
+    """
+
+    def __init__(self, config: GPTConfig, text: str = "library") -> None:
+        self._config = config
+        self._text, self._held_out = _TEXTS[text]()
+
+    def model(self) -> nn.Module:
+        """A new model, initialised from torch's default generator."""
+        return GPT(self._config)
+
+    def batch(self, seed: int, iteration: int) -> torch.Tensor:
+        """Windows that begin anywhere in the training text."""
+        last = self._text.numel() - self._config.context
+        starts = torch.randint(last, (BATCH_WINDOWS,), generator=batch_generator(seed, iteration))
+        return self._windows(self._text, starts)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Mean cross-entropy in nats a byte."""
+        loss: torch.Tensor = model(batch)
+        return loss
+
+    def final_losses(self, model: nn.Module) -> torch.Tensor:
+        """Mean loss of each chunk of eight held-out windows, the same in all runs."""
+        device = next(model.parameters()).device
+        count = FINAL_CHUNKS * FINAL_CHUNK_WINDOWS
+        starts = torch.linspace(0, self._held_out.numel() - self._config.context - 1, count).long()
+        chunks = self._windows(self._held_out, starts).view(FINAL_CHUNKS, FINAL_CHUNK_WINDOWS, -1)
+        return torch.stack([cast(GPT, model).losses(chunk.to(device)).mean() for chunk in chunks])
+
+    def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return text[starts[:, None] + torch.arange(self._config.context + 1)].long()
+
+
+def scheduled_rate(schedule: Schedule, peak: float, iteration: int, iterations: int) -> float:
+    """Learning rate of the update that takes a training from `iteration` to the next."""
+    warmed = peak * min(1.0, (iteration + 1) / WARM_UP_ITERATIONS)
+    done = min(1.0, iteration / iterations)
+    if schedule == "wsd":
+        return warmed * min(1.0, (1.0 - done) / DECAY_SHARE)
+    falling = 0.5 * (1.0 + math.cos(math.pi * done))
+    floor = FLOOR_SHARE if schedule == "cosine10" else 0.0
+    return warmed * (floor + (1.0 - floor) * falling)
 
 
 @dataclass(frozen=True)
@@ -25,7 +184,6 @@ class Workload:
         schedule: of the learning rate, after a warm-up.
         peak_learning_rate: reached after the warm-up.
         iterations: length of the whole training; fractions of it say where a failure strikes.
-        needs_gpu: too large to be trained on a CPU.
         snapshot_iterations: weights are kept this often: every interval that divides by it can be studied.
         optimizer: its name.
     """
@@ -35,7 +193,6 @@ class Workload:
     schedule: Schedule
     peak_learning_rate: float
     iterations: int
-    needs_gpu: bool = False
     snapshot_iterations: int = 10
     optimizer: OptimizerName = "adamw"
 
@@ -60,16 +217,16 @@ class Workload:
         return max((self.learning_rate(at) for at in range(iteration)), default=0.0)
 
 
+# A context of 64 keeps a step at 20 and 40 ms on one core.
+_SIZES = {
+    "gpt-0.1M": GPTConfig(layers=2, heads=4, width=64, context=64),  # for the prior: four times the recoveries an hour
+    "gpt-0.4M": GPTConfig(layers=3, heads=4, width=96, context=64),
+}
 TASKS: dict[str, Callable[[], Task]] = {
-    "gpt-0.1M": partial(GPTTask, SIZES["gpt-0.1M"]),
-    "gpt-0.1M-headers": partial(GPTTask, SIZES["gpt-0.1M"], "headers"),
-    "gpt-0.1M-documentation": partial(GPTTask, SIZES["gpt-0.1M"], "documentation"),
-    "gpt-0.1M-descriptions": partial(GPTTask, SIZES["gpt-0.1M"], "descriptions"),
-    "gpt-0.4M": partial(GPTTask, SIZES["gpt-0.4M"]),
-    "gpt-0.4M-headers": partial(GPTTask, SIZES["gpt-0.4M"], "headers"),
-    "gpt-0.4M-documentation": partial(GPTTask, SIZES["gpt-0.4M"], "documentation"),
-    "gpt-0.8M": partial(GPTTask, SIZES["gpt-0.8M"]),
-    "digits": DigitsTask,
+    **{size: partial(GPTTask, config) for size, config in _SIZES.items()},
+    "gpt-0.1M-descriptions": partial(GPTTask, _SIZES["gpt-0.1M"], "descriptions"),
+    "gpt-0.4M-headers": partial(GPTTask, _SIZES["gpt-0.4M"], "headers"),
+    "gpt-0.4M-documentation": partial(GPTTask, _SIZES["gpt-0.4M"], "documentation"),
 }
 
 
@@ -88,54 +245,29 @@ TUNED: dict[tuple[str, Schedule], float] = {
     ("gpt-0.4M", "cosine10"): 2.744e-3,
     ("gpt-0.4M-documentation", "cosine10"): 3.842e-3,
     ("gpt-0.4M-headers", "cosine10"): 3.842e-3,
-    ("digits", "cosine10"): 5.378e-3,
 }
 # Of the best rate, and of its neighbours in the sweep.
 BESIDE = {"": 1.0, "-lower": 1 / RATE_STEP, "-higher": RATE_STEP}
-
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        *(
-            Workload(f"{task}-{schedule}{beside}", TASKS[task], schedule, best * factor, ITERATIONS)
-            for (task, schedule), best in TUNED.items()
-            for beside, factor in BESIDE.items()
-        ),
-        # Never run on a GPU so far, and not tuned: expect to look after it. It keeps 1.2 GB of weights and as much of
-        # each moment every 50 iterations, about 90 GB for the whole run.
-        Workload(
-            "gpt-350M-cosine",
-            partial(GPTTask, SIZES["gpt-350M"]),
-            "cosine",
-            3e-4,
-            ITERATIONS,
-            needs_gpu=True,
-            snapshot_iterations=50,
-        ),
+        Workload(f"{task}-{schedule}{beside}", TASKS[task], schedule, best * factor, ITERATIONS)
+        for (task, schedule), best in TUNED.items()
+        for beside, factor in BESIDE.items()
     )
 }
-EVERYWHERE = tuple(name for name, workload in WORKLOADS.items() if not workload.needs_gpu)
 
 
-def find_workloads(names: str, device: str = CPU) -> tuple[str, ...]:
+def find_workloads(names: str) -> tuple[str, ...]:
     """Names of workloads from a comma-separated list, where a task stands for all its schedules at the best rates.
 
-    Args:
-        names: of workloads or tasks.
-        device: that they are to train on.
-
     Raises:
-        ConfigError: a name is none of a workload or a task, or it needs a GPU and is to train on the CPU.
+        ConfigError: a name is none of a workload or a task.
     """
     found: list[str] = []
     for name in names.split(","):
         matching = [known for known in WORKLOADS if known == name or known.removeprefix(f"{name}-") in SCHEDULES]
         if not matching:
             raise ConfigError(f"no workload is called '{name}'; there are {', '.join(WORKLOADS)}")
-        if device != CUDA and any(WORKLOADS[known].needs_gpu for known in matching):
-            raise ConfigError(
-                f"the workload '{name}' needs a GPU, and the device is the {device}: run it with --device cuda where "
-                "torch finds a GPU"
-            )
         found += [known for known in matching if known not in found]
     return tuple(found)

@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from rich.table import Table
 
-from cpsr.benchmarks.experts.tasks import Mixture
 from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text
 from cpsr.benchmarks.harness.ranks import start_ranks
-from cpsr.benchmarks.replay.mixture import MIXTURE, Part, found_path, rank_main
+from cpsr.benchmarks.replay.mixture import Mixture, Part, found_path, rank_main
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.planner.baselines import CheckFreq
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.live.rank_costs import costs_of_ranks
-from cpsr.tables import print_table
 
 __all__ = ["WAYS", "Plan", "Run", "compare", "lag_iterations", "lost_tokens"]
 
@@ -57,7 +54,7 @@ class Plan:
     iterations: int = 120
     rounds: int = 3
     kills: int = 2
-    mixture: dict[str, Any] = field(default_factory=lambda: MIXTURE)
+    mixture: Mixture = field(default_factory=Mixture)
     interval_iterations: int | None = None
 
     def killed_at(self, round_: int) -> list[int]:
@@ -163,7 +160,7 @@ def _run(directory: Path, config: Mapping[str, Any], plan: Plan, kills: Sequence
     lives: list[list[list[dict[str, Any]]]] = []
     begun = ended = 0.0
     for life, killed_at in enumerate([*kills, None]):
-        part = Part(whole, directory / f"life-{life}", plan.iterations, killed_at, dict(plan.mixture))
+        part = Part(whole, directory / f"life-{life}", plan.iterations, killed_at, plan.mixture)
         begin, ended = _live(part)
         begun = begun or begin
         lives.append([_read(part.result, rank) for rank in range(RANKS)])
@@ -259,7 +256,7 @@ def lag_iterations(losses: Mapping[int, float], control: Mapping[int, float], ta
 def _figures(runs: Sequence[Run], control: Sequence[Run], plan: Plan) -> dict[str, Any]:
     lags = [lag_iterations(one.losses, quiet.losses, TAIL_ITERATIONS) for one, quiet in zip(runs, control, strict=True)]
     wall = median_ratio_interval([one.wall_seconds for one in runs], [one.wall_seconds for one in control])
-    routed = plan.iterations * _tokens_an_iteration(plan)
+    routed = plan.iterations * plan.mixture.tokens_per_iteration
     return {
         "repeated_iterations": [one.repeated for one in runs],
         "lost_tokens": [one.lost_tokens for one in runs],
@@ -275,33 +272,27 @@ def _figures(runs: Sequence[Run], control: Sequence[Run], plan: Plan) -> dict[st
     }
 
 
-def _tokens_an_iteration(plan: Plan) -> int:
-    """Routed to experts in all layers that have them: every second one, and one expert for a token."""
-    mixture = Mixture.model_validate(plan.mixture)
-    return mixture.batch_windows * mixture.gpt.context * (mixture.gpt.layers // 2)
-
-
 def _show(call: Measurement, found: Mapping[str, Mapping[str, Any]], every: Mapping[str, Mapping[str, Any]]) -> None:
-    table = Table(
-        title=f"killed jobs beside one that nothing happens to ({len(found[CONTROL]['lag_iterations'])} rounds)"
-    )
-    for heading in ("way", "every", "repeated", "lost tokens", "lag", "down s", "wall", "bits"):
-        table.add_column(heading)
+    rows = []
     for name, own in found.items():
         repeated = [one for run in own["repeated_iterations"] for one in run]
         down = [one for run in own["down_seconds"] for one in run]
-        table.add_row(
-            name,
-            str(every[name]["interval_iterations"]) if name in every else "-",
-            f"{statistics.fmean(repeated):.1f} ({min(repeated)} to {max(repeated)})" if repeated else "-",
-            f"{statistics.fmean(own['lost_token_share']):.2%}",
-            f"{statistics.fmean(own['lag_iterations']):.1f} ({_range(own['lag_iterations'], 1)})",
-            _range(down, 1) if down else "-",
-            interval_text(Estimate(**own["wall_ratio"])),
-            "same" if all(own["same_bits"]) else "others",
+        rows.append(
+            (
+                name,
+                str(every[name]["interval_iterations"]) if name in every else "-",
+                f"{statistics.fmean(repeated):.1f} ({min(repeated)} to {max(repeated)})" if repeated else "-",
+                f"{statistics.fmean(own['lost_token_share']):.2%}",
+                f"{statistics.fmean(own['lag_iterations']):.1f} ({_range(own['lag_iterations'])})",
+                _range(down) if down else "-",
+                interval_text(Estimate(**own["wall_ratio"])),
+                "same" if all(own["same_bits"]) else "others",
+            )
         )
-    print_table(call.console, table)
+    rounds = len(found[CONTROL]["lag_iterations"])
+    headings = ("way", "every", "repeated", "lost tokens", "lag", "down s", "wall", "bits")
+    call.table(f"killed jobs beside one that nothing happens to ({rounds} rounds)", headings, rows)
 
 
-def _range(values: Sequence[float], digits: int) -> str:
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.1f} to {max(values):.1f}"

@@ -5,26 +5,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from matplotlib.figure import Figure
-from rich.table import Table
-
-from cpsr.benchmarks.harness.measurement import Measurement, verdict
+from cpsr.benchmarks.harness.measurement import Measurement
 from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WINDOW, WINDOWS
 from cpsr.planner.baselines import Gemini, Young
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.simulate.arrivals import poisson
 from cpsr.simulate.run import simulate
 from cpsr.simulate.system import Checkpoints, Job, Rollback, System
-from cpsr.tables import print_table
 
-__all__ = ["AIM", "Inputs", "draw", "simulated"]
+__all__ = ["AIM", "Inputs", "simulated"]
 
 AIM = 0.97  # at the shortest time between failures
 MTBF_MINUTES = (10, 30, 60, 120)
 WALL_SECONDS = 12 * 3600.0  # as of the paper's runs
 RUNS, SEED = 1000, 0
 ASSUMED_RESTART_SECONDS = 60.0  # of a large job: its launcher, imports and collectives; nobody has measured it here
-_COLOURS = {"windows": "#1f6f8b", "young": "#c0392b", "checkfreq": "#e0a030", "gemini": "#7d5ba6", "stale": "#95a5a6"}
 
 
 @dataclass(frozen=True)
@@ -125,45 +120,15 @@ def simulated(call: Measurement, inputs: Inputs) -> list[dict[str, Any]]:
 
 
 def _show(call: Measurement, found: list[dict[str, Any]]) -> None:
-    table = Table(title="ETTR, simulated from the figures above (12 h, 1000 runs)")
-    for heading in ("system", "restart", *(f"{minutes} min" for minutes in MTBF_MINUTES)):
-        table.add_column(heading)
-    rows = dict.fromkeys((one["system"], one["restart"]) for one in found)
-    for name, kind in rows:
+    rows = []
+    for name, kind in dict.fromkeys((one["system"], one["restart"]) for one in found):
         own = [one for one in found if (one["system"], one["restart"]) == (name, kind)]
-        seconds = f"{own[0]['restart_seconds']:.1f} s, {kind}"
-        table.add_row(name, seconds, *(f"{one['ettr']:.4f} (every {one['interval_iterations']})" for one in own))
-    print_table(call.console, table)
+        cells = (f"{one['ettr']:.4f} (every {one['interval_iterations']})" for one in own)
+        rows.append((name, f"{own[0]['restart_seconds']:.1f} s, {kind}", *cells))
+    headings = ("system", "restart", *(f"{minutes} min" for minutes in MTBF_MINUTES))
+    call.table("ETTR, simulated from the figures above (12 h, 1000 runs)", headings, rows)
     for one in found:
-        if one["system"].startswith("windows") and (one["mtbf_minutes"], one["restart"]) == (
-            MTBF_MINUTES[0],
-            "measured",
-        ):
+        shortest = (one["mtbf_minutes"], one["restart"]) == (MTBF_MINUTES[0], "measured")
+        if one["system"].startswith("windows") and shortest:
             what = f"{one['system']} at {MTBF_MINUTES[0]} minutes: {one['ettr']:.4f}, aim {AIM:g}"
-            call.console.print(f"{verdict(one['ettr'] >= AIM)}  {what}")
-
-
-def draw(found: list[dict[str, Any]]) -> Figure:
-    """ETTR over the time between failures: with the measured restarts (left), and with an assumed one (right)."""
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, 2, sharey=True), ("measured", "assumed"), strict=True):
-        for name in dict.fromkeys(one["system"] for one in found):
-            own = [one for one in found if (one["system"], one["restart"]) == (name, kind)]
-            places, values = [one["mtbf_minutes"] for one in own], [one["ettr"] for one in own]
-            windows = name.startswith("windows")
-            colour = _COLOURS["windows" if windows else name]
-            mark = "o--" if "one process" in name or name == "gemini" else "o-"  # it may lie on Young's
-            shade = min(1.0, 0.25 + 0.05 * own[0]["interval_iterations"]) if mark == "o--" and windows else 1.0
-            axes.plot(places, values, mark, ms=4, lw=1.5, label=name, color=colour, alpha=shade)
-        axes.axhline(AIM, color="black", lw=0.6, ls=":")
-        axes.set_xscale("log")
-        axes.set_xticks(MTBF_MINUTES, [f"{minutes}" for minutes in MTBF_MINUTES])
-        axes.minorticks_off()
-        axes.set_xlabel("minutes between failures")
-        axes.set_title(
-            f"restarts as {kind}" if kind == "measured" else f"restarts of {ASSUMED_RESTART_SECONDS:g} s, assumed"
-        )
-    figure.axes[0].set_ylabel("ETTR, simulated")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=8, ncols=5, loc="outside lower center", frameon=False)
-    return figure
+            call.judge(what, one["ettr"] >= AIM)

@@ -12,16 +12,32 @@ from typing import Any
 
 from cpsr.benchmarks.harness.ranks import become_rank
 
-__all__ = ["MIXTURE", "Part", "found_path", "rank_main"]
+__all__ = ["Mixture", "Part", "found_path", "rank_main"]
 
-# Plain data, since the launcher imports no DeepSpeed: two ranks share the experts.
-MIXTURE: dict[str, Any] = {
-    "experts": 8,
-    "expert_parallel": 2,
-    "ranks": 2,
-    "gpt": {"layers": 4, "heads": 4, "width": 96, "context": 64},
-}
 SEED = 3
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A GPT whose every second feed-forward layer is a mixture of experts with one expert for a token.
+
+    Attributes:
+        experts: of a layer, which the ranks share equally.
+        layers: of the GPT, as are `heads`, `width` and `context`.
+        batch_windows: of an iteration, over all ranks.
+    """
+
+    experts: int = 8
+    layers: int = 4
+    heads: int = 4
+    width: int = 96
+    context: int = 64
+    batch_windows: int = 8
+
+    @property
+    def tokens_per_iteration(self) -> int:
+        """Routed to experts, in all layers that have them."""
+        return self.batch_windows * self.context * (self.layers // 2)
 
 
 @dataclass(frozen=True)
@@ -33,14 +49,14 @@ class Part:
         result: where logs and figures go, `.<rank>` and an ending appended.
         iterations: end of the run.
         killed_at: iteration after which every rank kills itself; None: the job comes to its end.
-        mixture: see `MIXTURE`.
+        mixture: shape of the model.
     """
 
     config: dict[str, Any]
     result: Path
     iterations: int
     killed_at: int | None
-    mixture: dict[str, Any]
+    mixture: Mixture
 
 
 def found_path(result: Path, rank: int) -> Path:
@@ -61,10 +77,7 @@ def train(part: Part, rank: int, ranks: int) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     from cpsr import CPSRRecovery
-    from cpsr.benchmarks.experts.data import Data
-    from cpsr.benchmarks.experts.model import MixtureGPT
-    from cpsr.benchmarks.experts.tasks import Mixture
-    from cpsr.benchmarks.experts.training import engine_of, learning_rate
+    from cpsr.benchmarks.replay.model import Data, MixtureGPT, engine_of, learning_rate
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     meeting = f"file://{part.result.with_suffix('.ranks')}"  # a port that was free a moment ago may be taken by now
@@ -72,9 +85,9 @@ def train(part: Part, rank: int, ranks: int) -> None:
         "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
     )
     torch.set_num_threads(1)
-    mixture = Mixture.model_validate(part.mixture)
+    mixture = part.mixture
     torch.manual_seed(SEED)
-    engine = engine_of(MixtureGPT(mixture, rank % mixture.expert_parallel, SEED), mixture.batch_windows // ranks)
+    engine = engine_of(MixtureGPT(mixture, rank, ranks, SEED), mixture.batch_windows // ranks)
     data = Data(mixture, rank, ranks)
     loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(part.iterations)))
     with CPSRRecovery(engine, part.config) as recovery, found_path(part.result, rank).open("w") as found:

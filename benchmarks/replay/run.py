@@ -7,19 +7,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
-
-from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
-from cpsr.benchmarks.harness.machine import machine_text
-from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring, verdict
+from cpsr.benchmarks.harness.intervals import median_ratio_interval
+from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring
 from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.replay.compared import Plan, compare
-from cpsr.benchmarks.replay.ettr import Inputs, draw, simulated
+from cpsr.benchmarks.replay.ettr import Inputs, simulated
 from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
-from cpsr.tables import print_table
 
 __all__ = ["PARTS", "main"]
 
@@ -78,7 +74,6 @@ def main(
         raise CPSRError(f"there is no part {named}: nothing was measured. Parts: {', '.join(PARTS)}")
     figures: dict[str, Any] = {"rounds": rounds, "steps": steps}
     with measuring("replay", json_path, workdir) as call:
-        plot = None
         if "windows" in parts:
             seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
             figures |= {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": seconds}
@@ -88,9 +83,7 @@ def main(
         if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
             figures["ettr"] = simulated(call, Inputs.of(figures["comparison"], figures.get("ratios")))
-            plot = draw(figures["ettr"])
-        call.console.print(machine_text(call.machine))
-        call.leave(figures, plot)
+        call.leave(figures)
 
 
 def _costs(
@@ -114,27 +107,26 @@ def _costs(
 
 
 def _ratios(call: Measurement, step_seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    table = Table(title="a step, over one without CPSR", title_justify="left")
-    for heading in ("snapshots", "step, ms", "ratio"):
-        table.add_column(heading)
-    found: dict[str, Estimate] = {}
-    for name, seconds in step_seconds.items():
-        found[name] = median_ratio_interval(seconds, step_seconds["alone"])
-        table.add_row(name, f"{1e3 * median(seconds):.0f}", interval_text(found[name], digits=3))
-    print_table(call.console, table)
-    best = min((name for name in found if name.startswith("windows")), key=lambda name: found[name].value)
-    call.console.print(f"{verdict(found[best].value < AIM)}  {best} under {AIM:g}")
-    return {name: asdict(one) for name, one in found.items()}
+    found = {name: median_ratio_interval(seconds, step_seconds["alone"]) for name, seconds in step_seconds.items()}
+    call.table(
+        "a step, over one without CPSR",
+        ("snapshots", "step, ms", "ratio"),
+        [
+            (name, f"{1e3 * median(step_seconds[name]):.0f}", interval_text(ratio, digits=3))
+            for name, ratio in found.items()
+        ],
+    )
+    for name, ratio in found.items():
+        if name.startswith("windows"):
+            call.judge(f"{name}: {ratio.value:.3f} of a step, aim {AIM:g}", ratio.value < AIM)
+    return {name: asdict(ratio) for name, ratio in found.items()}
 
 
 def _failures(call: Measurement, shape: Shape) -> list[dict[str, Any]]:
     """Kill at each place of a window, and come back; the state at the end must be that of the undisturbed run."""
     until, settings = 4 * WINDOW, _windows(WINDOW)
     exact = in_own_process(live, call.directory / "undisturbed", _NO_MEMORY, shape, until, None).digest
-    table = Table(title=f"killed with windows of {WINDOW}", title_justify="left")
-    for heading in ("killed at", "goes on from", "iterations repeated", "seconds"):
-        table.add_column(heading)
-    found = []
+    found, rows = [], []
     advance = call.bar("failures", WINDOW)
     for killed_at in range(2 * WINDOW + 2, 3 * WINDOW + 2):
         run_dir = call.directory / f"killed-{killed_at}"
@@ -146,7 +138,9 @@ def _failures(call: Measurement, shape: Shape) -> list[dict[str, Any]]:
             raise CPSRError(f"{run_dir}: killed at {killed_at}, it ended with another state than the undisturbed run")
         repeated = killed_at - back.began_at
         found.append({"killed_at": killed_at, "began_at": back.began_at, "repeated_seconds": back.repeated_seconds})
-        table.add_row(str(killed_at), str(back.began_at), str(repeated), f"{back.repeated_seconds:.2f}")
+        rows.append((str(killed_at), str(back.began_at), str(repeated), f"{back.repeated_seconds:.2f}"))
         advance()
-    print_table(call.console, table)
+    call.table(
+        f"killed with windows of {WINDOW}", ("killed at", "goes on from", "iterations repeated", "seconds"), rows
+    )
     return found

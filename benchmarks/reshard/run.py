@@ -11,8 +11,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from rich.table import Table
 
 from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
-from cpsr.benchmarks.harness.machine import machine_text
-from cpsr.benchmarks.harness.measurement import interval_text, measuring, verdict
+from cpsr.benchmarks.harness.measurement import interval_text, machine_text, measuring, verdict
 from cpsr.benchmarks.harness.ranks import run_ranks
 from cpsr.tables import print_table
 

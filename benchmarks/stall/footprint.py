@@ -5,7 +5,7 @@ from types import TracebackType
 
 import psutil
 
-from cpsr.benchmarks.harness.sampling import Sampling
+from cpsr.benchmarks.harness.processes import Sampling
 from cpsr.benchmarks.stall.job import Job, Size
 from cpsr.benchmarks.stall.roster import Entry
 

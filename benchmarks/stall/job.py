@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cpsr.benchmarks.harness.device import wait_for
+from cpsr.benchmarks.harness.processes import wait_for
 from cpsr.demo.device import CPU
 from cpsr.engines.torch import TorchAdapter
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from cpsr.benchmarks.harness.device import wait_for
+from cpsr.benchmarks.harness.processes import wait_for
 from cpsr.benchmarks.stall.job import Job
 from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.demo.device import CUDA

@@ -6,7 +6,7 @@ import numpy
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpsr.benchmarks.harness.machine import machine_text
+from cpsr.benchmarks.harness.measurement import machine_text
 from cpsr.benchmarks.stall.result import RATIO_AIM, SizeResult
 
 __all__ = ["draw"]

@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cpsr.benchmarks.harness.machine import machine_text
-from cpsr.benchmarks.harness.measurement import interval_text, verdict
+from cpsr.benchmarks.harness.measurement import interval_text, machine_text, verdict
 from cpsr.benchmarks.stall.damage import DAMAGES
 from cpsr.benchmarks.stall.job import Size
 from cpsr.benchmarks.stall.result import RATIO_AIM, SizeResult

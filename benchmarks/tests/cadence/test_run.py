@@ -15,4 +15,3 @@ def test_a_tiny_run_leaves_its_figures(tmp_path: Path) -> None:
     assert figures["aims"] == {"lost at most the interval, exactly": True}
     assert [kill["interval_iterations"] for kill in figures["kills"]] == [*INTERVALS, None]
     assert figures["kills"][-1]["restored_iteration"] % figures["checkpoint_iterations"] == 0
-    assert result.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.benchmarks.harness.machine import describe_machine, machine_text, measured_code
+from cpsr.benchmarks.harness.measurement import describe_machine, machine_text, measured_code
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 

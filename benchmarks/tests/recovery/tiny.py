@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +12,35 @@ from torch import nn
 
 from cpsr.benchmarks.recovery.grid import Selection
 from cpsr.benchmarks.recovery.run import main
-from cpsr.benchmarks.recovery.task import FINAL_CHUNKS, VALIDATION_CHUNKS, batch_generator
 from cpsr.benchmarks.recovery.trajectory import Trajectory
-from cpsr.benchmarks.recovery.workload import WORKLOADS, Workload
+from cpsr.benchmarks.recovery.workload import FINAL_CHUNKS, WORKLOADS, Workload, batch_generator
 
 INPUTS = 12
-METHODS = ("recompute", "stale", "line", "line-8-1.5", "oracle")
+METHODS = ("recompute", "stale", "line", "line-x2", "oracle")
 
 
 class TinyTask:
     """A net that learns another net's outputs, through noise."""
 
-    def __init__(self, noise: float = 0.1, batch_rows: int = 16) -> None:
+    def __init__(self, noise: float = 0.1) -> None:
         self._noise = noise
-        self._batch_rows = batch_rows
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(1)
             self._teacher = nn.Sequential(nn.Linear(INPUTS, 32), nn.Tanh(), nn.Linear(32, 1))
-        self._validation = self._draw(VALIDATION_CHUNKS * 16, batch_generator(99, 0))
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(INPUTS, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def batch(self, seed: int, iteration: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._draw(self._batch_rows, batch_generator(seed, iteration))
+        return self._draw(16, batch_generator(seed, iteration))
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         inputs, targets = batch
         return nn.functional.mse_loss(model(inputs), targets)
 
-    def validation_losses(self, model: nn.Module) -> torch.Tensor:
-        device = next(model.parameters()).device
-        inputs, targets = (part.to(device) for part in self._validation)
-        losses = nn.functional.mse_loss(model(inputs), targets, reduction="none")
-        return losses.view(VALIDATION_CHUNKS, -1).mean(1)
-
     def final_losses(self, model: nn.Module) -> torch.Tensor:
-        inputs, targets = self._draw(FINAL_CHUNKS * 16, batch_generator(99, 0))
+        device = next(model.parameters()).device
+        inputs, targets = (part.to(device) for part in self._draw(FINAL_CHUNKS * 16, batch_generator(99, 0)))
         losses = nn.functional.mse_loss(model(inputs), targets, reduction="none")
         return losses.view(FINAL_CHUNKS, -1).mean(1)
 
@@ -61,8 +52,6 @@ class TinyTask:
 
 
 TINY = Workload("tiny-cosine", TinyTask, "cosine", 1e-3, 1000)
-# Its training losses fall steadily enough to show their slope.
-QUIET = Workload("quiet-cosine", partial(TinyTask, noise=0.0, batch_rows=512), "cosine", 1e-3, 1000)
 SELECTION = Selection("tiny", (TINY.name,), (20, 50), (0.5,), points=2, seeds=1, methods=METHODS)
 
 
@@ -74,9 +63,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def fault_free(cache: Path, until: int, task: TinyTask | None = None) -> Trajectory:
+def fault_free(cache: Path, until: int = TINY.iterations) -> Trajectory:
     """The tiny run, trained so far."""
-    run = Trajectory(TINY, task or TinyTask(), 0, cache)
+    run = Trajectory(TINY, TinyTask(), 0, cache)
     run.extend(until)
     return run
 
@@ -87,11 +76,7 @@ def measured(path: Path) -> Any:
 
     def without_times(part: Any) -> Any:
         if isinstance(part, dict):
-            return {
-                key: without_times(value)
-                for key, value in part.items()
-                if not (key.startswith("recover_") or key.endswith("_seconds"))
-            }
+            return {key: without_times(value) for key, value in part.items() if key != "recover_iterations"}
         return [without_times(value) for value in part] if isinstance(part, list) else part
 
     return without_times({key: report[key] for key in ("means", "cells", "worths", "failures")})
@@ -100,4 +85,4 @@ def measured(path: Path) -> Any:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     WORKLOADS[TINY.name] = TINY
-    main(SELECTION, Path(sys.argv[1]))
+    main(SELECTION, Path(sys.argv[1]), workers=1)

@@ -6,7 +6,7 @@ import pytest
 
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WINDOW, WINDOWS
-from cpsr.benchmarks.replay.ettr import Inputs, draw, simulated
+from cpsr.benchmarks.replay.ettr import Inputs, simulated
 from cpsr.simulate.closed_forms import formula_ettr
 
 RESTART = 4.0
@@ -35,11 +35,3 @@ def test_windows_lose_one_and_a_half_of_their_length_a_failure(tmp_path: Path) -
         recovery = one["restart_seconds"] + 1.5 * length * 0.1
         expected = formula_ettr(0.1, length, overhead * length * 0.1, recovery, 60.0 * one["mtbf_minutes"])
         assert one["ettr"] == pytest.approx(expected, abs=0.005)
-    assert len(draw(found).axes) == 2
-
-
-def test_the_oracle_chooses_shorter_intervals_where_failures_are_frequent() -> None:
-    inputs = Inputs.of(comparison())
-    often, rarely = (inputs.systems(seconds)["gemini"][0].checkpoints for seconds in (600.0, 7200.0))
-    assert often.interval_iterations < rarely.interval_iterations
-    assert inputs.systems(600.0)[WINDOWS][1] == RESTART

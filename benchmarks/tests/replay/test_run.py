@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from cpsr.benchmarks.replay.job import Shape
-from cpsr.benchmarks.replay.run import PARTS, WINDOW, main, variants
+from cpsr.benchmarks.replay.run import WINDOW, main, variants
 from cpsr.errors import CPSRError
 
 
 def test_every_variant_is_measured_and_every_failure_comes_back(tmp_path: Path) -> None:
     shape = Shape(width=16, layers=2, experts=2, tokens=64)
-    parts = PARTS[:2]
-    main(tmp_path / "replay.json", rounds=1, steps=6, windows=(2,), shape=shape, workdir=tmp_path, parts=parts)
+    path, parts = tmp_path / "replay.json", ("windows", "failures")
+    main(path, rounds=1, steps=6, windows=(2,), shape=shape, workdir=tmp_path, parts=parts)
     found = json.loads((tmp_path / "replay.json").read_text())
     assert set(found["ratios"]) == {"alone", *variants((2,))}
     assert len(found["failures"]) == WINDOW

@@ -1,0 +1,88 @@
+"""The demo's model in training: one process under `TorchAdapter`, or ranks of a DeepSpeed ZeRO-1 job."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from cpsr.benchmarks.harness.ranks import join_ranks
+from cpsr.benchmarks.overhead.blocks import NEVER_ITERATIONS, measure_pairs
+from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
+from cpsr.engines import adapt
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.torch import TorchAdapter
+from cpsr.recovery import CPSRRecovery
+
+__all__ = ["main", "torch_job", "zero_job"]
+
+BATCH = 4  # windows per rank and step, as in the demo
+ALONE_BATCH = 2  # of one process; a step of a few tens of milliseconds on two cores
+
+Job = tuple[EngineAdapter, Iterable[Any], Callable[[Any], None]]
+"""The engine, its batches, and what trains on one of them."""
+
+
+def main(run_dir: Path, pairs: int, kind: str, alone: bool = False) -> list[dict[str, Any]] | None:
+    """Measure blocks with CPSR and without on every rank; rank 0, which also keeps the journal, returns what it saw.
+
+    Args:
+        run_dir: of the job.
+        pairs: of blocks, an even number.
+        kind: of the device that it trains on.
+        alone: one process of plain torch.
+    """
+    adapter, loader, step = torch_job(ALONE_BATCH, kind) if alone else zero_job(run_dir)
+    config = {"run_dir": run_dir, "checkpoint": {"interval_iterations": NEVER_ITERATIONS, "final": False}}
+    with CPSRRecovery(adapter, config) as recovery:
+        measured = measure_pairs(adapter, recovery, loader, step, pairs, kind)
+    return [asdict(pair) for pair in measured] if adapter.rank == 0 else None
+
+
+def torch_job(batch_windows: int, device: str = "cpu") -> Job:
+    """One process of plain torch."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig()).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch.to(device)).backward()
+        optimizer.step()
+
+    return TorchAdapter(model, optimizer), DataLoader(_windows(), batch_windows, drop_last=True), step
+
+
+def zero_job(run_dir: Path) -> Job:
+    """One rank of the demo's model under ZeRO-1."""
+    import deepspeed  # here: the job of plain torch does without
+
+    join_ranks(run_dir)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig())
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+        },
+    )
+    windows = _windows()
+    sampler: DistributedSampler[Any] = DistributedSampler(windows, seed=0)
+
+    def step(batch: torch.Tensor) -> None:
+        engine.backward(engine(batch.to(engine.device)))
+        engine.step()
+
+    return adapt(engine), DataLoader(windows, BATCH, sampler=sampler, drop_last=True), step
+
+
+def _windows() -> Windows:
+    text, _ = read_corpus()
+    return Windows(text, GPTConfig().context)

@@ -1,1 +1,0 @@
-"""Where the predictor's prior comes from: recoveries with many settings on many runs, and the table fitted to them."""

@@ -1,1 +1,0 @@
-"""`cpsr bench tune`: at which peak learning rate a workload ends best."""
