@@ -137,6 +137,6 @@ def _show(
                 f"{sum(loss.exact for loss in own)} of {len(own)}",
             )
         )
-    headings = ("snapshots", "kills", "iterations lost", "from", "bit for bit")
-    call.table(f"All processes killed; a checkpoint every {CHECKPOINT_ITERATIONS}", headings, kills)
+    of_kills = ("snapshots", "kills", "iterations lost", "from", "bit for bit")
+    call.table(f"All processes killed; a checkpoint every {CHECKPOINT_ITERATIONS}", of_kills, kills)
     call.judge("at most the interval is lost, bit for bit", _kept(losses))
