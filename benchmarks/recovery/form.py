@@ -28,7 +28,6 @@ __all__ = [
     "form_scar",
     "form_truth",
     "form_twin",
-    "form_weights_only",
     "target_of",
 ]
 
@@ -168,19 +167,6 @@ def form_twin(trajectory: Trajectory, point: Point, checkpoint: State) -> Formed
     while trainer.iteration < point.failure:
         trainer.step(batches_of=trajectory.seed + OTHER_SEED)
     return Formed(trainer.state(), "trained to the failure on other batches")
-
-
-def form_weights_only(trajectory: Trajectory, point: Point) -> Formed:
-    """The checkpoint before the last, of which only the weights are left, under a new optimizer.
-
-    The rate is the schedule's at that checkpoint: the product does not warm it up again.
-    """
-    saved = trajectory.at(point.before).state()
-    moments = {
-        moment: {name: torch.zeros_like(values) for name, values in of.items()} for moment, of in saved.moments.items()
-    }
-    state = replace(saved, moments=moments, optimizer_since=saved.iteration)
-    return Formed(state, f"the weights of checkpoint {saved.iteration}, moments at zero")
 
 
 def form_doubled(failure: State) -> Formed:

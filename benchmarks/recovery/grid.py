@@ -66,11 +66,6 @@ class Point:
         """`u = f - c`: what recomputing costs, in iterations."""
         return self.failure - self.checkpoint
 
-    @property
-    def before(self) -> int:
-        """The checkpoint before the last; 0, the beginning, where there is none."""
-        return self.checkpoint - self.interval
-
 
 @dataclass(frozen=True)
 class Selection:

@@ -22,7 +22,6 @@ from cpsr.benchmarks.recovery.form import (
     form_scar,
     form_truth,
     form_twin,
-    form_weights_only,
 )
 from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.lost import lost_part
@@ -35,7 +34,6 @@ from cpsr.benchmarks.recovery.methods import (
     RECOMPUTE,
     SCAR,
     TWIN,
-    WEIGHTS_ONLY,
     predictors_digest,
 )
 from cpsr.benchmarks.recovery.trainer import State
@@ -121,7 +119,7 @@ class PointMeasurement:
         if formed["state"] is None:
             return declined
         followed = self._followed(method, formed["state"])
-        gap, repeated = followed["final_gap_nats"], _repeated(method, point)
+        gap, repeated = followed["final_gap_nats"], point.horizon if method == MOVED else 0
         return replace(
             declined,
             predicted=True,
@@ -146,8 +144,6 @@ class PointMeasurement:
     def _formed_by(self, method: str) -> Formed:
         """The state that a method goes on from: its own where something was lost, and exact elsewhere."""
         trajectory, point = self._trajectory, self._point
-        if method == WEIGHTS_ONLY:
-            return form_weights_only(trajectory, point)  # all ranks go back, those that have lost nothing too
         failure, checkpoint = self._failure, self._checkpoint
         part = lost_part(point.lost, failure, point.checkpoint // point.interval)
         ways = {
@@ -210,13 +206,6 @@ class PointMeasurement:
         trainer.load(self._checkpoint)
         self._trajectory.advance(trainer, self._point.failure)
         return trainer.state()
-
-
-def _repeated(method: str, point: Point) -> int:
-    """Iterations that are trained again because of the failure."""
-    if method == WEIGHTS_ONLY:
-        return point.failure - point.before
-    return point.horizon if method == MOVED else 0
 
 
 def _key(state: State) -> str:

@@ -33,7 +33,6 @@ __all__ = [
     "SCAR",
     "STALE",
     "TWIN",
-    "WEIGHTS_ONLY",
     "Learned",
     "find_methods",
     "learned",
@@ -57,11 +56,9 @@ DOUBLED = "doubled"
 """Control: the true state with twice the `exp_avg_sq`, so a lower rate for a while, which must cost something."""
 PLACEBO = "placebo"
 """Control: each tensor of the checkpoint moved as far as `line` does, in a random direction."""
-WEIGHTS_ONLY = "weights-only"
-"""The last rung of the product's ladder, where every whole checkpoint is damaged."""
 SCAR, CHECKFREE = "scar", "checkfree"
 """What others do where a part is lost."""
-HARNESS = (RECOMPUTE, MOVED, ORACLE, TWIN, DOUBLED, PLACEBO, WEIGHTS_ONLY, SCAR, CHECKFREE)
+HARNESS = (RECOMPUTE, MOVED, ORACLE, TWIN, DOUBLED, PLACEBO, SCAR, CHECKFREE)
 VERSION = 4  # of what is given to a predictor and kept of it: raise it where that changes, and all is formed again
 DIGEST_CHARACTERS = 12
 KEPT_CHECKPOINTS = 10  # beside every lesson that was asked for, one in so many is kept to go on from

@@ -128,22 +128,19 @@ class State:
 
     Attributes:
         iteration: updates made so far.
-        optimizer_since: the iteration at which the optimizer began anew; it counts its steps from there.
     """
 
     iteration: int
     weights: Tensors
     moments: Moments
-    optimizer_since: int = 0
 
     def is_finite(self) -> bool:
         """Whether every weight is."""
         return all(bool(torch.isfinite(values).all()) for values in self.weights.values())
 
     def digest(self) -> str:
-        """Hash of every bit of it, and of the iterations."""
-        since = f" since {self.optimizer_since}" if self.optimizer_since else ""
-        hasher = xxhash.xxh3_128(f"{self.iteration}{since}".encode())
+        """Hash of every bit of it, and of the iteration."""
+        hasher = xxhash.xxh3_128(str(self.iteration).encode())
         for part in (self.weights, *(self.moments[moment] for moment in sorted(self.moments))):
             for name in sorted(part):
                 hasher.update(name.encode())
@@ -174,7 +171,6 @@ class Trainer:
             self._model = task.model().to(self._device)
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
         self._updates = _Updates(workload.optimizer, self._model)
-        self._optimizer_since = 0
         self.iteration = 0
 
     def step(self, batches_of: int | None = None) -> float:
@@ -215,7 +211,7 @@ class Trainer:
 
     def state(self) -> State:
         """A copy of everything that the next update depends on."""
-        return State(self.iteration, self.weights(), self._updates.state(), self._optimizer_since)
+        return State(self.iteration, self.weights(), self._updates.state())
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -228,8 +224,7 @@ class Trainer:
         for name, parameter in self._parameters.items():
             with torch.no_grad():
                 parameter.copy_(state.weights[name].view_as(parameter))
-        self._optimizer_since = state.optimizer_since
-        self._updates.load(state.iteration - state.optimizer_since, state.moments)
+        self._updates.load(state.iteration, state.moments)
 
 
 def _made_exact(device: torch.device) -> torch.device:

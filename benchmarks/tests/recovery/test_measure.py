@@ -157,25 +157,6 @@ def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run:
     assert PointMeasurement(run, POINT, WORTH).outcome("recompute-moved").repeated_iterations == POINT.horizon
 
 
-def test_weights_alone_go_on_from_the_checkpoint_before_under_a_new_optimizer(run: Trajectory) -> None:
-    outcome = PointMeasurement(run, POINT, WORTH).outcome("weights-only")
-    task, model = TinyTask(), TinyTask().model()
-    weights = run.at(400).weights()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name].view_as(parameter))
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True)
-    for at in range(400, TINY.iterations):
-        optimizer.zero_grad()
-        task.loss(model, task.batch(0, at)).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = TINY.learning_rate(at)
-        optimizer.step()
-    losses = task.final_losses(model).detach().double().numpy()
-    assert outcome.final_gap_nats == float((losses - run.final_losses()).mean()) != 0.0
-    assert outcome.repeated_iterations == 88
-
-
 def test_a_method_that_advises_against_itself_costs_the_horizon(run: Trajectory) -> None:
     early = Point(interval=50, fraction=0.25, checkpoint=100, failure=148)  # two checkpoints
     outcome = PointMeasurement(run, early, WORTH).outcome("line")
@@ -269,11 +250,9 @@ def test_survivors_keep_their_exact_state_and_only_what_was_lost_is_formed(run: 
     trainer = run.trainer()
     trainer.load(state)
     measurement = PointMeasurement(run, point, WORTH)
-    outcomes = {name: measurement.outcome(name) for name in ("stale", "line", "scar", "oracle", "weights-only")}
+    outcomes = {name: measurement.outcome(name) for name in ("stale", "line", "scar", "oracle")}
     assert outcomes["stale"].final_gap_nats == end_gap(run, trainer)
     assert outcomes["oracle"].end_cost_iterations == 0.0
-    whole = PointMeasurement(run, POINT, WORTH).outcome("weights-only")
-    assert outcomes["weights-only"].final_gap_nats == whole.final_gap_nats, "all ranks go back together"
 
 
 def test_a_running_checkpoint_is_made_of_recent_parts(run: Trajectory) -> None:
