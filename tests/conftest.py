@@ -26,7 +26,6 @@ STARTS_RANKS = {
     "tests.qualify.jobs",
     "tests.ranks.dumping_ranks",
     "tests.recovery.job",
-    "tests.recovery.terminated",
     "tests.situations.lives",
     "tests.two_ranks",
 }

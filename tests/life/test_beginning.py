@@ -51,14 +51,6 @@ PREDICTED = Restored(
             "1.24, checkpoint 1.52.",
         ),
         (
-            replace(PREDICTED, sources=sources("predicted", "departure")),
-            KILLED,
-            "Rank 1 was killed (SIGKILL) after iteration 91; rank 0 left no state. Ranks 0 and 1 continue at iteration "
-            "91: rank 0 predicted from checkpoint 80 (line over 3 checkpoints), rank 1 exact from memory. "
-            "Predicted state; expected cost 12 ± 8 iterations (exact: 11 iterations later). Check "
-            "passed: loss 1.24, checkpoint 1.52.",
-        ),
-        (
             replace(PREDICTED, guard={"loss": {"accepted": True, "reason": "not evaluated: no probe batches"}}),
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
@@ -66,23 +58,10 @@ PREDICTED = Restored(
             "(exact: 11 iterations later). Not checked: no probe batches.",
         ),
         (
-            replace(PREDICTED, forecast=replace(LINE, expected_end_cost_iterations=-12.4), guard={}),
-            KILLED,
-            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
-            "checkpoint 80 (line over 3 checkpoints). Predicted state; expected cost -12 ± 8 iterations "
-            "(exact: 11 iterations later).",
-        ),
-        (
             EXACT,
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
             "80. Exact: 11 iterations later.",
-        ),
-        (
-            replace(EXACT, recomputes=Recomputes.PLANNED),
-            KILLED,
-            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: 11 iterations later; a prediction would cost more.",
         ),
         (
             replace(EXACT, recomputes=Recomputes.PREDICTION_REFUSED, forecast=LINE, guard=REFUSED),
@@ -106,12 +85,6 @@ PREDICTED = Restored(
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, exact from memory. "
             "Nothing is lost.",
-        ),
-        (
-            replace(EXACT, restored_iteration=90, sources=sources("memory")),
-            "the job was killed (no rank recorded how)",
-            "The job was killed (no rank recorded how) after iteration 91. Training continues at iteration 90, exact "
-            "from memory. Exact: 1 iteration later.",
         ),
         (
             replace(

@@ -111,30 +111,6 @@ def test_no_hook_publishes_a_step_that_is_still_queued(
     assert published(tmp_path).iteration == 12
 
 
-def test_a_step_that_completes_before_the_next_batch_is_published_there(tmp_path: Path, queue: Queue) -> None:
-    """The loader may take long: until then no hook looks."""
-    loop, seen = Loop(), []
-
-    def batches() -> Iterator[Any]:
-        for batch in loader():
-            seen.append(published(tmp_path).iteration)
-            yield batch
-
-    class Slow:
-        def __iter__(self) -> Iterator[Any]:
-            return batches()
-
-    with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint={"interval_iterations": 100})) as recovery:
-        for x, y in recovery.resume(Slow()):
-            step = recovery.iteration + 1
-            queue.launch(step)
-            loop.step(loop.model(x, y))
-            queue.complete(step)
-            if step == 4:
-                break
-    assert seen == [0, 1, 2, 3]
-
-
 def test_a_dump_publishes_its_step_before_it_reports_success(
     tmp_path: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,15 +162,3 @@ def test_a_dump_may_be_of_an_earlier_step_with_its_small_state(
 def test_a_crash_without_a_dump_leaves_what_the_device_had_completed(tmp_path: Path, queue: Queue) -> None:
     crash_at_5(tmp_path, queue, completed=3)
     assert published(tmp_path).iteration == 3
-
-
-def test_a_load_by_the_user_voids_what_is_queued(tmp_path: Path, queue: Queue) -> None:
-    loop = Loop(device="cpu")
-    with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint={"interval_iterations": 100})) as recovery:
-        for iteration in train(recovery, loop, queue, 6):
-            if iteration == 6:
-                recovery.life.before_external_load()
-                recovery.life.after_external_load(2)
-                queue.complete(6)
-                recovery.life.boundary.sign()
-                assert published(tmp_path).iteration == 2

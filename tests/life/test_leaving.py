@@ -39,13 +39,6 @@ def end_by_sigterm(work: Callable[[], object]) -> int | None:
     return status
 
 
-def test_a_process_that_the_loop_has_forked_ends_by_it(tmp_path: Path) -> None:
-    loop = Loop()
-    with CPSRRecovery(loop.adapter, config(tmp_path)) as recovery:
-        assert end_by_sigterm(lambda: time.sleep(10 * SECONDS)) == -signal.SIGTERM
-        assert recovery.restored.method == "scratch"
-
-
 def test_it_has_the_handler_that_was_there_before(tmp_path: Path) -> None:
     rank, loop = os.getpid(), Loop()
 
@@ -142,16 +135,6 @@ def test_an_error_of_a_step_that_the_loop_catches(tmp_path: Path) -> None:
     loop.optimizer = Interrupted(loop.model.parameters())
     with CPSRRecovery(TorchAdapter(loop.model, loop.optimizer), config(tmp_path)) as recovery:
         assert recovery.restored.restored_iteration == 3
-
-
-def test_a_life_without_a_step_saves_what_it_has_restored(tmp_path: Path) -> None:
-    left_inside_a_step(tmp_path)
-    for _ in range(2):
-        _, adapter, _ = scheduled()
-        with CPSRRecovery(adapter, config(tmp_path)) as recovery:
-            assert recovery.restored.restored_iteration == 3
-    with JournalReader(tmp_path / "journal.db") as journal:
-        assert [event.kind for event in journal.events()].count("left inside a step") == 1
 
 
 def test_a_load_that_finds_nothing_changes_nothing(tmp_path: Path) -> None:

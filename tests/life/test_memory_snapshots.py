@@ -15,7 +15,7 @@ from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
 from cpsr.engines.torch import TorchAdapter
-from cpsr.journal import RankJournal, StepRow, open_journal
+from cpsr.journal import RankJournal, open_journal
 from cpsr.journal.reader import JournalReader
 from cpsr.life.memory_snapshots import MemorySnapshots, Turns
 from cpsr.planner.live.job_planner import JobPlanner
@@ -104,19 +104,6 @@ def test_a_snapshot_stays_in_memory_and_its_buffer_is_free(tmp_path: Path, run_i
     assert torch.equal(weights, torch.full_like(weights, 6.0))
 
 
-def test_tensors_that_the_user_replaced_are_those_that_are_saved(tmp_path: Path, run_id: str) -> None:
-    rank = Rank(tmp_path, run_id)
-    rank.take(1)
-    rank.model.weight.data = torch.full((4, 4), 7.0)
-    rank.take(2)
-    rank.pool.settle()
-    newest = max(memory_states(run_id), key=lambda state: state.iteration)
-    into = copied(rank.adapter.shard())
-    load_memory_state(newest, into)
-    weights = dict(into.tensors())["param/weight"]
-    assert torch.equal(weights, torch.full_like(weights, 7.0))
-
-
 def test_where_the_disk_has_the_other_buffers_snapshots_are_skipped_and_that_is_reported_once(
     tmp_path: Path, run_id: str
 ) -> None:
@@ -157,35 +144,3 @@ def test_where_any_rank_has_no_buffer_free_all_wait_and_the_snapshot_stays_due(t
     rank.take(6)
     assert (rank.snapshots.taken, rank.snapshots.skipped) == (2, 1)
     assert rank.events() == ["memory snapshot skipped"]
-
-
-def test_a_snapshot_that_is_not_sealed_is_reported_once_in_the_journal(
-    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank = Rank(tmp_path, run_id)
-    with monkeypatch.context() as patch:
-        patch.setattr("cpsr.checkpoint.memory.MemoryFile.prepare", lambda *_, **__: 1 / 0)
-        for iteration in (1, 2):
-            rank.take(iteration)
-            rank.pool.settle()
-    rank.take(3)
-    rank.pool.settle()
-    rank.snapshots.close()
-    assert rank.events() == ["memory snapshot failed"]
-    assert rank.pool.occupancy.sealed_iterations == [3]
-
-
-def test_their_stalls_follow_the_steps_into_the_totals_of_the_journal(tmp_path: Path, run_id: str) -> None:
-    rank = Rank(tmp_path, run_id)
-    for iteration in (1, 2):
-        rank.take(iteration)
-        rank.pool.settle()
-    for first in (1, 3):
-        rank.journal.record(StepRow(life=0, iteration=first, loss=None, learning_rate=None, seconds=1.0))
-        rank.snapshots.on_steps([])
-    rank.journal.flush(10)
-    with JournalReader(rank.path) as reader:
-        found = reader.totals()
-    assert found is not None
-    assert found[1].memory_snapshots == 2
-    assert found[1].memory_stall_seconds == pytest.approx(sum(rank.snapshots.stalls_seconds))

@@ -99,15 +99,6 @@ def test_no_step_is_published_before_the_device_has_completed_it(training: Train
     assert len({event for _, _, event in training.device.calls("record")}) <= 2 * EVENTS + 1
 
 
-def test_the_two_newest_complete_steps_are_published(training: Training) -> None:
-    for _ in range(5):
-        training.launch()
-    training.complete(4)
-    assert training.published.iteration == 0, "nothing looked yet"
-    training.publication.poll()
-    assert training.published.slots == {3: 9, 4: 12}
-
-
 @pytest.mark.parametrize("lead", [EVENTS - 1, EVENTS, 3 * EVENTS])
 def test_a_host_that_stays_ahead_by_any_number_of_steps_still_publishes(training: Training, lead: int) -> None:
     for _ in range(10 * lead):
@@ -177,25 +168,6 @@ def test_a_device_that_has_failed_leaves_what_was_published(
     assert training.published.slots == {0: 0}
 
 
-def test_a_second_thread_does_not_wait_for_the_first(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answer = threading.Event(), threading.Event()
-
-    def query(event: StandInEvent) -> bool:
-        asked.set()
-        return answer.wait(60)
-
-    training.launch()
-    monkeypatch.setattr(StandInEvent, "query", query)
-    first = threading.Thread(target=training.publication.poll)
-    first.start()
-    assert asked.wait(60)
-    training.publication.poll()
-    assert training.published.iteration == 0
-    answer.set()
-    first.join()
-    assert training.published.iteration == 1
-
-
 def test_the_training_thread_waits_for_no_answer_of_the_device(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,44 +205,6 @@ def test_a_step_is_published_while_the_training_thread_does_nothing(
     training.publication.close(0.0)
 
 
-def test_a_driver_that_does_not_answer_does_not_keep_a_life_from_ending(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, answer = threading.Event(), threading.Event()
-
-    def query(event: StandInEvent) -> bool:
-        asked.set()
-        return answer.wait(60)
-
-    monkeypatch.setattr(publications, "BESIDE_SECONDS", 0.01)
-    monkeypatch.setattr(publications, "CLOSE_SECONDS", 0.1)
-    training.launch()
-    monkeypatch.setattr(StandInEvent, "query", query)
-    training.publication.start()
-    assert asked.wait(60)
-    training.publication.close(0.1)
-    answer.set()
-    assert training.published.slots == {0: 0}
-
-
-def test_a_new_thread_asks_on_the_device_with_the_state(device: StandInDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its current device is the first one, on which the runtime could open a context."""
-    seen: list[int] = []
-    original = StandInEvent.query
-
-    def query(event: StandInEvent) -> bool:
-        seen.append(torch.cuda.current_device())
-        return original(event)
-
-    device.count = 2
-    events = StepEvents(torch.device("cuda", 1))
-    monkeypatch.setattr(StandInEvent, "query", query)
-    thread = threading.Thread(target=events.reached, args=(events.newest,))
-    thread.start()
-    thread.join()
-    assert seen == [1]
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_the_earlier_step_is_what_the_device_holds_until_it_is_overtaken(training: Training, seed: int) -> None:
     draw, found, kept = random.Random(seed), 0, None
@@ -292,23 +226,6 @@ def test_the_earlier_step_is_what_the_device_holds_until_it_is_overtaken(trainin
                 assert earlier.scalars["counts"] == [earlier.iteration]
     assert found > 20
     assert training.device.calls("synchronize", "wait_event") == []
-
-
-def test_there_is_no_earlier_step_where_the_newest_is_complete_or_nothing_is_known(training: Training) -> None:
-    assert training.publication.earlier() is None
-    training.launch()
-    assert training.publication.earlier() is None, "the state before the first step is stored"
-    training.complete(1)
-    assert training.publication.earlier() is None
-    training.launch()
-    assert training.publication.earlier() is not None
-    training.begin(2)
-    assert training.publication.earlier() is None, "it hangs within the update"
-    training.complete(2)
-    training.launch()
-    assert training.publication.earlier() is not None
-    training.publication.reset(1, BATCHES)
-    assert training.publication.earlier() is None
 
 
 def test_a_small_state_on_the_device_is_not_copied_behind_what_hangs(training: Training) -> None:

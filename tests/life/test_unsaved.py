@@ -1,7 +1,5 @@
 """What a loop keeps and nobody saves is found when it is used, and nothing else is."""
 
-import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -200,32 +198,6 @@ def test_however_what_is_registered_holds_it_it_is_not_refused(holder: str) -> N
     assert loop.step() == []
 
 
-def test_under_a_profiler_nothing_is_refused() -> None:
-    loop = Loop()
-    schedule(loop)
-    sys.setprofile(lambda *_: None)
-    try:
-        assert loop.step() == []
-        assert sys.getprofile() is not None
-    finally:
-        sys.setprofile(None)
-
-
-def test_a_hook_that_the_user_adds_later_is_still_called() -> None:
-    loop = Loop()
-    made(loop)
-    adapter = TorchAdapter(loop.module, loop.optimizer)
-    unsaved = Unsaved(adapter, lambda: loop.others, True, lambda *_: None)
-    called: list[int] = []
-    loop.optimizer.register_step_pre_hook(lambda *_: called.append(1))
-    for _ in range(3):
-        loop.module(torch.ones(4, 3)).sum().backward()
-        loop.optimizer.step()
-    unsaved.close()
-    loop.optimizer.step()
-    assert called == [1] * 4
-
-
 def earlier_phase(loop: Loop) -> None:
     loop.others.append(torch.optim.AdamW(loop.module.parameters()))
     loop.module(torch.ones(4, 3)).sum().backward()
@@ -235,18 +207,6 @@ def earlier_phase(loop: Loop) -> None:
 def teacher(loop: Loop) -> None:
     loop.others.append(swa_utils.AveragedModel(loop.module))
     loop.others[0].update_parameters(loop.module)
-
-
-def in_a_thread(loop: Loop) -> None:
-    discriminator(loop)
-    act = loop.after_step.pop()
-
-    def beside() -> None:
-        thread = threading.Thread(target=act)
-        thread.start()
-        thread.join()
-
-    loop.after_step.append(beside)
 
 
 def made_inside(loop: Loop) -> None:
@@ -279,7 +239,6 @@ SAVED: dict[str, Callable[[Loop], None]] = {
     "registered": registered,
     "a teacher of an earlier phase": teacher,
     "an optimizer of an earlier phase": earlier_phase,
-    "an optimizer of another thread": in_a_thread,
     "schedules that are made inside": made_inside,
     "of another model": of_another,
 }

@@ -91,25 +91,3 @@ def test_every_rank_sends_the_same_windows_to_their_end(
         if sent and kept == sent[-1]:  # the ranks keep it in the place of the one before once all peers have it
             assert all(rank.until <= iteration for rank in ranks)
     assert len(ranks[0].sent) > 1
-
-
-def test_with_a_fast_link_every_window_is_sent() -> None:
-    rank = Rank(4, 0, 1)
-    before = Ballot()
-    for iteration in range(1, 41):
-        rank.iteration = iteration
-        end = rank.snapshots.end_of(iteration, dict)
-        assert end is not None
-        now = Ballot(busy=rank.turns.ballot()[1])
-        rank.turns.read(iteration, before.blocked, before.busy)
-        before = now
-        end()
-    assert rank.sent == [1 + 4 * number for number in range(10)]
-
-
-def test_without_windows_an_iteration_ends_with_nothing() -> None:
-    snapshots = WindowSnapshots(None, cast(Any, None), lambda iterations: None)
-    assert snapshots.end_of(1, dict) is None
-    snapshots.before_update()
-    snapshots.agree(1)
-    assert not snapshots.wanted

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -137,17 +136,6 @@ class OwnScaler(torch.amp.GradScaler):
     """A user's subclass."""
 
 
-class ScaledOff(Scaled):
-    """The usual switch for training without half precision: no state."""
-
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(module, optimizer)
-        self.kept = torch.amp.GradScaler(DEVICE, enabled=False)
-
-    def forward(self, called: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return Loop.forward(self, called, x, y)
-
-
 class Scheduled(Loop):
     """A schedule by the step."""
 
@@ -213,21 +201,6 @@ class Averaged(Loop):
         return digest(self.kept.state_dict().values())
 
 
-class AveragedByHand(Loop):
-    """The same without torch's class: nothing distinguishes it from any other dictionary of tensors."""
-
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(module, optimizer)
-        self.kept = {name: value.detach().clone() for name, value in module.named_parameters()}
-
-    def after_step(self) -> None:
-        for name, value in self.module.named_parameters():
-            self.kept[name] = 0.9 * self.kept[name] + 0.1 * value.detach()
-
-    def ends_with(self) -> Any:
-        return digest(self.kept.values())
-
-
 class Counting(Loop):
     """Early stopping, a metric and a schedule of the user's own, which depend on each other."""
 
@@ -261,17 +234,6 @@ class Noisy(Loop):
         return super().forward(called, x + 0.1 * self.noise(), y)
 
 
-class NoisyByNumPy(Noisy):
-    """The same from NumPy."""
-
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(module, optimizer)
-        self.kept: Any = numpy.random.default_rng(5)
-
-    def noise(self) -> float:
-        return float(self.kept.normal())
-
-
 class Drawing(Loop):
     """Random numbers drawn after steps and passes, as an evaluation that samples does."""
 
@@ -286,16 +248,13 @@ LOOPS = {
     "nothing": Loop,
     "scaler": Scaled,
     "scaler that overflows": ScaledWhole,
-    "scaler that is off": ScaledOff,
     "schedule": Scheduled,
     "schedule in parts": ScheduledInParts,
     "schedule by epoch": ScheduledByEpoch,
     "schedule by metric": OnPlateau,
     "average": Averaged,
-    "average by hand": AveragedByHand,
     "counters": Counting,
     "generator": Noisy,
-    "NumPy generator": NoisyByNumPy,
     "draws": Drawing,
 }
 

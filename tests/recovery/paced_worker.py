@@ -1,4 +1,4 @@
-"""The pipeline of `worker.py` with small pieces of snapshots; it notes when they were copied, and can do without waits.
+"""The pipeline of `worker.py` with small pieces of snapshots; it notes when they were copied.
 
 The splits of all snapshots are left as JSON, `.<rank>.splits` appended to the result's name.
 """
@@ -9,14 +9,12 @@ from typing import Any
 
 from cpsr.checkpoint import copying
 from cpsr.checkpoint.paced import CopyPace, Split
-from cpsr.learning.bubbles import Bubbles
 from tests.recovery import worker
 from tests.recovery.worker import Options
 
 __all__ = ["Options", "main"]
 
 PIECE_BYTES = 256  # of the 2 kB that a stage of this model has
-LONG_SECONDS = 1e3
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
@@ -29,9 +27,5 @@ def main(options: Options, rank: int, ranks: int) -> None:
 
     setattr(CopyPace, "record", recorded)  # noqa: B010 - mypy refuses to assign to a method
     copying.PIECE_BYTES = PIECE_BYTES
-    if options.fault.startswith("no waits"):  # although they are forecast
-        setattr(Bubbles, "iteration_forecast_seconds", lambda _: LONG_SECONDS)  # noqa: B010
-        setattr(Bubbles, "remaining_seconds", lambda _: 0.0)  # noqa: B010
-        setattr(Bubbles, "wait", lambda *_: False)  # noqa: B010
     worker.main(options, rank, ranks)
     options.result.with_suffix(f".{rank}.splits").write_text(json.dumps(splits))

@@ -98,21 +98,6 @@ def test_experts_are_dealt_by_their_number_over_all_ranks(job: Job, zero: int) -
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_experts_of_stages_are_dealt_by_layer_and_number(job: Job, zero: int) -> None:
-    """Two stages of two ranks that share experts; one stage of two, of one; two stages of two that have all."""
-    sizes = ((4, 2, 2, 1), (2, 1, 2, 2), (1, 1, 1, 3), (4, 2, 1, 4))  # ranks, stages, sharing ranks, iterations
-    lives = [
-        launch(job, ranks, until, kind="pipeline", stages=stages, expert_parallel=sharing, zero=zero)
-        for ranks, stages, sharing, until in sizes
-    ]
-    for before, after in itertools.pairwise(lives):
-        ended, started = before.result()["ended"], after.result()["started"]
-        assert started["whole"] == ended["whole"]
-        assert started["scalars"] == ended["scalars"]
-        assert sum(".deepspeed_experts." in name for name in started["whole"]) == 3 * 4 * EXPERTS * 3
-
-
-@pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_stages_are_dealt_by_their_layers(job: Job, zero: int) -> None:
     """Two stages, one, three, and two replicas of two; a stage in the middle is dealt no batches."""
     sizes = ((2, 2, 1), (1, 1, 2), (3, 3, 3), (4, 2, 5))  # ranks, stages, iterations
@@ -168,18 +153,6 @@ def test_after_a_kill_the_last_checkpoint_goes_on_with_the_ranks_that_are_left(j
     seen = [*samples(back, range(5, 9)), *samples(again, range(9, 10))]
     assert len(seen) == 5 * GLOBAL_BATCH
     assert sorted(samples(back, range(5, 9))) == list(range(ITEMS))
-
-
-def test_two_starts_from_the_same_checkpoint_are_the_same_bit_for_bit(job: Job, tmp_path: Any) -> None:
-    launch(job, 2, 2, dropout=0.1)
-    other = Job(tmp_path / "other")
-    launch(other, 2, 2, dropout=0.1)
-    one, two = launch(job, 3, 6, dropout=0.1), launch(other, 3, 6, dropout=0.1)
-    for rank in range(3):
-        assert one.result(rank)["losses"] == two.result(rank)["losses"]
-        assert one.result(rank)["ended"] == two.result(rank)["ended"]
-    draws = [one.result(rank)["ended"]["draw"] for rank in range(3)]
-    assert draws[0] == draws[1] != draws[2]  # the job seeds all ranks alike; the third is new
 
 
 @pytest.mark.parametrize(
@@ -250,19 +223,6 @@ def test_what_is_left_in_host_memory_is_rescued(job: Job, engine: str, ranks: in
     assert started["whole"] == expected.result()["ended"]["whole"]
 
 
-@pytest.mark.usefixtures("freed")
-def test_one_survivor_of_ranks_that_held_parts_is_no_checkpoint(job: Job) -> None:
-    """What the ranks hold now, all of it on each, does not tell what those before held."""
-    options: dict[str, Any] = {"worker": WORKER, "settings": {**IN_MEMORY, "peers": {"replicas": 0}}}
-    parts = options | ENGINES["fsdp2"]
-    killed = job.launch(ranks=2, iterations=9, fault="step:1:6", in_memory=5, nodes=["here", "gone"], **parts)
-    assert killed.statuses[1] == -9, killed.output
-    back = job.launch(ranks=1, iterations=8, nodes=["here"], survivor_seconds=60.0, **options | ENGINES["ddp"])
-    assert back.statuses == [0], back.output[0][-3000:]
-    assert "a checkpoint now" not in back.output[0]
-    assert back.result()["started"]["iteration"] == 0
-
-
 LINKED: dict[str, Any] = {**IN_MEMORY, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
 
 
@@ -288,24 +248,6 @@ def test_a_rescued_state_has_the_frozen_weights_of_a_checkpoint(job: Job, engine
     expected = again.launch(ranks=2, iterations=started["iteration"], **options)
     assert started["whole"] == expected.result()["ended"]["whole"]
     assert verify_run(job.run_dir) == []
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("freed")
-def test_frozen_weights_that_nobody_has_leave_a_state_in_memory(job: Job) -> None:
-    """No checkpoint has them yet, and the script has loaded others."""
-    options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["ddp"], **FROZEN}
-    killed = job.launch(ranks=2, iterations=9, fault="step:1:3", in_memory=2, **options)
-    assert killed.statuses[1] == -9, killed.output
-    refused = job.launch(ranks=1, iterations=4, **options | OTHER)
-    with JournalReader(job.run_dir / "journal.db") as journal:
-        (said, *_) = [one.message for one in journal.events() if one.kind == "state not rescued"]
-    assert "no checkpoint of the run has the parameters outside the optimizer of rank" in said
-    assert refused.statuses != [0]
-    assert "another number of ranks cannot use them" in refused.output[0]
-    back = job.launch(ranks=2, iterations=4, **options)
-    assert back.statuses == [0, 0], back.output[0][-3000:]
-    assert back.result()["started"]["iteration"] in (2, 3)
 
 
 @pytest.mark.usefixtures("freed")
@@ -343,29 +285,6 @@ def test_the_dump_of_a_survivor_is_rescued(job: Job, engine: str, frozen: dict[s
     assert started["scalars"] == expected.result()["ended"]["scalars"]
     dealt = samples(expected, range(5, 9)), samples(back, range(5, 9))
     assert sorted([*dealt[0], *dealt[1]]) == list(range(ITEMS))
-
-
-@pytest.mark.usefixtures("freed")
-def test_where_each_rank_holds_a_part_the_dumps_of_all_are_rescued(job: Job) -> None:
-    settings = {**ELASTIC, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
-    options: dict[str, Any] = {"worker": WORKER, "settings": settings, **ENGINES["zero 2 bf16"]}
-    failed = job.launch(ranks=3, iterations=9, fault="error:all:7", committed=4, **options)
-    assert set(failed.statuses) == {1}, failed.output
-    back = job.launch(ranks=2, iterations=8, survivor_seconds=60.0, **options)
-    assert set(back.statuses) == {0}, back.output[0][-3000:]
-    assert back.result()["started"]["iteration"] == 7
-    expected = Job(job.directory / "again").launch(ranks=3, iterations=7, **options)
-    assert back.result()["started"]["whole"] == expected.result()["ended"]["whole"]
-
-
-def test_copies_at_a_target_are_enough(job: Job) -> None:
-    settings: dict[str, Any] = {**ELASTIC, "checkpoint": {"target": f"file://{job.directory}/target"}}
-    options: dict[str, Any] = {"worker": WORKER, "settings": settings, "zero": 1, "survivor_seconds": 60.0}
-    first = job.launch(ranks=3, iterations=4, **options)
-    shutil.rmtree(job.run_dir)
-    back = job.launch(ranks=2, iterations=5, **options)
-    assert back.statuses == [0, 0], back.output[0][-3000:]
-    assert back.result()["started"]["whole"] == first.result()["ended"]["whole"]
 
 
 def test_a_damaged_checkpoint_is_fetched_from_its_target(job: Job) -> None:

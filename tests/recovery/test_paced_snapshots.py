@@ -35,15 +35,3 @@ def test_snapshots_in_waits_are_restored_bitwise(job: Job, uninterrupted: Uninte
     assert back.result()["started"]["iteration"] == CHECKPOINT
     job.launch(iterations=60, worker=WORKER, **PIPELINE)
     assert any(split["in_waits"] for stage in splits(job, life=3) for split in stage)
-
-
-def test_waits_that_never_come_change_nothing(job: Job, uninterrupted: Uninterrupted) -> None:
-    ended = job.launch(fault="no waits:all:0", iterations=12, worker=WORKER, **PIPELINE)
-    assert ended.statuses == [0] * STAGES, ended.output[0][-3000:]
-    for stage in splits(job, life=1):
-        assert any(split["at_once"] + split["late"] for split in stage)
-        assert not any(split["in_waits"] for split in stage)
-    back = job.launch(worker=WORKER, **PIPELINE)
-    # The first life has drawn from Python's and NumPy's generators at its end, which its last checkpoint has.
-    same_end(back, uninterrupted, other_rng=[])
-    assert back.result()["started"]["iteration"] == 12

@@ -62,12 +62,6 @@ def test_ranks_predict_alike(job: Job) -> None:
     assert back.result(0)["state_at_start"] == back.result(1)["state_at_start"]
 
 
-def test_nothing_is_shared_where_zero_gives_each_rank_a_slice(job: Job) -> None:
-    ended = job.launch(iterations=INTERVAL, settings=SHARED, zero=1)
-    assert ended.statuses == [0] * RANKS, ended.output[0][-3000:]
-    assert all(record.by_writer() == {} for record in manifests(job, INTERVAL))
-
-
 def came_back(job: Job, sections: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
     """How ranks began again after one of them was killed: at the checkpoint, with experts as they were saved."""
     sections = {**sections, "checkpoint": {**sections.get("checkpoint", {}), **SHORT}}
@@ -149,14 +143,3 @@ def test_the_last_state_is_committed_where_it_is_the_first_to_differ(job: Job, e
     assert all(record.by_writer() == {} for record in manifests(job, last))
     (message,) = drift_messages(job)
     assert f"iteration {last}" in message
-
-
-def test_short_lives_of_ranks_that_differ_make_progress(job: Job) -> None:
-    """No life comes to the checkpoint after the one in which the first of them found it out."""
-    for end in (6, 10, 14):
-        killed = job.launch(
-            fault=f"step:0:{end}", settings=SHARED, zero=0, apart=2, committed=end - 2 if end > 6 else None
-        )
-        assert killed.statuses[0] == SIGKILLED, killed.output[0][-3000:]
-    committed = sorted(path.parent.name for path in job.run_dir.glob(f"checkpoints/*/{COMMIT}"))
-    assert committed[-1] == step_name(12)

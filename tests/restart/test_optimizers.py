@@ -141,17 +141,6 @@ def test_what_is_not_predicted_is_recomputed_and_said(tmp_path: Path) -> None:
     assert (again.recovery.restored.method, again.recovery.restored.restored_iteration) == ("exact", 18)
 
 
-def test_without_a_learning_rate_nothing_is_predicted(tmp_path: Path) -> None:
-    assert Life(tmp_path, OPTIMIZERS["no learning rate"]).until(2).recovery.config.mode == "exact"
-    assert "Rateless has no learning rate (lr) in its parameter groups" in events(tmp_path)["predicting is off"]
-
-
-def test_an_optimizer_that_can_be_predicted_changes_no_mode(tmp_path: Path) -> None:
-    life = Life(tmp_path, OPTIMIZERS["Muon and AdamW"]).until(2)
-    assert life.recovery.config.mode == "auto"
-    assert "predicting is off" not in events(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("now", "error", "message"),
     [
