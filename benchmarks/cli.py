@@ -51,29 +51,6 @@ def stall(
 
 
 @bench.command()
-def plan(
-    json_path: JsonPath = None,
-    real: Annotated[bool, typer.Option("--real", help="What failing jobs cost, beside their plans, instead.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="With --real: trainings, of about 10 minutes each.")] = 3,
-    mtbf_iterations: Annotated[int, typer.Option(min=20, help="With --real: between failures, on average.")] = 88,
-    failures: Annotated[int, typer.Option(min=1, help="With --real: in each job; the aim is for 10.")] = 10,
-    cache: Annotated[Path | None, typer.Option(help="With --real: keeps the jobs; runs/bench-plan-real.")] = None,
-) -> None:
-    """Time to make one plan for up to 1,000 ranks, or how well the plans of failing jobs predict their cost."""
-    if real:
-        from cpsr.benchmarks.plan.injection import Injection
-        from cpsr.benchmarks.plan.real import CACHE
-        from cpsr.benchmarks.plan.real import main as run_real
-
-        injection = Injection(failures=failures, mtbf_iterations=mtbf_iterations)
-        run_real(json_path, seeds, CACHE if cache is None else cache, injection)
-        return
-    from cpsr.benchmarks.plan.run import main as run_plan_benchmark
-
-    run_plan_benchmark(json_path)
-
-
-@bench.command()
 def reshard(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=2, help="Loads of each kind.")] = 5,

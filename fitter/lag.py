@@ -12,9 +12,8 @@ import scipy  # its parts are loaded at their first use: a restart does not wait
 from numpy.typing import NDArray
 
 from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.straight_line import StraightLine
 
-__all__ = ["Lag", "LagBeyondError", "Transient", "paired_lag", "transient"]
+__all__ = ["SLOPE_STANDARD_ERRORS", "Lag", "LagBeyondError", "StraightLine", "Transient", "paired_lag", "transient"]
 
 # Half a window: a spline with such knots follows how the loss bends, not the noise of single evaluations.
 KNOT_ITERATIONS = 100
@@ -34,6 +33,33 @@ SHIFT_TOLERANCE_ITERATIONS = 1e-3
 SETTLED_POINTS = 3
 
 _Array = NDArray[numpy.float64]
+
+
+@dataclass(frozen=True)
+class StraightLine:
+    """The line of least squares, `intercept + slope * place`.
+
+    Attributes:
+        slope: of the line.
+        intercept: its value at 0.
+        slope_error: standard error of the slope, of noise that is independent and equal for all points.
+    """
+
+    slope: float
+    intercept: float
+    slope_error: float
+
+    @classmethod
+    def through(cls, places: _Array, values: _Array) -> "StraightLine":
+        """Fit the line.
+
+        Args:
+            places: of the points, `(points,)`; at least three of them differ.
+            values: there, `(points,)`.
+        """
+        middle = float(places.mean())
+        (slope, level), covariance = numpy.polyfit(places - middle, values, 1, cov=True)
+        return cls(float(slope), float(level - slope * middle), float(numpy.sqrt(covariance[0, 0])))
 
 
 class LagBeyondError(ValueError):

@@ -8,9 +8,9 @@ import numpy
 import scipy  # its parts are loaded at their first use: a restart does not wait for them
 from numpy.typing import ArrayLike, NDArray
 
-from cpsr.fitter.families import Array, Exponential, Family, PowerLaw, StretchedExponential
+__all__ = ["POINTS_MIN", "Array", "LossFit", "fit_loss", "robust_line"]
 
-__all__ = ["POINTS_MIN", "LossFit", "fit_loss"]
+Array = NDArray[numpy.float64]
 
 # Four coefficients on eight points, and two points more to be judged by.
 TRAINED_POINTS_MIN = 8
@@ -20,18 +20,136 @@ POINTS_MIN = TRAINED_POINTS_MIN + HELD_OUT_POINTS_MIN
 SPAN_FRACTION = 0.2
 # A point this many spans back counts half; None is all points alike. The longest first: on equal terms more data win.
 HALF_LIVES_SPANS: tuple[float | None, ...] = (None, 2.0, 0.5, 0.25)
-# Fitted are at most so many bins: a curve of four coefficients gains nothing from more, and the fit stays short.
+# At most this many bins are fitted: a curve of four coefficients gains nothing from more, and the fit stays short.
 BINS_MAX = 256
-# The noise of single losses is taken from at most so many of them.
+# The noise of single losses is taken from at most this many of them.
 NOISE_POINTS_MAX = 20_000
 # Noise is measured where the band will be read: its 95% quantile, in units of a Gaussian's standard deviation.
 NOISE_QUANTILE = 0.95
 # What grows in proportion to time is, halfway through a span, half of what it is at the end.
 DRIFT_OF_MEDIAN = 2.0
-FAMILIES: tuple[Callable[[int, int], Family], ...] = (
-    lambda first, length: Exponential(),
-    lambda first, length: PowerLaw(first, length),
-    lambda first, length: StretchedExponential(first, length),
+# Standard deviation of a Gaussian over the median of its absolute values.
+GAUSSIAN_MAD = 1.4826
+# Huber's constant: 95% as efficient as least squares on Gaussian noise, and deaf to spikes.
+HUBER_EPSILON = 1.35
+HUBER_ITERATIONS = 1000
+# Points closer to a line than this, relative to it, have no scale of noise for Huber's estimator to find.
+EXACT_FIT = 1e-9
+# The polish starts next to the optimum; where coefficients are hardly distinguishable, more steps change no forecast.
+EVALUATIONS_MAX = 120
+SMALLEST = 1e-12
+
+
+@dataclass(frozen=True)
+class _Family:
+    """One form of curve over ages: iterations since the first loss, in units of the iterations that the losses cover.
+
+    Attributes:
+        name: for the journal.
+        coefficients: their names; a fitted curve has their values in this order.
+        curve: values at ages, from the coefficients.
+        shape: what scale and offset are applied to, by its own two coefficients; None of the exponential.
+        grid: values of these two to start from.
+        limits: their least and greatest values.
+    """
+
+    name: str
+    coefficients: tuple[str, ...]
+    curve: Callable[[Array, Array], Array]
+    shape: Callable[[Array, Any, Any], Array] | None = None
+    grid: tuple[Array, Array] = (numpy.empty(0), numpy.empty(0))
+    limits: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
+
+    def fit(self, ages: Array, losses: Array, weights: Array) -> tuple[Array, Array]:
+        """Coefficients, and the inverse of the weighted sum of products of their derivatives."""
+        if self.shape is None:
+            # The paper's Eq. 11: a line through the logarithms.
+            slope, level = robust_line(ages, numpy.log(losses), weights)
+            found = numpy.array([-slope, level])
+        else:
+            found = self._polished(ages, losses, numpy.sqrt(weights))
+        jacobian = numpy.sqrt(weights)[:, None] * self.derivatives(ages, found)
+        return found, numpy.asarray(numpy.linalg.pinv(jacobian.T @ jacobian, hermitian=True), dtype=numpy.float64)
+
+    def derivatives(self, ages: Array, coefficients: Array) -> Array:
+        """Derivatives of the curve by its coefficients, `(points, coefficients)`."""
+        columns = []
+        for place, value in enumerate(coefficients.tolist()):
+            step = numpy.zeros_like(coefficients)
+            step[place] = 1e-6 * max(abs(value), 1e-3)
+            rise = self.curve(ages, coefficients + step) - self.curve(ages, coefficients - step)
+            columns.append(rise / (2 * step[place]))
+        return numpy.stack(columns, axis=1)
+
+    def _polished(self, ages: Array, losses: Array, roots: Array) -> Array:
+        """The robust fit next to the best start: deviations beyond the noise count at their size, not its square."""
+        found = self._start(ages, losses, roots**2)
+        (low, high), (lowest, highest) = self.limits
+        exact = EXACT_FIT * float(numpy.abs(losses).max())
+        # Twice: the start is off by its grid, most where the curve is steep, and measured by the median those points
+        # would count as spikes and never be met.
+        for typical in (numpy.mean, numpy.median):
+            deviations = numpy.abs(roots * (losses - self.curve(ages, found)))
+            found = scipy.optimize.least_squares(
+                lambda coefficients: roots * (self.curve(ages, coefficients) - losses),
+                found,
+                bounds=([-numpy.inf, low, lowest, 0.0], [numpy.inf, high, highest, numpy.inf]),
+                x_scale="jac",
+                loss="soft_l1",
+                f_scale=max(GAUSSIAN_MAD * float(typical(deviations)), exact),
+                max_nfev=EVALUATIONS_MAX,
+            ).x
+        return numpy.asarray(found)
+
+    def _start(self, ages: Array, losses: Array, weights: Array) -> Array:
+        """The best of a grid of shapes, each with its least-squares scale and offset; an offset is not negative."""
+        assert self.shape is not None
+        firsts, seconds = (axis.ravel() for axis in numpy.meshgrid(*self.grid, indexing="ij"))
+        shapes = self.shape(ages[None, :], firsts[:, None], seconds[:, None])
+        shares = weights / weights.sum()
+        mean_shapes, mean_loss = shapes @ shares, float(losses @ shares)
+        spreads = shapes - mean_shapes[:, None]
+        scales = ((spreads * (losses - mean_loss)) @ shares) / numpy.maximum((spreads**2) @ shares, SMALLEST)
+        offsets = mean_loss - scales * mean_shapes
+        through_zero = ((shapes * losses) @ shares) / numpy.maximum((shapes**2) @ shares, SMALLEST)
+        scales = numpy.where(offsets < 0, through_zero, scales)
+        offsets = numpy.maximum(offsets, 0.0)
+        best = int(numpy.argmin(numpy.abs(offsets[:, None] + scales[:, None] * shapes - losses) @ shares))
+        return numpy.array([scales[best], firsts[best], seconds[best], offsets[best]])
+
+
+def _power_shape(ages: Array, shift: Any, exponent: Any) -> Array:
+    return numpy.asarray(((numpy.maximum(ages, 0.0) + shift) / (1 + shift)) ** -exponent)
+
+
+def _stretched_shape(ages: Array, timescale: Any, stretch: Any) -> Array:
+    # Not quite zero: its powers stay finite.
+    return numpy.asarray(numpy.exp(-((numpy.maximum(ages / timescale, SMALLEST)) ** stretch)))
+
+
+_EXPONENTIAL = _Family(
+    "exponential",
+    ("decay", "log_level"),
+    lambda ages, own: numpy.asarray(numpy.exp(own[1] - own[0] * ages)),
+)
+_FAMILIES = (
+    _EXPONENTIAL,
+    _Family(
+        "power_law",
+        ("scale_nats", "shift", "exponent", "offset_nats"),
+        lambda ages, own: own[3] + own[0] * _power_shape(ages, own[1], own[2]),
+        _power_shape,
+        (numpy.geomspace(0.003, 3.0, 8), numpy.geomspace(0.1, 4.0, 8)),
+        ((1e-3, 10.0), (0.02, 10.0)),
+    ),
+    _Family(
+        "stretched_exponential",
+        ("scale_nats", "timescale", "stretch", "offset_nats"),
+        lambda ages, own: own[3] + own[0] * _stretched_shape(ages, own[1], own[2]),
+        _stretched_shape,
+        (numpy.geomspace(0.02, 5.0, 8), numpy.linspace(0.3, 1.8, 8)),
+        ((1e-3, 50.0), (0.1, 2.0)),
+    ),
 )
 
 
@@ -41,8 +159,7 @@ class LossFit:
 
     Attributes:
         family: `exponential`, `power_law` or `stretched_exponential`.
-        coefficients: by name, with their units.
-        covariance: `(coefficients, coefficients)`, in their order.
+        coefficients: by name; their times are in units of the iterations covered.
         noise_nats: standard deviation of single losses about the curve, of the recent ones above all.
         rmse_nats: root of the mean square of the last span's losses about the curve.
         held_out_rmse_nats: the same about the curve that was fitted to all before that span.
@@ -58,7 +175,6 @@ class LossFit:
 
     family: str
     coefficients: Mapping[str, float]
-    covariance: Array
     noise_nats: float
     rmse_nats: float
     held_out_rmse_nats: float
@@ -69,19 +185,18 @@ class LossFit:
     last_iteration: int
     points: int
     degrees_of_freedom: float
-    _curve: Family = field(repr=False)
+    _candidate: "_Candidate" = field(repr=False)
 
     def at(self, iterations: ArrayLike) -> Array:
         """Expected losses in nats, float64 in the shape of `iterations`."""
         places = numpy.asarray(iterations, dtype=numpy.float64)
-        return self._curve.value(places.ravel(), self._values()).reshape(places.shape)
+        return self._candidate.at(places.ravel()).reshape(places.shape)
 
     def band(self, iterations: ArrayLike, confidence: float = 0.95) -> tuple[Array, Array]:
         """Lower and upper bound, in nats, of single losses; each in the shape of `iterations`.
 
         By Student's t, from the noise of single losses and what is unknown of the coefficients. Beyond the last
-        iteration, how far the family strays from the run adds to it, in proportion to the distance. Of the next span
-        and of recent losses it holds its share; of those that were given little weight it may hold less.
+        iteration, how far the family strays from the run adds to it, in proportion to the distance.
 
         Raises:
             ValueError: `confidence` does not lie between 0 and 1.
@@ -89,12 +204,10 @@ class LossFit:
         if not 0 < confidence < 1:
             raise ValueError(f"confidence must lie between 0 and 1, not be {confidence}")
         places = numpy.asarray(iterations, dtype=numpy.float64)
-        jacobian = self._curve.jacobian(places.ravel(), self._values())
-        unknown = numpy.einsum("ij,jk,ik->i", jacobian, self.covariance, jacobian)
+        unknown = self._candidate.unknown(places.ravel()).reshape(places.shape) * self.noise_nats**2
         quantile = float(scipy.special.stdtrit(self.degrees_of_freedom, (1 + confidence) / 2))
         ahead = numpy.maximum(places - self.last_iteration, 0.0) / self.held_out_iterations
-        variances = numpy.maximum(unknown, 0.0).reshape(places.shape) + self.noise_nats**2
-        half = quantile * numpy.sqrt(variances + (self.drift_nats * ahead) ** 2)
+        half = quantile * numpy.sqrt(unknown + self.noise_nats**2 + (self.drift_nats * ahead) ** 2)
         return self.at(places) - half, self.at(places) + half
 
     @property
@@ -103,7 +216,8 @@ class LossFit:
 
         Zero where the loss stands still, negative where it rises.
         """
-        return -self._curve.slope(float(self.last_iteration), self._values()) / float(self.at(self.last_iteration))
+        before, after = self.at([self.last_iteration - 0.5, self.last_iteration + 0.5]).tolist()
+        return float((before - after) / float(self.at(self.last_iteration)))
 
     @property
     def alpha2(self) -> float:
@@ -113,26 +227,9 @@ class LossFit:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without NaN."""
-        return {
-            "family": self.family,
-            "coefficients": dict(self.coefficients),
-            "covariance": self.covariance.tolist(),
-            "alpha1_per_iteration": self.alpha1_per_iteration,
-            "alpha2": self.alpha2,
-            "noise_nats": self.noise_nats,
-            "rmse_nats": self.rmse_nats,
-            "held_out_rmse_nats": self.held_out_rmse_nats,
-            "held_out_iterations": self.held_out_iterations,
-            "drift_nats": self.drift_nats,
-            "half_life_spans": self.half_life_spans,
-            "first_iteration": self.first_iteration,
-            "last_iteration": self.last_iteration,
-            "points": self.points,
-            "degrees_of_freedom": self.degrees_of_freedom,
-        }
-
-    def _values(self) -> Array:
-        return numpy.array(list(self.coefficients.values()))
+        own = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        alphas = {"alpha1_per_iteration": self.alpha1_per_iteration, "alpha2": self.alpha2}
+        return {**own, "coefficients": dict(self.coefficients), **alphas}
 
 
 def fit_loss(iterations: ArrayLike, losses: ArrayLike, span_iterations: int | None = None) -> LossFit:
@@ -142,9 +239,8 @@ def fit_loss(iterations: ArrayLike, losses: ArrayLike, span_iterations: int | No
     their mean absolute error on it: a spike there counts once, not squared. The simplest of those within one standard
     error of the best is fitted again to everything.
 
-    However long the run, at most 256 bins are fitted, medians of as many consecutive losses each: 0.1 s on one core
-    for a million iterations (and once 0.3 s more, to import scipy's parts). RMSE and noise are those of single losses,
-    the noise of 20,000 at most, evenly spaced.
+    However long the run, at most 256 bins are fitted, medians of as many consecutive losses each. RMSE and noise are
+    those of single losses, the noise of 20,000 at most, evenly spaced.
 
     Args:
         iterations: `(points,)` ascending without repeats, at least 10.
@@ -165,16 +261,15 @@ def fit_loss(iterations: ArrayLike, losses: ArrayLike, span_iterations: int | No
     split = int(numpy.searchsorted(places, places[-1] - span, side="right"))
     split = min(max(split, TRAINED_POINTS_MIN), len(places) - HELD_OUT_POINTS_MIN)
     before, after = _binned(places[:split], values[:split]), _binned(places[split:], values[split:])
-    candidates = [_Candidate.fitted(family, before, span, life) for family in FAMILIES for life in HALF_LIVES_SPANS]
-    candidates = [candidate for candidate in candidates if candidate.sound(after[0])]
+    candidates = [_Candidate.fitted(family, before, span, life) for family in _FAMILIES for life in HALF_LIVES_SPANS]
+    candidates = [candidate for candidate in candidates if candidate.is_sound(after[0])]
     chosen = candidates[_simplest(numpy.array([candidate.errors(after) for candidate in candidates]))]
-    final = _Candidate.fitted(chosen.make, _binned(places, values), span, chosen.half_life_spans)
+    final = _Candidate.fitted(chosen.family, _binned(places, values), span, chosen.half_life_spans)
     weights = _weights(places, span, final.half_life_spans)
     missed = values[split:] - chosen.at(places[split:])
     return LossFit(
         family=final.family.name,
-        coefficients=dict(zip(final.family.names, final.coefficients.tolist(), strict=True)),
-        covariance=final.covariance,
+        coefficients=dict(zip(final.family.coefficients, final.coefficients.tolist(), strict=True)),
         noise_nats=_noise(values - final.at(places), weights, len(final.coefficients)),
         rmse_nats=_rmse(values[split:] - final.at(places[split:])),
         held_out_rmse_nats=_rmse(missed),
@@ -185,43 +280,74 @@ def fit_loss(iterations: ArrayLike, losses: ArrayLike, span_iterations: int | No
         last_iteration=int(places[-1]),
         points=len(places),
         degrees_of_freedom=max(_independent(weights) - len(final.coefficients), 1.0),
-        _curve=final.family,
+        _candidate=final,
     )
+
+
+def robust_line(places: Array, values: Array, weights: Array) -> tuple[float, float]:
+    """Slope and level at 0 of Huber's line through weighted points; places take at least two values.
+
+    Args:
+        places: `(points,)`, about 1 in size.
+        values: `(points,)`.
+        weights: relative, positive.
+    """
+    # Imported by the planner's thread and not with this module: a restart does not wait for it.
+    from sklearn.linear_model import HuberRegressor
+
+    slope, level = numpy.polyfit(places, values, 1, w=numpy.sqrt(weights))
+    deviations = numpy.abs(values - level - slope * places)
+    spread = float(deviations.max())
+    if spread <= EXACT_FIT * (1 + float(numpy.abs(values).max())):
+        return float(slope), float(level)
+    # Relative to the line of least squares, and in units of its deviations: the search then converges at any scale.
+    huber = HuberRegressor(epsilon=HUBER_EPSILON, alpha=0.0, max_iter=HUBER_ITERATIONS)
+    try:
+        huber.fit(places[:, None], (values - level - slope * places) / spread, sample_weight=weights / weights.mean())
+    except ValueError:  # half of the points lie on a line, which leaves no scale of noise
+        return float(slope), float(level)
+    return float(slope + spread * huber.coef_[0]), float(level + spread * huber.intercept_)
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One family with one weight of the past, fitted."""
+    """One family with one weight of the past, fitted over some iterations."""
 
-    make: Callable[[int, int], Family]
-    family: Family
+    family: _Family
     half_life_spans: float | None
+    first_iteration: float
+    length_iterations: float
     coefficients: Array
-    covariance: Array
+    inverse: Array
 
     @classmethod
     def fitted(
-        cls,
-        make: Callable[[int, int], Family],
-        points: tuple[Array, Array],
-        span: float,
-        half_life_spans: float | None,
+        cls, family: _Family, points: tuple[Array, Array], span: float, half_life_spans: float | None
     ) -> "_Candidate":
         places, values = points
-        family = make(int(places[0]), max(round(places[-1] - places[0]), 1))
-        coefficients, covariance = family.fit(places, values, _weights(places, span, half_life_spans))
-        return cls(make, family, half_life_spans, coefficients, covariance)
+        first, length = float(places[0]), max(float(places[-1] - places[0]), 1.0)
+        weights = _weights(places, span, half_life_spans)
+        return cls(family, half_life_spans, first, length, *family.fit((places - first) / length, values, weights))
+
+    def _ages(self, places: Array) -> Array:
+        return (places - self.first_iteration) / self.length_iterations
 
     def at(self, places: Array) -> Array:
-        return self.family.value(places, self.coefficients)
+        return self.family.curve(self._ages(places), self.coefficients)
+
+    def unknown(self, places: Array) -> Array:
+        """Variance of the curve, in units of the noise's."""
+        derivatives = self.family.derivatives(self._ages(places), self.coefficients)
+        found: Array = numpy.einsum("ij,jk,ik->i", derivatives, self.inverse, derivatives)
+        return numpy.maximum(found, 0.0)
 
     def errors(self, points: tuple[Array, Array]) -> Array:
         return numpy.abs(points[1] - self.at(points[0]))
 
-    def sound(self, places: Array) -> bool:
+    def is_sound(self, places: Array) -> bool:
         """Whether the curve can be a loss there: the exponential always is."""
         values = self.at(places)
-        return bool(numpy.all(numpy.isfinite(values)) and numpy.all(values > 0)) or isinstance(self.family, Exponential)
+        return bool(numpy.all(numpy.isfinite(values)) and numpy.all(values > 0)) or self.family is _EXPONENTIAL
 
 
 def _checked(iterations: ArrayLike, losses: ArrayLike) -> tuple[Array, Array]:
@@ -259,12 +385,11 @@ def _weights(places: Array, span: float, half_life_spans: float | None) -> Array
     return numpy.asarray(numpy.exp2(numpy.maximum(-(places[-1] - places) / (span * half_life_spans), -40.0)))
 
 
-def _simplest(errors: NDArray[numpy.float64]) -> int:
+def _simplest(errors: Array) -> int:
     """Index of the first candidate whose error on the held-out points is the best's, give or take a standard error."""
     means = errors.mean(axis=1)
     best = int(numpy.argmin(means))
-    differences = errors - errors[best]
-    allowed = differences.std(axis=1, ddof=1) / numpy.sqrt(errors.shape[1])
+    allowed = (errors - errors[best]).std(axis=1, ddof=1) / numpy.sqrt(errors.shape[1])
     return int(numpy.flatnonzero(means <= means[best] + allowed)[0])
 
 

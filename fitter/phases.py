@@ -79,7 +79,6 @@ class PhaseDetector:
         self._begun: tuple[int, float] | None = None  # iteration and xi
         self._newest: tuple[int, float] | None = None
         self._ended = 0
-        self._skipped = 0
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -90,11 +89,6 @@ class PhaseDetector:
     def ended(self) -> int:
         """Number of phases that have ended and were not taken back."""
         return self._ended
-
-    @property
-    def skipped(self) -> int:
-        """Observations that could not be used."""
-        return self._skipped
 
     @property
     def first_iteration(self) -> int | None:
@@ -109,7 +103,7 @@ class PhaseDetector:
     def observe(self, iteration: int, mean_exp_avg_sq: float, updates: int | None = None) -> Phase | None:
         """Take in the mean of `exp_avg_sq` over all elements; the phase that it ends, if any.
 
-        What is not finite or negative is skipped and counted. An iteration before the newest is a roll-back: what was
+        What is not finite or negative is skipped. An iteration before the newest is a roll-back: what was
         observed after it is forgotten, and phases that had not ended by then go on; where even the oldest that is kept
         began later, phases begin anew.
 
@@ -130,7 +124,6 @@ class PhaseDetector:
         unbiased = -math.expm1(updates * math.log(self.beta2)) if self.beta2 else 1.0
         xi = mean_exp_avg_sq / unbiased
         if not 0 <= xi < math.inf:
-            self._skipped += 1
             return None
         self._roll_back(iteration)
         self._newest = iteration, xi
@@ -170,7 +163,6 @@ class PhaseDetector:
             "begun": None if self._begun is None else list(self._begun),
             "newest": None if self._newest is None else list(self._newest),
             "ended": self._ended,
-            "skipped": self._skipped,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -182,10 +174,10 @@ class PhaseDetector:
         try:
             phases = [Phase(**phase) for phase in state["phases"]]
             begun, newest = (None if state[key] is None else _observed(state[key]) for key in ("begun", "newest"))
-            ended, skipped = int(state["ended"]), int(state["skipped"])
+            ended = int(state["ended"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no state of a phase detector ({error!r}); nothing was taken over") from error
-        self._phases, self._begun, self._newest, self._ended, self._skipped = phases, begun, newest, ended, skipped
+        self._phases, self._begun, self._newest, self._ended = phases, begun, newest, ended
 
     def _roll_back(self, iteration: int) -> None:
         if self._newest is None or iteration >= self._newest[0]:

@@ -22,26 +22,49 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.predictor.protocol import Forecast
-from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS
+from cpsr.predictor.protocol import Forecast, HistoryEntry, Target
+from cpsr.predictor.series import TYPICAL_STRAIGHTNESS, window_start
 
 __all__ = [
     "FEATURES",
+    "HORIZON_ITERATIONS",
+    "MIN_CHECKPOINTS",
+    "WINDOWS_ITERATIONS",
     "Calibration",
     "Context",
     "Expected",
     "Observation",
     "Setting",
     "Table",
+    "candidates",
+    "context_of",
     "features",
     "of_part",
+    "reaches",
+    "start_of_three",
     "table",
+    "windows",
 ]
 
 TABLE_VERSION = 3
 # Another direction must promise so much lower a cost before a change, or the two would alternate: recoveries from one
 # failure scatter by as much.
 HYSTERESIS_ITERATIONS = 5.0
+# Two checkpoints leave no residual to average: the secant amplified noise (0.12 to 0.30 nats up at injection).
+MIN_CHECKPOINTS = 3
+# The table is fitted to windows of 60 to 300 iterations.
+WINDOWS_ITERATIONS = (100, 150, 200, 300)
+# A young run turns: lines over most of its life ended up to 12 nats above the checkpoint when followed.
+WINDOW_SHARE_OF_AGE = 0.5
+# How far the line is followed: these shares of its window, and these multiples of the horizon. The table is fitted to
+# 1.5 windows and 3 horizons. Beyond 0.75 windows a third of its recoveries begin 0.3 nats or more above the checkpoint:
+# there the guard shortens the move.
+REACH_OF_WINDOW = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
+# Not 0: going on from the checkpoint's weights costs more than the table expects (1.2 horizons at an interval of 100).
+REACH_OF_HORIZON = (0.5, 1.0, 1.5, 2.0)
+FURTHEST_ITERATIONS = 200  # the table saw no further, but for three horizons
+# The furthest failure in the table's fit; there is no expectation beyond it.
+HORIZON_ITERATIONS = 200
 Direction = Literal["line", "vitp"]
 _Array = NDArray[numpy.float64]
 
@@ -231,26 +254,86 @@ class Calibration:
         return Expected(float(terms @ self._mean), math.sqrt(max(0.0, float(terms @ self._covariance @ terms))))
 
     def best(
-        self, context: Context, settings: Sequence[Setting], deviations: float, usual: Direction | None = None
+        self, context: Context, candidates: Sequence[Setting], deviations: float, usual: Direction
     ) -> tuple[Setting, Expected]:
         """The setting of the lowest expected cost among those that are safe, and that cost.
 
-        Safe is what costs less than recomputing even with so many standard deviations more. Where nothing is safe, and
-        where `deviations` is below 0 in search of settings with a large uncertainty, it is that of the lowest bound.
+        Safe is what costs less than recomputing even with so many standard deviations more. Where nothing is safe, it
+        is that of the lowest bound.
 
         Args:
             context: of the failure.
-            settings: at least one.
+            candidates: at least one.
             deviations: how cautious to be.
             usual: a direction that is kept where it is safe, and no other promises `HYSTERESIS_ITERATIONS` less.
         """
-        expected = [(setting, self.expected(context, setting)) for setting in settings]
+        expected = [(setting, self.expected(context, setting)) for setting in candidates]
         safe = [one for one in expected if one[1].bound(deviations) < context.horizon_iterations]
         if not safe:
             return min(expected, key=lambda one: one[1].bound(deviations))
 
         def compared(one: tuple[Setting, Expected]) -> float:
-            handicap = 0.0 if usual in (None, one[0].direction) else HYSTERESIS_ITERATIONS
-            return one[1].bound(min(deviations, 0.0)) + handicap
+            handicap = 0.0 if one[0].direction == usual else HYSTERESIS_ITERATIONS
+            return one[1].end_cost_iterations + handicap
 
         return min(safe, key=compared)
+
+
+def context_of(target: Target, points: Sequence[HistoryEntry], straightness: float = TYPICAL_STRAIGHTNESS) -> Context:
+    """The context of predicting `target`.
+
+    Args:
+        target: the failure.
+        points: usable checkpoints, strictly ascending, at least three.
+        straightness: of the weights' path up to the newest of them.
+    """
+    newest = points[-1]
+    peak = target.peak_learning_rate
+    return Context(
+        horizon_iterations=float(target.iteration - newest.iteration),
+        age_iterations=float(newest.iteration),
+        interval_iterations=(newest.iteration - points[-MIN_CHECKPOINTS].iteration) / (MIN_CHECKPOINTS - 1),
+        learning_rate_ratio=min(1.0, newest.learning_rate / peak) if peak > 0 else 1.0,
+        straightness=straightness,
+    )
+
+
+def windows(points: Sequence[HistoryEntry]) -> list[int]:
+    """Windows that hold three of the points and reach back no further than they do, nor half the run's age; never none.
+
+    Args:
+        points: at least three.
+    """
+    newest = points[-1].iteration
+    three, whole = newest - points[-MIN_CHECKPOINTS].iteration, newest - points[0].iteration
+    longest = min(whole, WINDOW_SHARE_OF_AGE * newest)
+    return [window for window in WINDOWS_ITERATIONS if three <= window <= longest] or [three]
+
+
+def start_of_three(points: Sequence[HistoryEntry], window_iterations: int) -> int:
+    """Position of the oldest point within a window that is stretched to three points (there are at least three)."""
+    return min(window_start(points, window_iterations), len(points) - MIN_CHECKPOINTS)
+
+
+def reaches(horizon: float, window: float) -> list[float]:
+    """How far the line may be followed, in iterations at the checkpoint's pace; always to the failure."""
+    found = {share * window for share in REACH_OF_WINDOW} | {multiple * horizon for multiple in REACH_OF_HORIZON}
+    shortest = REACH_OF_HORIZON[0] * horizon
+    longest = max(min(REACH_OF_WINDOW[-1] * window, FURTHEST_ITERATIONS), horizon)
+    return sorted(reach for reach in found if shortest <= reach <= longest)
+
+
+def candidates(
+    context: Context,
+    windows_iterations: Sequence[float],
+    gain: float | None = None,
+    directions: Sequence[Direction] = ("line",),
+) -> list[Setting]:
+    """Every combination; where `gain` is given, the line is followed that many horizons."""
+    horizon = context.horizon_iterations
+    return [
+        Setting(window, reach, direction)
+        for window in windows_iterations
+        for reach in (reaches(horizon, window) if gain is None else [gain * horizon])
+        for direction in directions
+    ]

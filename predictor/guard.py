@@ -1,14 +1,141 @@
-"""The guard: a veto over predicted states. It never optimises them (an optimiser would pick averages)."""
+"""The guard: limits and checks on a predicted state; it never optimises it (an optimiser would pick averages)."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from cpsr.predictor.displacement import Displacements
+from cpsr.predictor.pieces import read_piece
+from cpsr.predictor.protocol import Forecast, History
+from cpsr.predictor.series import newest_used
 
-__all__ = ["LENGTHS", "Guard", "GuardDecision"]
+__all__ = ["LENGTHS", "Displacements", "Guard", "GuardDecision", "measure", "of_length", "shorten"]
+
+# A sum above it holds no square that was lost below float32's smallest number and would count.
+SMALLEST_SQUARE = 1e-25
+
+
+@dataclass(frozen=True)
+class Displacements:
+    """Squared norms of displacements by operator, float64 on the CPU.
+
+    Where ranks own slices of the same operators, sum all three over the ranks (`all_reduce`, all with the same
+    `operators`).
+
+    Attributes:
+        operators: names of the rows, `n` of them.
+        predicted_squared: predicted minus newest used snapshot, `(n,)`.
+        history_squared: between consecutive used snapshots, `(n, entries - 1)`, zero where there is none.
+        not_finite: predicted values that are NaN or infinite, `(n,)`, as float64 counts.
+    """
+
+    operators: tuple[str, ...]
+    predicted_squared: torch.Tensor
+    history_squared: torch.Tensor
+    not_finite: torch.Tensor
+
+
+def measure(
+    history: History,
+    forecast: Forecast,
+    pieces: Iterable[tuple[str, int, torch.Tensor]],
+    operators: Sequence[str] | None = None,
+) -> Displacements:
+    """Norms of what a forecast does, in one pass over the predicted pieces and the history beside them.
+
+    Args:
+        history: what was predicted from.
+        forecast: a feasible forecast from it.
+        pieces: what the predictor's `predict` streams for them.
+        operators: rows of the result; the same on every rank where norms are summed over ranks. An operator that
+            this rank does not own has zeros. None: the history's own.
+
+    Raises:
+        ValueError: a piece belongs to an operator that is not in `operators`.
+    """
+    names = tuple(history.operators if operators is None else operators)
+    row_of = {name: place for place, name in enumerate(names)}
+    gaps = max(len(history.entries) - 1, 0)
+    result = Displacements(names, _zeros(len(names)), _zeros(len(names), gaps), _zeros(len(names)))
+    for operator in history.operators:
+        if operator not in row_of:
+            raise ValueError(f"operator '{operator}' is missing in the list of operators to measure")
+    for operator, start, values in pieces:
+        _add_piece(result, row_of[operator], history, forecast, operator, start, values)
+    return result
+
+
+def shorten(forecast: Forecast, scales: Mapping[str, float]) -> Forecast:
+    """The forecast with each operator's displacement from its newest used snapshot multiplied by its scale."""
+    rows = dict(forecast.coefficients)
+    for operator, scale in scales.items():
+        if operator in rows and scale != 1.0:
+            row = [scale * value for value in rows[operator]]
+            row[newest_used(rows[operator])] += 1.0 - scale
+            rows[operator] = tuple(row)
+    return replace(forecast, coefficients=rows)
+
+
+def of_length(forecast: Forecast, length: float) -> Forecast:
+    """The forecast with all of its displacement this much as long; its settings record it.
+
+    The end cost to expect lies between the horizon, for the checkpoint's own weights, and the whole displacement's.
+
+    Args:
+        forecast: a feasible one.
+        length: in (0, 1].
+    """
+    if length == 1.0:
+        return forecast
+    shorter = shorten(forecast, dict.fromkeys(forecast.coefficients, length))
+    scaled: dict[str, Any] = {"gain": forecast.settings["gain"] * length} if "gain" in forecast.settings else {}
+    horizon = float(forecast.settings.get("horizon_iterations", forecast.expected_end_cost_iterations))
+    expected = horizon + length * (forecast.expected_end_cost_iterations - horizon)
+    if "expected_end_cost_iterations" in forecast.settings:
+        scaled["expected_end_cost_iterations"] = expected
+    return replace(shorter, settings={**forecast.settings, **scaled}, expected_end_cost_iterations=expected)
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64, device="cpu")
+
+
+def _used(forecast: Forecast, operator: str) -> list[int]:
+    return [position for position, value in enumerate(forecast.coefficients[operator]) if value != 0.0]
+
+
+def _add_piece(
+    result: Displacements,
+    place: int,
+    history: History,
+    forecast: Forecast,
+    operator: str,
+    start: int,
+    values: torch.Tensor,
+) -> None:
+    used = _used(forecast, operator)
+    stop = start + values.numel()
+    older = read_piece(history, operator, used[0], start, stop)
+    for gap, position in enumerate(used[1:]):
+        newer = read_piece(history, operator, position, start, stop)
+        result.history_squared[place, gap] += _squared(newer - older)
+        older = newer
+    moved_squared = _squared(values - older)
+    result.predicted_squared[place] += moved_squared
+    if not math.isfinite(moved_squared):  # NaN and infinity reach the norm: else none is there to be counted
+        result.not_finite[place] += float(values.numel() - int(torch.isfinite(values).sum()))
+
+
+def _squared(values: torch.Tensor) -> float:
+    # `sum` adds in pairs, so that float32 loses nothing that counts, at twice the speed of a norm in float64. That is
+    # for squares beyond float32's range.
+    squared = float(values.square().sum())
+    if SMALLEST_SQUARE < squared < math.inf:
+        return squared
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
 
 # A vetoed displacement is tried again at half and at a quarter of its length: lines bend, and their beginnings are
 # sound where their ends are not. Evaluating a few batches costs nothing against recomputing.

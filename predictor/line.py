@@ -9,14 +9,32 @@ from typing import Any
 
 import torch
 
-from cpsr.predictor import prior
-from cpsr.predictor.calibration import Calibration, Context, Direction, Expected, Observation, Setting
-from cpsr.predictor.gram import gram
-from cpsr.predictor.obstacles import too_far, too_few, window_start
+from cpsr.predictor.calibration import (
+    HORIZON_ITERATIONS,
+    MIN_CHECKPOINTS,
+    Calibration,
+    Context,
+    Direction,
+    Expected,
+    Observation,
+    Setting,
+    candidates,
+    context_of,
+    windows,
+)
+from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import History, HistoryEntry, Target
-from cpsr.predictor.series import Series
+from cpsr.predictor.series import (
+    TYPICAL_STRAIGHTNESS,
+    Series,
+    path_positions,
+    reach_factor,
+    straightness,
+    too_far,
+    too_few,
+    window_start,
+)
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, Fit, Plan, SeriesPredictor
-from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS, path_positions, reach_factor, straightness
 
 __all__ = ["LAG_DEVIATION_ITERATIONS", "LinePredictor", "line_coefficients"]
 
@@ -86,9 +104,9 @@ class LinePredictor(SeriesPredictor):
         obstacle = self._obstacle(points, target)
         if obstacle is not None:
             return obstacle
-        context = prior.context_of(target, points, straightness)
-        if context.horizon_iterations > prior.HORIZON_ITERATIONS:
-            return f"nothing was measured beyond {prior.HORIZON_ITERATIONS} iterations ahead"
+        context = context_of(target, points, straightness)
+        if context.horizon_iterations > HORIZON_ITERATIONS:
+            return f"nothing was measured beyond {HORIZON_ITERATIONS} iterations ahead"
         undecided = copy.copy(self)  # a query must not change the direction in use
         return undecided._choose(context, points, target)[1]
 
@@ -122,7 +140,7 @@ class LinePredictor(SeriesPredictor):
     def _plan(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
         self._straightness, self._factors = TYPICAL_STRAIGHTNESS, {}
         self._points = tuple(history.entries[position] for position in usable)
-        if len(usable) < prior.MIN_CHECKPOINTS:
+        if len(usable) < MIN_CHECKPOINTS:
             return super()._plan(history, target, usable)
         positions = self._path_positions(history, usable)
         paths = self._path(history, positions)
@@ -160,17 +178,17 @@ class LinePredictor(SeriesPredictor):
         return ("line",)
 
     def _obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
-        few = too_few(points, prior.MIN_CHECKPOINTS)
+        few = too_few(points, MIN_CHECKPOINTS)
         if few is not None:
             return few
         obstacles = [_window_obstacle(points, window, target) for window in self._windows(points)]
         return obstacles[-1] if all(obstacles) else None
 
     def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
-        context = prior.context_of(target, points, self._straightness)
+        context = context_of(target, points, self._straightness)
         setting, expected = self._choose(context, points, target)
         cost = expected.end_cost_iterations
-        if context.horizon_iterations > prior.HORIZON_ITERATIONS:
+        if context.horizon_iterations > HORIZON_ITERATIONS:
             cost = max(cost, context.horizon_iterations)
         window = int(setting.window_iterations)
         gain = setting.reach_iterations / context.horizon_iterations
@@ -191,13 +209,13 @@ class LinePredictor(SeriesPredictor):
     def _choose(self, context: Context, points: Sequence[HistoryEntry], target: Target) -> tuple[Setting, Expected]:
         windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
         directions = self._directions()
-        considered = prior.settings(context, windows, self._gain, directions)
+        considered = candidates(context, windows, self._gain, directions)
         best = self._calibration.best(context, considered, CAUTION_DEVIATIONS, usual=self._direction)
         self._direction = best[0].direction
         return best
 
     def _windows(self, points: Sequence[HistoryEntry]) -> list[int]:
-        return prior.windows(points) if self._window_iterations is None else [self._window_iterations]
+        return windows(points) if self._window_iterations is None else [self._window_iterations]
 
     def _sentence(self, settings: Mapping[str, Any]) -> str:
         lowest, _, highest = settings["operator_factors"]
@@ -219,9 +237,9 @@ def _stretched(row: Sequence[float], factor: float) -> tuple[float, ...]:
 def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target) -> str | None:
     """Why no line can be fitted over this window; None where it can."""
     fitted = points[window_start(points, window) :]
-    if len(fitted) < prior.MIN_CHECKPOINTS:
+    if len(fitted) < MIN_CHECKPOINTS:
         return (
-            f"a prediction needs {prior.MIN_CHECKPOINTS} usable checkpoints within {window} iterations, and there are "
+            f"a prediction needs {MIN_CHECKPOINTS} usable checkpoints within {window} iterations, and there are "
             f"{len(fitted)}"
         )
     return too_far(target, fitted)
@@ -231,17 +249,14 @@ def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation
     """Measured lags of settings of the line, from outcomes of any kind.
 
     If the guard limited some tensors, or some followed their own snapshots, the measurement is of no setting. Neither
-    is it if the displacement began at the line's value (`base`), or all operators had one reach, as before
-    `operator_factors`. Where only a share of the state was lost,
-    the lag of the whole is that over the share.
+    is it if the displacement began at the line's value (`base`). Where only a share of the state was lost, the lag of
+    the whole is that over the share.
     """
     for outcome in outcomes:
         settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")
         if lag is None or "context" not in settings:
             continue
         if any(settings.get(key) for key in ("limited_operators", "own_series_operators", "base")):
-            continue
-        if "operator_factors" not in settings:
             continue
         try:
             context = Context(**settings["context"])

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from cpsr.predictor.combine import combine, is_finite
+from cpsr.predictor.pieces import combine, is_finite
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.series import Series, check_history, operator_series
 
-__all__ = ["CHUNK_ELEMENTS", "Fit", "Plan", "SeriesPredictor", "newest_row"]
+__all__ = ["CHUNK_ELEMENTS", "Fit", "Plan", "SeriesPredictor", "newest_row", "spread"]
 
 STATE_VERSION = 1
 # Number of past recoveries to keep: enough for any run, and a few kilobytes in every checkpoint.
@@ -215,7 +215,7 @@ class SeriesPredictor(ABC):
                 own = Fit(newest_row(len(series.points)))
             elif not own.note:
                 own = self._operator_row(history, operator, series, own, target)
-            plan.rows[operator] = _spread(own.row, series.indices, len(history.entries))
+            plan.rows[operator] = spread(own.row, series.indices, len(history.entries))
             plan.reads[operator] = tuple(series.indices[place] for place in own.used())
         if plan.rows and len(unchanged) == len(plan.rows):
             name, why = next(iter(unchanged.items()))
@@ -294,7 +294,8 @@ def _unchanged(count: int, note: str) -> Fit:
     return Fit(newest_row(count), note=note, settings={"expected_end_cost_iterations": 0.0})
 
 
-def _spread(row: Sequence[float], indices: Sequence[int], count: int) -> tuple[float, ...]:
+def spread(row: Sequence[float], indices: Sequence[int], count: int) -> tuple[float, ...]:
+    """The row over `count` entries, from one over those at `indices`."""
     full = [0.0] * count
     for position, value in zip(indices, row, strict=True):
         full[position] = value

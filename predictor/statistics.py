@@ -8,8 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from cpsr.predictor.combine import all_finite, read_piece
-from cpsr.predictor.gram import difference_rows
+from cpsr.predictor.pieces import all_finite, difference_rows, read_piece
 from cpsr.predictor.protocol import History, HistoryEntry
 from cpsr.predictor.series import Series, operator_series
 
@@ -81,18 +80,11 @@ class MotionStatistics:
     NaN or infinity in any operator is left out for all. An operator whose number of elements changed starts anew.
     Where ranks hold slices of the same operator, their matrices add up to that of the whole.
 
-    Args:
-        slice_elements: weights that one slice of `update` reads at most; four times as many bytes of float32 and
-            eight times of float64 differences are alive at a time.
-
-    Raises:
-        ValueError: fewer elements than one of each snapshot.
+    One slice of `update` reads at most `SLICE_ELEMENTS` weights; four times as many bytes of float32 and eight times
+    of float64 differences are alive at a time.
     """
 
-    def __init__(self, slice_elements: int = SLICE_ELEMENTS) -> None:
-        if slice_elements < MAX_SNAPSHOTS:
-            raise ValueError(f"slice_elements = {slice_elements}: expected {MAX_SNAPSHOTS} or more")
-        self._slice_elements = slice_elements
+    def __init__(self) -> None:
         self._operators: dict[str, OperatorMotion] = {}
         self._seen: tuple[int, ...] = ()
         self._left_out: tuple[int, ...] = ()
@@ -117,30 +109,35 @@ class MotionStatistics:
         known = self._operators.get(operator)
         return known is not None and known.numel == numel and iteration in self._seen
 
-    def update(self, history: History) -> Iterator[None]:
+    def update(self, history: History, own: Sequence[str] | None = None) -> Iterator[None]:
         """Take in the checkpoints of `history` that are not known yet, in slices.
 
-        Every `next` reads at most `slice_elements` weights. Results show when the iterator is exhausted; one that is
+        Every `next` reads at most `SLICE_ELEMENTS` weights. Results show when the iterator is exhausted; one that is
         abandoned before changes nothing.
+
+        Args:
+            history: as it is now.
+            own: those of its operators that count; None: all.
 
         Raises:
             ValueError: the history returned a piece of another length or type.
         """
-        present = set(history.operators)
+        names = list(history.operators if own is None else own)
+        present = set(names)
         resized = any(name in present and history.numel(name) != known.numel for name, known in self._operators.items())
         checked = set(self._left_out) if resized else {*self._seen, *self._left_out}
         left_out = [entry.iteration for entry in history.entries if entry.iteration in self._left_out]
         for position, entry in enumerate(history.entries):
-            if entry.iteration not in checked and not (yield from self._finite(history, position)):
+            if entry.iteration not in checked and not (yield from self._finite(history, names, position)):
                 left_out.append(entry.iteration)
         usable = [place for place, entry in enumerate(history.entries) if entry.iteration not in left_out]
         operators: dict[str, OperatorMotion] = {}
         pending = 0
-        for operator in history.operators if usable else ():
+        for operator in names if usable else ():
             series = _newest(operator_series(history, operator, usable), MAX_SNAPSHOTS)
             # Also where nothing is read: there may be thousands of sparse operators.
             work = CALLS_ELEMENTS + len(series.points) * history.numel(operator)
-            if pending + work > self._slice_elements and pending:
+            if pending + work > SLICE_ELEMENTS and pending:
                 yield
                 pending = 0
             operators[operator] = yield from self._extended(history, operator, series)
@@ -184,18 +181,18 @@ class MotionStatistics:
         self._operators = operators
         self._seen, self._left_out = tuple(state["seen"]), tuple(state["left_out"])
 
-    def _finite(self, history: History, position: int) -> Generator[None, None, bool]:
+    def _finite(self, history: History, names: Sequence[str], position: int) -> Generator[None, None, bool]:
         """Whether the entry is finite in all operators; a snapshot that is known is not read again."""
         pending = 0
-        for place, operator in enumerate(history.operators, start=1):
+        for place, operator in enumerate(names, start=1):
             numel = history.numel(operator)
             if history.taken_at(operator, position) in self._snapshots(operator, numel):
                 if place % OPERATORS_AT_ONCE == 0:
                     yield
                 continue
-            for start in range(0, numel, self._slice_elements):
-                stop = min(start + self._slice_elements, numel)
-                if pending + stop - start > self._slice_elements and pending:
+            for start in range(0, numel, SLICE_ELEMENTS):
+                stop = min(start + SLICE_ELEMENTS, numel)
+                if pending + stop - start > SLICE_ELEMENTS and pending:
                     yield
                     pending = 0
                 finite = all_finite(read_piece(history, operator, position, start, stop))
@@ -220,7 +217,7 @@ class MotionStatistics:
         first = max(before - 1, 0)  # of the differences that are new
         if first < count - 1:
             new = torch.zeros(count - 1, count - 1 - first, dtype=torch.float64, device="cpu")
-            length = self._slice_elements // count
+            length = SLICE_ELEMENTS // count
             differences = torch.empty(count - 1, min(length, numel), dtype=torch.float64, device="cpu")
             for start in range(0, numel, length):
                 stop = min(start + length, numel)

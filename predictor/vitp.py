@@ -1,36 +1,65 @@
 """VITP: the line's displacement, with a direction for each operator learned from its own motion."""
 
 import copy
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from cpsr.predictor.assignment import OwnOperators, Together, learned_together, shared_state
-from cpsr.predictor.calibration import Direction
-from cpsr.predictor.examples import Examples, windows
-from cpsr.predictor.footprint import Footprint, fitted
-from cpsr.predictor.gram import gram
-from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.obstacles import window_start
-from cpsr.predictor.prior import MIN_CHECKPOINTS
-from cpsr.predictor.protocol import Forecast, History, Target
+from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction
+from cpsr.predictor.line import LinePredictor, line_coefficients
+from cpsr.predictor.network import MIN_SNAPSHOTS, Geometry, corrections, squared_norms, undisturbed
+from cpsr.predictor.pieces import gram
+from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.ranks import ALONE, Ranks
-from cpsr.predictor.series import Series
-from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, MAX_NAMES, Fit
-from cpsr.predictor.statistics import SLICE_ELEMENTS, MotionStatistics, OperatorMotion
-from cpsr.predictor.straightness import path_places, path_positions, straightness
-from cpsr.predictor.vitp_rows import OperatorFit, turned_rows
-from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
+from cpsr.predictor.series import Series, distinct_times, path_places, path_positions, straightness, window_start
+from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, MAX_NAMES, Fit, spread
+from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, OperatorMotion, merged
+from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Examples, Head, windows
 
-__all__ = ["MIN_UPDATES", "Progress", "VITPPredictor"]
+__all__ = ["MIN_UPDATES", "Progress", "VITPPredictor", "host_memory_bytes", "without_slices"]
 
 STATE_VERSION = 1
 # A network trained on fewer than four checkpoints is of little use.
 MIN_UPDATES = 4 * STEPS_PER_CHECKPOINT
 # One number for every checkpoint of the run's recent past.
 MAX_ACCURACIES = 256
+# Operators that pass the network together: bounds its memory at 2 MiB.
+OPERATORS_AT_ONCE = 64
+# Where a correction cancels more of the line's displacement than this leaves, stretching the rest to the old length
+# would multiply its noise tenfold.
+SHORTEST = 0.1
+
+# Upper bounds of measurements on Linux with glibc and torch 2.13; tests verify them.
+# Kept by libraries after first use: threads' heaps, workspaces of matrix products, autograd's own. A few MB for
+# small tensors; with the tensors of a model of 350 million weights all of it took 79.5 MB.
+LIBRARY_BYTES = 40_000_000
+# The head, its copy, the examples, the largest batch of operators forward and backward, and 16 bytes for each weight
+# of a slice of learning.
+LEARNING_BYTES = 33_000_000
+# Of predicting: six float32 pieces of CHUNK_ELEMENTS, in those who predict and in those who consume it.
+CHUNK_BYTES = 6 * 4 * CHUNK_ELEMENTS
+# Products of the differences, those in the making, a state that is being saved, and rows while a failure is answered;
+# and the same where nothing is learned.
+OPERATOR_BYTES, LINE_OPERATOR_BYTES = 24_000, 6_000
+# An operator's place in the header of an open checkpoint, and its coefficient.
+OPERATOR_CHECKPOINT_BYTES = 500
+
+
+def host_memory_bytes(operators: int, checkpoints: int, *, learns: bool) -> int:
+    """Host memory that the predictor takes at most; mapped files are page cache and not counted.
+
+    On the device it takes nothing: checkpoints come from files, and training keeps the device to itself.
+
+    Args:
+        operators: that this rank holds a slice of.
+        checkpoints: in the history.
+        learns: False where it follows the line and learns nothing.
+    """
+    own = OPERATOR_BYTES if learns else LINE_OPERATOR_BYTES
+    fixed = LIBRARY_BYTES + (LEARNING_BYTES if learns else CHUNK_BYTES)  # it learns or predicts, never both
+    return fixed + operators * (own + OPERATOR_CHECKPOINT_BYTES * checkpoints)
 
 
 @dataclass(frozen=True)
@@ -48,6 +77,35 @@ class Progress:
     updates: int
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The line of one operator, whose direction the network is asked for.
+
+    Attributes:
+        series: its snapshots.
+        fit: its row over them.
+        window: places of the snapshots that the line is fitted over.
+        held_in: iterations of the history's entries that the snapshots are read from.
+        factor: how far this operator follows the line, over the model's reach.
+    """
+
+    series: Series
+    fit: Fit
+    window: tuple[int, ...]
+    held_in: frozenset[int]
+    factor: float
+
+    @property
+    def points(self) -> tuple[HistoryEntry, ...]:
+        """When the snapshots of the window were taken."""
+        return tuple(self.series.points[place] for place in self.window)
+
+    @property
+    def gain(self) -> float:
+        """How far the whole model follows the line, in horizons."""
+        return float(self.fit.settings["gain"])
+
+
 class VITPPredictor(LinePredictor):
     """The line with a learned direction for each operator (a `StatePredictor`).
 
@@ -57,12 +115,8 @@ class VITPPredictor(LinePredictor):
     checkpoints arrive (`learn`); scale and window are not learned here. Fewer than four snapshots, an operator that
     never moved, and products that are not finite leave the line's row.
 
-    Where ranks hold the same operators, each takes the statistics of its share of them (`Ranks.share`). One rank
-    trains on what all have learned, as it was saved with a checkpoint: what all had taken in before that one. So the
-    network is one checkpoint behind, and otherwise the same as without sharing. Training itself is not shared, because
-    gradients would have to go around with every update. An update takes some 4 ms of a core with 40 operators and more
-    (2026-11-24, x86 server). A rank that lags or was lost costs its own operators alone: training goes on without them,
-    and a forecast reads them anew, or leaves them the line's row.
+    Where ranks hold the same operators, each learns from its share of them (`Ranks.is_mine`), and rank 0 trains the
+    network on its own share. A forecast sums the products of all ranks. A rank that lags reads what it lacks anew.
 
     Source: CPSR, section III-A (VITP), with coefficients per operator in place of predicted values.
 
@@ -97,40 +151,17 @@ class VITPPredictor(LinePredictor):
         self._forced = direction
         self._ranks = ranks
         self._learns = True
-        self._memory_limit_bytes: int | None = None
-        self._slice_elements = SLICE_ELEMENTS
         self._statistics = MotionStatistics()
         self._examples = Examples()
         self._head = Head()
         self._accuracy: list[dict[str, Any]] = []
         self._checkpoints = 0
-        self._trained_iteration = -1  # newest checkpoint used in training, where ranks share
+        self._trained_iteration = -1  # newest checkpoint used in training
         # Of the head that the running forecast asks, and the checkpoints that it counts as learned: rank 0's.
         self._updates = 0
         self._seen: frozenset[int] = frozenset()
-        self._asked: dict[str, OperatorFit] = {}
+        self._asked: dict[str, _Asked] = {}
         self._kept: dict[str, Any] | None = None  # what was learned before, where this life learns nothing
-
-    def stay_within(self, limit_bytes: int, operators: int, checkpoints: int) -> Footprint:
-        """Choose piece sizes so that this predictor stays within so much host memory; before its first use.
-
-        Args:
-            limit_bytes: of host memory.
-            operators: that this rank holds a slice of.
-            checkpoints: in the history, at most.
-
-        Raises:
-            ValueError: it does not fit, whatever the pieces; nothing has changed.
-        """
-        footprint = fitted(limit_bytes, operators, checkpoints, self._chunk_elements, learns=self._learns)
-        self._memory_limit_bytes = limit_bytes
-        self._chunk_elements, self._slice_elements = footprint.chunk_elements, footprint.slice_elements
-        self._statistics = self._empty_statistics()
-        return footprint
-
-    def least_footprint(self, operators: int, checkpoints: int, *, learns: bool) -> Footprint:
-        """Its memory with the smallest pieces, with or without learning; arguments as in `stay_within`."""
-        return Footprint.least(operators, checkpoints, self._chunk_elements, learns=learns)
 
     def follow_line(self) -> None:
         """Learn nothing, and always use the line's direction; before its first use.
@@ -150,28 +181,18 @@ class VITPPredictor(LinePredictor):
         by one and to the end, always give the same result; torch's global random state and its threads are left alone.
 
         Raises:
-            ValueError: the history returned a piece of another length or type, or is too long for the memory that
-                `stay_within` has allowed.
+            ValueError: the history returned a piece of another length or type.
         """
-        if self._memory_limit_bytes is not None:
-            operators, checkpoints = len(history.operators), len(history.entries)
-            needed = Footprint(operators, checkpoints, self._slice_elements, self._chunk_elements)
-            needed.require(self._memory_limit_bytes)
-        # First, because learning its own share takes long, and that checkpoint may be thinned meanwhile.
-        together = (yield from self._learned_by_all(history)) if self._ranks.trains else None
         statistics = copy.copy(self._statistics)  # an update replaces what it holds, it changes nothing in place
-        yield from statistics.update(self._own(history))
+        yield from statistics.update(history, list(filter(self._ranks.is_mine, history.operators)))
         newest, before = max(statistics.seen, default=-1), set(self._statistics.seen)
+        self._statistics = statistics
         if newest in before or newest < 0 or not self._ranks.trains:
-            self._statistics = statistics
             return
-        self._statistics, self._checkpoints = statistics, self._checkpoints + len(set(statistics.seen) - before)
+        self._checkpoints += len(set(statistics.seen) - before)
         yield
-        if not self._shared and newest > self._trained_iteration:
-            together = Together(newest, statistics.operators)
-        if together is not None:
-            later = sum(iteration > together.iteration for iteration in statistics.seen)
-            yield from self._train(together, self._checkpoints - later)
+        if newest > self._trained_iteration:
+            yield from self._train(newest, statistics.operators)
 
     def accuracy(self) -> list[dict[str, Any]]:
         """Of each recent checkpoint, oldest first: how well its difference from the one before was predicted.
@@ -229,13 +250,13 @@ class VITPPredictor(LinePredictor):
         products = {
             operator: self._products(history, operator, one) * self._ranks.portion(operator)
             for operator, one in asked.items()
-            if self._is_mine(operator)
+            if self._ranks.is_mine(operator)
         }
         names = _names_between_ranks(history, forecast, asked)
         summed = self._ranks.reduce({names[operator]: matrix for operator, matrix in products.items()})
         products = {operator: summed[names[operator]] for operator in asked if names[operator] in summed}
         known = {operator: one for operator, one in asked.items() if operator in products}
-        rows = turned_rows(known, products, shared["parameters"], target)
+        rows = _turned_rows(known, products, shared["parameters"], target)
         return self._with_rows(history, forecast, asked, rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,7 +276,7 @@ class VITPPredictor(LinePredictor):
             super().load_state_dict(state)
             self._kept = learned or None
             return
-        statistics, examples, head = self._empty_statistics(), Examples(), Head()
+        statistics, examples, head = MotionStatistics(), Examples(), Head()
         if learned:
             statistics.load_state_dict(learned["statistics"])
             examples.load_state_dict(learned["examples"])
@@ -264,74 +285,45 @@ class VITPPredictor(LinePredictor):
         super().load_state_dict(state)
         self._statistics, self._examples, self._head = statistics, examples, head
         self._accuracy, self._checkpoints = copy.deepcopy(learned["accuracy"]), learned["checkpoints"]
-        # Without sharing all that was taken in was trained on.
-        self._trained_iteration = learned.get("trained_iteration", max(statistics.seen, default=-1))
+        self._trained_iteration = learned["trained_iteration"]
 
     def _learned(self) -> dict[str, Any]:
-        learned = {
+        return {
             "version": STATE_VERSION,
-            "statistics": shared_state(self._statistics) if self._shared else self._statistics.state_dict(),
+            "statistics": self._statistics.state_dict(),
             "examples": self._examples.state_dict(),
             "head": self._head.state_dict() if self._head.steps else None,  # else no 0.2 MB for what is shipped
             "checkpoints": self._checkpoints,
             "accuracy": copy.deepcopy(self._accuracy),
+            "trained_iteration": self._trained_iteration,
         }
-        if self._shared:
-            learned["trained_iteration"] = self._trained_iteration
-        return learned
 
-    def _empty_statistics(self) -> MotionStatistics:
-        return MotionStatistics(self._slice_elements)
-
-    @property
-    def _shared(self) -> bool:
-        return self._ranks.share is not None and self._ranks.share.is_shared
-
-    def _is_mine(self, operator: str) -> bool:
-        return self._ranks.share is None or self._ranks.share.is_mine(operator)
-
-    def _own(self, history: History) -> History:
-        return (
-            history
-            if self._ranks.share is None or not self._ranks.share.is_shared
-            else OwnOperators(history, self._ranks.share)
-        )
-
-    def _learned_by_all(self, history: History) -> Generator[None, None, Together | None]:
-        """The sharing ranks' statistics up to the newest checkpoint of the history; None where nothing is new."""
-        if self._ranks.share is None or not self._ranks.share.is_shared or not history.entries:
-            return None
-        parts = []
-        for part in self._ranks.share.learned(history.entries[-1].iteration):
-            if part is not None:
-                parts.append(part)
-            yield
-        return (yield from learned_together(parts, self._trained_iteration, history.operators))
-
-    def _train(self, together: Together, checkpoints: int) -> Iterator[None]:
+    def _train(self, iteration: int, operators: Mapping[str, OperatorMotion]) -> Iterator[None]:
         """Some training on the motion up to that checkpoint; every update counts at once."""
         accuracy = list(self._accuracy)
         # An operator that was not saved anew has taught all it can, and was scored, when it was.
         fresh = {
             name: one
-            for name, one in together.operators.items()
-            if one.points and one.points[-1].iteration == together.iteration  # all of its snapshots may be left out
+            for name, one in operators.items()
+            if one.points and one.points[-1].iteration == iteration  # all of its snapshots may be left out
         }
         taken = yield from windows(fresh)
         yield
         if taken:
             found = yield from self._head.accuracy(taken)
             moved = {"mean_square_motion": _newest_mean_square(fresh.values())}
-            accuracy.append({"iteration": together.iteration, "checkpoints": checkpoints, **found, **moved})
+            accuracy.append({"iteration": iteration, "checkpoints": self._checkpoints, **found, **moved})
         examples = self._examples.copy()
         for window in taken:
             examples.add(window)
         self._examples, self._accuracy = examples, accuracy[-MAX_ACCURACIES:]
-        self._trained_iteration = together.iteration
-        generator = torch.Generator(device="cpu").manual_seed(together.iteration)
+        self._trained_iteration = iteration
+        generator = torch.Generator(device="cpu").manual_seed(iteration)
         for _ in range(STEPS_PER_CHECKPOINT if len(examples) else 0):
             head = self._head.copy()  # a forecast may come between any two pieces
-            yield from head.step(examples, generator)
+            with undisturbed():
+                question = examples.draw(generator)
+            yield from head.step(question)
             self._head = head
             yield
 
@@ -339,7 +331,7 @@ class VITPPredictor(LinePredictor):
         self, history: History, reads: Mapping[str, Sequence[int]], checked: set[tuple[str, int]]
     ) -> list[int]:
         # The other ranks check their own, and `agree` informs all.
-        own = {operator: positions for operator, positions in reads.items() if self._is_mine(operator)}
+        own = {operator: positions for operator, positions in reads.items() if self._ranks.is_mine(operator)}
         return super()._damaged(history, own, checked)
 
     def _found_finite(self, history: History, operator: str, position: int) -> bool:
@@ -353,7 +345,7 @@ class VITPPredictor(LinePredictor):
         start = window_start(series.points, fit.settings["window_iterations"])
         window = tuple(range(start, len(series.points)))
         held_in = frozenset(history.entries[position].iteration for position in series.indices)
-        self._asked[operator] = OperatorFit(series, fit, window, held_in, self._factor(operator, series))
+        self._asked[operator] = _Asked(series, fit, window, held_in, self._factor(operator, series))
         return replace(fit, reads=window)
 
     def _directions(self) -> tuple[Direction, ...]:
@@ -370,15 +362,14 @@ class VITPPredictor(LinePredictor):
 
     def _path(self, history: History, positions: Sequence[int]) -> dict[str, torch.Tensor]:
         iterations = [history.entries[position].iteration for position in positions]
-        mine = filter(self._is_mine, history.operators)
         paths = {
             operator: self._gram(history, operator, positions, iterations) * self._ranks.portion(operator)
-            for operator in mine
+            for operator in filter(self._ranks.is_mine, history.operators)
         }
         summed = self._ranks.reduce(paths)
         return {operator: summed[operator] for operator in sorted(summed)}  # every rank adds up in the same order
 
-    def _products(self, history: History, operator: str, asked: OperatorFit) -> torch.Tensor:
+    def _products(self, history: History, operator: str, asked: _Asked) -> torch.Tensor:
         """Gram matrix over the window."""
         positions = [asked.series.indices[place] for place in asked.window]
         return self._gram(history, operator, positions, [point.iteration for point in asked.points])
@@ -391,9 +382,9 @@ class VITPPredictor(LinePredictor):
         products = None
         if known is not None and known.numel == history.numel(operator):
             products = known.between(iterations)
-        return gram(history, operator, positions, self._slice_elements) if products is None else products
+        return gram(history, operator, positions) if products is None else products
 
-    def _settled(self, forecast: Forecast) -> dict[str, OperatorFit]:
+    def _settled(self, forecast: Forecast) -> dict[str, _Asked]:
         """Those asked for when no more checkpoints were left out."""
         left_out = set(forecast.settings["left_out_not_finite"])
         if not forecast.feasible:
@@ -404,15 +395,12 @@ class VITPPredictor(LinePredictor):
         self,
         history: History,
         forecast: Forecast,
-        asked: Mapping[str, OperatorFit],
+        asked: Mapping[str, _Asked],
         rows: Mapping[str, tuple[float, ...]],
     ) -> Forecast:
         coefficients = dict(forecast.coefficients)
         for operator, row in rows.items():
-            full = [0.0] * len(history.entries)
-            for position, value in zip(asked[operator].series.indices, row, strict=True):
-                full[position] = value
-            coefficients[operator] = tuple(full)
+            coefficients[operator] = spread(row, asked[operator].series.indices, len(history.entries))
         line = [operator for operator in asked if operator not in rows]
         direction = "vitp" if rows else "line"
         settings = {
@@ -430,7 +418,21 @@ class VITPPredictor(LinePredictor):
         return replace(forecast, method=direction, coefficients=coefficients, settings=settings, reason=reason)
 
 
-def _names_between_ranks(history: History, forecast: Forecast, asked: Mapping[str, OperatorFit]) -> dict[str, str]:
+def without_slices(state: dict[str, Any]) -> dict[str, Any]:
+    """A predictor's `state_dict()` for a rank that owns other slices: without the products of the old ones.
+
+    Outcomes of recoveries, the network and its examples stay: these are of whole operators, or have no scale. The
+    checkpoints whose products go are taken in again, and counted again.
+    """
+    learned = state.get("vitp")
+    if not learned:
+        return state
+    seen = learned["statistics"]["seen"]
+    kept = {"statistics": MotionStatistics().state_dict(), "checkpoints": learned["checkpoints"] - len(seen)}
+    return {**state, "vitp": {**learned, **kept}}
+
+
+def _names_between_ranks(history: History, forecast: Forecast, asked: Mapping[str, _Asked]) -> dict[str, str]:
     """Operator -> the name of its products: one for all slices that were taken at the same iterations."""
     left_out = set(forecast.settings["left_out_not_finite"])
     entries = tuple(entry for entry in history.entries if entry.iteration not in left_out)
@@ -447,3 +449,63 @@ def _newest_mean_square(motions: Iterable[OperatorMotion]) -> float:
     known = [motion for motion in motions if len(motion.points) > 1]
     numel = sum(motion.numel for motion in known)
     return sum(float(motion.products[-1, -1]) for motion in known) / numel if numel else 0.0
+
+
+def _turned_rows(
+    asked: Mapping[str, _Asked], products: Mapping[str, torch.Tensor], parameters: torch.Tensor, target: Target
+) -> dict[str, tuple[float, ...]]:
+    """Rows over their own snapshots of those operators that the network can turn."""
+    groups: dict[tuple[tuple[HistoryEntry, ...], float], list[str]] = {}
+    for operator, one in asked.items():
+        groups.setdefault((one.points, one.gain), []).append(operator)
+    rows: dict[str, tuple[float, ...]] = {}
+    for (points, gain), operators in groups.items():
+        places = distinct_times(points, range(len(points)))[-MAX_SNAPSHOTS:]
+        if len(places) < MIN_SNAPSHOTS:
+            continue
+        for start in range(0, len(operators), OPERATORS_AT_ONCE):
+            some = operators[start : start + OPERATORS_AT_ONCE]
+            stacked = torch.stack([products[operator] for operator in some])
+            turned = _corrections(points, places, stacked, parameters, target, gain)
+            for operator, correction, matrix in zip(some, turned, stacked, strict=True):
+                row = _turned(asked[operator], correction, matrix, target)
+                if row is not None:
+                    rows[operator] = row
+    return rows
+
+
+def _corrections(
+    points: Sequence[HistoryEntry],
+    places: Sequence[int],
+    products: torch.Tensor,
+    parameters: torch.Tensor,
+    target: Target,
+    gain: float,
+) -> torch.Tensor:
+    """The network's corrections over `points`, against a line of norm 1, float64; 0 beside `places`."""
+    seen = [points[place] for place in places]
+    middle = seen[-1].time + 0.5 * gain * (target.time - seen[-1].time)  # a displacement is the motion half way
+    small = merged(products, places)
+    scale = small.diagonal(dim1=1, dim2=2).sum(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+    with undisturbed(), torch.no_grad():
+        found = corrections(parameters, Geometry.of(seen, middle), (small / scale[:, None, None]).float()).double()
+    full = torch.zeros(len(products), len(points), dtype=torch.float64, device="cpu")
+    full[:, list(places)] = found - found.mean(dim=1, keepdim=True)  # what float32 has left of the sum
+    return full
+
+
+def _turned(
+    asked: _Asked, correction: torch.Tensor, products: torch.Tensor, target: Target
+) -> tuple[float, ...] | None:
+    """The line's row with its displacement turned and as long as before; None where there is nothing to turn."""
+    times = [point.time for point in asked.points]
+    line = torch.tensor(line_coefficients(times, target.time, asked.gain, base=0.0), dtype=torch.float64, device="cpu")
+    line[-1] -= 1.0
+    displacement = line + line.norm() * correction
+    pair = squared_norms(torch.stack([line, displacement]), products.expand(2, -1, -1)).clamp_min(0.0).sqrt()
+    before, after = pair.tolist()
+    if not (0.0 < before < float("inf") and SHORTEST * before < after < float("inf")):
+        return None
+    row = torch.tensor(asked.fit.row, dtype=torch.float64, device="cpu")
+    row[list(asked.window)] += asked.factor * (displacement * (before / after) - line)
+    return tuple(row.tolist())

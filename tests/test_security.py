@@ -206,7 +206,7 @@ DISGUISES = (plain_pickle, torch_archive, behind_the_real_content)
 def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that failed, with every kind of file that a run directory can hold."""
     run_dir = tmp_path_factory.mktemp("failed") / "run"
-    life(run_dir, 11, crash=True, predictor={"window_iterations": 100})
+    life(run_dir, 11, crash=True)
     (run_dir / "ended.json").write_text('{"ending": "clean", "iteration": 9}')
     (run_dir / "prediction-failed.json").write_text('{"checkpoint_iteration": 3, "error": "x"}')
     events = run_dir / "events"
@@ -245,7 +245,7 @@ def read_by_everything(run_dir: Path, out: Path) -> None:
             run_export(run_dir, out / f"{iteration}.safetensors", "safetensors", "fp32", iteration)
     for mode in ("exact", "predict"):
         with suppress(CPSRError):
-            life(run_dir, 13, crash=True, mode=mode, predictor={"window_iterations": 100})
+            life(run_dir, 13, crash=True, mode=mode)
 
 
 def test_the_payload_works(tmp_path: Path) -> None:

@@ -125,7 +125,6 @@ class _Stage:
                 "shared_memory": scenario.shared_memory,
                 "replicated": scenario.replicated,
             },
-            "predictor": {"window_iterations": 100},
             "journal": {"flush_iterations": 4},
             "ranks": {
                 "heartbeat_timeout_seconds": SILENCE_SECONDS,

@@ -12,10 +12,9 @@ import torch
 from cpsr.benchmarks.harness.processes import MemoryPeak, Resident, wait_for
 from cpsr.benchmarks.predictor_cost.history import BYTES_PER_VALUE, SPAN_ITERATIONS, SyntheticHistory
 from cpsr.checkpoint.history import DiskHistory
-from cpsr.config import PredictorConfig
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.errors import ConfigError, CPSRError
-from cpsr.predictor.displacement import measure
+from cpsr.predictor.guard import measure
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
@@ -28,14 +27,7 @@ METHODS: dict[str, Callable[..., StatePredictor]] = {
     "line": partial(LinePredictor, SPAN_ITERATIONS, 2.0),
     # What a job has that configures nothing: it takes the line's direction, and has learned from all but the newest
     # checkpoint, which it need not read again to find them finite.
-    "default": partial(
-        VITPPredictor,
-        **{
-            **PredictorConfig().settings(),
-            "window_iterations": SPAN_ITERATIONS,
-            "gain": 2.0,
-        },
-    ),
+    "default": partial(VITPPredictor, SPAN_ITERATIONS, 2.0),
     # In its own direction from the start, as it is after some training.
     "vitp": partial(VITPPredictor, SPAN_ITERATIONS, 2.0, direction="vitp"),
 }

@@ -14,8 +14,7 @@ from cpsr.benchmarks.recovery.trainer import State, Tensors, Trainer
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.predictor.calibration import of_part
-from cpsr.predictor.displacement import measure, of_length, shorten
-from cpsr.predictor.guard import LENGTHS, Guard
+from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 
 __all__ = [

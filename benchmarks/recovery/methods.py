@@ -14,9 +14,8 @@ from cpsr.benchmarks.harness.files import read_tree, write_tree
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.errors import ConfigError
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.obstacles import too_far, too_few
 from cpsr.predictor.protocol import HistoryEntry, StatePredictor, Target
-from cpsr.predictor.series import Series
+from cpsr.predictor.series import Series, too_far, too_few
 from cpsr.predictor.series_predictor import Fit, SeriesPredictor, newest_row
 from cpsr.predictor.vitp import VITPPredictor
 

@@ -16,13 +16,12 @@ from cpsr.benchmarks.harness.files import write_tensors
 from cpsr.benchmarks.harness.measurement import Measurement, measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.prior import CACHE, RUNS, PriorRun
-from cpsr.predictor.examples import MIN_LATER, Examples, Question, Windows, windows
-from cpsr.predictor.gram import gram
-from cpsr.predictor.prior import WINDOWS_ITERATIONS
+from cpsr.predictor.calibration import WINDOWS_ITERATIONS
+from cpsr.predictor.network import MIN_SNAPSHOTS, cosines
+from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, OperatorMotion
-from cpsr.predictor.vitp_network import MIN_SNAPSHOTS, cosines
-from cpsr.predictor.vitp_training import Head, Questions
+from cpsr.predictor.training import MIN_LATER, Examples, Head, Question, Windows, windows
 
 __all__ = ["folds", "main", "mean_cosine"]
 
@@ -359,8 +358,8 @@ def _motions(run: PriorRun, cache: Path) -> dict[str, OperatorMotion]:
     return found
 
 
-def _update(head: Head, questions: Questions, generator: torch.Generator) -> None:
-    for _ in head.step(questions, generator):
+def _update(head: Head, questions: Examples | _Every, generator: torch.Generator) -> None:
+    for _ in head.step(questions.draw(generator)):
         pass
 
 

@@ -39,13 +39,11 @@ from cpsr.benchmarks.recovery.workload import (
 )
 from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.calibration import FEATURES, Table
-from cpsr.predictor.combine import combine
-from cpsr.predictor.gram import gram
 from cpsr.predictor.line import line_coefficients
-from cpsr.predictor.obstacles import window_start
+from cpsr.predictor.pieces import combine, gram
 from cpsr.predictor.protocol import Target
+from cpsr.predictor.series import path_positions, reach_factor, straightness, window_start
 from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
-from cpsr.predictor.straightness import path_positions, reach_factor, straightness
 
 __all__ = ["CACHE", "RUNS", "PriorRun", "collect", "main"]
 

@@ -12,8 +12,8 @@ from scipy import stats
 from cpsr.fitter.end_cost import IterationWorth, end_cost_iterations
 from cpsr.predictor.calibration import FEATURES, Context, Setting, Table, features
 from cpsr.predictor.protocol import HistoryEntry
+from cpsr.predictor.series import path_places, straightness
 from cpsr.predictor.statistics import merged
-from cpsr.predictor.straightness import path_places, straightness
 
 __all__ = ["Left", "Recoveries", "expected_of_parts", "fit", "leave_one_group_out", "recoveries_of"]
 

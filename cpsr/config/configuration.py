@@ -16,7 +16,6 @@ from cpsr.config.sections import (
     CheckpointConfig,
     ElasticConfig,
     EnginesConfig,
-    FitterConfig,
     JournalConfig,
     LearningConfig,
     MemoryConfig,
@@ -49,7 +48,6 @@ class CPSRConfig(Section):
     memory: MemoryConfig = MemoryConfig()
     replay: ReplayConfig = ReplayConfig()
     planner: PlannerConfig = PlannerConfig()
-    fitter: FitterConfig = FitterConfig()
     predictor: PredictorConfig = PredictorConfig()
     learning: LearningConfig = LearningConfig()
     restart: RestartConfig = RestartConfig()

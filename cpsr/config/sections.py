@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,7 +10,6 @@ __all__ = [
     "CheckpointConfig",
     "ElasticConfig",
     "EnginesConfig",
-    "FitterConfig",
     "JournalConfig",
     "LearningConfig",
     "MemoryConfig",
@@ -150,12 +149,6 @@ class PlannerConfig(Section):
         allow_inf_nan=False,
         description="Expected mean time between failures of the whole job.",
     )
-    mtbf_prior_failures: float = Field(
-        default=1.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="mtbf_hours counts as much as this number of observed failures.",
-    )
     interval_min_iterations: int = Field(default=10, ge=1, description="Never checkpoint more often than this.")
     interval_max_iterations: int = Field(default=500, ge=1, description="Never checkpoint less often than this.")
 
@@ -166,42 +159,12 @@ class PlannerConfig(Section):
         return self
 
 
-class FitterConfig(Section):
-    """When a phase of the training ends, and the curves are fitted again."""
-
-    phase_change_fraction: float = Field(
-        default=0.05, gt=0, description="Change of the mean second moment of the gradients that ends a phase."
-    )
-    phase_min_iterations: int = Field(default=100, ge=1, description="No phase is shorter, whatever the gradients.")
-    phase_max_iterations: int = Field(
-        default=1000, ge=1, description="No phase is longer: the norm of clipped gradients shows no phases at all."
-    )
-
-    @model_validator(mode="after")
-    def _lengths_in_order(self) -> "FitterConfig":
-        if self.phase_min_iterations > self.phase_max_iterations:
-            raise ValueError("phase_min_iterations is larger than phase_max_iterations")
-        return self
-
-
 class PredictorConfig(Section):
-    """How the state at the failure is predicted; null leaves a choice to the prior."""
+    """How the state at the failure is predicted; null leaves the choice to the prior."""
 
-    window_iterations: int | None = Field(default=None, ge=2, description="Span of history the line is fitted over.")
-    gain: float | None = Field(default=None, ge=0, le=1000, description="Factor on the fitted displacement.")
     direction: Literal["line", "vitp"] | None = Field(
         default=None, description="Direction of the displacement: the fitted line's, or as the network turns it."
     )
-    chunk_elements: int = Field(
-        default=1 << 18,
-        ge=1024,
-        description="Elements predicted at a time: bounds the predictor's memory. A MiB of each checkpoint stays in a "
-        "processor's cache while it is combined; with four it took half as long again.",
-    )
-
-    def settings(self) -> dict[str, Any]:
-        """Keyword arguments of the predictor."""
-        return self.model_dump()
 
 
 class LearningConfig(Section):
@@ -214,12 +177,6 @@ class LearningConfig(Section):
         description="Share of one core that learning from checkpoints may take while training does not wait. 0 turns "
         "learning off, and recoveries follow the calibrated line. A pipeline over gloo learns only while its stage "
         "waits for another.",
-    )
-    memory_limit_bytes: int = Field(
-        default=200_000_000,
-        ge=1,
-        description="Host memory of a rank for predicting and learning, by computed bounds. If it does not suffice "
-        "on any rank, learning is off in that life; if the line alone needs more, so is predicting. No device memory.",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from cpsr.elastic.random_states import random_states_of
 from cpsr.engines.resharded_optimizer import shared_scalars
 from cpsr.errors import CheckpointError, RunMismatchError
-from cpsr.predictor.assignment import without_slices
+from cpsr.predictor.vitp import without_slices
 from cpsr.state.codec import same
 from cpsr.state.scalars import Scalars
 

@@ -1,5 +1,7 @@
-"""Collectives that make all ranks predict alike: damaged checkpoints, products of slices, rank 0's network."""
+"""The predictor among the ranks: who learns from a replicated operator, and collectives that make all predict alike."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,30 +14,44 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """The predictor's collectives over a group; every rank calls them equally often and in the same order."""
+    """The predictor's collectives over a group; every rank calls them equally often and in the same order.
+
+    Operators are replicated where every rank of the data-parallel group has the same slice of each (ZeRO-0, DDP). Each
+    of these ranks then learns from about as many bytes of weights. Elsewhere a rank learns from all of its own.
+    """
 
     def __init__(self) -> None:
         self._group: Group | None = None
         self._holders: dict[str, int] = {}
+        self._owners: dict[str, int] = {}
 
-    def open(self, group: Group) -> None:
-        """Use this group from now on; before, this rank is alone."""
+    def open(self, group: Group, shard: Shard, data_parallel_ranks: Sequence[int]) -> None:
+        """Use this group from now on, and find replicated operators; a collective. Before, this rank is alone.
+
+        Args:
+            group: all ranks.
+            shard: of this rank.
+            data_parallel_ranks: the group of this rank, itself included.
+        """
         self._group = group
-
-    def count_holders(self, shard: Shard) -> None:
-        """Find out how many ranks own the same elements as this one, of each operator."""
-        if self._group is None:
-            return
+        members = tuple(sorted(data_parallel_ranks))
+        identities = group.gather(_identity(shard, members))
+        if len(members) > 1 and all(identities[member] == identities[group.rank] for member in members):
+            self._owners = _owners(shard, members)
         own = {name: [one.parameter.offset, one.parameter.numel] for name, one in shard.operators.items()}
-        parts: list[dict[str, list[int]]] = self._group.gather(own)
+        parts: list[dict[str, list[int]]] = group.gather(own)
         self._holders = {name: sum(part.get(name) == piece for part in parts) for name, piece in own.items()}
 
+    def is_mine(self, operator: str) -> bool:
+        """Whether this rank learns from that operator."""
+        return self._group is None or self._owners.get(operator, self._group.rank) == self._group.rank
+
     def portion(self, operator: str) -> float:
-        """What this rank's products count for in `reduce`, so that each element counts once; 1 before `count_holders`.
+        """What this rank's products count for in `reduce`, so that each element counts once.
 
         It is the same for all elements of an operator, wherever a mesh of ranks replicates it.
         """
-        return 1.0 / self._holders.get(operator, 1)
+        return 1.0 if self._owners else 1.0 / self._holders.get(operator, 1)
 
     def agree(self, entries: Sequence[int]) -> Sequence[int]:
         """History entries that any rank must leave out, so that all predict from the same ones."""
@@ -81,3 +97,27 @@ class Exchange:
     def _from_first(self, value: torch.Tensor) -> torch.Tensor:
         assert self._group is not None
         return self._group.reduce(value.clone() if self._group.rank == 0 else torch.zeros_like(value))
+
+
+def _owners(shard: Shard, members: Sequence[int]) -> dict[str, int]:
+    """Operator -> the rank that learns from it, the same on every rank.
+
+    The largest operators are assigned first, each to the rank with the fewest bytes so far. No rank gets more than 4/3
+    of the busiest rank's bytes in the best division (Graham 1969).
+    """
+    sizes = {name: operator.parameter.values.nbytes for name, operator in shard.operators.items()}
+    loads = dict.fromkeys(members, 0)
+    owner: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner[name] = min(members, key=lambda member: (loads[member], member))
+        loads[owner[name]] += sizes[name]
+    return owner
+
+
+def _identity(shard: Shard, members: Sequence[int]) -> str:
+    """A digest that is equal on ranks of one group with the same slices."""
+    slices: Mapping[str, Sequence[object]] = {
+        name: [operator.parameter.global_shape, operator.parameter.offset, operator.parameter.numel]
+        for name, operator in sorted(shard.operators.items())
+    }
+    return hashlib.sha256(json.dumps([members, slices]).encode()).hexdigest()

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 THREAD_NAME = "cpsr-learner"
-# Longer than any slice. A slice that takes longer hangs, most likely in the file system: callers continue without it,
-# and the exit does not wait longer for the thread.
+# Longer than any slice. A slice that takes longer hangs, most likely in the file system: it is reported, and the exit
+# does not wait longer for the thread.
 SLICE_LIMIT_SECONDS = 5.0
 # Polls for rank 0's commit of what this rank has written: often enough to learn from it before the next checkpoint, and
 # less and less often if it does not come.
@@ -82,13 +82,12 @@ class BudgetPace:
 
 
 class Learner:
-    """Owns the predictor while training runs; other users lock it with `locked()`.
+    """Owns the predictor while training runs; other users change it inside `locked()` only.
 
-    The thread learns on a copy, and the predictor gets what each piece of work has replaced there. If a checkpoint is
-    newer, the thread takes the one under way in, leaves out the rest of its training, and continues with the newest.
-    Its failures never reach training: learning ends for this life, and `failure` returns why. Nobody waits longer than
-    `SLICE_LIMIT_SECONDS` for a slice. What was learned is kept, saved with the next checkpoints, and a recovery
-    predicts from it. All ranks must do so alike: no rank falls back further than the others.
+    The thread learns on a copy, and the predictor gets what each slice of work has replaced there: nobody waits for a
+    slice. If a checkpoint is newer, the thread takes the one under way in, leaves out the rest of its training, and
+    continues with the newest. Its failures never reach training: learning ends for this life, and `failure` returns
+    why. What was learned is kept, saved with the next checkpoints, and a recovery predicts from it.
 
     Args:
         predictor: learns; a plain object whose `learn` replaces attributes and changes none in place.
@@ -98,8 +97,7 @@ class Learner:
     def __init__(self, predictor: StatePredictor, pace: Pace | None) -> None:
         self._predictor = predictor
         self._pace = pace
-        self._lock = threading.Lock()  # of the predictor; replaced if the thread is abandoned with it
-        self._replacing = threading.Lock()  # of the lock itself, and of the hand-over; never locked for long
+        self._lock = threading.Lock()  # of the predictor; the thread holds it for a hand-over, which is microseconds
         self._wanted: tuple[int, int] | None = None  # newest checkpoint, and the first iteration of its history
         self._generation = 0  # grows when another thread may change the predictor, which drops the work under way
         self._handed_over = 0  # how often the predictor got what was learned
@@ -108,7 +106,7 @@ class Learner:
         self._closing = threading.Event()
         self._failure: str | None = None
         self._slice_began: float | None = None
-        self._ended = self._abandoned = self._unreadable_logged = False
+        self._ended = self._unreadable_logged = False
         self._complete: dict[str, Any] = {}  # the last state that could be read
         self._thread: threading.Thread | None = None
 
@@ -149,15 +147,15 @@ class Learner:
 
     @contextmanager
     def locked(self, *, other_checkpoints: bool = True) -> Iterator[None]:
-        """Lock the predictor against the thread inside the block; waits for one slice at most.
+        """Keep the thread from changing the predictor inside the block.
 
         The thread drops its work under way: the block may change the predictor or the checkpoints.
 
         Args:
             other_checkpoints: the same iterations may be saved anew after the block.
         """
-        self._generation += 1  # before locking: the thread would otherwise lock it again, slice after slice
-        with self._acquired():
+        with self._lock:
+            self._generation += 1
             self._wanted = None
             self._wake.clear()
             if other_checkpoints:
@@ -165,11 +163,11 @@ class Learner:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What the predictor has learned from complete checkpoints; waits for one slice at most.
+        """What the predictor has learned from complete checkpoints.
 
         If the predictor fails to return it, this is the last state that it returned.
         """
-        with self._acquired():
+        with self._lock:
             try:
                 self._complete = self._predictor.state_dict()
             except Exception as error:  # after any error the checkpoint can be saved without it
@@ -178,13 +176,13 @@ class Learner:
             return self._complete
 
     def ask(self, question: Callable[[], Answer]) -> Answer:
-        """Call the predictor without changing it; waits for one slice at most."""
-        with self._acquired():
+        """Call the predictor without changing it."""
+        with self._lock:
             return question()
 
     def record(self, outcome: dict[str, Any]) -> None:
-        """Give the predictor an outcome; waits for one slice at most."""
-        with self._acquired():
+        """Give the predictor an outcome."""
+        with self._lock:
             try:
                 self._predictor.record(outcome)
             except Exception as error:  # after any error training goes on
@@ -198,9 +196,9 @@ class Learner:
 
     def failure(self) -> str | None:
         """Why learning has ended in this life, once; None otherwise."""
-        lock = self._lock
-        if self._hangs():
-            self._abandon(lock)
+        began = self._slice_began
+        if began is not None and time.perf_counter() - began > SLICE_LIMIT_SECONDS:
+            self._end(f"a piece of its work did not end within {SLICE_LIMIT_SECONDS:g} s")
         failure, self._failure = self._failure, None
         return failure
 
@@ -211,35 +209,9 @@ class Learner:
         if self._pace is not None:
             self._pace.close()
         if self._thread is not None:
-            self._thread.join(0.0 if self._abandoned else SLICE_LIMIT_SECONDS)
+            self._thread.join(0.0 if self._ended and self._slice_began is not None else SLICE_LIMIT_SECONDS)
             if self._thread.is_alive():
                 logger.warning("the learner's thread did not end within %g s; it is abandoned", SLICE_LIMIT_SECONDS)
-
-    # Locking the predictor, also against a thread that hangs
-
-    @contextmanager
-    def _acquired(self) -> Iterator[None]:
-        """Lock the predictor; a slice that does not end loses it."""
-        while not (lock := self._lock).acquire(timeout=SLICE_LIMIT_SECONDS):
-            if self._hangs():  # else its owner may take its time
-                self._abandon(lock)
-        try:
-            yield
-        finally:
-            lock.release()
-
-    def _hangs(self) -> bool:
-        began = self._slice_began
-        return began is not None and time.perf_counter() - began > SLICE_LIMIT_SECONDS
-
-    def _abandon(self, lock: threading.Lock) -> None:
-        """Replace the lock; its owner keeps the old one, and its copy of the predictor is dropped."""
-        with self._replacing:
-            if self._lock is not lock:
-                return  # another thread has just replaced it
-            self._lock, self._slice_began = threading.Lock(), None
-            self._abandoned = True
-        self._end(f"a piece of its work did not end within {SLICE_LIMIT_SECONDS:g} s")
 
     def _end(self, why: str) -> None:
         """End learning for this life."""
@@ -274,17 +246,8 @@ class Learner:
             logger.exception("learning from checkpoints failed")
             self._end(_description(error))
 
-    def _learn_from(self, student: StatePredictor, work: Generator[object, None, None], generation: int) -> None:
-        """Learn from one checkpoint; if the directory cannot be read now, wait for the next one."""
-        try:
-            with closing(work):
-                self._take_in(student, work, generation)
-        except _UnreadableDirectoryError as error:
-            if not self._unreadable_logged:
-                logger.warning("the predictor learns nothing until checkpoints can be read again: %s", error)
-            self._unreadable_logged = True
-        else:
-            self._unreadable_logged = False
+    def _stopping(self) -> bool:
+        return self._closing.is_set() or self._ended
 
     def _await_commit(self, store: CheckpointStore, iteration: int, generation: int) -> None:
         """Wait until the checkpoint is committed or given up, or the next one is written.
@@ -297,31 +260,26 @@ class Learner:
                 return
             pause = min(2 * pause, COMMIT_POLL_MAX_SECONDS)
 
-    def _stopping(self) -> bool:
-        return self._closing.is_set() or self._ended
-
-    def _take_in(self, student: StatePredictor, work: Iterator[object], generation: int) -> None:
-        """Learn from one checkpoint at the pace, and hand the results to the predictor."""
+    def _learn_from(self, student: StatePredictor, work: Generator[object, None, None], generation: int) -> None:
+        """Learn from one checkpoint at the pace; if the directory cannot be read now, wait for the next one."""
+        assert self._pace is not None  # or there is no thread
         before = dict(vars(student))
-        while True:
-            pace = self._pace
-            assert pace is not None  # or there is no thread
-            pace.before_slice()
-            if self._stopping():  # a closed pace does not wait
-                return
-            lock = self._lock
-            if not lock.acquire(blocking=False):
-                with lock:  # another thread uses the predictor; afterwards the bubble may be over
-                    continue
-            try:
-                if self._generation != generation:
+        done: object = None
+        with closing(work):
+            while done is not _DONE:
+                self._pace.before_slice()
+                if self._stopping():  # a closed pace does not wait
                     return
-                done = self._slice(work, pace)
-                self._hand_over(student, before, lock)
-                if done is _DONE:
+                try:
+                    done = self._slice(work, self._pace)
+                except _UnreadableDirectoryError as error:
+                    if not self._unreadable_logged:
+                        logger.warning("the predictor learns nothing until checkpoints can be read again: %s", error)
+                    self._unreadable_logged = True
                     return
-            finally:
-                lock.release()
+                if not self._hand_over(student, before, generation):
+                    return
+        self._unreadable_logged = False
 
     def _work(
         self,
@@ -359,23 +317,25 @@ class Learner:
         """Run one piece of work and return what it yields; `_DONE` at its end."""
         began, processor_began = time.perf_counter(), time.thread_time()
         self._slice_began = began
-        try:
-            return next(work, _DONE)
-        finally:
-            self._slice_began = None
-            pace.after_slice(time.perf_counter() - began, time.thread_time() - processor_began)
+        done = next(work, _DONE)
+        self._slice_began = None
+        pace.after_slice(time.perf_counter() - began, time.thread_time() - processor_began)
+        return done
 
-    def _hand_over(self, student: StatePredictor, before: dict[str, Any], lock: threading.Lock) -> None:
+    def _hand_over(self, student: StatePredictor, before: dict[str, Any], generation: int) -> bool:
         """Give the predictor what `learn` has replaced in the copy since `before`, and note it there.
 
-        Outcomes recorded meanwhile stay.
+        Outcomes recorded meanwhile stay. False if the work was in vain: the predictor or the checkpoints may be others.
         """
         learned = {name: value for name, value in vars(student).items() if before.get(name) is not value}
         before.update(learned)
-        with self._replacing:
-            if learned and self._lock is lock:  # else this thread was abandoned, and others use the predictor
+        with self._lock:
+            if self._generation != generation or self._ended:
+                return False
+            if learned:
                 vars(self._predictor).update(learned)
                 self._handed_over += 1
+        return True
 
 
 class _UnreadableDirectoryError(Exception):

@@ -10,11 +10,10 @@ from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.job import Ending, Job, Part, Rewind
 from cpsr.journal import LearningRow, RankJournal
-from cpsr.learning.assignment import OperatorAssignment
-from cpsr.learning.bubble_log import BubbleLog
+from cpsr.learning.bubbles import BubbleLog
 from cpsr.learning.exchange import Exchange
 from cpsr.learning.learner import Learner
-from cpsr.learning.memory import Use, allot_memory
+from cpsr.learning.memory import Use, choose_use
 from cpsr.learning.pace import bubbles_of, pace_of
 from cpsr.predictor.ranks import Ranks
 from cpsr.predictor.vitp import Progress, VITPPredictor
@@ -37,16 +36,15 @@ class Learning(Part):
 
     def __init__(self, adapter: EngineAdapter, config: CPSRConfig) -> None:
         self._exchange = Exchange()
-        self._assignment = OperatorAssignment()
         self.predictor = VITPPredictor(
-            **config.predictor.settings(),
+            direction=config.predictor.direction,
             ranks=Ranks(
                 self._exchange.agree,
                 self._exchange.reduce,
                 self._exchange.broadcast,
                 trains=adapter.rank == 0,
-                share=self._assignment,
-                portion=self._portion,
+                is_mine=self._exchange.is_mine,
+                portion=self._exchange.portion,
             ),
         )
         self._nothing_learned = self.predictor.state_dict()
@@ -68,11 +66,9 @@ class Learning(Part):
             The same on every rank.
         """
         self._journal = job.journal
-        self._exchange.open(job.group)
-        self._assignment.open(job.group, job.shard, job.adapter.data_parallel_ranks, store.directory)
-        self._exchange.count_holders(job.shard)
+        self._exchange.open(job.group, job.shard, job.adapter.data_parallel_ranks)
         on_disk: int = job.group.broadcast(len(store.catalogue()) if job.group.rank == 0 else None)
-        use = allot_memory(self.predictor, len(job.shard.operators), on_disk, job.config, job.group, job.journal.event)
+        use = choose_use(self.predictor, len(job.shard.operators), on_disk, job.config, job.group, job.journal.event)
         self._learns = use == "learning"
         return use
 
@@ -80,10 +76,6 @@ class Learning(Part):
         """Begin to learn from checkpoints, and to record waits; on the training thread, before it trains."""
         self._bubble_log = BubbleLog(self.bubbles, lambda: pool.copier.account, job.journal)
         self.learner.start(store, RankSlices.of(job.group.rank, job.group.size, job.shard), learns=self._learns)
-
-    def _portion(self, operator: str) -> float:
-        """See `Ranks`; of an operator that one rank learns from for others it is all."""
-        return 1.0 if self._assignment.is_shared else self._exchange.portion(operator)
 
     def at_step(self, saved_iteration: int | None, history_start: int) -> None:
         """Notify the thread of the newest checkpoint, record its progress, and report its failure.

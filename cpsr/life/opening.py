@@ -32,6 +32,7 @@ from cpsr.experts.saving import ExpertSaving
 from cpsr.experts.units import trained_experts
 from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
+from cpsr.learning.memory import LIMIT_BYTES
 from cpsr.life.beginning import announce, cause_of_failure
 from cpsr.life.boundary import Boundary
 from cpsr.life.leaving import Leaving, StopRequest
@@ -294,7 +295,7 @@ def _open_directory(
     holders = 1 if config.checkpoint.replicated == "each" else len(adapter.data_parallel_ranks)
     own = disk_bytes(shard, config, share) + _frozen_bytes(shard, description["module"]["frozen"], holders)
     check_disk(config.run_dir, max(int(group.sum(own)) - run.checkpoint_bytes(), 0))
-    return run, max(0, free_bytes - config.learning.memory_limit_bytes)
+    return run, max(0, free_bytes - LIMIT_BYTES)
 
 
 def _frozen_bytes(shard: Shard, shapes: Mapping[str, Sequence[int]], holders: int) -> int:

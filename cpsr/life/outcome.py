@@ -7,8 +7,7 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.fitter.lag import SLOPE_STANDARD_ERRORS
-from cpsr.fitter.straight_line import StraightLine
+from cpsr.fitter.lag import SLOPE_STANDARD_ERRORS, StraightLine
 from cpsr.job import Job, Part, Rewind
 from cpsr.journal import JournalReader, RankJournal
 from cpsr.learning.learner import Learner

@@ -24,7 +24,7 @@ from cpsr.life.memory_snapshots import MemorySnapshots, Turn, Turns, WindowSnaps
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
-from cpsr.predictor.prior import MIN_CHECKPOINTS
+from cpsr.predictor.calibration import MIN_CHECKPOINTS
 from cpsr.restart.restored import Restored
 from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard

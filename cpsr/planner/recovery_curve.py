@@ -13,7 +13,7 @@ from cpsr.planner.inputs import Array, PhaseInputs
 __all__ = ["LEAD_AFTER_ITERATIONS", "CostObservation", "EndCostCurve", "PaperCurve", "Row"]
 
 # A recovery that gets ahead does so only after so many iterations of training. Measured on a GPT of 0.4M
-# parameters, 30 predicted recoveries of three jobs (`cpsr bench plan --real`, 2026-11-21): those with that long until
+# parameters, 30 predicted recoveries of three jobs (2026-11-21): those with that long until
 # the next failure were expected to move the lag by -30 iterations and moved it by -31 +- 7; those with less were
 # expected at -33, and moved it by +7 +- 6.
 LEAD_AFTER_ITERATIONS = 100

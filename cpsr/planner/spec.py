@@ -21,7 +21,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cpsr.config import read_model
-from cpsr.fitter.failure_classes import PRIOR_SHARES
+from cpsr.fitter.failures import PRIOR_SHARES
 from cpsr.journal import FailureScope
 from cpsr.planner.baselines import TOLERANCE_FRACTION, Baseline, baselines
 from cpsr.planner.bounds import Limits

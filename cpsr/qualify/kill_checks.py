@@ -148,7 +148,6 @@ class _Life:
                 "exit_grace_seconds": 2.0,
                 "shared_memory": shared_memory,
             },
-            "predictor": {"window_iterations": 100},
             "replay": {"enabled": replays, "window_iterations": WINDOW_ITERATIONS},
         }
 

@@ -12,8 +12,7 @@ from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.job import Job
 from cpsr.predictor.calibration import of_part
-from cpsr.predictor.displacement import Displacements, measure, of_length, shorten
-from cpsr.predictor.guard import LENGTHS, Guard
+from cpsr.predictor.guard import LENGTHS, Displacements, Guard, measure, of_length, shorten
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.restart.probes import Probes
 from cpsr.state.scalars import Scalars

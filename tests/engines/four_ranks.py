@@ -66,8 +66,7 @@ def find() -> dict[str, Any]:
     hsdp = TorchAdapter(replicated, torch.optim.AdamW(replicated.parameters()))
 
     group, exchange = Group(), Exchange()
-    exchange.open(group)
-    exchange.count_holders(hsdp.shard())
+    exchange.open(group, hsdp.shard(), hsdp.data_parallel_ranks)
     writes = WriteAssignment.of(hsdp.shard(), {}, hsdp.data_parallel_ranks, group)
     assert writes is not None
     split = WriteAssignment.of(both.shard(), {}, both.data_parallel_ranks, group)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from cpsr.config import CPSRConfig
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.engines import TorchAdapter, offload
 from cpsr.engines.offload import ActivationOffload
 from cpsr.journal import JournalReader
+from cpsr.learning.memory import LIMIT_BYTES
 from cpsr.life import opening
 from cpsr.recovery import CPSRRecovery
 from tests.device import DEVICE, ON_CUDA
@@ -342,7 +342,7 @@ def test_a_limit_above_what_the_machine_has_is_lowered_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """It is a limit: the job may never come near it."""
-    predictor_bytes = CPSRConfig(run_dir=tmp_path).learning.memory_limit_bytes
+    predictor_bytes = LIMIT_BYTES
     monkeypatch.setattr(opening, "check_host_memory", lambda *_: predictor_bytes + room)
     model = gpt()
     adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()))

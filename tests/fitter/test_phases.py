@@ -37,7 +37,6 @@ def test_no_observations_make_more_phases_than_the_shortest_allows(
     assert phases.phases == tuple(ended[-PHASES_KEPT:])
     assert all(phase.last_iteration - phase.first_iteration >= shortest for phase in ended)
     assert all(one.last_iteration == next_one.first_iteration for one, next_one in itertools.pairwise(ended))
-    assert phases.skipped == sum(not 0 <= value < math.inf for _, value in steps)
 
 
 @given(observations, st.data())
@@ -58,8 +57,8 @@ def test_after_a_roll_back_all_is_as_if_the_rest_had_never_been_seen(
         rolled.observe(places[back], steps[back][1])
         rolled.observe(after, value)
         direct.observe(after, value)
-        assert {key: item for key, item in rolled.state_dict().items() if key not in ("skipped", "phases")} == {
-            key: item for key, item in direct.state_dict().items() if key not in ("skipped", "phases")
+        assert {key: item for key, item in rolled.state_dict().items() if key != "phases"} == {
+            key: item for key, item in direct.state_dict().items() if key != "phases"
         }
         assert rolled.phases == direct.phases[len(direct.phases) - len(rolled.phases) :]
 
@@ -112,27 +111,12 @@ def test_the_moments_of_a_real_optimizer_are_freed_of_their_bias() -> None:
     assert as_it_is.ended > 3
 
 
-def test_updates_are_counted_apart_where_moments_began_later() -> None:
-    phases = PhaseDetector(beta2=0.9)
-    phases.observe(10_000, 0.1, updates=1)
-    assert phases.xi == pytest.approx(1.0)
-
-
-def test_what_is_no_second_moment_is_skipped_and_counted() -> None:
+def test_what_is_no_second_moment_is_skipped() -> None:
     phases = detector()
     phases.observe(1, 1.0)
     for value in (math.nan, math.inf, -math.inf, -1e-9):
         assert phases.observe(100, value) is None
-    assert (phases.skipped, phases.xi, phases.first_iteration) == (4, 1.0, 1)
-
-
-def test_gradients_that_were_zero_and_come_to_life_end_a_phase() -> None:
-    phases = detector()
-    assert phases.observe(1, 0.0) is None
-    assert phases.observe(100, 0.0) is None
-    phase = phases.observe(101, 1e-30)
-    assert phase is not None
-    assert phase.ended_by == "change"
+    assert (phases.xi, phases.first_iteration) == (1.0, 1)
 
 
 def test_its_state_survives_json_and_goes_on_the_same() -> None:
@@ -147,14 +131,6 @@ def test_its_state_survives_json_and_goes_on_the_same() -> None:
     for iteration, value in values[90:]:
         assert resumed.observe(iteration, value) == whole.observe(iteration, value)
     assert resumed.ended == whole.ended > 10
-
-
-def test_its_state_stays_small() -> None:
-    phases = detector(min_iterations=1)
-    for iteration in range(1, 5001):
-        phases.observe(iteration, float(iteration % 2))
-    assert phases.ended == 4999
-    assert len(json.dumps(phases.state_dict())) < 4000
 
 
 def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
@@ -175,29 +151,6 @@ def test_going_back_before_all_that_is_known_begins_anew() -> None:
     assert (phases.first_iteration, phases.xi, phases.ended, phases.phases) == (20, 0.5, 0, ())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"change_fraction": 0.0},
-        {"change_fraction": math.nan},
-        {"min_iterations": 0},
-        {"max_iterations": 49},
-        {"beta2": 1.0},
-        {"beta2": -0.1},
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="a phase needs"):
-        detector(**settings)
-
-
-def test_moments_without_an_update_are_refused() -> None:
-    with pytest.raises(ValueError, match="begin with the first update"):
-        detector().observe(0, 0.0)
-    with pytest.raises(ValueError, match="iteration -1"):
-        detector().observe(-1, 1.0, updates=1)
-
-
 def test_what_was_the_mean_of_a_part_becomes_that_of_the_whole() -> None:
     phases = PhaseDetector(0.05, 100, 1000, beta2=0.0)
     for iteration, moment in ((100, 1.0), (200, 1.1), (250, 1.12)):
@@ -208,9 +161,3 @@ def test_what_was_the_mean_of_a_part_becomes_that_of_the_whole() -> None:
     assert phases.observe(320, 2.4) is not None
     phases.observe(150, 2.0)  # a roll-back into the first phase
     assert phases.xi == 2.0
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
-def test_second_moments_are_not_rescaled_by_what_is_no_factor(factor: float) -> None:
-    with pytest.raises(ValueError, match="times as large"):
-        PhaseDetector().rescale(factor)

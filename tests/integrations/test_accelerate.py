@@ -64,7 +64,6 @@ def train(
         "run_dir": str(run_dir),
         "mode": mode,
         "checkpoint": {"interval_iterations": 4, "fsync": False, "shared_memory": False},
-        "predictor": {"window_iterations": 100},
     }
     trained: list[Any] = []
     recovery = CPSRRecovery(integration.engine_of(accelerator, model, optimizer, scheduler), config)

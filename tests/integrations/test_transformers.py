@@ -121,7 +121,6 @@ def follow(
         "run_dir": str(tmp_path / "cpsr"),
         "mode": mode,
         "checkpoint": {"interval_iterations": interval, "fsync": False, "shared_memory": False},
-        "predictor": {"window_iterations": 100},
     }
     callback = CPSRCallback(trainer, config, on_event=() if events is None else (events.append,))
     trainer.add_callback(callback)

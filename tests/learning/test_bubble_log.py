@@ -6,9 +6,8 @@ import pytest
 
 from cpsr.checkpoint.paced import CopyAccount, CopyPace, Split
 from cpsr.journal import BubbleRow, JournalReader, open_journal
-from cpsr.learning import bubble_log, bubbles
-from cpsr.learning.bubble_log import ROW_LIFE_SHARE, ROW_SECONDS_MIN, BubbleLog
-from cpsr.learning.bubbles import Bubbles
+from cpsr.learning import bubbles
+from cpsr.learning.bubbles import ROW_LIFE_SHARE, ROW_SECONDS_MIN, BubbleLog, Bubbles
 from cpsr.ranks.group import Group
 from tests.learning.test_bubbles import Clock, iterate
 
@@ -39,7 +38,7 @@ class Job:
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     clock = Clock()
     monkeypatch.setattr(bubbles, "perf_counter", clock)
-    monkeypatch.setattr(bubble_log, "monotonic", clock)
+    monkeypatch.setattr(bubbles, "monotonic", clock)
     return Job(tmp_path, clock)
 
 
@@ -56,25 +55,6 @@ def test_a_row_covers_what_happened_since_the_one_before(job: Job) -> None:
     assert (second.seconds, second.slices, second.late_slices) == (5.5, 1, 0)
     assert second.used_seconds == pytest.approx(0.2)
     assert (second.copied_bytes, second.copied_beside_bytes) == (None, None)
-
-
-def test_a_rank_that_never_waits_has_no_rows(job: Job) -> None:
-    job.iterate()
-    job.log.record(1)
-    job.log.at_checkpoint(1)
-    assert job.rows() == []
-
-
-def test_what_came_without_a_wait_is_in_the_next_row(job: Job) -> None:
-    job.pace = CopyPace(job.bubbles)
-    job.iterate()
-    job.pace.record(Split(beside=7), 0.1, 1.0, 10, in_waits_seconds=0.0)
-    job.log.record(1)
-    job.iterate(2.0)
-    job.log.record(2)
-    (row,) = job.rows()
-    assert (row.iteration, row.iterations, row.bubble_seconds, row.seconds) == (2, 2, 2.0, 4.0)
-    assert row.copied_beside_bytes == 7
 
 
 def test_snapshots_are_recorded_once_they_are_complete(job: Job) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.learning import bubbles as module
-from cpsr.learning.bubbles import MEASURED_DURATIONS, RECENT_DURATIONS, BubbleAccount, Bubbles
+from cpsr.learning.bubbles import MEASURED_DURATIONS, BubbleAccount, Bubbles
 
 PATIENCE_SECONDS = 10.0
 
@@ -66,17 +66,6 @@ def test_each_wait_of_an_iteration_has_its_own_forecast(clock: Clock) -> None:
     assert forecast(bubbles, "grad") == 0.5
 
 
-def test_a_forecast_is_a_short_one_of_the_recent(clock: Clock) -> None:
-    bubbles = Bubbles()
-    for seconds in (0.125, 0.25, *[0.5] * (RECENT_DURATIONS - 3), 8.0):
-        iterate(bubbles, clock, ("grad", seconds))
-    assert forecast(bubbles, "grad") == 0.25  # neither the freak at the bottom nor the one at the top
-    for _ in range(RECENT_DURATIONS):
-        bubbles.end_iteration()
-        iterate(bubbles, clock, ("grad", 2.0))
-    assert forecast(bubbles, "grad") == 2.0  # what is long ago is forgotten
-
-
 def test_until_it_is_measured_a_wait_takes_its_share_of_the_shortest_iteration(clock: Clock) -> None:
     bubbles = Bubbles({"grad": [0.25, 0.125]})
     assert forecast(bubbles, "grad") == 0.0  # no iteration yet
@@ -103,17 +92,6 @@ def test_waits_of_another_thread_are_ignored(clock: Clock) -> None:
     other.join()
     clock.now += 1.0
     bubbles.end()
-    assert bubbles.account().bubble_seconds == 1.0
-
-
-def test_the_training_thread_is_the_one_that_ends_iterations(clock: Clock) -> None:
-    made_elsewhere: list[Bubbles] = []
-    maker = threading.Thread(target=lambda: made_elsewhere.append(Bubbles()))
-    maker.start()
-    maker.join()
-    bubbles = made_elsewhere[0]
-    bubbles.end_iteration()
-    wait(bubbles, clock, "data", 1.0)
     assert bubbles.account().bubble_seconds == 1.0
 
 
@@ -202,18 +180,3 @@ def test_closing_ends_the_waiting(measured: Bubbles, waiter: list[bool]) -> None
     assert not until(waiter)
     with measured.waiting("long"):
         assert not measured.wait(0.0, 0.0)
-
-
-def test_waiting_has_an_end(measured: Bubbles) -> None:
-    started = time.monotonic()
-    assert not measured.wait(0.0, 0.05)
-    assert time.monotonic() - started >= 0.05
-    with measured.waiting("long"):
-        assert measured.wait(0.01, 0.0)
-        assert not measured.wait(60.0, 0.0)
-
-
-def test_an_error_in_training_ends_its_wait(measured: Bubbles) -> None:
-    with pytest.raises(RuntimeError, match="peer"), measured.waiting("long"):
-        raise RuntimeError("the peer is gone")
-    assert measured.remaining_seconds() == 0.0

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from cpsr.learning.exchange import Exchange
-from cpsr.state.shard import Shard
 from tests.two_ranks import run
 
 SCRIPT = textwrap.dedent(
@@ -18,8 +17,13 @@ SCRIPT = textwrap.dedent(
     from cpsr.state.shard import OperatorState, ParamSlice, Shard
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    group, exchange = Group(), Exchange()
-    exchange.open(group)
+    group = Group()
+    nothing = Shard({})
+    def opened(shard, members=(0,)):
+        exchange = Exchange()
+        exchange.open(group, shard, members)
+        return exchange
+    exchange = opened(nothing)
     eye = torch.eye(2, dtype=torch.float64)
     own = {"b": (rank + 1) * eye, ("a" if rank else "c"): torch.full((1, 1), 7.0, dtype=torch.float64)}
     found = {
@@ -35,14 +39,19 @@ SCRIPT = textwrap.dedent(
         found["refused"] = str(error)
     def shard(offset, numel, name="w"):
         return Shard({name: OperatorState(name, ParamSlice(torch.zeros(numel), (9,), offset), {}, 0)})
-    cases = [shard(4 * rank, 4), shard(3 * rank, 4), shard(0, 4, f"w{rank}"), shard(0, 9 * rank), shard(0, 9)]
+    cases = [shard(4 * rank, 4), shard(0, 9)]
     def columns(first):
         piece = ParamSlice(torch.zeros(4), (2, 4), first, (2, 2))
         return Shard({"w": OperatorState("w", piece, {}, 0)})
-    found["portions"] = [exchange.portion("w")]
-    for case in (cases[0], cases[-1], columns(2 * rank), columns(0)):
-        exchange.count_holders(case)
-        found["portions"].append(exchange.portion("w"))
+    pieces = (cases[0], cases[-1], columns(2 * rank), columns(0))
+    found["portions"] = [opened(case).portion("w") for case in pieces]
+    sizes = {"a": 5, "b": 4, "c": 3, "d": 2}
+    copies = Shard({name: OperatorState(name, ParamSlice(torch.zeros(n), (n,)), {}, 0) for name, n in sizes.items()})
+    shared = opened(copies, (0, 1))
+    found["mine"] = [name for name in sizes if shared.is_mine(name)]
+    found["portions"].append(shared.portion("a"))
+    own = opened(cases[0], (0, 1))
+    found["own"] = own.is_mine("w")
     group.close()
     json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
     dist.destroy_process_group()
@@ -56,7 +65,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert first["reduce"] == second["reduce"] == {"b": [[3.0, 0.0], [0.0, 3.0]], "a": [[7.0]], "c": [[7.0]]}
     assert first["nothing"] == second["nothing"] == {}
     assert first["broadcast"] == second["broadcast"] == {"updates": 3, "parameters": [1.0, 1.0]}
-    assert first["portions"] == second["portions"] == [1.0, 1.0, 0.5, 1.0, 0.5]
+    assert first["portions"] == second["portions"] == [1.0, 0.5, 1.0, 0.5, 1.0]
+    assert (first["mine"], second["mine"]) == (["a", "d"], ["b", "c"])
+    assert (first["own"], second["own"]) == (True, True), "what ZeRO has cut in two both learn from"
     assert "'b' has [1, 2] differences" in first["refused"]
     assert first["refused"] == second["refused"]
 
@@ -67,5 +78,5 @@ def test_alone() -> None:
     assert exchange.agree([4]) == [4]
     assert exchange.reduce({"a": matrix}) == {"a": matrix}
     assert exchange.broadcast({"updates": 2}) == {"updates": 2}
-    exchange.count_holders(Shard({}))
     assert exchange.portion("a") == 1.0
+    assert exchange.is_mine("a")

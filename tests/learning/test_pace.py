@@ -99,18 +99,6 @@ def test_a_wait_too_short_for_any_slice_is_reported_once(
     assert "a slice should take 5.0 ms" in messages[0]
 
 
-def test_one_freak_among_many_slices_is_not_expected_again() -> None:
-    bubbles = Bubbles()
-    train(bubbles, 4)
-    pace = BubblePace(bubbles, None, pytest.fail)
-    for seconds in [60.0, *[SLICE_SECONDS] * (module.RECENT_SLICES - 1)]:
-        pace.after_slice(seconds, seconds)
-    with bubbles.waiting("grad"):
-        started = time.monotonic()
-        pace.before_slice()
-        assert time.monotonic() - started < WAIT_SECONDS
-
-
 @pytest.mark.parametrize(
     ("longest", "expected"),
     [
@@ -140,64 +128,6 @@ def test_every_round_without_work_makes_the_expected_slice_shorter(longest: list
     assert found == expected
 
 
-def test_a_delayed_thread_does_not_change_the_expected_duration() -> None:
-    pace = BubblePace(Bubbles(), None, pytest.fail)
-    for _ in range(3):
-        pace.after_slice(SLICE_SECONDS, SLICE_SECONDS)
-    pace.after_slice(60.0, SLICE_SECONDS)
-    assert pace.expected_seconds() == SLICE_SECONDS
-    for _ in range(5):
-        pace.after_slice(3 * SLICE_SECONDS, SLICE_SECONDS)  # a slow disk, every time
-    assert pace.expected_seconds() == pytest.approx(3 * SLICE_SECONDS)
-
-
-def test_the_end_of_a_wait_is_not_counted_upon() -> None:
-    admitted: list[float | None] = []
-
-    class Noting(Bubbles):
-        def entered(self, *seconds: float) -> float | None:
-            admitted.append(super().entered(*seconds))
-            return admitted[-1]
-
-    bubbles = Noting()
-    train(bubbles, 4)
-    pace = BubblePace(bubbles, None, pytest.fail)
-    pace.after_slice(SLICE_SECONDS, SLICE_SECONDS)
-    with bubbles.waiting("grad"):
-        room = bubbles.remaining_seconds()
-        assert bubbles.entered(0.5 * room, 0.0, module.SPARED_SHARE) is not None
-        assert bubbles.entered(0.9 * room, 0.0, module.SPARED_SHARE) is None
-        time.sleep(room - 0.2 * WAIT_SECONDS)
-        threading.Timer(0.1, pace.close).start()
-        admitted.clear()
-        pace.before_slice()
-        assert set(admitted) == {None}
-
-
-@pytest.mark.parametrize("lengths", [[60.0], [SLICE_SECONDS, 60.0]])
-def test_one_long_slice_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch, lengths: list[float]) -> None:
-    monkeypatch.setattr(module, "STARVED_SECONDS", 0.05)
-    bubbles = Bubbles()
-    train(bubbles, 4)
-    pace = BubblePace(bubbles, None, pytest.fail)
-    for seconds in lengths:
-        pace.after_slice(seconds, seconds)
-    found = threading.Event()
-
-    def wait() -> None:
-        pace.before_slice()
-        found.set()
-
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not found.is_set() and time.monotonic() < deadline:
-        train(bubbles, 1)
-    assert found.is_set()
-    pace.close()
-    waiter.join(PATIENCE_SECONDS)
-
-
 def test_outside_of_waits_the_budget_holds(work: Callable[[Pace], Worker]) -> None:
     bubbles = Bubbles()
     worker = work(BubblePace(bubbles, BudgetPace(0.1), pytest.fail))
@@ -214,20 +144,6 @@ def test_outside_of_waits_the_budget_holds(work: Callable[[Pace], Worker]) -> No
     assert worker.slices > before
 
 
-def test_the_budget_pays_for_what_ran_late() -> None:
-    bubbles, outside = Bubbles(), BudgetPace(0.5)
-    train(bubbles, 4)
-    pace = BubblePace(bubbles, outside, pytest.fail)
-    with bubbles.waiting("grad"):
-        time.sleep(0.01)
-        pace.after_slice(0.005, 0.005)
-        assert outside.rest_seconds() == 0.0
-        time.sleep(0.01)
-    time.sleep(0.05)
-    pace.after_slice(0.055, 0.055)
-    assert 0.02 < outside.rest_seconds() <= 0.055
-
-
 def test_the_budget_rests_and_can_be_closed() -> None:
     pace = BudgetPace(0.01)
     pace.before_slice()
@@ -237,27 +153,6 @@ def test_the_budget_rests_and_can_be_closed() -> None:
     started = time.monotonic()
     pace.before_slice()
     assert 0.04 < time.monotonic() - started < PATIENCE_SECONDS
-
-
-def test_the_budget_pays_for_the_processor_alone() -> None:
-    budget = BudgetPace(0.01)
-    budget.after_slice(60.0, 0.1)  # descheduled, or a disk that hangs: long paid for
-    assert budget.rest_seconds() == 0.0
-    bubbles, outside = Bubbles(), BudgetPace(0.01)
-    pace = BubblePace(bubbles, outside, pytest.fail)
-    time.sleep(0.02)
-    pace.after_slice(0.02, 0.01)
-    assert 0.9 < outside.rest_seconds() <= 0.98
-
-
-def test_the_budget_pays_for_no_more_than_ran_late() -> None:
-    bubbles, outside = Bubbles(), BudgetPace(0.1)
-    train(bubbles, 4)
-    pace = BubblePace(bubbles, outside, pytest.fail)
-    with bubbles.waiting("grad"):
-        time.sleep(0.05)
-    pace.after_slice(0.045, 60.0)
-    assert outside.rest_seconds() <= 0.045 / 0.1
 
 
 def test_without_a_pipeline_there_is_a_budget() -> None:

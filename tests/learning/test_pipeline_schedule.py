@@ -29,27 +29,6 @@ def test_every_stage_idles_as_the_closed_form_says(
         assert math.isclose(waits.tail_seconds, stage * backward, abs_tol=1e-9)
 
 
-def test_two_stages_by_hand() -> None:
-    # Stage 0: F F . B . B;  stage 1: . F B F B, the backward twice as long as the forward.
-    first, second = stage_waits(stages=2, micro_batches=2, forward_seconds=1.0, backward_seconds=2.0)
-    assert (first.activation_seconds, first.gradient_seconds) == ((), (2.0, 1.0))
-    assert (second.activation_seconds, second.gradient_seconds) == ((1.0, 0.0), ())
-    assert (first.tail_seconds, second.tail_seconds, first.iteration_seconds) == (0.0, 2.0, 9.0)
-    assert (first.receive_seconds, second.receive_seconds) == (3.0, 1.0)
-
-
-def test_shares_are_of_an_iteration() -> None:
-    assert idle_shares(2, 2, 0) == {RECEIVE_ACTIVATION: [], RECEIVE_GRADIENT: [2 / 9, 1 / 9]}
-    assert idle_shares(2, 2, 1) == {RECEIVE_ACTIVATION: [1 / 9, 0.0], RECEIVE_GRADIENT: []}
-    assert idle_shares(1, 4, 0) == {RECEIVE_ACTIVATION: [], RECEIVE_GRADIENT: []}
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), [(0, 1), (1, 0)])
-def test_nothing_to_walk_is_refused(stages: int, micro_batches: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        stage_waits(stages, micro_batches, 1.0, 1.0)
-
-
 def test_the_order_is_that_of_deepspeed() -> None:
     schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
     kinds = {schedule.ForwardPass: "forward", schedule.BackwardPass: "backward"}

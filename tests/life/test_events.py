@@ -40,7 +40,6 @@ def train(
         "run_dir": str(run_dir),
         "mode": mode,
         "checkpoint": {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": False},
-        "predictor": {"window_iterations": 100},
     }
     data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(8)]
     recovery = CPSRRecovery(TorchAdapter(Losing(module), optimizer), config)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from cpsr.errors import ConfigError
-from cpsr.fitter.failure_classes import PRIOR_SHARES
+from cpsr.fitter.failures import PRIOR_SHARES
 from cpsr.planner import spec
 from cpsr.planner.inputs import MemoryTier
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve

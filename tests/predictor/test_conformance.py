@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
+from cpsr.predictor.training import Head
 from cpsr.predictor.vitp import VITPPredictor
-from cpsr.predictor.vitp_training import Head
 from tests.predictor.mapped import MappedHistory, own_memory_bytes
 
 MakeHistory = Callable[..., Any]
@@ -69,19 +69,6 @@ def predict(predictor: StatePredictor, history: History, target: Target = TARGET
 
 
 @every_method
-def test_its_name_is_its_key_and_its_own(method: str) -> None:
-    predictor = METHODS[method]()
-    assert predictor.name == method
-    predictor.record({"lag_iterations": 1.0})
-    successor = METHODS[method]()
-    successor.load_state_dict(predictor.state_dict())
-    assert successor.state_dict()["outcomes"] == [{"lag_iterations": 1.0}]
-    for other in METHODS.keys() - {method}:
-        with pytest.raises(ValueError, match="learned state of predictor"):
-            METHODS[other]().load_state_dict(predictor.state_dict())
-
-
-@every_method
 def test_an_ordinary_failure_is_feasible_and_says_what_it_is(make_history: MakeHistory, method: str) -> None:
     history = make_history(ITERATIONS, walk(9))
     forecast = METHODS[method]().forecast(history, TARGET)
@@ -122,15 +109,6 @@ def test_constants_predict_themselves(make_history: MakeHistory, method: str) ->
     weights = [{"still": constant.clone(), **step} for step in moving]
     out = predict(METHODS[method](), make_history(ITERATIONS, weights))
     assert torch.equal(out["still"], constant)
-
-
-@every_method
-def test_weights_whose_sum_overflows_are_not_taken_for_damage(make_history: MakeHistory, method: str) -> None:
-    large = torch.full((8,), 3e38)
-    predictor, history = METHODS[method](), make_history(ITERATIONS, [{"large": large, **step} for step in walk(9)])
-    forecast = predictor.forecast(history, TARGET)
-    assert forecast.settings["left_out_not_finite"] == []
-    assert torch.equal(predicted(predictor, history, forecast)["large"], large)
 
 
 @st.composite
@@ -262,15 +240,6 @@ def test_nothing_but_damaged_checkpoints_is_infeasible(make_history: MakeHistory
 
 
 @every_method
-@pytest.mark.parametrize("iterations", [[100, 200, 200, 300], [100, 300, 200, 400]])
-def test_repeated_or_unsorted_checkpoints_are_an_error(
-    make_history: MakeHistory, method: str, iterations: list[int]
-) -> None:
-    with pytest.raises(ValueError, match="not ascending"):
-        METHODS[method]().forecast(make_history(iterations, walk(4)), Target(410, 410.0, 1.0))
-
-
-@every_method
 @pytest.mark.parametrize(
     ("times", "target", "words"),
     [
@@ -378,28 +347,6 @@ def test_learning_alters_no_weights_and_draws_no_random_numbers(make_history: Ma
 
 
 @every_method
-def test_a_checkpoint_that_was_abandoned_before_it_was_taken_in_is_as_if_unseen(
-    make_history: MakeHistory, method: str
-) -> None:
-    histories = grown(make_history, walk(9))
-    interrupted, other = METHODS[method](), METHODS[method]()
-    for history in histories[:-1]:
-        learned(interrupted, history)
-        learned(other, history)
-    before = flat(interrupted.state_dict())
-    for stop in (1, 2):
-        slices = interrupted.learn(histories[-1])
-        for _ in itertools.islice(slices, stop):
-            pass
-        del slices
-    if next(iter(other.learn(histories[-1])), StopIteration) is not StopIteration:  # there is something to learn
-        assert flat(interrupted.state_dict()) == before
-    learned(interrupted, histories[-1])
-    learned(other, histories[-1])
-    assert flat(interrupted.state_dict()) == flat(other.state_dict())
-
-
-@every_method
 @pytest.mark.parametrize(
     ("kind", "bad"),
     [
@@ -442,29 +389,6 @@ def numbers(data: Any) -> list[float]:
     if isinstance(data, torch.Tensor):
         return [float(number) for number in data.flatten().tolist()]
     return [float(data)] if isinstance(data, int | float) else []
-
-
-@every_method
-def test_learning_from_a_history_of_none_one_or_two_checkpoints_is_no_error(
-    make_history: MakeHistory, method: str
-) -> None:
-    for count in (0, 1, 2):
-        predictor = METHODS[method]()
-        learned(predictor, make_history(ITERATIONS[:count], walk(count)))
-        assert not predictor.forecast(make_history([], []), TARGET).feasible
-
-
-@every_method
-def test_learning_goes_on_where_a_tensor_has_changed_its_size(make_history: MakeHistory, method: str) -> None:
-    predictor = METHODS[method]()
-    for history in grown(make_history, walk(4)):
-        learned(predictor, history)
-    resized = walk(9, sizes=(41, 5))  # the history's operators are those of one shape: it began anew
-    for history in grown(make_history, resized)[5:]:
-        learned(predictor, history)
-    out = predict(predictor, make_history(ITERATIONS, resized))
-    assert out["w0"].shape == (41,)
-    assert all(bool(torch.isfinite(values).all()) for values in out.values())
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from cpsr.predictor.displacement import Displacements
-from cpsr.predictor.guard import Guard
+from cpsr.predictor.guard import Displacements, Guard, measure, shorten
+from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.protocol import Target
 
 
 def norms(predicted: float, path: list[float]) -> Displacements:
@@ -55,3 +58,94 @@ def test_bad_limits_are_errors(value: float) -> None:
         Guard(loss_tolerance_nats=value)
     with pytest.raises(ValueError, match="displacement_limit"):
         Guard(displacement_limit=value)
+
+
+MakeHistory = Callable[..., Any]
+ITERATIONS = [700, 750, 800, 850, 900, 950, 1000]
+TARGET = Target(1060, 1060.0, 1.0)
+
+
+def walk(seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.zeros(30), torch.ones(11)
+    out = []
+    for _ in ITERATIONS:
+        a, b = a + torch.randn(30, generator=generator), b + 0.01
+        out.append({"a": a, "b": b})
+    return out
+
+
+def test_norms_are_those_of_the_whole_tensors(make_history: MakeHistory) -> None:
+    weights = walk()
+    history = make_history(ITERATIONS, weights)
+    predictor = LinePredictor(gain=2.0, window_iterations=250, chunk_elements=4)  # six checkpoints, all of weight
+    forecast = predictor.forecast(history, TARGET)
+    norms = measure(history, forecast, predictor.predict(history, forecast))
+    predicted = torch.cat([values for name, _, values in predictor.predict(history, forecast) if name == "a"])
+    assert norms.operators == ("a", "b")
+    assert norms.predicted_squared[0].item() == pytest.approx((predicted - weights[-1]["a"]).square().sum().item())
+    steps = [(weights[k + 1]["a"] - weights[k]["a"]).square().sum().item() for k in range(1, 6)]
+    assert norms.history_squared[0].tolist() == pytest.approx([*steps, 0.0])
+    assert norms.not_finite.tolist() == [0.0, 0.0]
+
+
+def test_norms_of_ranks_add_up_to_those_of_one(make_history: MakeHistory) -> None:
+    weights = walk()
+    predictor = LinePredictor(gain=1.0, window_iterations=300)
+
+    def scales_of(histories: list[Any]) -> list[torch.Tensor]:
+        parts = []
+        for history in histories:
+            forecast = predictor.forecast(history, TARGET)
+            parts.append(measure(history, forecast, predictor.predict(history, forecast), ["a", "b"]))
+        predicted = torch.stack([part.predicted_squared for part in parts]).sum(0)
+        path = torch.stack([part.history_squared for part in parts]).sum(0)
+        for part in parts:
+            part.predicted_squared.copy_(predicted)
+            part.history_squared.copy_(path)
+        return [Guard(displacement_limit=0.05).limit(part) for part in parts]
+
+    whole = scales_of([make_history(ITERATIONS, weights)])[0]
+    left = [{"a": step["a"][:17]} for step in weights]
+    right = [{"a": step["a"][17:], "b": step["b"]} for step in weights]
+    first, second = scales_of([make_history(ITERATIONS, left), make_history(ITERATIONS, right)])
+    assert whole[0] < 1.0
+    assert first[0].item() == pytest.approx(whole[0].item())
+    torch.testing.assert_close(second, whole)
+
+
+def test_a_straight_line_is_never_shortened(make_history: MakeHistory) -> None:
+    weights = [{"w": torch.full((5,), i / 100)} for i in ITERATIONS]
+    history = make_history(ITERATIONS, weights)
+    predictor = LinePredictor(gain=2.0, window_iterations=300)
+    for failure in (1001, 1030, 1150):  # followed no further than it was fitted over
+        target = Target(failure, float(failure), 1.0)
+        forecast = predictor.forecast(history, target)
+        scale = Guard().limit(measure(history, forecast, predictor.predict(history, forecast)))
+        assert scale.tolist() == [1.0]
+
+
+def test_a_jump_is_shortened_to_the_limit(make_history: MakeHistory) -> None:
+    weights = [{"w": torch.full((4,), float(i)), "still": torch.ones(2)} for i in ITERATIONS]
+    history = make_history(ITERATIONS, weights)
+    predictor = LinePredictor(gain=8.0, window_iterations=300)
+    forecast = predictor.forecast(history, TARGET)
+    scale = Guard().limit(measure(history, forecast, predictor.predict(history, forecast)))
+    assert scale.tolist() == pytest.approx([300 / (8 * 60), 1.0])
+    capped = shorten(forecast, {"w": scale[0].item(), "still": scale[1].item()})
+    out = {name: values for name, _, values in predictor.predict(history, capped)}
+    torch.testing.assert_close(out["w"], torch.full((4,), 1300.0))
+    assert torch.equal(out["still"], torch.ones(2))
+
+
+def test_values_that_are_not_finite_are_counted_and_vetoed(make_history: MakeHistory) -> None:
+    top = torch.finfo(torch.float32).max
+    history = make_history([980, 990, 1000], [{"w": torch.tensor([k * 0.5 * top, 1.0])} for k in (-2, 0, 2)])
+    predictor = LinePredictor(gain=2.0, window_iterations=300)
+    target = Target(1020, 1020.0, 1.0)
+    forecast = predictor.forecast(history, target)
+    norms = measure(history, forecast, predictor.predict(history, forecast))
+    decision = Guard().finite(norms)
+    assert not decision.accepted
+    assert decision.numbers == {"not_finite": 1, "operators": ["w"]}
+    assert Guard().limit(norms).tolist() == [1.0]

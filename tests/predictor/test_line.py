@@ -5,15 +5,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.predictor.calibration import Calibration, Context, Setting
+from cpsr.predictor.calibration import Calibration, Context, Setting, candidates, context_of, windows
 from cpsr.predictor.line import CAUTION_DEVIATIONS, LinePredictor, line_coefficients
-from cpsr.predictor.prior import context_of, windows
-from cpsr.predictor.prior import settings as prior_settings
-from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
-from cpsr.predictor.series_predictor import MAX_OUTCOMES
+from cpsr.predictor.protocol import Forecast, History, Target
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = list(range(700, 1001, 50))
@@ -30,11 +27,6 @@ def predicted(predictor: LinePredictor, history: History, forecast: Forecast) ->
 def straight(iterations: list[int], size: int = 7) -> list[dict[str, torch.Tensor]]:
     slope = torch.linspace(-1, 1, size)
     return [{"w": 0.5 + slope * (i / 1000), "still": torch.full((3,), 0.1)} for i in iterations]
-
-
-def test_it_is_a_state_predictor() -> None:
-    predictor: StatePredictor = LinePredictor()
-    assert predictor.name == "line"
 
 
 @pytest.mark.parametrize("gain", [0.0, 1.0, 1.5, 2.0])
@@ -70,16 +62,6 @@ def test_rows_sum_to_one_and_keep_the_newest(times: list[float], reach: float, g
     assert row[-1] > 0
 
 
-@settings(max_examples=25)
-@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=20), st.integers(1, 290))
-def test_constant_tensors_predict_themselves(make_history: MakeHistory, values: list[float], horizon: int) -> None:
-    constant = torch.tensor(values)
-    history = make_history(ITERATIONS, [{"w": constant.clone()} for _ in ITERATIONS])
-    predictor = LinePredictor()
-    forecast = predictor.forecast(history, Target(1000 + horizon, 1000.0 + horizon, 1.0))
-    assert torch.equal(predicted(predictor, history, forecast)["w"], constant)
-
-
 def test_precision_is_kept_for_small_steps_on_large_weights(make_history: MakeHistory) -> None:
     # Summing coefficient times weight in float32 would be off by about 1e-4 here; the last place is 6.1e-5.
     generator = torch.Generator().manual_seed(0)
@@ -93,20 +75,6 @@ def test_precision_is_kept_for_small_steps_on_large_weights(make_history: MakeHi
     exact = sum(c * w["w"].double() for c, w in zip(forecast.coefficients["w"], weights, strict=True))
     assert isinstance(exact, torch.Tensor)
     assert (predicted(predictor, history, forecast)["w"].double() - exact).abs().max() < 3.1e-5
-
-
-def test_horizon_zero_is_the_checkpoint_itself(make_history: MakeHistory) -> None:
-    for count in (1, len(ITERATIONS)):
-        iterations = ITERATIONS[-count:]
-        weights = [{"w": torch.randn(5)} for _ in iterations]
-        history = make_history(iterations, weights)
-        predictor = LinePredictor()
-        forecast = predictor.forecast(history, Target(1000, 1000.0, 1.0))
-        assert forecast.feasible
-        assert forecast.expected_end_cost_iterations == 0.0
-        out = predicted(predictor, history, forecast)["w"]
-        assert torch.equal(out, weights[-1]["w"])
-        assert out.data_ptr() != weights[-1]["w"].data_ptr()
 
 
 def test_an_operator_of_a_straighter_path_is_followed_further(make_history: MakeHistory) -> None:
@@ -129,70 +97,6 @@ def test_an_operator_of_a_straighter_path_is_followed_further(make_history: Make
     assert f"({lowest:.1f} to {highest:.1f} times that by operator)" in forecast.reason
 
 
-def test_a_target_before_the_newest_entry_is_an_error(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    with pytest.raises(ValueError, match="before the newest history entry"):
-        LinePredictor().forecast(history, Target(999, 999.0, 1.0))
-
-
-@pytest.mark.parametrize("iterations", [[100, 100, 200], [100, 300, 200]])
-def test_repeated_or_unsorted_entries_are_an_error(make_history: MakeHistory, iterations: list[int]) -> None:
-    with pytest.raises(ValueError, match="not ascending"):
-        LinePredictor().forecast(make_history(iterations, straight(iterations)), Target(310, 310.0, 1.0))
-
-
-def test_a_time_that_is_not_finite_is_an_error(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    with pytest.raises(ValueError, match="not finite"):
-        LinePredictor().forecast(history, Target(1010, math.nan, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("iterations", "failure", "words"),
-    [
-        ([1000], 1010, "there is one"),
-        ([950, 1000], 1010, "needs 3 usable checkpoints, and there are 2"),
-        (ITERATIONS, 1501, "more than 10 intervals|further"),
-    ],
-)
-def test_infeasible_says_why_and_does_not_predict(
-    make_history: MakeHistory, iterations: list[int], failure: int, words: str
-) -> None:
-    history = make_history(iterations, straight(iterations))
-    predictor = LinePredictor()
-    forecast = predictor.forecast(history, Target(failure, float(failure), 1.0))
-    assert not forecast.feasible
-    assert forecast.coefficients == {}
-    assert forecast.expected_end_cost_iterations == failure - 1000
-    with pytest.raises(ValueError, match=words):
-        predictor.predict(history, forecast)
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("bad", [0, 2, 6])
-def test_damaged_checkpoints_are_left_out(make_history: MakeHistory, poison: float, bad: int) -> None:
-    weights = straight(ITERATIONS)
-    weights[bad]["still"][1] = poison
-    history = make_history(ITERATIONS, weights)
-    predictor = LinePredictor(gain=1.0, window_iterations=300)
-    forecast = predictor.forecast(history, Target(1030, 1030.0, 1.0))
-    assert forecast.settings["left_out_not_finite"] == [ITERATIONS[bad]]
-    assert str(ITERATIONS[bad]) in forecast.reason
-    assert all(row[bad] == 0.0 for row in forecast.coefficients.values())
-    out = predicted(predictor, history, forecast)
-    torch.testing.assert_close(out["w"], 0.5 + torch.linspace(-1, 1, 7) * 1.03)
-
-
-def test_damage_that_leaves_two_checkpoints_is_infeasible(make_history: MakeHistory) -> None:
-    weights = straight(ITERATIONS)
-    for bad in range(5):
-        weights[bad]["w"][0] = math.nan
-    forecast = LinePredictor().forecast(make_history(ITERATIONS, weights), Target(1030, 1030.0, 1.0))
-    assert not forecast.feasible
-    assert "there are 2" in forecast.reason
-    assert forecast.settings["left_out_not_finite"] == ITERATIONS[:5]
-
-
 def test_ranks_leave_out_what_any_of_them_must(make_history: MakeHistory) -> None:
     weights = straight(ITERATIONS)
     asked: list[list[int]] = []
@@ -205,37 +109,6 @@ def test_ranks_leave_out_what_any_of_them_must(make_history: MakeHistory) -> Non
     forecast = predictor.forecast(make_history(ITERATIONS, weights), Target(1030, 1030.0, 1.0))
     assert forecast.settings["left_out_not_finite"] == [ITERATIONS[2]]
     assert asked == [[], []]
-
-
-def test_learning_rate_zero_keeps_the_checkpoint_and_says_so(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS), learning_rate=0.0)
-    predictor = LinePredictor()
-    forecast = predictor.forecast(history, Target(1030, 0.0, 1.0))
-    assert "learning rate was 0" in forecast.reason
-    assert torch.equal(predicted(predictor, history, forecast)["w"], straight(ITERATIONS)[-1]["w"])
-
-
-def test_a_learning_rate_that_came_back_from_zero_is_infeasible(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS), learning_rate=0.0)
-    forecast = LinePredictor(gain=1.0).forecast(history, Target(1030, 0.3, 1.0))
-    assert not forecast.feasible
-    assert "over the whole window" in forecast.reason
-
-
-def test_repeated_times_are_one_pause_of_the_schedule() -> None:
-    # Two checkpoints at the same time both count; their values are averaged by the fit.
-    row = line_coefficients([0.0, 1.0, 1.0, 2.0], 3.0, gain=1.0, base=1.0)
-    assert row[1] == pytest.approx(row[2])
-    assert numpy.dot(row, [0.0, 0.5, 1.5, 2.0]) == pytest.approx(3.0)
-
-
-def test_the_time_axis_is_cumulative_learning_rate(make_history: MakeHistory) -> None:
-    times = [0.0, 4.0, 7.0, 9.0, 10.0]  # a falling learning rate
-    entries = [HistoryEntry(600 + 100 * k, time, 0.01) for k, time in enumerate(times)]
-    history = type(make_history([1], [{}]))(entries, [{"w": torch.tensor([time])} for time in times])
-    predictor = LinePredictor(window_iterations=400, gain=1.0)
-    forecast = predictor.forecast(history, Target(1050, 10.25, 0.05))
-    assert predicted(predictor, history, forecast)["w"].item() == pytest.approx(10.25)
 
 
 def test_operators_of_other_ages_get_rows_of_their_own(make_history: MakeHistory) -> None:
@@ -287,47 +160,6 @@ def test_a_failure_right_at_a_checkpoint_that_holds_older_weights_too(make_histo
     assert forecast.settings["own_series_operators"] == 1
 
 
-def test_nothing_to_predict_for_any_operator_is_infeasible(make_history: MakeHistory) -> None:
-    weights = straight(ITERATIONS)
-    history = make_history(ITERATIONS, weights, taken={"w": [650] * 7, "still": [650] * 7})
-    forecast = LinePredictor().forecast(history, Target(1030, 1030.0, 1.0))
-    assert not forecast.feasible
-    assert "'w': a prediction needs 3 usable checkpoints, and there is one" in forecast.reason
-
-
-def test_a_tensor_that_changed_its_shape_is_an_error(make_history: MakeHistory) -> None:
-    weights = straight(ITERATIONS)
-    weights[2]["w"] = torch.ones(1)
-    with pytest.raises(ValueError, match=r"iteration 800.*change its shape"):
-        LinePredictor().forecast(make_history(ITERATIONS, weights), Target(1030, 1030.0, 1.0))
-
-
-def test_a_forecast_of_another_history_is_refused(make_history: MakeHistory) -> None:
-    predictor = LinePredictor()
-    forecast = predictor.forecast(make_history(ITERATIONS, straight(ITERATIONS)), Target(1030, 1030.0, 1.0))
-    shorter = make_history(ITERATIONS[1:], straight(ITERATIONS[1:]))
-    with pytest.raises(ValueError, match="must be 6 numbers"):
-        list(predictor.predict(shorter, forecast))
-
-
-def test_memory_is_a_few_chunks_whatever_the_history(make_history: MakeHistory) -> None:
-    chunk = 1 << 14
-    weights = [{"w": torch.randn(40 * chunk)} for _ in ITERATIONS]
-    history = make_history(ITERATIONS, weights)
-    predictor = LinePredictor(chunk_elements=chunk)
-    forecast = predictor.forecast(history, Target(1030, 1030.0, 1.0))
-    live: list[int] = []
-    total = 0
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        for _, _, values in predictor.predict(history, forecast):
-            total += values.numel()
-    for event in profile.events() or []:
-        live.append(event.cpu_memory_usage)
-    assert total == 40 * chunk
-    assert max(live) <= 4 * chunk * 4
-    assert history.largest_piece == chunk
-
-
 TARGET = Target(1030, 1030.0, 1.0)
 
 
@@ -340,8 +172,8 @@ def test_the_setting_is_the_one_of_the_lowest_cautious_expectation(make_history:
     history = make_history(ITERATIONS, straight(ITERATIONS))
     forecast = LinePredictor().forecast(history, TARGET)
     context = context_of(TARGET, history.entries, straightness=1.0)
-    considered = prior_settings(context, windows(history.entries))
-    best, expected = Calibration().best(context, considered, CAUTION_DEVIATIONS)
+    considered = candidates(context, windows(history.entries))
+    best, expected = Calibration().best(context, considered, CAUTION_DEVIATIONS, "line")
     assert setting_of(forecast) == best
     assert forecast.expected_end_cost_iterations == expected.end_cost_iterations
     assert forecast.settings["expected_deviation_iterations"] == expected.deviation_iterations
@@ -372,15 +204,6 @@ def test_a_lag_of_a_part_of_the_state_is_that_share_of_the_whole_one(make_histor
     assert part.forecast(history, TARGET) == whole.forecast(history, TARGET)
 
 
-def test_outcomes_without_a_lag_change_nothing(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    predictor = LinePredictor()
-    before = predictor.forecast(history, TARGET)
-    predictor.record({"outcome": "kept", "settings": before.settings, "watch": {"status": "passed"}})
-    predictor.record({"outcome": "rolled_back", "settings": {}, "lag_iterations": 10.0})
-    assert predictor.forecast(history, TARGET) == before
-
-
 def test_what_began_at_the_line_s_value_is_no_measurement(make_history: MakeHistory) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
     predictor = LinePredictor()
@@ -388,47 +211,3 @@ def test_what_began_at_the_line_s_value_is_no_measurement(make_history: MakeHist
     settings = {**before.settings, "base": 1.0}  # as version 0.1.0 wrote it
     predictor.record({"settings": settings, "lag_iterations": 60.0, "standard_error_iterations": 5.0})
     assert predictor.forecast(history, TARGET) == before
-
-
-def test_it_says_where_recomputing_is_expected_to_be_cheaper(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    predictor = LinePredictor()
-    for _ in range(20):  # whatever it chooses costs more than recomputing
-        forecast = predictor.forecast(history, TARGET)
-        predictor.record(
-            {"settings": forecast.settings, "lag_iterations": 60.0, "standard_error_iterations": 0.0},
-        )
-    assert predictor.forecast(history, TARGET).expected_end_cost_iterations > 30
-
-
-def test_given_settings_are_taken(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    given_ones = LinePredictor(150, 1.2).forecast(history, Target(1030, 1030.0, 1.0)).settings
-    assert (given_ones["window_iterations"], given_ones["gain"]) == (150, 1.2)
-    assert given_ones["used_iterations"] == [850, 900, 950, 1000]
-
-
-@pytest.mark.parametrize(
-    "bad", [{"window_iterations": 1}, {"gain": -0.1}, {"gain": math.nan}, {"chunk_elements": 0}], ids=str
-)
-def test_bad_settings_are_errors(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        LinePredictor(**bad)
-
-
-def test_what_was_learned_survives() -> None:
-    predictor, successor = LinePredictor(), LinePredictor()
-    for number in range(MAX_OUTCOMES + 3):
-        predictor.record({"recovery": number, "lag_iterations": 1.5})
-    successor.load_state_dict(predictor.state_dict())
-    outcomes = successor.state_dict()["outcomes"]
-    assert [outcome["recovery"] for outcome in outcomes] == list(range(3, MAX_OUTCOMES + 3))
-    outcomes.clear()
-    assert len(successor.state_dict()["outcomes"]) == MAX_OUTCOMES
-
-
-def test_learned_state_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="version 2"):
-        LinePredictor().load_state_dict({"predictor": "line", "version": 2, "outcomes": []})
-    with pytest.raises(ValueError, match="plain JSON"):
-        LinePredictor().record({"tensor": torch.ones(1)})

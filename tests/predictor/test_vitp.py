@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from cpsr.predictor import ranks as predictor_ranks
-from cpsr.predictor.assignment import without_slices
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
-from cpsr.predictor.vitp import MIN_UPDATES, Progress, VITPPredictor
-from cpsr.predictor.vitp_training import STEPS_PER_CHECKPOINT, Head
+from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Head
+from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor, without_slices
 from cpsr.state import codec
 from tests.predictor.mapped import MappedHistory, own_memory_bytes
 
@@ -151,22 +150,6 @@ def test_untrained_it_is_exactly_the_line(make_history: MakeHistory) -> None:
     assert pretrained.coefficients != expected.coefficients
 
 
-def test_a_network_goes_on_from_its_own_updates(make_history: MakeHistory, taught: dict[str, Any]) -> None:
-    """Whatever it started from; none is saved before its first update."""
-    steps = noisy(circle, 17)
-    before = Head.untrained()
-    state = {**taught, "vitp": {**taught["vitp"], "head": {**before.state_dict(), "steps": 352}}}
-    predictor = loaded(state)
-    assert predictor.progress() == Progress(750, 16, 352)
-    history = until(make_history, steps, 17)
-    for _ in predictor.learn(history):
-        pass
-    assert predictor.progress() == Progress(800, 17, 352 + STEPS_PER_CHECKPOINT)
-    unused = loaded({**taught, "vitp": {**taught["vitp"], "head": None}})
-    assert unused.progress() == Progress(750, 16, 0)
-    assert unused.forecast(history, ahead(history)).settings["direction"] == "vitp"
-
-
 def test_only_the_direction_changes(make_history: MakeHistory, taught: dict[str, Any]) -> None:
     steps = noisy(circle, 16)
     history = until(make_history, steps, 16)
@@ -180,21 +163,6 @@ def test_only_the_direction_changes(make_history: MakeHistory, taught: dict[str,
         moved, expected = turned[name] - start[name], straight_on[name] - start[name]
         torch.testing.assert_close(moved.norm(), expected.norm(), rtol=1e-4, atol=0)
         assert torch.cosine_similarity(moved, expected, dim=0) < 0.97
-
-
-def test_it_says_what_it_did(make_history: MakeHistory, taught: dict[str, Any]) -> None:
-    history = until(make_history, noisy(circle, 16), 16)
-    forecast = loaded(taught).forecast(history, ahead(history))
-    assert forecast.method == "vitp"
-    assert "8 operators in a learned direction" in forecast.reason
-    assert forecast.settings["direction"] == "vitp"
-    assert forecast.settings["updates"] == 11 * STEPS_PER_CHECKPOINT  # the first window has 6 checkpoints
-    assert (forecast.settings["line_operators"], forecast.settings["line_names"]) == (0, [])
-    refused = loaded(taught, direction="line").forecast(history, ahead(history))
-    assert refused.method == "line"  # named by what was done, not by whose learned state it is
-    assert loaded(taught).state_dict()["predictor"] == "vitp"
-    assert refused.coefficients == LinePredictor(**LINE).forecast(history, ahead(history)).coefficients
-    assert refused.settings["direction"] == "line"
 
 
 def test_before_it_is_trained_nobody_asks_it(make_history: MakeHistory) -> None:
@@ -224,28 +192,6 @@ def test_operators_that_cannot_be_turned_keep_the_line_and_are_named(
     for name in ("still", "rare"):
         assert forecast.coefficients[name] == line.coefficients[name]
     assert torch.equal(predicted(loaded(taught), history, forecast)["still"], torch.full((3,), 0.1))
-
-
-def test_many_constant_tensors_are_counted_and_some_named(make_history: MakeHistory, taught: dict[str, Any]) -> None:
-    steps = [{**step, **{f"still.{k}": torch.ones(2) for k in range(20)}} for step in noisy(circle, 16)]
-    forecast = loaded(taught).forecast(history := until(make_history, steps, 16), ahead(history))
-    assert forecast.settings["line_operators"] == 20
-    assert forecast.settings["line_names"] == [f"still.{k}" for k in range(8)]
-
-
-def test_operators_of_other_ages_are_predicted_from_their_own_series(
-    make_history: MakeHistory, taught: dict[str, Any]
-) -> None:
-    steps = noisy(circle, 16)
-    earlier = [INTERVAL * place - 20 for place in range(16)]
-    name = OPERATORS[2]
-    alone = make_history(earlier[7:], [{name: step[name]} for step in steps[7:]])
-    target = ahead(until(make_history, steps, 16))
-    expected = loaded(taught).forecast(alone, target)
-    history = make_history([i + 20 for i in earlier[7:]], steps[7:], taken={name: earlier[7:]})
-    found = loaded(taught).forecast(history, target)
-    assert found.coefficients[name] == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)
-    assert found.coefficients[OPERATORS[3]] != found.coefficients[name]
 
 
 def test_a_damaged_checkpoint_is_left_out_of_learning_and_of_the_row(
@@ -286,47 +232,6 @@ def test_only_what_was_not_learned_from_is_read_again_to_find_damage(
     assert forecast.settings["left_out_not_finite"] == [800]
 
 
-def test_a_checkpoint_that_another_rank_must_leave_out_is_bridged_though_it_was_learned(
-    make_history: MakeHistory, taught: dict[str, Any]
-) -> None:
-    steps = noisy(circle, 16)
-    history = until(make_history, steps, 16)
-    elsewhere = [[7], []]
-    forecast = loaded(taught, ranks=predictor_ranks.Ranks(lambda damaged: elsewhere.pop(0))).forecast(
-        history, ahead(history)
-    )
-    assert forecast.settings["left_out_not_finite"] == [700]
-    assert forecast.settings["line_operators"] == 0
-    without = [place for place in range(SPAN) if place != 7]
-    known = make_history([history.entries[k].iteration for k in without], [steps[7 + k] for k in without])
-    expected = loaded(taught).forecast(known, ahead(known))
-    for name in OPERATORS:
-        row = [forecast.coefficients[name][place] for place in without]
-        assert row == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)
-
-
-def test_what_was_not_learned_yet_is_read_now(make_history: MakeHistory, taught: dict[str, Any]) -> None:
-    steps = noisy(circle, 17)
-    history = until(make_history, steps, 17)
-    ready, late = loaded(taught, ranks=UNTRAINED), loaded(taught, ranks=UNTRAINED)
-    for _ in ready.learn(history):
-        pass
-    expected = ready.forecast(history, ahead(history))
-    history.pieces_read = 0
-    ready.forecast(history, ahead(history))
-    once = history.pieces_read
-    found = late.forecast(history, ahead(history))
-    assert history.pieces_read > 2 * once
-    for name in OPERATORS:
-        # How straight the path is comes from what was learned, one checkpoint less: that decides lengths alone.
-        assert bearing(found, name) == pytest.approx(bearing(expected, name), rel=1e-4, abs=1e-6)
-
-
-def test_the_same_history_gives_the_same_result(make_history: MakeHistory, taught: dict[str, Any]) -> None:
-    again = teach(VITPPredictor(**LINE), make_history, noisy(circle, 16)).state_dict()
-    assert same(again, taught)
-
-
 def same(first: Any, second: Any) -> bool:
     """Equal as trees of plain data and tensors, to the last bit."""
     trees = [codec.encode(tree) for tree in (first, second)]
@@ -349,42 +254,6 @@ def test_what_is_abandoned_counts_as_not_seen(make_history: MakeHistory, taught:
             pass
     assert not same(predictor.state_dict(), taught)
     assert same(predictor.state_dict(), straight_on.state_dict())
-
-
-def test_training_that_is_cut_short_keeps_the_checkpoint_and_the_updates_made(
-    make_history: MakeHistory, taught: dict[str, Any]
-) -> None:
-    steps = noisy(circle, 18)
-    predictor = loaded(taught)
-    before, heads = predictor.progress(), []
-    for _ in predictor.learn(until(make_history, steps, 17)):
-        progress = predictor.progress()
-        assert progress.updates == before.updates or progress.checkpoints == before.checkpoints + 1
-        heads.append(predictor.state_dict()["vitp"]["head"]["parameters"])
-        if progress.updates == before.updates + 3:
-            break
-    assert predictor.progress() == Progress(800, before.checkpoints + 1, before.updates + 3)
-    assert torch.equal(heads[0], taught["vitp"]["head"]["parameters"])
-    assert len({tuple(parameters.tolist()) for parameters in heads}) == 4, "an update shows once it is whole"
-    again = loaded(predictor.state_dict())
-    for one in (predictor, again):
-        for _ in one.learn(until(make_history, steps, 17)):  # not made up for
-            pass
-        assert one.progress().updates == before.updates + 3
-        for _ in one.learn(until(make_history, steps, 18)):
-            pass
-    assert predictor.progress() == Progress(850, before.checkpoints + 2, before.updates + 3 + STEPS_PER_CHECKPOINT)
-    assert same(predictor.state_dict(), again.state_dict())
-
-
-def test_a_checkpoint_is_learned_once(make_history: MakeHistory, taught: dict[str, Any]) -> None:
-    predictor = loaded(taught)
-    for _ in predictor.learn(until(make_history, noisy(circle, 16), 16)):
-        pass
-    assert same(predictor.state_dict(), taught)
-    for _ in predictor.learn(make_history([], [])):
-        pass
-    assert predictor.accuracy() == taught["vitp"]["accuracy"]
 
 
 def test_a_rank_that_does_not_train_keeps_statistics_alone(make_history: MakeHistory) -> None:
@@ -456,24 +325,6 @@ def test_what_was_learned_stays_small(make_history: MakeHistory) -> None:
             pass
     data, tensors = codec.encode(predictor.state_dict())
     assert len(json.dumps(data)) + sum(tensor.nbytes for tensor in tensors.values()) < 10**6
-
-
-def test_another_version_or_predictor_is_refused_and_changes_nothing(taught: dict[str, Any]) -> None:
-    predictor = loaded(taught)
-    learned = taught["vitp"]
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({**taught, "version": 99}, "version 99"),
-        ({**taught, "predictor": "line"}, "learned state of predictor 'line'"),
-        ({**taught, "vitp": {**learned, "version": 2}}, "version 2; this is 1"),
-        ({key: value for key, value in taught.items() if key != "vitp"}, "version None; this is 1"),
-        ({**taught, "vitp": {**learned, "statistics": {"version": 5}}}, "version 5"),
-        ({**taught, "vitp": {**learned, "examples": {"version": 5}}}, "version 5"),
-        ({**taught, "vitp": {**learned, "head": {**learned["head"], "version": 5}}}, "version 5"),
-    ]
-    for state, words in wrong:
-        with pytest.raises(ValueError, match=words):
-            predictor.load_state_dict(state)
-    assert same(predictor.state_dict(), taught)
 
 
 class Ranks:
@@ -578,52 +429,6 @@ def test_a_rank_that_lags_measures_the_same_path(make_history: MakeHistory, lagg
             assert row == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)
 
 
-def test_slices_of_one_operator_taken_at_other_iterations_are_not_summed(make_history: MakeHistory) -> None:
-    """Rank 1 carries every other snapshot along: it turns its slices by their own motion, with rank 0's network."""
-    steps, ranks = noisy(circle, 16), Ranks()
-    parts = halves(steps)
-    taken = [INTERVAL * (place - place % 2) for place in range(16)]
-    carried = [parts[1][place - place % 2] for place in range(16)]
-    predictors = [
-        teach(VITPPredictor(**LINE, direction="vitp", **ranks.options(rank)), make_history, parts[rank])
-        for rank in range(2)
-    ]
-    full = until(make_history, parts[0], 16)
-    first = round(full.entries[0].iteration / INTERVAL)
-    older = make_history(
-        [entry.iteration for entry in full.entries],
-        carried[first:],
-        taken=dict.fromkeys(carried[0], taken[first:]),
-        times=[entry.time for entry in full.entries],
-    )
-    target = ahead(full)
-    own, others = Ranks.together(
-        [partial(predictors[0].forecast, full, target), partial(predictors[1].forecast, older, target)]
-    )
-    alone = VITPPredictor(**LINE, direction="vitp", ranks=UNTRAINED)
-    alone.load_state_dict(predictors[0].state_dict())
-    expected = alone.forecast(older, target)
-    shared = OPERATORS[3]
-    assert shared in own.coefficients
-    assert own.settings["direction"] == others.settings["direction"] == "vitp"
-    assert own.coefficients[shared] != others.coefficients[shared]
-    assert others.coefficients[shared] == pytest.approx(expected.coefficients[shared], rel=1e-4, abs=1e-5)
-
-
-def test_collectives_are_called_once_whatever_a_rank_holds(make_history: MakeHistory) -> None:
-    steps = noisy(circle, 16)
-    ranks = Ranks()
-    predictors = [VITPPredictor(**LINE, direction="vitp", **ranks.options(rank)) for rank in range(2)]
-    full, empty = until(make_history, steps, 16), until(make_history, [{} for _ in steps], 16)
-    for iterations in (40, 0, 10**6):  # predicted, unchanged, infeasible
-        target = ahead(full, iterations)
-        forecasts = Ranks.together(
-            [partial(predictors[0].forecast, full, target), partial(predictors[1].forecast, empty, target)]
-        )
-        assert forecasts[0].feasible == forecasts[1].feasible == (iterations < 10**6)
-    assert ranks.calls == [9, 9]
-
-
 def test_memory_does_not_grow_with_the_model(make_history: MakeHistory, tmp_path: Path) -> None:
     teach(VITPPredictor(**LINE, direction="vitp"), make_history, noisy(circle, 8))  # what torch itself takes at first
     history = MappedHistory(tmp_path, [50 * k for k in range(7)], numel=9 << 20)
@@ -637,29 +442,3 @@ def test_memory_does_not_grow_with_the_model(make_history: MakeHistory, tmp_path
     assert forecast.settings["updates"] > 0
     # 3.5 MiB of float64 differences; the tensor has 36 MiB in each checkpoint.
     assert history.peak_bytes - before < 12 * 2**20
-
-
-def test_a_direction_it_does_not_know_is_an_error() -> None:
-    with pytest.raises(ValueError, match="direction = 'left'"):
-        VITPPredictor(direction="left")  # type: ignore[arg-type]
-
-
-def test_windows_of_more_snapshots_than_are_kept_are_turned_by_the_newest(
-    make_history: MakeHistory, taught: dict[str, Any]
-) -> None:
-    steps = noisy(lambda k, place: circle(k, place / 5), 28)
-    history = make_history([10 * place for place in range(28)], steps)
-    predictor = loaded(taught)
-    for _ in predictor.learn(history):
-        pass
-    forecast = predictor.forecast(history, ahead(history))
-    line = LinePredictor(**LINE).forecast(history, ahead(history))
-    assert forecast.settings["line_operators"] == 0
-    turned, straight_on = predicted(predictor, history, forecast), predicted(predictor, history, line)
-    for name, row in forecast.coefficients.items():
-        assert math.fsum(row) == pytest.approx(1.0, abs=1e-12)
-        assert row != line.coefficients[name]
-        shares = [value / before for value, before in zip(row[:8], line.coefficients[name][:8], strict=True)]
-        assert shares == pytest.approx([shares[0]] * 8)  # the oldest are not corrected, only scaled
-        moved, expected = (out[name] - steps[-1][name] for out in (turned, straight_on))
-        torch.testing.assert_close(moved.norm(), expected.norm(), rtol=1e-4, atol=0)

@@ -16,7 +16,7 @@ from torch import nn
 
 import cpsr.learning.learner
 import cpsr.learning.pace
-import cpsr.predictor.examples
+import cpsr.predictor.training
 from cpsr import CPSRRecovery
 from tests.recovery import worker
 from tests.recovery.engines import FEATURES, WIDTH, configuration, dataset, initialize, loader
@@ -56,7 +56,7 @@ class Slow(nn.Module):
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
-    cpsr.predictor.examples.LATER_ITERATIONS = LATER_ITERATIONS
+    cpsr.predictor.training.LATER_ITERATIONS = LATER_ITERATIONS
     cpsr.learning.pace.STARVED_SECONDS = STARVED_SECONDS
     worker.initialize_ranks(options.result)
     worker.seed()

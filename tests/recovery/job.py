@@ -80,7 +80,6 @@ class Job:
                 "fsync": False,
                 "shared_memory": False,
             },
-            "predictor": {"window_iterations": 100},
         }
         for name, value in (settings or {}).items():
             config[name] = {**config.get(name, {}), **value} if isinstance(value, Mapping) else value

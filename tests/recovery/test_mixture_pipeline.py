@@ -137,12 +137,18 @@ def test_experts_of_all_stages_take_turns_and_come_back_with_their_ages(
 @pytest.mark.parametrize("routed", [(0, 2), pytest.param((1, 2), marks=pytest.mark.slow)])
 def test_snapshots_in_memory_leave_out_experts_of_some_stages(tmp_path: Path, routed: tuple[int, int]) -> None:
     """Half of them in each; a stage without any copies all that it has, and goes back to the same iteration."""
-    options: dict[str, Any] = {**SHARED, "expert_parallel": 2, "zero": 0, "routed": routed, "rounds": 2}
+    options: dict[str, Any] = {
+        **SHARED,
+        "expert_parallel": 2,
+        "zero": 0,
+        "routed": routed,
+        "rounds": 2,
+        "unpredicted": True,
+    }
     settings = {
         "experts": {"policy": "sequential"},
         "checkpoint": {"shared_memory": True, "interval_iterations": 8},
         "memory": {"interval_iterations": 1},
-        "learning": {"memory_limit_bytes": 1},  # nothing is predicted
     }
     job = Job(tmp_path)
     try:

@@ -9,13 +9,12 @@ from tests.recovery.job import Job
 SETTINGS: dict[str, Any] = {
     "checkpoint": {"interval_iterations": None},
     "planner": {"mtbf_hours": 0.01, "interval_min_iterations": 3, "interval_max_iterations": 9},
-    "fitter": {"phase_min_iterations": 30, "phase_max_iterations": 30},
     "journal": {"flush_iterations": 2},
 }
 
 
 def test_two_ranks_plan_anew_at_the_end_of_each_phase(job: Job) -> None:
-    ended = job.launch(settings=SETTINGS, iterations=240)
+    ended = job.launch(settings=SETTINGS, iterations=240, phase_iterations=30)
     assert ended.statuses == [0, 0], ended.output[0][-3000:]
     with JournalReader(job.run_dir / "journal.db") as journal:
         plans, phases, fits = journal.plans(), journal.phases(), journal.newest(FitRow, 99)
@@ -43,9 +42,11 @@ def test_a_life_goes_on_with_the_interval_and_the_phases_of_the_one_before(job: 
     # A maximum that no slow disk reaches: what a disk needs goes before it, and a restart keeps to it.
     bounds = {"interval_min_iterations": 2, "interval_max_iterations": 10_000}
     settings = {**SETTINGS, "planner": {**SETTINGS["planner"], **bounds, "policy": "daly"}}
-    first = job.launch(settings=settings, iterations=120)
+    first = job.launch(settings=settings, iterations=120, phase_iterations=30)
     assert first.statuses == [0, 0], first.output[0][-3000:]
-    second = job.launch(settings=settings, iterations=600)  # phases are seen to end at checkpoints, far apart or not
+    second = job.launch(
+        settings=settings, iterations=600, phase_iterations=30
+    )  # phases are seen to end at checkpoints, far apart or not
     assert second.statuses == [0, 0], second.output[0][-3000:]
     with JournalReader(job.run_dir / "journal.db") as journal:
         plans, phases = journal.plans(), journal.phases()

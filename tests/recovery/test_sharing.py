@@ -13,9 +13,13 @@ from tests.device import NO_STAGES, cpu_only
 from tests.recovery.job import RANKS, Job
 
 CHECKPOINT, FAILURE = 20, 23
-VITP = {"window_iterations": 100, "direction": "vitp"}
-LEARNING: dict[str, Any] = {"predictor": VITP, "learning": {"budget_fraction": 1.0}}
-SHARED: dict[str, Any] = {"zero": 0, "settings": LEARNING, "worker": "tests.recovery.sharing_worker"}
+LEARNING: dict[str, Any] = {"predictor": {"direction": "vitp"}, "learning": {"budget_fraction": 1.0}}
+SHARED: dict[str, Any] = {
+    "zero": 0,
+    "settings": LEARNING,
+    "window_iterations": 100,
+    "worker": "tests.recovery.sharing_worker",
+}
 
 
 def learned(job: Job, ranks: int = RANKS) -> list[set[str]]:

@@ -34,8 +34,6 @@ SHARED: dict[str, Any] = {"expert_parallel": 2, "zero": 0, "iterations": END}
 
 # Two checkpoints of history, from which nothing can be predicted: the run goes on from the newest.
 SHORT = {"history_span_iterations": 0, "history_min_checkpoints": 2}
-# Where one iteration is lost, the line may be expected to cost less: without memory for it nothing is predicted.
-UNPREDICTED = {"learning": {"memory_limit_bytes": 1}}
 
 
 def settings(**experts: Any) -> dict[str, Any]:
@@ -171,7 +169,7 @@ def test_mode_exact_says_where_no_such_checkpoint_is_left(failed: Job) -> None:
 def test_host_memory_holds_what_the_disk_does_not(job: Job) -> None:
     sections = {**settings(), "checkpoint": {"shared_memory": True, **SHORT}}
     killed_at(job, CHECKPOINT + 1, sections, in_memory=CHECKPOINT)
-    started = restarted(job, {**sections, **UNPREDICTED}).result()["started"]
+    started = restarted(job, sections, unpredicted=True).result()["started"]
     assert (started["iteration"], started["method"]) == (CHECKPOINT, "exact"), started
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.device import join_ranks
 from cpsr.experts.memory_turns import MemoryTurns
+from cpsr.fitter.phases import PhaseDetector
+from cpsr.learning import learning, memory
+from cpsr.planner.live import job_planner
+from cpsr.predictor.vitp import VITPPredictor
 from cpsr.restart.prediction import StatePrediction
 from cpsr.state.codec import encode
 from tests.device import ON_CUDA
@@ -73,6 +78,9 @@ class Options(LifeOptions):
             `reversed` grows as training goes on. For other engines, `of a batch` gives the loss of their loader's
             batch, and `of another` a loss that is not trained on. With `raising` the function fails on rank 1.
         gain: factor on a predicted displacement, past anything sensible, in place of the limits of its length.
+        phase_iterations: length of every phase that the planner sees, in place of what gradients show.
+        window_iterations: over which the predictor fits its line, in place of what is expected to cost least.
+        unpredicted: the predictor may take no memory, so that nothing is predicted.
         poison: train a predicted state on targets that blow it up.
         one_shot: give `resume` an iterator that cannot be started again.
         load_back: the user's own checkpoint is saved at the first iteration and loaded at the second.
@@ -99,6 +107,9 @@ class Options(LifeOptions):
     tracked: bool = False
     probes: str = ""
     gain: float = 0.0
+    phase_iterations: int = 0
+    window_iterations: int = 0
+    unpredicted: bool = False
     poison: bool = False
     one_shot: bool = False
     load_back: tuple[int, int] | None = None
@@ -120,6 +131,14 @@ def main(options: Options, rank: int, ranks: int) -> None:
     if options.gain:
         scales = lambda prediction, moved: dict.fromkeys(moved.operators, options.gain)  # noqa: E731
         setattr(StatePrediction, "_scales", scales)  # noqa: B010 - mypy refuses to assign to a method
+    if options.phase_iterations:
+        lengths = {"min_iterations": options.phase_iterations, "max_iterations": options.phase_iterations}
+        setattr(job_planner, "PhaseDetector", partial(PhaseDetector, **lengths))  # noqa: B010 - mypy refuses it otherwise
+    if options.window_iterations:
+        predictor = partial(VITPPredictor, options.window_iterations)
+        setattr(learning, "VITPPredictor", predictor)  # noqa: B010 - likewise
+    if options.unpredicted:
+        memory.LIMIT_BYTES = 1
     initialize_ranks(options.result)
     seed()
     engine, batches = build(options, rank)

@@ -23,7 +23,7 @@ from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.benchmarks.tests.recovery.tiny import TINY, one_thread
 from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.calibration import FEATURES, Context, Setting, Table, features, table
-from cpsr.predictor.vitp_network import PARAMETERS
+from cpsr.predictor.network import PARAMETERS
 
 SHIPPED = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "2026-11-24-prior"
 BENT = FEATURES.index("reach * bent")

@@ -11,10 +11,9 @@ from typing import Any, Literal
 import numpy
 
 from cpsr.config import CPSRConfig
-from cpsr.fitter.failure_classes import FailureClasses
-from cpsr.fitter.failure_rate import FailureRate
+from cpsr.fitter.accuracy import AccuracyCurve, fit_accuracy
+from cpsr.fitter.failures import FailureClasses, FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
-from cpsr.fitter.predictor_curve import PredictorCurve, fit_predictor_curve
 from cpsr.journal import JournalReader, LifeRow, RecoveryRow, ReportedFailure
 from cpsr.planner.live.recovery_cost import lost_share, measured_costs
 from cpsr.planner.recovery_curve import CostObservation
@@ -25,6 +24,8 @@ __all__ = ["Curves", "FitKind", "fit_curves", "prior_curves"]
 FitKind = Literal["loss", "predictor", "failure_rate"]
 # A restart begins within minutes of its failure, and reports by people are not exact to the second.
 SAME_FAILURE_SECONDS = 600.0
+# `planner.mtbf_hours` counts as much as this number of observed failures.
+PRIOR_FAILURES = 1.0
 # Recent losses say more about the next phase than old ones, and a fit to a million would take seconds.
 LOSSES_MAX = 20_000
 # Points of a fitted loss curve, for plots: a falling curve needs no more, and a fit stays a few kilobytes.
@@ -56,7 +57,7 @@ class Curves:
     predict_seconds: float = 0.0
     predictions: int = 0
     loss: LossFit | None = None
-    predictor: PredictorCurve | None = None
+    predictor: AccuracyCurve | None = None
     missing: tuple[str, ...] = ()
     load_seconds: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -113,7 +114,7 @@ def fit_curves(
 def prior_curves(iteration: int, config: CPSRConfig) -> Curves:
     """The curves before the journal is read."""
     planner = config.planner
-    return Curves(iteration, FailureClasses(FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures), {}))
+    return Curves(iteration, FailureClasses(FailureRate(planner.mtbf_hours, PRIOR_FAILURES), {}))
 
 
 def _loads(recoveries: Sequence[RecoveryRow]) -> dict[str, tuple[float, int]]:
@@ -142,7 +143,7 @@ def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[Repo
     began = [later.started_unix_seconds for life, later in pairwise(lives) if life in ended]
     unseen = _unseen(reported, began, lives[0].started_unix_seconds if lives else math.inf)
     exposure_seconds = _exposure_seconds(reader, lives)
-    total = FailureRate(planner.mtbf_hours, planner.mtbf_prior_failures, len(ended) + unseen, exposure_seconds)
+    total = FailureRate(planner.mtbf_hours, PRIOR_FAILURES, len(ended) + unseen, exposure_seconds)
     scopes = {failure.life: failure.scope for failure in reader.failures()}
     return FailureClasses(total, Counter(scope for life in ended if (scope := scopes.get(life.life)) is not None))
 
@@ -184,7 +185,7 @@ def _loss(reader: JournalReader, iteration: int, span_iterations: int, missing: 
         return None
 
 
-def _predictor(accuracy: Sequence[dict[str, Any]], missing: list[str]) -> PredictorCurve | None:
+def _predictor(accuracy: Sequence[dict[str, Any]], missing: list[str]) -> AccuracyCurve | None:
     """The error of the weights, mean square (the paper's Eq. 9): of the direction, times how far weights moved."""
     points = [
         (one["checkpoints"], 2.0 * (1.0 - one["vitp_cosine"]) * one["mean_square_motion"])
@@ -193,7 +194,7 @@ def _predictor(accuracy: Sequence[dict[str, Any]], missing: list[str]) -> Predic
     ]
     points = [(count, error) for count, error in points if 0.0 < error < math.inf]
     try:
-        return fit_predictor_curve([count for count, _ in points], [error for _, error in points])
+        return fit_accuracy([count for count, _ in points], [error for _, error in points])
     except ValueError as error:
         missing.append(f"the predictor's accuracy is not known yet ({error})")
         return None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cpsr.config import CPSRConfig
-from cpsr.fitter.failure_classes import PRIOR_SHARES, FailureClasses
+from cpsr.fitter.failures import PRIOR_SHARES, FailureClasses
 from cpsr.fitter.phases import PhaseDetector
 from cpsr.journal import FailureScope
 from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs, RecoveryCost

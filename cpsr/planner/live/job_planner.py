@@ -78,10 +78,7 @@ class JobPlanner:
         self._times = SaveTimes(parameters)
         self._memory = MemoryTimes()
         self._meter = StallMeter()
-        fitter = config.fitter
-        self._phases = PhaseDetector(
-            fitter.phase_change_fraction, fitter.phase_min_iterations, fitter.phase_max_iterations, beta2
-        )
+        self._phases = PhaseDetector(beta2=beta2)
         self._saves: list[SaveOutcome] = []  # not processed yet
         self._situation: Situation | None = None
         self._curves = prior_curves(0, config)
@@ -322,7 +319,7 @@ class JobPlanner:
     def _fit(self, situation: Situation, ended: Sequence[Phase], run_dir: Path, journal: RankJournal) -> bool:
         """Fit the curves to the journal; False if it cannot be read now: the old curves stay until the next update."""
         lengths = [phase.last_iteration - phase.first_iteration for phase in ended]
-        span = lengths[-1] if lengths else self._config.fitter.phase_min_iterations
+        span = lengths[-1] if lengths else self._phases.min_iterations
         journal.flush(FLUSH_SECONDS)  # or losses of a branch that was given up would still be the newest
         accuracy, self._path_straightness = self._accuracy(), self._straightness()
         journal.record(*(_backtest(journal.life, one) for one in accuracy))
@@ -403,8 +400,7 @@ class JobPlanner:
 
     def _end_costs(self, situation: Situation, curves: Curves) -> tuple[EndCostCurve | None, Predictable | None]:
         """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
-        settings = self._config.predictor
-        prior = LinePredictor(settings.window_iterations, settings.gain)
+        prior = LinePredictor()
         checkpoint, lost = self._config.checkpoint, curves.lost_share
         expected = expected_costs(prior, situation.schedule, checkpoint, self._path_straightness, lost)
         if self._config.mode == "exact" or expected is None:

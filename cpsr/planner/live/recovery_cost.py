@@ -12,7 +12,7 @@ from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
-from cpsr.predictor.straightness import TYPICAL_STRAIGHTNESS
+from cpsr.predictor.series import TYPICAL_STRAIGHTNESS
 
 __all__ = ["INTERVALS_ITERATIONS", "Schedule", "expected_costs", "lost_share", "measured_costs"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.config import CPSRConfig
-from cpsr.fitter.failure_classes import FailureClasses
+from cpsr.fitter.failures import FailureClasses
 from cpsr.journal import FailureRow, Journal, JournalReader, RecoveryRow, ReportedFailure, StepRow
 from cpsr.planner.live.curves import Curves, fit_curves, prior_curves
 
@@ -79,7 +79,6 @@ def test_all_curves_of_a_run(journal: Journal) -> None:
     assert found.loss.alpha1_per_iteration == pytest.approx(1e-3, rel=0.1)
     assert found.predictor is not None
     assert found.predictor.tau1_per_checkpoint == pytest.approx(-numpy.log(0.9), rel=1e-3)
-    assert found.predictor.at(0) == pytest.approx(1e-6, rel=1e-3)
     assert (found.failures.total.failures, found.failures.total.exposure_seconds) == (0, 200.0)
     assert found.failures.total.prior_mtbf_hours == 2.0
     assert (found.predict_seconds, found.predictions) == (0.75, 1)

@@ -1,5 +1,3 @@
-"""The straightness of the weights' recent path."""
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +7,62 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.predictor.gram import gram
 from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import HistoryEntry, Target
-from cpsr.predictor.straightness import path_places, reach_factor, straightness
+from cpsr.predictor.series import path_places, reach_factor, straightness, too_far, too_few
 from cpsr.predictor.vitp import VITPPredictor
+
+
+def at(iterations: list[int], pace: float = 1.0) -> list[HistoryEntry]:
+    return [HistoryEntry(i, pace * i, pace) for i in iterations]
+
+
+def to(failure: int) -> Target:
+    return Target(failure, float(failure), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(0, "no usable"), (1, "there is one"), (2, "needs 3 usable checkpoints, and there are 2")]
+)
+def test_too_few_says_how_many(count: int, words: str) -> None:
+    reason = too_few(at([10, 20])[:count], 3)
+    assert reason is not None
+    assert words in reason
+    assert too_few(at([10, 20])[:count], count) is None
+
+
+def test_further_than_the_span_is_too_far_for_what_extrapolates() -> None:
+    assert too_far(to(1100), at([900, 950, 1000])) is None
+    reason = too_far(to(1101), at([900, 950, 1000]))
+    assert reason is not None
+    assert "further than the 100" in reason
+    assert too_far(to(1101), at([900, 950, 1000]), extrapolates=False) is None
+
+
+def test_beyond_ten_intervals_is_too_far_for_all() -> None:
+    entries = at(list(range(1000, 1601, 10)))
+    for extrapolates in (True, False):
+        assert too_far(to(1700), entries, extrapolates) is None
+        reason = too_far(to(1701), entries, extrapolates)
+        assert reason is not None
+        assert "more than 10 intervals of 10" in reason
+
+
+def test_more_learning_rate_ahead_than_in_the_window_is_too_far() -> None:
+    entries = at([900, 950, 1000], pace=0.1)
+    assert too_far(Target(1010, 110.0, 1.0), entries) is None
+    reason = too_far(Target(1010, 110.1, 1.0), entries)
+    assert reason is not None
+    assert "more than the 10 over the whole window" in reason
+    assert too_far(Target(1010, 110.1, 1.0), entries, extrapolates=False) is None
+
+
+def test_a_window_given_by_the_user_must_hold_three_checkpoints() -> None:
+    reason = LinePredictor(window_iterations=150).expected(at([800, 900, 1000]), to(1010))
+    assert isinstance(reason, str)
+    assert "3 usable checkpoints within 150 iterations, and there are 2" in reason
+
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = list(range(650, 1001, 50))
@@ -42,12 +91,6 @@ def test_the_path_is_that_of_300_iterations_in_two_halves(
     interval: int, count: int, expected: tuple[int, int, int]
 ) -> None:
     assert path_places(points(interval, count)) == expected
-
-
-@given(st.integers(3, 60), st.integers(1, 500))
-def test_both_halves_hold_a_checkpoint(count: int, interval: int) -> None:
-    first, middle, last = path_places(points(interval, count))
-    assert 0 <= first < middle < last == count - 1
 
 
 @pytest.mark.parametrize("angle", [0.0, math.pi / 3, math.pi / 2, math.pi])
@@ -97,13 +140,3 @@ def test_a_straighter_path_is_followed_further(first: float, second: float, cosi
     factor = reach_factor(path(first, second, cosine), whole)
     assert factor == pytest.approx(min(max(own / whole, 0.0), 2.0))
     assert reach_factor(path(first, second, whole), straightness(path(first, second, whole))) == 1.0
-
-
-@pytest.mark.parametrize("whole", [0.0, -0.3])
-def test_a_model_without_direction_has_one_reach(whole: float) -> None:
-    assert reach_factor(path(1.0, 1.0, 0.5), whole) == 1.0
-
-
-@pytest.mark.parametrize("still", [path(0.0, 1.0, 0.0), path(1.0, 0.0, 0.0), path(math.nan, 1.0, 0.5)])
-def test_an_operator_whose_path_is_not_known_follows_the_model(still: torch.Tensor) -> None:
-    assert reach_factor(still, 0.4) == 1.0

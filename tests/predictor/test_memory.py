@@ -1,23 +1,27 @@
-"""What the predictor takes in a process of its own, over real checkpoints on disk."""
+"""What the predictor takes of host memory, measured in a process of its own over real checkpoints on disk."""
 
+import multiprocessing
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import torch
 
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.predictor.displacement import measure
-from cpsr.predictor.examples import MAX_EXAMPLES
+from cpsr.predictor.guard import measure
 from cpsr.predictor.protocol import Target
 from cpsr.predictor.statistics import MAX_SNAPSHOTS
-from cpsr.predictor.vitp import VITPPredictor
-from cpsr.predictor.vitp_training import Head
+from cpsr.predictor.training import MAX_EXAMPLES, Head
+from cpsr.predictor.vitp import VITPPredictor, host_memory_bytes
 from cpsr.state.codec import encode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from tests.predictor.conftest import MakeHistory
 from tests.predictor.mapped import own_memory_bytes
 
 INTERVAL = 20
@@ -70,7 +74,7 @@ def write_history(directory: Path, small_operators: int, large_elements: int, ch
         assert store.commit(iteration, 10.0, threading.Event()).committed
 
 
-def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: int) -> tuple[int, int, int]:
+def peak_bytes(directory: Path, operators: int, checkpoints: int) -> tuple[int, int, int]:
     """Learn from the last checkpoints one after another, save what was learned, and predict.
 
     Returns:
@@ -78,9 +82,8 @@ def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: i
         often its network was trained.
     """
     _settle()
-    predictor = VITPPredictor(400, 2.0, 1 << 20, direction="vitp")
+    predictor = VITPPredictor(400, 2.0, direction="vitp")
     with MemoryPeak() as memory:
-        footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
         newest = checkpoints * INTERVAL
         for end in (newest - 2 * INTERVAL, newest - INTERVAL, newest):
             history = DiskHistory(directory / "checkpoints", 0, before=end + 1)
@@ -89,21 +92,21 @@ def peak_bytes(directory: Path, limit_bytes: int, operators: int, checkpoints: i
             history.close()
             state = predictor.state_dict()
         _predict(predictor, directory, newest)
-    return memory.above_before_bytes, footprint.peak_bytes, state["vitp"]["head"]["steps"]
+    bound = host_memory_bytes(operators, checkpoints, learns=True)
+    return memory.above_before_bytes, bound, state["vitp"]["head"]["steps"]
 
 
-def peak_bytes_of_the_line(directory: Path, limit_bytes: int, operators: int, checkpoints: int) -> tuple[int, int]:
+def peak_bytes_of_the_line(directory: Path, operators: int, checkpoints: int) -> tuple[int, int]:
     """Predict without learning, and hand on what was learned before; returns the first two of `peak_bytes`."""
     _settle()
-    predictor = VITPPredictor(400, 2.0, 1 << 20)
+    predictor = VITPPredictor(400, 2.0)
     with MemoryPeak() as memory:
         predictor.follow_line()
-        footprint = predictor.stay_within(limit_bytes, operators, checkpoints)
         predictor.load_state_dict(_learned_before(predictor.state_dict(), operators))
         _predict(predictor, directory, checkpoints * INTERVAL)
         saved = encode(predictor.state_dict(), "learned")
     assert saved
-    return memory.above_before_bytes, footprint.peak_bytes
+    return memory.above_before_bytes, host_memory_bytes(operators, checkpoints, learns=False)
 
 
 def _learned_before(state: dict[str, Any], operators: int) -> dict[str, Any]:
@@ -138,3 +141,60 @@ def _predict(predictor: VITPPredictor, directory: Path, newest: int) -> None:
     assert forecast.feasible, forecast.reason
     measure(history, forecast, predictor.predict(history, forecast))
     history.close()
+
+
+def in_own_process(work: Callable[..., tuple[int, ...]], *arguments: object) -> tuple[int, ...]:
+    """What `work` returns in a new process, whose memory nothing else has touched."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def test_a_usual_model_stays_far_below_200_megabytes() -> None:
+    assert host_memory_bytes(1000, 60, learns=False) < host_memory_bytes(1000, 60, learns=True) < 130_000_000
+
+
+@pytest.mark.slow
+def test_large_tensors_stay_below_the_bound(tmp_path: Path) -> None:
+    write_history(tmp_path, small_operators=5, large_elements=3 << 18, checkpoints=12)
+    found, bound, updates = in_own_process(peak_bytes, tmp_path, 6, 12)
+    assert updates > 0  # the network is part of what was measured
+    assert found <= bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [peak_bytes, peak_bytes_of_the_line])
+def test_the_measured_memory_grows_with_the_operators_no_faster_than_its_bound(
+    tmp_path: Path, worker: Callable[..., tuple[int, ...]]
+) -> None:
+    measured, bounds = [], []
+    for number in (60, 260):  # of the fewer ones the network already looks at as many together as it ever does
+        directory = tmp_path / str(number)
+        write_history(directory, number, SMALL_ELEMENTS, MAX_SNAPSHOTS)
+        found, bound, *_ = in_own_process(worker, directory, number + 1, MAX_SNAPSHOTS)
+        measured.append(found)
+        bounds.append(bound)
+        assert found <= bound
+    assert 0 < measured[1] - measured[0] <= bounds[1] - bounds[0]
+
+
+def test_nothing_is_taken_on_the_device_that_the_training_loop_works_on(make_history: MakeHistory) -> None:
+    moving = torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(12) * 0.1
+    history = make_history(
+        list(range(20, 260, 20)),
+        [{"w": angle.sin() * moving[0] + angle.cos() * moving[1], "still": torch.ones(3)} for angle in angles],
+    )
+
+    def predicted() -> dict[str, torch.Tensor]:
+        predictor = VITPPredictor(200, 2.0, direction="vitp")
+        for _ in predictor.learn(history):
+            pass
+        forecast = predictor.forecast(history, Target(255, 255.0, 1.0))
+        assert forecast.settings["direction"] == "vitp"
+        measure(history, forecast, predictor.predict(history, forecast))
+        return {operator: values for operator, _, values in predictor.predict(history, forecast)}
+
+    expected = predicted()
+    with torch.device("meta"):  # where any tensor that is made without naming its device would have no values
+        found = predicted()
+    assert all(torch.equal(found[operator], values) for operator, values in expected.items())

@@ -1,22 +1,30 @@
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
-from cpsr.predictor import examples as module
-from cpsr.predictor.examples import Examples, Windows
+from cpsr.predictor import training as module
+from cpsr.predictor.network import (
+    MIN_SNAPSHOTS,
+    pretrained_parameters,
+)
 from cpsr.predictor.protocol import HistoryEntry
-from cpsr.predictor.statistics import OperatorMotion
-from cpsr.predictor.vitp_network import PARAMETERS, coefficients, corrections, cosines, named, pretrained_parameters
-from cpsr.predictor.vitp_training import Head, loss_slope
+from cpsr.predictor.statistics import MAX_SNAPSHOTS, OperatorMotion, merged
+from cpsr.predictor.training import (
+    LATER_ITERATIONS,
+    MAX_EXAMPLES,
+    OPERATORS_PER_CHECKPOINT,
+    Examples,
+    Head,
+    Windows,
+)
 from cpsr.state import codec
 
 
-def returned(work: Iterator[None]) -> Any:
+def returned(work: Iterator[None] | Generator[None, None, Any]) -> Any:
     while True:
         try:
             next(work)
@@ -49,7 +57,7 @@ def circles(first: int = 0) -> Examples:
 def trained(steps: int, head: Head | None = None) -> Head:
     head, examples = head or Head(), circles()
     for step in range(steps):
-        returned(head.step(examples, torch.Generator().manual_seed(step)))
+        returned(head.step(examples.draw(torch.Generator().manual_seed(step))))
     return head
 
 
@@ -74,27 +82,6 @@ def test_it_starts_pretrained_and_counts_updates_from_there() -> None:
     assert torch.equal(Head().parameters, pretrained_parameters()), "what one head learns reaches no other"
 
 
-def test_the_slope_of_the_loss_is_that_of_autograd() -> None:
-    examples, parameters = circles(), pretrained_parameters()
-    for seed in range(5):
-        question = examples.draw(torch.Generator().manual_seed(seed))
-        question.products[0] = 0.0  # an operator that stood still
-        answers = coefficients(named(parameters), question.geometry, question.seen_products).requires_grad_()
-        corrected = (answers - answers.mean(dim=1, keepdim=True)) @ question.geometry.denoised
-        assert torch.equal(corrected, corrections(parameters, question.geometry, question.seen_products))
-        rows = question.over_window(question.geometry.line + corrected)
-        agreed = (cosines(rows, question.later, question.products) * question.weights).sum() / question.weights.sum()
-        (expected,) = torch.autograd.grad(1.0 - agreed, answers)
-        assert expected[1:].abs().min() > 0.0
-        torch.testing.assert_close(loss_slope(answers.detach(), question), expected, rtol=1e-3, atol=1e-7)
-
-
-def test_the_same_examples_give_the_same_head() -> None:
-    first, second = trained(5), trained(5)
-    assert first.steps == 5
-    assert torch.equal(first.parameters, second.parameters)
-
-
 def test_it_goes_on_where_it_was_saved() -> None:
     data, tensors = codec.encode(trained(5).state_dict())
     later = Head()
@@ -102,9 +89,9 @@ def test_it_goes_on_where_it_was_saved() -> None:
     once = Head()
     examples = circles()
     for step in range(8):
-        returned(once.step(examples, torch.Generator().manual_seed(step)))
+        returned(once.step(examples.draw(torch.Generator().manual_seed(step))))
     for step in range(5, 8):
-        returned(later.step(examples, torch.Generator().manual_seed(step)))
+        returned(later.step(examples.draw(torch.Generator().manual_seed(step))))
     assert later.steps == once.steps
     assert torch.equal(later.parameters, once.parameters)
 
@@ -112,7 +99,7 @@ def test_it_goes_on_where_it_was_saved() -> None:
 def test_an_update_in_parts_is_that_of_one_piece_whatever_comes_between() -> None:
     expected, paused, examples = trained(1), Head(), circles()
     with torch.no_grad():
-        for _ in paused.step(examples, torch.Generator().manual_seed(0)):
+        for _ in paused.step(examples.draw(torch.Generator().manual_seed(0))):
             assert paused.steps == 0
             assert not torch.is_grad_enabled()  # what training has set holds between any two
             torch.rand(3)
@@ -131,13 +118,6 @@ def test_no_step_asks_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(torch.cuda, name, lambda *given, name=name, **named: asked.append(name))
     assert trained(2).steps == 2
     assert asked == []
-
-
-def test_a_copy_is_another() -> None:
-    head = trained(2)
-    before = head.parameters.detach().clone()
-    trained(1, head.copy())
-    assert torch.equal(head.parameters, before)
 
 
 @contextmanager
@@ -162,38 +142,92 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("mode", MODES)
 def test_the_modes_of_the_training_loop_do_not_reach_it(mode: str) -> None:
     examples, later_windows = circles(), windows({"w": turning(0)})
+    first, second = (examples.draw(torch.Generator().manual_seed(seed)) for seed in (0, 1))
     expected, later = Head(), Head()
-    returned(expected.step(examples, torch.Generator().manual_seed(0)))
+    returned(expected.step(first))
     with MODES[mode]():
         head = Head()
-        returned(head.step(examples, torch.Generator(device="cpu").manual_seed(0)))
+        returned(head.step(first))
         state = head.state_dict()
         later.load_state_dict(state)
-        returned(later.step(examples, torch.Generator(device="cpu").manual_seed(1)))
+        returned(later.step(second))
         assert mode == "device" or returned(head.accuracy(later_windows))["line_cosine"] < 1.0
-    returned(expected.step(examples, torch.Generator().manual_seed(1)))
+    returned(expected.step(second))
     assert later.parameters.dtype == torch.float32
     assert torch.equal(later.parameters, expected.parameters)
 
 
-def test_it_leaves_the_global_random_state_and_threads_alone() -> None:
-    before, threads, numbers = torch.get_rng_state(), torch.get_num_threads(), repr(numpy.random.get_state())
-    trained(2)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == threads
-    assert repr(numpy.random.get_state()) == numbers
+def motion(count: int, interval: int = 50, seed: int = 0, size: float = 1.0, rate: float = 1.0) -> OperatorMotion:
+    generator = torch.Generator().manual_seed(seed)
+    steps = size * torch.randn(count - 1, 40, generator=generator, dtype=torch.float64) + size
+    points = tuple(HistoryEntry(interval * k, interval * k * rate, rate) for k in range(count))
+    return OperatorMotion(40, points, steps @ steps.T)
 
 
-def test_a_network_that_began_at_the_line_gives_way_to_the_shipped_one() -> None:
-    head = Head()
-    head.load_state_dict({**Head.untrained().state_dict(), "version": 1, "steps": 64})
-    assert head.steps == 0
-    assert torch.equal(head.parameters, Head().parameters)
+def test_a_window_needs_enough_before_and_after() -> None:
+    assert windows({"w": motion(5)}) == []
+    assert [len(taken.points) for taken in windows({"w": motion(6)})] == [6]
+    assert windows({"w": motion(8, interval=20)}) == []  # 100 iterations after the fourth are not yet there
+    assert [len(taken.points) for taken in windows({"w": motion(9, interval=20)})] == [9]
 
 
-def test_another_version_or_network_is_refused() -> None:
-    state = Head().state_dict()
-    with pytest.raises(ValueError, match=f"this is version 2 with {PARAMETERS}"):
-        Head().load_state_dict({**state, "version": 3})
-    with pytest.raises(ValueError, match="with 7 weights"):
-        Head().load_state_dict({**state, "parameters": torch.zeros(7)})
+def test_what_never_moved_or_stood_still_is_no_example() -> None:
+    still = motion(9)
+    zero = OperatorMotion(40, still.points, torch.zeros(8, 8, dtype=torch.float64))
+    broken = OperatorMotion(40, still.points, still.products * float("nan"))
+    assert windows({"zero": zero, "broken": broken, "paused": motion(9, rate=0.0)}) == []
+
+
+def test_operators_with_the_same_snapshots_are_one_window_weighted_by_distance() -> None:
+    found = windows({"a": motion(9, size=1.0), "b": motion(9, size=3.0), "expert": motion(9, interval=70)})
+    assert [len(taken) for taken in found] == [2, 1]
+    torch.testing.assert_close(found[0].weights[0] / found[0].weights[1], torch.tensor(3.0))  # b comes first
+    assert float(sum(taken.weights.sum() for taken in found)) == pytest.approx(1.0)
+    assert torch.allclose(found[0].products.diagonal(dim1=1, dim2=2).sum(dim=1), torch.ones(2))
+
+
+def test_only_those_that_move_farthest_are_taken() -> None:
+    many = {f"w{k}": motion(7, size=1.0 + k) for k in range(OPERATORS_PER_CHECKPOINT + 20)}
+    (found,) = windows(many)
+    distances = torch.arange(OPERATORS_PER_CHECKPOINT + 20.0, 20.0, -1.0)
+    torch.testing.assert_close(found.weights, distances / distances.sum())
+
+
+@pytest.mark.parametrize(("count", "interval"), [(6, 50), (9, 50), (20, 20), (7, 100)])
+def test_questions_keep_past_and_future_apart(count: int, interval: int) -> None:
+    (taken,) = windows({"w": motion(count, interval)})
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        question = taken.draw(generator)
+        seen = question.seen.tolist()
+        later = question.later.nonzero().flatten().tolist()
+        assert len(seen) >= MIN_SNAPSHOTS
+        assert seen == sorted(set(seen))
+        assert min(later) > seen[-1]
+        assert abs(float(question.later.sum())) < 1e-6
+        reached = taken.points[max(later)].iteration - taken.points[seen[-1]].iteration
+        assert LATER_ITERATIONS[0] <= reached <= max(LATER_ITERATIONS[1], 2 * interval)
+        assert question.geometry.query > 0.0
+        torch.testing.assert_close(question.seen_products, merged(taken.products, seen))
+
+
+def filled(checkpoints: int) -> Examples:
+    examples = Examples()
+    for checkpoint in range(checkpoints):
+        operators = {f"w{k}": motion(MAX_SNAPSHOTS, 20, seed=100 * checkpoint + k) for k in range(40)}
+        for taken in windows(operators):
+            examples.add(taken)
+    return examples
+
+
+def test_examples_are_bounded_small_and_survive() -> None:
+    examples = filled(MAX_EXAMPLES // 40 + 3)
+    assert len(examples) <= MAX_EXAMPLES
+    data, tensors = codec.encode(examples.state_dict())
+    assert len(json.dumps(data)) + sum(tensor.nbytes for tensor in tensors.values()) < 0.35 * 2**20
+    later = Examples()
+    later.load_state_dict(codec.decode(json.loads(json.dumps(data)), tensors))
+    questions = [kept.draw(torch.Generator().manual_seed(3)) for kept in (examples, later)]
+    assert torch.equal(questions[0].products, questions[1].products)
+    assert torch.equal(questions[0].later, questions[1].later)
+    assert torch.equal(questions[0].weights, questions[1].weights)

@@ -1,1 +1,0 @@
-"""Time to make one plan for many ranks."""
