@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from cpsr.errors import SaveError
-from cpsr.state.device_values import Arrival, Deadline, number
+from cpsr.state.codec import SmallState
+from cpsr.state.device_values import Deadline, number
 
 __all__ = ["LossRecorder", "Step"]
 
@@ -37,43 +38,6 @@ class Step:
     loss: float | None = None
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """Losses on their way to the host.
-
-    Attributes:
-        steps: theirs, and those of steps without a loss.
-        losses: on their device, None where a step has none.
-        host: the copy of those that are there.
-        arrival: of the copy; None for losses on the host.
-    """
-
-    steps: list[Step]
-    losses: list[torch.Tensor | None]
-    host: torch.Tensor
-    arrival: Arrival | None
-
-    def is_here(self, deadline: Deadline | None) -> bool:
-        """Whether it is complete; waits until the deadline, without one not at all."""
-        if self.arrival is None or self.arrival.here:
-            return True
-        if deadline is None:
-            return False
-        try:
-            self.arrival.wait("the copy of the losses", deadline)
-        except SaveError:
-            return False
-        return True
-
-    def finished(self) -> list[Step]:
-        """The steps with their losses, once the copy is here."""
-        values = iter(self.host.tolist())
-        return [
-            replace(step, loss=None if loss is None else next(values))
-            for step, loss in zip(self.steps, self.losses, strict=True)
-        ]
-
-
 class LossRecorder:
     """Collects losses as device scalars and returns them as numbers some iterations later.
 
@@ -88,7 +52,8 @@ class LossRecorder:
         self._flush_iterations = flush_iterations
         self._micro: list[torch.Tensor] = []
         self._steps: list[tuple[Step, torch.Tensor | None]] = []
-        self._copying: deque[_Copy] = deque()  # oldest first
+        # Steps whose losses are on their way to the host, oldest first, with the losses and their copy.
+        self._copying: deque[tuple[list[Step], list[Any], SmallState]] = deque()
         self._latest: torch.Tensor | None = None
         self._logged: list[torch.Tensor] = []  # by the script, of the open iteration or else of the newest
         self._closed = True  # the newest iteration; the next has not begun
@@ -148,17 +113,15 @@ class LossRecorder:
         end = len(self._steps) - newest
         steps, self._steps = self._steps[:end], self._steps[end:]
         if steps:
-            losses = [None if loss is None else loss.float() for _, loss in steps]
-            seen = [loss for loss in losses if loss is not None]
-            host, arrival = _to_host(torch.stack(_on_one_device(seen)) if seen else torch.empty(0, device="cpu"))
-            self._copying.append(_Copy([step for step, _ in steps], losses, host, arrival))
+            losses = [None if loss is None else number(loss, on_device=True) for _, loss in steps]
+            self._copying.append(([step for step, _ in steps], losses, SmallState(losses)))
         return self._arrived(Deadline(ARRIVAL_SECONDS) if wait else None)
 
     def recent_so_far(self) -> list[Any]:
         """`recent` and the losses that have not arrived yet, for a checkpoint; those as `DeviceNumber`s."""
-        copying = [loss for copy in self._copying for loss in copy.losses]
-        pending = [loss.float() for loss in (*copying, *(loss for _, loss in self._steps)) if loss is not None]
-        return [*self.recent, *(number(loss, on_device=True) for loss in pending)][-RECENT_LOSSES:]
+        copying = [loss for _, losses, _ in self._copying for loss in losses]
+        waiting = [None if loss is None else number(loss, on_device=True) for _, loss in self._steps]
+        return [*self.recent, *(loss for loss in (*copying, *waiting) if loss is not None)][-RECENT_LOSSES:]
 
     def restart(self, recent: list[float]) -> None:
         """Drop collected losses; `recent` are those before the state from which training continues."""
@@ -169,10 +132,22 @@ class LossRecorder:
 
     def _arrived(self, deadline: Deadline | None) -> list[Step]:
         finished: list[Step] = []
-        while self._copying and self._copying[0].is_here(deadline):
-            finished += self._copying.popleft().finished()
+        while self._copying and _is_here(self._copying[0][2], deadline):
+            steps, _, copied = self._copying.popleft()
+            finished += [replace(step, loss=loss) for step, loss in zip(steps, copied.tree(), strict=True)]
         self.recent.extend(step.loss for step in finished if step.loss is not None)
         return finished
+
+
+def _is_here(copied: SmallState, deadline: Deadline | None) -> bool:
+    """Whether it is complete; waits until the deadline, without one not at all."""
+    if deadline is None or copied.here:
+        return copied.here
+    try:
+        copied.wait(deadline)
+    except SaveError:
+        return False
+    return True
 
 
 def _mean(losses: list[torch.Tensor]) -> torch.Tensor | None:
@@ -187,11 +162,3 @@ def _on_one_device(losses: list[torch.Tensor]) -> list[torch.Tensor]:
     if len(on_device) in (0, len(losses)):
         return losses
     return [loss.to(on_device[0].device, non_blocking=True) for loss in losses]
-
-
-def _to_host(values: torch.Tensor) -> tuple[torch.Tensor, Arrival | None]:
-    if not values.is_cuda:
-        return values, None
-    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    return host, Arrival(values.device)

@@ -1,15 +1,18 @@
-"""`cpsr rehearse` as a user calls it: two ranks under the real launcher."""
+"""`cpsr rehearse` as a user calls it, under the real launcher: eight starts of a job."""
 
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.launch.jobs import SCRIPT, Launched
 
 
-def test_two_ranks_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_script_comes_back(ranks: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     own = ["--steps=12", "--json=verdict.json", f"--workdir={tmp_path / 'jobs'}"]
-    script = ["--nproc-per-node=2", "train.py", "run", "100", "0"]
+    script = [f"--nproc-per-node={ranks}", "train.py", "run", "100", "0"]
     with Launched(tmp_path, ["cpsr", "rehearse", *own, *script]) as launched:
         assert launched.wait() == 0, launched.output
     verdict = json.loads((tmp_path / "verdict.json").read_text())
