@@ -49,47 +49,92 @@ def encode(tree: Any, prefix: str = "tree", later: DeviceValues | None = None) -
     >>> decode(*encode({"step": 3, "betas": (0.9, 0.99), 0: torch.ones(2)}))
     {'step': 3, 'betas': (0.9, 0.99), 0: tensor([1., 1.])}
     """
-    tensors: dict[str, torch.Tensor] = {}
-    return _encode(tree, prefix, tensors, later), tensors
+    encoder = _Encoder(later)
+    return encoder.encode(tree, prefix), encoder.tensors
 
 
-def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None) -> Any:
-    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
-        return value
-    if isinstance(value, bytes):
-        return {_TAG: "bytes", "data": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, numpy.generic) and value.dtype.kind != "V":
-        return {_TAG: "scalar", "dtype": value.dtype.str, "data": base64.b64encode(value.tobytes()).decode("ascii")}
-    if isinstance(value, DeviceNumber):
-        return _encode_number(value, path, later)
-    if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, path, tensors, later)
-    if type(value) in (numpy.ndarray, numpy.memmap):
-        return {_TAG: "array", "key": _put(tensors, path, _of_array(value, path))}
-    if type(value) in (list, tuple):
-        plain = _PLAIN.issuperset(map(type, value))
-        items = list(value) if plain else _encode_items(value, path, tensors, later)
-        return items if type(value) is list else {_TAG: "tuple", "items": items}
-    if type(value) in (dict, OrderedDict):
-        return _encode_mapping(value, path, tensors, later)
-    raise UnsupportedEngineError(
-        f"cannot save {path}: {type(value).__module__}.{type(value).__qualname__} is not plain data "
-        "(numbers, strings, bytes, lists, tuples, dicts, tensors); CPSR never pickles"
-    )
+class _Encoder:
+    """Encodes parts of a tree by their paths, and collects their tensors."""
 
+    def __init__(self, later: DeviceValues | None) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._later = later
 
-def _encode_tensor(
-    value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None
-) -> dict[str, Any]:
-    if (why := _more_than_bytes(value)) is not None:
+    def encode(self, value: Any, path: str) -> Any:
+        if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+            return value
+        if isinstance(value, bytes):
+            return {_TAG: "bytes", "data": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, numpy.generic) and value.dtype.kind != "V":
+            return {_TAG: "scalar", "dtype": value.dtype.str, "data": base64.b64encode(value.tobytes()).decode("ascii")}
+        if isinstance(value, DeviceNumber):
+            return self._number(value, path)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if type(value) in (numpy.ndarray, numpy.memmap):
+            return {_TAG: "array", "key": self._put(path, _of_array(value, path))}
+        if type(value) in (list, tuple):
+            items = list(value) if _PLAIN.issuperset(map(type, value)) else self._items(value, path)
+            return items if type(value) is list else {_TAG: "tuple", "items": items}
+        if type(value) in (dict, OrderedDict):
+            return self._mapping(value, path)
         raise UnsupportedEngineError(
-            f"cannot save {path}: a tensor that is no block of memory ({why}); keep plain tensors in its place"
+            f"cannot save {path}: {type(value).__module__}.{type(value).__qualname__} is not plain data "
+            "(numbers, strings, bytes, lists, tuples, dicts, tensors); CPSR never pickles"
         )
-    index = later.take(value) if later is not None else None
-    if index is not None:
-        return {_TAG: "later", "index": index}
-    # A copy: the caller may change the original while the tree is written in the background.
-    return {_TAG: "tensor", "key": _put(tensors, path, value.detach().to("cpu", copy=True).contiguous())}
+
+    def _tensor(self, value: torch.Tensor, path: str) -> dict[str, Any]:
+        if (why := _more_than_bytes(value)) is not None:
+            raise UnsupportedEngineError(
+                f"cannot save {path}: a tensor that is no block of memory ({why}); keep plain tensors in its place"
+            )
+        index = self._later.take(value) if self._later is not None else None
+        if index is not None:
+            return {_TAG: "later", "index": index}
+        # A copy: the caller may change the original while the tree is written in the background.
+        return {_TAG: "tensor", "key": self._put(path, value.detach().to("cpu", copy=True).contiguous())}
+
+    def _put(self, path: str, tensor: torch.Tensor) -> str:
+        """The key under which it is put: the path, with a number where that is taken, as by a name with a dot in it."""
+        if not path.isascii():
+            path = path.encode(errors="backslashreplace").decode()  # a file holds no lone surrogates
+        key, number = path, 0
+        while key in self.tensors:
+            key, number = f"{path}~{number}", number + 1
+        self.tensors[key] = tensor
+        return key
+
+    def _items(self, values: Sequence[Any], path: str) -> list[Any]:
+        """The items of a list; one that repeats, as an optimizer's step counts do, is encoded once."""
+        items: list[Any] = []
+        before = None
+        for index, item in enumerate(values):
+            # Of a mapping of numbers and strings alone the encoding does not depend on its place.
+            alone = type(item) is dict and _PLAIN.issuperset(map(type, item.values()))
+            items.append(items[-1] if alone and item is before else self.encode(item, f"{path}.{index}"))
+            before = item
+        return items
+
+    def _number(self, value: DeviceNumber, path: str) -> Any:
+        if self._later is None:
+            raise UnsupportedEngineError(
+                f"cannot save {path}: the number is still on {value.value.device}; pass the tree to a SmallState, "
+                "which waits for it"
+            )
+        index = self._later.take(value.value)
+        return value.value.item() if index is None else {_TAG: "later", "index": index, "number": True}
+
+    def _mapping(self, value: dict[Any, Any], path: str) -> Any:
+        if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
+            if _PLAIN.issuperset(map(type, value.values())):
+                return dict(value)
+            return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
+        pairs = [
+            [self.encode(key, f"{path}.{index}.key"), self.encode(item, f"{path}.{index}")]
+            for index, (key, item) in enumerate(value.items())
+        ]
+        ordered = {"ordered": True} if type(value) is OrderedDict else {}
+        return {_TAG: "dict", "pairs": pairs, **ordered}
 
 
 def _more_than_bytes(value: torch.Tensor) -> str | None:
@@ -107,62 +152,6 @@ def _of_array(value: NDArray[Any], path: str) -> torch.Tensor:
         return torch.from_numpy(numpy.array(value, order="C"))
     except (TypeError, ValueError) as error:
         raise UnsupportedEngineError(f"cannot save {path}: a numpy array of {value.dtype!r}: {error}") from error
-
-
-def _put(tensors: dict[str, torch.Tensor], path: str, tensor: torch.Tensor) -> str:
-    """The key under which it is put: the path, with a number where that is taken, as by a name with a dot in it."""
-    if not path.isascii():
-        path = path.encode(errors="backslashreplace").decode()  # a file holds no lone surrogates
-    key, number = path, 0
-    while key in tensors:
-        key, number = f"{path}~{number}", number + 1
-    tensors[key] = tensor
-    return key
-
-
-def _encode_items(
-    values: Sequence[Any], path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None
-) -> list[Any]:
-    """The items of a list; one that repeats, as an optimizer's step counts do, is encoded once."""
-    items: list[Any] = []
-    before = None
-    for index, item in enumerate(values):
-        if item is not before or _holds_more(item):
-            items.append(_encode(item, f"{path}.{index}", tensors, later))
-        else:
-            items.append(items[-1])
-        before = item
-    return items
-
-
-def _holds_more(item: Any) -> bool:
-    """Whether it is not just a mapping of numbers and strings, whose encoding does not depend on its place."""
-    return not (type(item) is dict and _PLAIN.issuperset(map(type, item.values())))
-
-
-def _encode_number(value: DeviceNumber, path: str, later: DeviceValues | None) -> Any:
-    if later is None:
-        raise UnsupportedEngineError(
-            f"cannot save {path}: the number is still on {value.value.device}; pass the tree to a SmallState, which "
-            "waits for it"
-        )
-    index = later.take(value.value)
-    return value.value.item() if index is None else {_TAG: "later", "index": index, "number": True}
-
-
-def _encode_mapping(
-    value: dict[Any, Any], path: str, tensors: dict[str, torch.Tensor], later: DeviceValues | None
-) -> Any:
-    if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
-        if _PLAIN.issuperset(map(type, value.values())):
-            return dict(value)
-        return {key: _encode(item, f"{path}.{key}", tensors, later) for key, item in value.items()}
-    pairs = [
-        [_encode(key, f"{path}.{index}.key", tensors, later), _encode(item, f"{path}.{index}", tensors, later)]
-        for index, (key, item) in enumerate(value.items())
-    ]
-    ordered = {"ordered": True} if type(value) is OrderedDict else {}
-    return {_TAG: "dict", "pairs": pairs, **ordered}
 
 
 def is_plain(tree: Any) -> bool:
