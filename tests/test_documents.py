@@ -26,16 +26,13 @@ def functions_of(path: Path) -> set[str]:
     [
         ("docs/protocol.md", 30),
         ("docs/promises.md", 20),
-        ("docs/leaving.md", 12),
         ("docs/memory.md", 20),
         ("docs/replicas.md", 12),
-        ("docs/restart.md", 15),
         ("docs/target.md", 20),
         ("docs/resumable.md", 7),
         ("docs/interchange.md", 4),
         ("docs/doctor.md", 10),
         ("docs/how.md", 4),
-        ("docs/after_a_failure.md", 1),
         ("SECURITY.md", 12),
     ],
 )
