@@ -11,7 +11,7 @@ from cpsr.ranks.link import report_errors
 
 if TYPE_CHECKING:
     from cpsr.config import CPSRConfig
-    from cpsr.engines.moe.torch import MixtureOfExperts
+    from cpsr.engines.moe.token_counts import MixtureOfExperts
     from cpsr.engines.torch import TorchAdapter
     from cpsr.life.events import Committed, Leaving, Restored, RolledBack
     from cpsr.recovery import CPSRRecovery
@@ -36,7 +36,7 @@ _LAZY = {
     "CPSRRecovery": "cpsr.recovery",
     "Committed": "cpsr.life.events",
     "Leaving": "cpsr.life.events",
-    "MixtureOfExperts": "cpsr.engines.moe.torch",
+    "MixtureOfExperts": "cpsr.engines.moe.token_counts",
     "Restored": "cpsr.life.events",
     "RolledBack": "cpsr.life.events",
     "TorchAdapter": "cpsr.engines.torch",

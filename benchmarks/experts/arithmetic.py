@@ -9,16 +9,12 @@ import numpy
 from numpy.typing import NDArray
 
 from cpsr.benchmarks.experts.shapes import MOETION_EXPERTS, SPREAD_OF_64, Shape, moetion_shape, pec_shape
-from cpsr.engines.moe.layers import ExpertLayer, ExpertParallel
-from cpsr.engines.moe.operators import Expert, Operator
-from cpsr.engines.moe.popularity import Popularity, zeros
-from cpsr.experts.budget import Budget
-from cpsr.experts.load_aware import LoadAware
+from cpsr.engines.moe.operators import Expert, ExpertLayer, ExpertParallel
+from cpsr.engines.moe.token_counts import PerExpert, zeros
 from cpsr.experts.moetion import Moetion
-from cpsr.experts.moevement import MoEvement, OperatorBytes
-from cpsr.experts.policy import Policy
-from cpsr.experts.sequential import Sequential
-from cpsr.experts.sharding import adaptive_sharding, equal_sharding, expert_bytes_by_rank
+from cpsr.experts.policies import Budget, Load, LoadAware, Policy, Sequential
+from cpsr.experts.sharding import adaptive_sharding
+from cpsr.experts.window import SparseWindow, sparse_window
 
 __all__ = [
     "IN_TURN",
@@ -117,32 +113,33 @@ def rank_bytes() -> RankBytes:
     shape = pec_shape()
     ranks = shape.layers[0].experts
     layers = [replace(layer, expert_parallel=ExpertParallel(ranks)) for layer in shape.layers]
-    policy, nothing = Sequential(layers), zeros(layers)
-    popularity = Popularity(nothing, nothing, nothing)
+    policy, load = Sequential(layers), Load(zeros(layers), zeros(layers))
     adaptive, equal = [], []
     for step in range(ranks):
-        experts = expert_bytes_by_rank(layers, policy.select(step, popularity, Budget(experts_per_layer=1)))
+        experts = [0] * ranks
+        for expert in policy.select(step, load, Budget(experts_per_layer=1)):
+            experts[layers[expert.layer].owner(expert.index)] += layers[expert.layer].expert_bytes
         adaptive.append(max(adaptive_sharding(shape.parts, experts).rank_bytes))
-        equal.append(max(equal_sharding(shape.parts, experts).rank_bytes))
+        alone = adaptive_sharding(shape.parts, [0] * ranks)
+        equal.append(max(own + more for own, more in zip(alone.rank_bytes, experts, strict=True)))
     own = sum(layer.expert_bytes for layer in layers)
     return RankBytes(shape.non_expert_bytes + own, max(adaptive), max(equal))
 
 
 def _of(shape: Shape, shares: NDArray[numpy.float64], count: int) -> list[SnapshotSize]:
     """Every policy on one model, then the window with as many bytes as a snapshot in turn takes."""
-    load = tuple(shares for _ in shape.layers)
-    popularity = Popularity(load, load, zeros(shape.layers))
+    load = Load(tuple(shares for _ in shape.layers), zeros(shape.layers))
     in_round = -(-shape.layers[0].experts // count)
     found = []
     for name, make in POLICIES.items():
-        chosen = make(shape.layers).select(0, popularity, Budget(experts_per_layer=count))
+        chosen = make(shape.layers).select(0, load, Budget(experts_per_layer=count))
         taken = shape.snapshot_bytes(chosen)
         snapshots = in_round if name == IN_TURN else None
         found.append(SnapshotSize(shape.name, name, count, taken, shape.dense_bytes, snapshots))
-    moevement = MoEvement(shape.operators())
-    moevement.select(0, popularity, Budget(snapshot_bytes=found[0].snapshot_bytes))
-    window = moevement.window
-    assert window is not None  # there are operators
+    operators = shape.operators()
+    # Experts by their tokens, then what every token passes.
+    order = sorted(operators, key=lambda one: float(shares[one.index]) if isinstance(one, Expert) else numpy.inf)
+    window = _window([operators[one] for one in order], found[0].snapshot_bytes)
     largest = window.largest_snapshot_bytes
     return [*found, SnapshotSize(shape.name, WINDOW, None, largest, shape.dense_bytes, window.window, window.fits)]
 
@@ -152,25 +149,31 @@ def scheduling() -> list[Scheduling]:
     layers = [ExpertLayer(f"layer {place}", EXPERTS, EXPERT_BYTES) for place in range(LAYERS)]
     generator = numpy.random.default_rng(0)
     load = tuple(generator.gamma(0.5, 1000.0, EXPERTS) for _ in layers)
-    popularity = Popularity(load, load, tuple(numpy.zeros(EXPERTS) for _ in layers))
     budget = Budget(experts_per_layer=EXPERTS_PER_LAYER)
-    sizes: dict[Operator, OperatorBytes] = {
-        Expert(place, index): OperatorBytes(EXPERT_BYTES, FROZEN_SHARE * EXPERT_BYTES)
-        for place in range(LAYERS)
-        for index in range(EXPERTS)
-    }
+    sizes = [(EXPERT_BYTES, FROZEN_SHARE * EXPERT_BYTES)] * OPERATORS
     # All frozen, and a tenth of them active.
-    link = Budget(snapshot_bytes=OPERATORS * EXPERT_BYTES * (FROZEN_SHARE + EXPERTS_PER_LAYER / EXPERTS))
-    by_number = [_timed(name, partial(make, layers), popularity, budget) for name, make in POLICIES.items()]
-    return [*by_number, _timed(WINDOW, partial(MoEvement, sizes), popularity, link)]
+    link = OPERATORS * EXPERT_BYTES * (FROZEN_SHARE + EXPERTS_PER_LAYER / EXPERTS)
+    chosen = {name: _timed(partial(_chosen, make, layers, load, budget)) for name, make in POLICIES.items()}
+    chosen[WINDOW] = _timed(lambda: len(_window(sizes, link).schedule[0]))
+    return [Scheduling(name, *found) for name, found in chosen.items()]
 
 
-def _timed(name: str, make: Callable[[], Policy], popularity: Popularity, budget: Budget) -> Scheduling:
+def _chosen(
+    make: Callable[[Sequence[ExpertLayer]], Policy], layers: list[ExpertLayer], load: PerExpert, budget: Budget
+) -> int:
+    return len(make(layers).select(0, Load(load, zeros(layers)), budget))
+
+
+def _window(sizes: Sequence[tuple[float, float]], snapshot_bytes: float) -> SparseWindow:
+    """The window of operators in this order, each with its active and its frozen bytes."""
+    return sparse_window([size for size, _ in sizes], [size for _, size in sizes], 1.0, snapshot_bytes)
+
+
+def _timed(choose: Callable[[], int]) -> tuple[float, int]:
+    """The fastest of several runs, and how many operators were chosen."""
     seconds = []
     for _ in range(REPEATS):
-        policy = make()  # anew: a window is found at its beginning alone
-        own = replace(popularity)  # what one selection worked out of it is not there for the next
         started = time.perf_counter()
-        chosen = policy.select(0, own, budget)
+        chosen = choose()
         seconds.append(time.perf_counter() - started)
-    return Scheduling(name, min(seconds), len(chosen))
+    return min(seconds), chosen

@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cpsr.engines.moe.layers import ExpertLayer
-from cpsr.engines.moe.operators import Expert, NonExpert, Operator
-from cpsr.experts.moevement import OperatorBytes
+from cpsr.engines.moe.operators import Expert, ExpertLayer, NonExpert, Operator
 
 __all__ = ["MOETION_EXPERTS", "SPREAD_OF_64", "Shape", "moetion_shape", "pec_shape"]
 
@@ -53,13 +51,13 @@ class Shape:
         experts = (operator for operator in chosen if isinstance(operator, Expert))
         return self.non_expert_bytes + sum(self.layers[expert.layer].expert_bytes for expert in experts)
 
-    def operators(self) -> dict[Operator, OperatorBytes]:
+    def operators(self) -> dict[Operator, tuple[float, float]]:
         """Every operator, saved whole or frozen; gates count among the parts."""
         sizes: dict[Operator, int] = {NonExpert(name): size for name, size in self.parts.items()}
         for place, layer in enumerate(self.layers):
             sizes |= {Expert(place, index): layer.expert_bytes for index in range(layer.experts)}
         share = FROZEN_BYTES / self.state_bytes
-        return {operator: OperatorBytes(size, share * size) for operator, size in sizes.items()}
+        return {operator: (size, share * size) for operator, size in sizes.items()}
 
 
 def pec_shape() -> Shape:

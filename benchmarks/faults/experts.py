@@ -12,7 +12,7 @@ from cpsr.checkpoint.commit import Missing
 from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.engines.moe.naming import PatternNaming
+from cpsr.engines.moe.operators import PatternNaming
 from cpsr.experts.completeness import wrong_experts
 
 __all__ = ["ALL", "EXPERTS", "SparseSave", "chain", "open_sparse", "sparse_scalars", "sparse_snapshot", "write_sparse"]

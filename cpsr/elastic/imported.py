@@ -12,7 +12,7 @@ from cpsr.checkpoint.manifest import Manifest, RankManifest, file_name
 from cpsr.checkpoint.resharding import load_resharded, read_small_state
 from cpsr.checkpoint.verify import read_rank_manifest, read_tensors
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.random_states import capture_random_states
+from cpsr.engines.evaluation import capture_random_states
 from cpsr.errors import RunMismatchError
 from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard

@@ -18,7 +18,7 @@ _OFFSET = 0  # of a fresh generator of a GPU
 
 
 def random_states_of(rank: int, saved_by: int, states: dict[str, Any]) -> dict[str, Any]:
-    """The random states of a rank, as `cpsr.engines.random_states` captures them.
+    """The random states of a rank, as `cpsr.engines.evaluation` captures them.
 
     Args:
         rank: that is to take them.

@@ -60,7 +60,7 @@ class Rescue:
         self._node = this_node()
         self._nodes: list[str] = job.group.gather(self._node)
         # Experts have other names where other ranks have them.
-        named = job.shard.operators if job.adapter.expert_naming() is None else {}
+        named = job.shard.operators if job.adapter.mixture is None else {}
         self._operators = {name for part in job.group.gather(sorted(named)) for name in part}
 
     def save(self) -> None:
@@ -135,7 +135,7 @@ class Rescue:
         entries = [Entry(**entry) for part in reported for entry in part]
         usable = [entry for entry in entries if based or entry.kind != "departure"]
         # Ranks may have shared experts; and those before may have held parts where these hold all.
-        if group.all(whole) and self._job.run.replicated and self._job.adapter.expert_naming() is None:
+        if group.all(whole) and self._job.run.replicated and self._job.adapter.mixture is None:
             order = sorted(
                 (entry for entry in usable if entry.kind != "small"),
                 key=lambda entry: (-entry.iteration, entry.kind != "snapshot", entry.rank, entry.node),

@@ -42,7 +42,7 @@ class Resharding:
             return load_imported(self._adapter, directory, manifest, into)
         rank, saved_by = self._adapter.rank, self._adapter.rank % manifest.world_size
         saved = read_small_state(directory, manifest, saved_by)
-        if rank == 0 or self._adapter.pipeline_stage is not None:
+        if rank == 0 or self._adapter.pipeline is not None:
             others = (other for other in range(manifest.world_size) if other != saved_by)
             trees = [saved, *(read_small_state(directory, manifest, other) for other in others)]
             saved = {**saved, "data": max((tree["data"] for tree in trees), key=itemgetter("batches"))}

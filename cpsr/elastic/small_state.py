@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from cpsr.elastic.random_states import random_states_of
-from cpsr.engines.resharded_optimizer import shared_scalars
+from cpsr.engines.optimizer_restore import shared_scalars
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.predictor.vitp import without_slices
 from cpsr.state.codec import same

@@ -1,16 +1,14 @@
 """Training engines behind one interface."""
 
 import sys
-from typing import Any, cast
+from typing import Any
 
 from cpsr.engines.adapter import EngineAdapter, StepObserver
-from cpsr.engines.foreign import named, refuse_known
 from cpsr.engines.torch import TorchAdapter
+from cpsr.engines.torch_support import named, refuse_known
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["EngineAdapter", "StepObserver", "TorchAdapter", "adapt", "refuse_known"]
-
-_INTERFACE = tuple(name for name in (*vars(EngineAdapter), *EngineAdapter.__annotations__) if not name.startswith("_"))
 
 
 def adapt(engine: Any) -> EngineAdapter:
@@ -27,8 +25,8 @@ def adapt(engine: Any) -> EngineAdapter:
         from cpsr.engines.deepspeed import DeepSpeedAdapter
 
         return DeepSpeedAdapter(engine)
-    if not isinstance(engine, type) and all(hasattr(engine, name) for name in _INTERFACE):
-        return cast(EngineAdapter, engine)
+    if not isinstance(engine, type) and isinstance(engine, EngineAdapter):
+        return engine
     refuse_known(engine)
     raise UnsupportedEngineError(
         f"{named(engine)} is no training engine that CPSR knows: pass the engine that deepspeed.initialize returns "

@@ -1,22 +1,35 @@
-"""The one interface through which CPSR sees a training engine.
+"""The interface through which CPSR sees a training engine, and the protocols of what only some engines have.
 
 `DeepSpeedAdapter` and `TorchAdapter` implement it; `tests/engines/test_conformance.py` holds both to the same rules.
 """
 
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from cpsr.engines.moe.naming import Naming
-from cpsr.engines.moe.operators import ModelOperators
+from cpsr.engines.moe.operators import ModelOperators, Naming
 from cpsr.engines.moe.token_counts import HookedTokenCounts
-from cpsr.engines.stage_traffic import StageTraffic
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import Shard
 
-__all__ = ["EngineAdapter", "Stage", "StepObserver"]
+__all__ = [
+    "SAMPLED_ELEMENTS",
+    "EngineAdapter",
+    "Mixture",
+    "Operation",
+    "Pipeline",
+    "PredictedState",
+    "Repeats",
+    "SavedState",
+    "StageTraffic",
+    "StepObserver",
+    "TrafficLog",
+    "Verb",
+    "WatchedLoop",
+]
 
 
 class StepObserver(Protocol):
@@ -66,79 +79,147 @@ class StepObserver(Protocol):
         """It goes on, or failed."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Which part of a pipeline a rank is.
+class Mixture(Protocol):
+    """The layers of experts of a model.
 
     Attributes:
-        index: of the stage, from 0.
-        count: of the stages, at least 2.
+        naming: how the names of the shard's operators mark experts and gates.
     """
 
-    index: int
-    count: int
+    naming: Naming
 
+    def operators(self) -> ModelOperators:
+        """Layers of experts and who owns them, from all parameters of the model.
 
-class EngineAdapter(Protocol):
-    """Read, write and watch the training state of one rank."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    @property
-    def data_parallel_ranks(self) -> list[int]:
-        """Ranks among which the batch is split, this one included.
-
-        They train the same parameters, but for the experts that expert-parallel ranks share among themselves.
+        Raises:
+            UnsupportedEngineError: layers that are shared out in different ways.
         """
 
-    @property
-    def iteration(self) -> int:
-        """Optimizer steps so far, skipped ones included."""
+    def token_counts(self) -> HookedTokenCounts:
+        """Hooks that count, over all ranks, the tokens routed to each expert.
 
-    @property
-    def micro_batches_per_iteration(self) -> int:
-        """Batches of the data loader that one optimizer step consumes on this rank."""
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """Whose forward is called for training; on a pipeline, this rank's stage."""
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Torch's own, inside of the engine's wrapper: hooks around their steps see the weights of `shard()` change.
-
-        What a hook writes into them is what training goes on with. An engine may call one several times in a step, each
-        time with some of its parameter groups.
+        Its layers are those of `operators`. The caller reports the steps to it, and removes the hooks.
         """
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The last of `optimizers`: with it a step ends."""
+    def scale_capacity(self, layer: str, factor: float) -> bool:
+        """Let each expert of a layer take so many times the tokens of a training step that the model allows.
+
+        All ranks that share the experts must do it between the same two steps.
+
+        Args:
+            layer: name, as in `operators`.
+            factor: on what the model was built with; 1 puts exactly that back.
+
+        Returns:
+            Whether there is such a limit; where there is none nothing was changed.
+        """
+
+
+# Of what a stage receives: so many elements show whether it is what came the first time.
+SAMPLED_ELEMENTS = 256
+
+Verb = Literal["load", "send", "receive", "all_reduce", "broadcast", "step", "result"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One thing that a stage did in a step.
+
+    Attributes:
+        verb: `load`: a micro-batch is drawn; `send`, `receive`: to and from another stage; `all_reduce`, `broadcast`:
+            with ranks of several stages; `step`: the optimizer's; `result`: of `train_batch`.
+        where: the other rank; of a collective the name of its group.
+        detail: of an `all_reduce` its operator, of a `broadcast` the rank that has the value.
+        shape: of the tensor that was moved.
+        dtype: its type, without `torch.`.
+    """
+
+    verb: Verb
+    where: str = ""
+    detail: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+class TrafficLog(Protocol):
+    """Takes what a stage does in a step; on the training thread."""
+
+    def begin(self, iteration: int) -> None:
+        """A step begins."""
+
+    def add(self, operation: Operation, values: torch.Tensor | None, plain: Any = None) -> None:
+        """It did this; the values may change as soon as this has returned, in the order of the device's stream."""
+
+    def end(self, applied: bool, form: Any) -> None:
+        """It is complete.
+
+        Args:
+            applied: whether the optimizer stepped.
+            form: shapes of what is sent to the next stage, which DeepSpeed sends once in a life; None: nothing is.
+        """
+
+    def drop(self, reason: str | None) -> None:
+        """This step cannot be repeated from a log; None: it was not completed."""
+
+
+class Repeats(Protocol):
+    """Steps as they were logged."""
 
     @property
-    def loop_parts(self) -> list[Any]:
-        """Objects of the user's loop whose state `scalars()` holds: the schedule and the gradient scaler, if any."""
+    def resting(self) -> Collection[int]:
+        """Ranks that repeat only what crosses the boundaries; the others compute."""
 
     @property
-    def gradient_clipping(self) -> float | None:
-        """Norm at which the engine clips gradients; None where the loop does that itself."""
+    def form(self) -> Any:
+        """As `TrafficLog.end` got it."""
 
-    def clip_gradients(self, norm: float | None) -> None:
-        """Clip gradients at this norm from now on; None changes nothing."""
+    def operations(self, iteration: int) -> Iterator[tuple[Operation, torch.Tensor | None, Any]]:
+        """What this stage did in the step after which this iteration is complete; the last one is `result`."""
+
+    def applied(self, iteration: int) -> bool:
+        """Whether the optimizer stepped."""
+
+    def void(self) -> None:
+        """No start may repeat from the logs again."""
+
+
+class StageTraffic(Protocol):
+    """Of one rank of a pipeline; on the training thread."""
 
     @property
-    def pipeline_stage(self) -> Stage | None:
-        """This rank's stage; None where there is no pipeline, or one of a single stage, which waits for nobody."""
+    def obstacle(self) -> str | None:
+        """Why steps of this pipeline cannot be repeated from logs; None where they can."""
 
-    @property
-    def stage_traffic(self) -> StageTraffic | None:
-        """What crosses the boundaries of this rank's stage; None where there is no pipeline of several stages."""
+    def follow(self, log: TrafficLog) -> None:
+        """Let this take every training step from now on."""
 
-    @property
-    def can_evaluate(self) -> bool:
-        """Whether `evaluate` can give a loss; known after the first training forward at the latest."""
+    def repeat(self, repeats: Repeats) -> None:
+        """From now on this rank repeats only what crosses the boundaries, until `go_on`."""
+
+    def go_on(self) -> None:
+        """The next step is computed."""
+
+    def stop(self) -> None:
+        """Follow no more."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """This rank's place in a pipeline of several stages.
+
+    Attributes:
+        stage: of this rank, from 0.
+        stages: at least 2.
+        traffic: what crosses the boundaries of the stage.
+    """
+
+    stage: int
+    stages: int
+    traffic: StageTraffic
+
+
+class SavedState(Protocol):
+    """What a rank saves of its engine, and how it comes back."""
 
     def describe(self) -> dict[str, Any]:
         """Identity of what is trained, as plain data.
@@ -160,21 +241,14 @@ class EngineAdapter(Protocol):
             UnsupportedEngineError: an optimizer, offload or wrapper keeps state out of sight; the message names it.
         """
 
-    def renewed(self, shard: Shard) -> Shard | None:
-        """A result of `shard()` as it would be now, where its tensors are still the engine's; else None.
-
-        It takes a fraction of the time. The operators' `iteration` stays that of `shard`. Others may have called
-        `shard()` since, also after the optimizer replaced its state.
-        """
-
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of the parameters outside the optimizer, as in `shard()`, without looking at anything else."""
 
-    def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """By operator, the dtype of the weights of forward and backward; that of the master where none is named."""
-
     def frozen_places(self) -> dict[str, FrozenPlace]:
         """Where those of `frozen()` lie that are split over ranks."""
+
+    def compute_dtypes(self) -> dict[str, torch.dtype]:
+        """By operator, the dtype of the weights of forward and backward; that of the master where none is named."""
 
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""
@@ -188,8 +262,6 @@ class EngineAdapter(Protocol):
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """`scalars()` for this rank, made of those that a rank saved where the run had another number of ranks.
-
-        Also made of what was imported from another tool (`cpsr.engines.imported_state`).
 
         Raises:
             UnsupportedEngineError: they cannot be dealt to this number of ranks; the message says why.
@@ -212,6 +284,51 @@ class EngineAdapter(Protocol):
             What could not be restored, for people; None if all was.
         """
 
+
+class WatchedLoop(Protocol):
+    """The user's loop over the engine."""
+
+    @property
+    def iteration(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+
+    @property
+    def micro_batches_per_iteration(self) -> int:
+        """Batches of the data loader that one optimizer step consumes on this rank."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """Whose forward is called for training; on a pipeline, this rank's stage."""
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Torch's own, inside of the engine's wrapper: hooks around their steps see the weights of `shard()` change.
+
+        What a hook writes into them is what training goes on with. An engine may call one several times in a step, each
+        time with some of its parameter groups.
+        """
+
+    @property
+    def loop_parts(self) -> list[Any]:
+        """Objects of the user's loop whose state `scalars()` holds: the schedule and the gradient scaler, if any."""
+
+    @property
+    def gradient_clipping(self) -> float | None:
+        """Norm at which the engine clips gradients; None where the loop does that itself."""
+
+    def clip_gradients(self, norm: float | None) -> None:
+        """Clip gradients at this norm from now on; None changes nothing."""
+
+    def attach(self, observer: StepObserver) -> None:
+        """Install the hooks; the engine's own methods keep their signatures and results."""
+
+    def detach(self) -> None:
+        """Remove every hook that `attach` installed."""
+
+
+class PredictedState(Protocol):
+    """What a prediction, and its check, need of an engine."""
+
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups: what the next update will use."""
 
@@ -231,49 +348,37 @@ class EngineAdapter(Protocol):
             The learning rate (`learning_rate()`) each of the skipped updates would have used, in order.
         """
 
-    def expert_naming(self) -> Naming | None:
-        """How the names of the shard's operators mark experts and gates; None for a model without experts."""
-
-    def expert_operators(self) -> ModelOperators | None:
-        """Layers of experts and who owns them, from all parameters of the model; None for a model without experts.
-
-        Raises:
-            UnsupportedEngineError: layers that are shared out in different ways.
-        """
-
-    def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
-        """Hooks that count, over all ranks, the tokens routed to each expert; None for a model without experts.
-
-        Its layers are those of `expert_operators`. The caller reports the steps to it, and removes the hooks.
-
-        Args:
-            probabilities: sum the experts' gating probabilities, too.
-
-        Raises:
-            UnsupportedEngineError: nobody gave the place where the layers show their probabilities.
-        """
-
-    def scale_expert_capacity(self, layer: str, factor: float) -> bool:
-        """Let each expert of a layer take so many times the tokens of a training step that the model allows.
-
-        All ranks that share the experts must do it between the same two steps.
-
-        Args:
-            layer: name, as in `expert_operators`.
-            factor: on what the model was built with; 1 puts exactly that back.
-
-        Returns:
-            Whether there is such a limit; where there is none nothing was changed.
-        """
-
-    def attach(self, observer: StepObserver) -> None:
-        """Install the hooks; the engine's own methods keep their signatures and results."""
-
-    def detach(self) -> None:
-        """Remove every hook that `attach` installed."""
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether `evaluate` can give a loss; known after the first training forward at the latest."""
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; training mode and every random state are as before on exit."""
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Loss of one recorded forward input inside `evaluation()`: a detached scalar, no side effects on training."""
+
+
+@runtime_checkable
+class EngineAdapter(SavedState, WatchedLoop, PredictedState, Protocol):
+    """One rank of a training engine.
+
+    Attributes:
+        rank, world_size: of this process among all.
+        device: where forward and backward run.
+        mixture: the layers of experts; None for a model without any.
+        pipeline: this rank's place in it; None where there is none, or one of a single stage, which waits for nobody.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mixture: Mixture | None
+    pipeline: Pipeline | None
+
+    @property
+    def data_parallel_ranks(self) -> list[int]:
+        """Ranks among which the batch is split, this one included.
+
+        They train the same parameters, but for the experts that expert-parallel ranks share among themselves.
+        """

@@ -11,9 +11,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from cpsr.engines import optimizer_state
-from cpsr.engines.adapter import Stage, StepObserver
-from cpsr.engines.beta_powers import watch
-from cpsr.engines.deepspeed_loop import DeepSpeedLoop
+from cpsr.engines.adam_kernels import renew_powers
+from cpsr.engines.adapter import Mixture, Pipeline, StepObserver
+from cpsr.engines.deepspeed_loop import (
+    DeepSpeedLoop,
+    EngineScalars,
+    load_tracked_states,
+    preserved_tracked_states,
+    tracked_states,
+    untimed,
+)
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
     frozen_place,
@@ -24,22 +31,12 @@ from cpsr.engines.deepspeed_masters import (
     settle_after_forward,
     torch_optimizer,
 )
-from cpsr.engines.deepspeed_muon import muon_of
-from cpsr.engines.deepspeed_offload import warn_of_kept_gradients
-from cpsr.engines.deepspeed_quiet import untimed
-from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
-from cpsr.engines.deepspeed_scalars import EngineScalars
-from cpsr.engines.deepspeed_support import UNMANAGED, require_supported
+from cpsr.engines.deepspeed_support import UNMANAGED, require_supported, warn_of_kept_gradients
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
-from cpsr.engines.imported_state import IMPORTED, imported_optimizer
-from cpsr.engines.learning_rate_schedule import Schedule
 from cpsr.engines.module_state import ModuleState
-from cpsr.engines.moe.deepspeed import EngineExperts, expert_names
-from cpsr.engines.moe.naming import Naming
-from cpsr.engines.moe.operators import ModelOperators
-from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.engines.moe.deepspeed import EngineMixture, expert_names
 from cpsr.engines.naming import (
     module_identity,
     named_buffers,
@@ -47,8 +44,9 @@ from cpsr.engines.naming import (
     parameters_outside,
     tensor_identity,
 )
+from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
 from cpsr.engines.optimizer_state import OptimizerState, Updated
-from cpsr.engines.resharded_optimizer import resharded_optimizer
+from cpsr.engines.schedules import Schedule
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -90,17 +88,19 @@ class DeepSpeedAdapter:
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)
         self._module_state = ModuleState(engine.module, self._rename)
-        watch(torch_optimizer(engine))
+        renew_powers(torch_optimizer(engine))
         warn_of_kept_gradients(engine.optimizer, torch_optimizer(engine))
-        self._state = OptimizerState()
+        self._state = OptimizerState([torch_optimizer(engine)])
         self._views = FlatViews(self._state)
         self._masters: list[torch.Tensor] = []  # that `_named` is of
         self._named: list[tuple[str, MasterSlice]] = []
         self._whole: dict[int, str] = {}  # by the id of a master that is one parameter
-        self._muon = muon_of(engine)
-        self._loop = DeepSpeedLoop(engine, self._pipeline, [] if self._muon is None else self._muon.committing())
-        self._experts = EngineExperts(engine)
-        self.stage_traffic = None if self.pipeline_stage is None else DeepSpeedTraffic(engine, self)
+        self._loop = DeepSpeedLoop(engine, self._pipeline)
+        mixture = EngineMixture(engine, self._names.values())
+        self.mixture: Mixture | None = mixture if mixture.found else None
+        self.pipeline: Pipeline | None = None
+        if self._pipeline and engine.num_stages > 1:
+            self.pipeline = Pipeline(int(engine.stage_id), int(engine.num_stages), DeepSpeedTraffic(engine, self))
 
     @property
     def data_parallel_ranks(self) -> list[int]:
@@ -151,13 +151,6 @@ class DeepSpeedAdapter:
                 self._engine.optimizer.clip_grad = norm
 
     @property
-    def pipeline_stage(self) -> Stage | None:
-        """The engine's stage in its pipeline."""
-        if not self._pipeline or self._engine.num_stages < 2:
-            return None
-        return Stage(int(self._engine.stage_id), int(self._engine.num_stages))
-
-    @property
     def can_evaluate(self) -> bool:
         """Whether a training forward gave a loss; never for a pipeline, whose loss exists on its last stage only."""
         return self._loop.gives_loss and not self._pipeline
@@ -186,24 +179,12 @@ class DeepSpeedAdapter:
         """Views of this rank's masters and moments; take them anew after the user's own `load_checkpoint`."""
         iteration, updated = self.iteration, {id(one.master): one for one in self._updated()}
         operators = {}
-        if self._muon is not None and self._muon.look():
-            self._views.forget()
         for name, piece in self._named:
             owned = slice(piece.start, piece.start + piece.numel)
             values, moments = self._views.of(name, updated[id(piece.master)], owned, to_fill=to_fill)
-            if self._muon is not None:
-                moments |= self._muon.moments(piece, to_fill=to_fill)
             parameter = ParamSlice(values, piece.global_shape, piece.offset)
             operators[name] = OperatorState(name, parameter, moments, iteration)
         return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
-
-    def renewed(self, shard: Shard) -> Shard | None:
-        """See `EngineAdapter.renewed`."""
-        same = self._views.unchanged(self._updated(), shard.operators)
-        if not same or (self._muon is not None and not self._muon.unchanged()):
-            return None
-        buffers = self._module_state.buffers() if shard.others else {}
-        return Shard(shard.operators, buffers, shard.frozen)
 
     def _updated(self) -> list[Updated]:
         """What the optimizer updates on this rank; names and slices are looked up where it is not as last time."""
@@ -215,11 +196,7 @@ class DeepSpeedAdapter:
             self._whole = {id(piece.master): name for name, piece in self._named if piece.is_whole}
         optimizer = torch_optimizer(self._engine)
         groups = optimizer.param_groups
-        by_group = {} if self._muon is None else self._muon.optimizers()
-        return [
-            Updated(by_group.get(id(groups[i]), optimizer), groups[i], one, self._whole.get(id(one), ""))
-            for i, one in found
-        ]
+        return [Updated(optimizer, groups[i], one, self._whole.get(id(one), "")) for i, one in found]
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of what this rank keeps of the parameters outside the optimizer; under ZeRO-3 a partition of each."""
@@ -272,7 +249,6 @@ class DeepSpeedAdapter:
         return {
             **self._scalars.state(self._loop.micro_steps, on_device=on_device),
             **self._state.scalars(self._updated(), on_device=on_device),
-            "muon": None if self._muon is None else self._muon.state(),
             "param_groups": optimizer_state.hyperparameters(self.optimizer),
             "schedule": self._schedule.state(),
             "module": self._module_state.state(),
@@ -280,39 +256,19 @@ class DeepSpeedAdapter:
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """See `EngineAdapter.resharded`; each step counts as many micro-batches as it takes now."""
-        kept = "Nothing was changed; start with as many ranks as the run had"
-        if scalars.get("muon") is not None or self._muon is not None:
-            raise UnsupportedEngineError(
-                f"Muon's momentum of matrices that ranks share is not dealt to another number of them. {kept}"
-            )
         if not self._engine.managed_gradient_accumulation():
-            raise UnsupportedEngineError(f"{UNMANAGED}, nor dealt to another number of ranks. {kept}")
-        made = self._imported(scalars[IMPORTED]) if IMPORTED in scalars else scalars
-        counters = dict(made["counters"])
+            raise UnsupportedEngineError(
+                f"{UNMANAGED}, nor dealt to another number of ranks. Nothing was changed; start with as many ranks as "
+                "the run had"
+            )
+        counters = dict(scalars["counters"])
         counters["micro_steps"] = counters["global_steps"] * self.micro_batches_per_iteration
-        optimizer = {} if IMPORTED in scalars else resharded_optimizer(scalars, self._updated())
-        return {**made, **optimizer, "counters": counters}
-
-    def _imported(self, imported: dict[str, Any]) -> dict[str, Any]:
-        every, names = self._updated(), dict[int, list[str]]()
-        for name, piece in self._named:
-            names.setdefault(id(piece.master), []).append(name)
-        kept = [self._state.numbers_kept(one) for one in every]
-        steps = imported["iteration"]
-        counters = {"global_steps": steps, "global_samples": steps * self._engine.train_batch_size()}
-        return {
-            "counters": {**counters, "skipped_steps": 0, **imported["counters"]},
-            "loss_scale": imported["loss_scale"],
-            "schedule": imported.get("schedule", self._schedule.state()),
-            **imported_optimizer(imported, every, names, kept),
-        }
+        return {**scalars, **reshard_optimizers(scalars, self._updated()), "counters": counters}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""
         self._scalars.require_same_parts(scalars)
-        self._state.load(self._updated(), scalars)
-        if self._muon is not None:
-            self._muon.load(scalars.get("muon"))
+        restore_optimizers(self._state, self._updated(), scalars)
         rates = [group.get("lr") for group in scalars["param_groups"]]
         self._schedule.load(scalars["schedule"], rates)
         optimizer_state.load_hyperparameters(self.optimizer, scalars["param_groups"])
@@ -337,11 +293,10 @@ class DeepSpeedAdapter:
         return optimizer_state.second_moment_decay(self.optimizers)
 
     def prediction_obstacle(self) -> str | None:
-        """What the optimizer keeps that no step ahead can be predicted of, or batches that nobody can count."""
+        """What of the optimizer cannot be extrapolated, or batches that nobody can count."""
         if not self._engine.managed_gradient_accumulation():
             return UNMANAGED
-        of_muon = None if self._muon is None else self._muon.obstacle()
-        return of_muon or self._state.obstacle(self._updated())
+        return self._state.obstacle(self._updated())
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""
@@ -354,22 +309,6 @@ class DeepSpeedAdapter:
         self._scalars.skip_ahead(iterations, len(updated))
         self._loop.forget_step()
         return rates
-
-    def expert_naming(self) -> Naming | None:
-        """DeepSpeed's own, with the experts' numbers over all ranks."""
-        return self._experts.naming
-
-    def expert_operators(self) -> ModelOperators | None:
-        """See `EngineAdapter.expert_operators`."""
-        return self._experts.operators(self._names.values())
-
-    def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
-        """See `EngineAdapter.token_counts`."""
-        return self._experts.token_counts(probabilities)
-
-    def scale_expert_capacity(self, layer: str, factor: float) -> bool:
-        """The gate's `capacity_factor`; False where the layer drops no tokens."""
-        return self._experts.scale_capacity(layer, factor)
 
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks on this engine instance.

@@ -1,18 +1,29 @@
-"""How a user's loop over a DeepSpeed engine is watched."""
+"""How a user's loop over a DeepSpeed engine is watched; and what the engine counts, times and draws beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from deepspeed.runtime.pipe import schedule
 
 from cpsr.engines.adapter import StepObserver
-from cpsr.engines.deepspeed_masters import torch_optimizer
-from cpsr.engines.deepspeed_pipeline import watch_receives
+from cpsr.engines.deepspeed_masters import advance_loss_scale, torch_optimizer
 from cpsr.engines.evaluation import loss_of
-from cpsr.engines.grad_scaler import autocast_scaler
 from cpsr.engines.hooks import Hooks
+from cpsr.engines.schedules import advance_scaler, autocast_scaler, scaler_state
+from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["DeepSpeedLoop"]
+__all__ = [
+    "DeepSpeedLoop",
+    "EngineScalars",
+    "load_tracked_states",
+    "preserved_tracked_states",
+    "tracked_states",
+    "untimed",
+    "watch_receives",
+]
 
 
 class DeepSpeedLoop:
@@ -162,3 +173,181 @@ class DeepSpeedLoop:
             self.gives_loss = loss is not None
             if loss is not None and not self._backward_seen:
                 self._forward_losses.append(loss.detach().clone())  # for loops that call loss.backward() themselves
+
+
+RECEIVES = (schedule.RecvActivation, schedule.RecvGrad)
+
+
+def watch_receives(engine: Any, hooks: Hooks, watching: Callable[[], StepObserver]) -> None:
+    """Report to the observer every receive of a training batch, by the name of DeepSpeed's instruction.
+
+    A receive over gloo blocks its thread until the other stage has sent, which is the stage's idle time. Over NCCL it
+    is only put into the device's queue, and what the host does meanwhile is no wait.
+
+    Args:
+        engine: a `PipelineEngine`; the table of instructions of this instance is replaced, not its class's.
+        hooks: take the replacement off again.
+        watching: the observer of the moment.
+    """
+    instructions = dict(engine._INSTRUCTION_MAP)
+    for receive in RECEIVES:
+        instructions[receive] = _watched(instructions[receive], receive.__name__, watching)
+    hooks.replace(engine, "_INSTRUCTION_MAP", instructions)
+
+
+def _watched(original: Callable[..., Any], place: str, watching: Callable[[], StepObserver]) -> Callable[..., Any]:
+    def receive(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        if not engine.module.training:  # eval_batch has another schedule
+            return original(engine, *args, **kwargs)
+        observer = watching()
+        observer.wait_begins(place)
+        try:
+            return original(engine, *args, **kwargs)
+        finally:
+            observer.wait_ends()
+
+    return receive
+
+
+@contextmanager
+def untimed(engine: Any) -> Iterator[None]:
+    """Keep DeepSpeed's throughput and forward timers, and those of MoE layers, out of an evaluation."""
+    timed = [layer for layer in (*engine.moe_layers, *engine.gate_modules) if layer.wall_clock_breakdown]
+    forward_timers, throughput = engine.engine_timers.forward_timers, dict(vars(engine.tput_timer))
+    engine.engine_timers.forward_timers = []
+    for layer in timed:
+        layer.wall_clock_breakdown = False
+    try:
+        yield
+    finally:
+        for layer in timed:
+            layer.wall_clock_breakdown = True
+        engine.engine_timers.forward_timers = forward_timers
+        vars(engine.tput_timer).clear()
+        vars(engine.tput_timer).update(throughput)
+
+
+def tracked_states() -> dict[str, torch.Tensor]:
+    """The states by name; none where the script added none."""
+    states: dict[str, torch.Tensor] = get_cuda_rng_tracker().get_states()
+    return states
+
+
+def load_tracked_states(saved: dict[str, torch.Tensor]) -> str | None:
+    """Put `tracked_states` back, of the names that the script has added.
+
+    Adding the others here would make the script's own `add` fail.
+
+    Returns:
+        Which names could not be restored, for people; None if all were.
+    """
+    tracker = get_cuda_rng_tracker()
+    own = tracker.get_states()
+    fitting = {name: state for name, state in saved.items() if name in own and state.numel() == own[name].numel()}
+    tracker.set_states({**own, **{name: state.clone() for name, state in fitting.items()}})
+    other = sorted((saved.keys() | own.keys()) - fitting.keys())
+    if not other:
+        return None
+    return (
+        f"of DeepSpeed's random-state tracker {sorted(fitting) or 'nothing'} is restored, and {other} is not: it is "
+        "either not in the checkpoint, or of another kind of device, or not added before CPSR restores"
+    )
+
+
+@contextmanager
+def preserved_tracked_states() -> Iterator[None]:
+    """The states are as before on exit."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    try:
+        yield
+    finally:
+        tracker.set_states(states)
+
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+# DeepSpeed's names for the running values of its two kinds of dynamic loss scaler; the rest is configuration.
+_LOSS_SCALE_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class EngineScalars:
+    """Counters, loss scale and gradient scaler of one engine.
+
+    Args:
+        engine: DeepSpeed's.
+        pipeline: whether it is one.
+
+    Attributes:
+        scaler: of `torch_autocast` at ZeRO 0 with float16; None for none.
+    """
+
+    def __init__(self, engine: Any, *, pipeline: bool) -> None:
+        self._engine = engine
+        self._pipeline = pipeline
+        self.scaler = autocast_scaler(engine)
+
+    def state(self, micro_steps: int, *, on_device: bool) -> dict[str, Any]:
+        """As plain data.
+
+        Args:
+            micro_steps: micro-batches of complete steps.
+            on_device: as in `EngineAdapter.scalars`.
+        """
+        counters = {name: int(getattr(self._engine, name)) for name in _COUNTERS} | {"micro_steps": micro_steps}
+        return {
+            "counters": counters,
+            "micro_batches": int(self._engine.gradient_accumulation_steps()),
+            "loss_scale": {
+                name: getattr(scaler, name)
+                for scaler in self._loss_scalers()
+                for name in _LOSS_SCALE_VALUES
+                if hasattr(scaler, name)
+            },
+            "grad_scaler": None if self.scaler is None else scaler_state(self.scaler, on_device=on_device),
+        }
+
+    def require_same_parts(self, scalars: dict[str, Any]) -> None:
+        """Raise UnsupportedEngineError where one of this engine and the saved one has a gradient scaler alone."""
+        saved = scalars.get("grad_scaler")
+        if (saved is None) != (self.scaler is None):
+            raise UnsupportedEngineError(
+                f"the saved run had {'no' if saved is None else 'a'} gradient scaler of torch_autocast with "
+                f"float16, and this one has {'none' if self.scaler is None else 'one'}; set torch_autocast as it was"
+            )
+
+    def load(self, scalars: dict[str, Any]) -> None:
+        """Put `state()` back."""
+        for name in _COUNTERS:
+            setattr(self._engine, name, scalars["counters"][name])
+        now = int(self._engine.gradient_accumulation_steps())
+        if scalars.get("micro_batches", now) != now and not self._pipeline:
+            # A step ends where the count is a multiple of them: else the first one would be too short.
+            self._engine.micro_steps = self._engine.global_steps * now
+        for scaler in self._loss_scalers():
+            for name, value in scalars["loss_scale"].items():
+                setattr(scaler, name, value)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(scalars["grad_scaler"])
+        self._engine._unmanaged_backward_count = 0  # of a step that the loop was in
+
+    def skip_ahead(self, iterations: int, tensors: int) -> None:
+        """Advance all as so many applied steps would have.
+
+        Args:
+            iterations: that are skipped.
+            tensors: that the optimizer updates on this rank.
+        """
+        engine = self._engine
+        for _ in range(iterations):
+            advance_loss_scale(engine.optimizer)
+        # ZeRO steps its flat tensors one by one, and the scaler is updated after each.
+        advance_scaler(self.scaler, iterations * (tensors if engine.zero_optimization() else 1))
+        engine.global_steps += iterations
+        engine.global_samples += iterations * engine.train_batch_size()
+        if not self._pipeline:  # pipelines leave this counter at zero
+            engine.micro_steps += iterations * int(engine.gradient_accumulation_steps())
+
+    def _loss_scalers(self) -> list[Any]:
+        """The one object with the running loss scale, none where the precision needs none."""
+        optimizer = self._engine.optimizer
+        return [getattr(optimizer, name) for name in ("loss_scaler", "loss_scale_config") if hasattr(optimizer, name)]

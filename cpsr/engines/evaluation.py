@@ -1,4 +1,4 @@
-"""Calling a module for its loss without a trace in the training state."""
+"""Calling a module for its loss without a trace in the training state; the random states of a rank."""
 
 import random
 from collections.abc import Iterator
@@ -8,9 +8,16 @@ from typing import Any
 import numpy
 import torch
 
+from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.sharded import whole
+from cpsr.state.scalars import capture_rng, restore_rng
 
-__all__ = ["loss_of", "preserved_training_state"]
+__all__ = [
+    "capture_random_states",
+    "loss_of",
+    "preserved_training_state",
+    "restore_random_states",
+]
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
@@ -61,3 +68,19 @@ def preserved_training_state(module: torch.nn.Module) -> Iterator[None]:
                 submodule._buffers[name] = buffer
             random.setstate(python_state)
             numpy.random.set_state(numpy_state)
+
+
+def capture_random_states(adapter: EngineAdapter) -> dict[str, Any]:
+    """The states as plain data: those of `capture_rng`, and under `engine` the engine's own if it keeps any."""
+    state, own = capture_rng(adapter.device), adapter.random_states()
+    return {**state, "engine": own} if own else state
+
+
+def restore_random_states(adapter: EngineAdapter, state: dict[str, Any]) -> str | None:
+    """Restore what `capture_random_states` returned, also in an earlier version.
+
+    Returns:
+        What could not be restored, for people; None if all was.
+    """
+    notes = restore_rng(state, adapter.device), adapter.load_random_states(state.get("engine", {}))
+    return "; ".join(note for note in notes if note is not None) or None

@@ -1,15 +1,12 @@
 """1-D views of what an optimizer updates and of its state for it, made anew only where a tensor was replaced."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
 
 import torch
 
 from cpsr.engines.optimizer_state import OptimizerState, Updated
-from cpsr.engines.sharded import is_distributed, local
-from cpsr.engines.state_tree import StateTree, StateTrees, flat_view
-from cpsr.state.shard import OperatorState
+from cpsr.engines.sharded import local
+from cpsr.engines.state_tree import StateTree, flat_view
 
 __all__ = ["FlatViews"]
 
@@ -46,8 +43,8 @@ class _Views:
 class FlatViews:
     """The views of every operator that was asked for, by its name.
 
-    Making them takes tens of microseconds for each operator, on the training thread at every snapshot; looking whether
-    they still are the engine's tensors takes a few.
+    Making them takes tens of microseconds for each operator, on the training thread at every snapshot; to see that they
+    still are the engine's tensors takes a few.
 
     Args:
         state: of the optimizers.
@@ -56,7 +53,6 @@ class FlatViews:
     def __init__(self, state: OptimizerState) -> None:
         self._state = state
         self._kept: dict[str, _Views] = {}
-        self._sources: _Sources | None = None  # of all that are kept
 
     def of(
         self, name: str, updated: Updated, owned: slice = _ALL, *, to_fill: bool = False
@@ -81,29 +77,8 @@ class FlatViews:
         if to_fill or kept is None or not kept.of(updated, owned, tree):
             kept = self._made(name, updated, owned, tree, to_fill=to_fill)
             if not to_fill:
-                self._kept[name], self._sources = kept, None
+                self._kept[name] = kept
         return kept.values, dict(kept.moments)
-
-    def unchanged(self, every: Sequence[Updated], operators: Mapping[str, OperatorState]) -> bool:
-        """Whether all views that were asked for are still the engine's tensors; in some hundred nanoseconds for each.
-
-        Args:
-            every: all that the optimizers update.
-            operators: with views that `of` once gave: others may have asked since, and got newer ones.
-        """
-        if any(name not in self._kept for name in operators):
-            return False
-        newest = [self._kept[name].values for name in operators]
-        if not all(map(is_, newest, [one.parameter.values for one in operators.values()])):
-            return False
-        if self._sources is None:
-            self._sources = _Sources(list(self._kept.values()))
-        return self._sources.unchanged(every)
-
-    def forget(self) -> None:
-        """Make all views anew: what else their operators have is not what it was."""
-        self._kept.clear()
-        self._sources = None
 
     def _made(self, name: str, updated: Updated, owned: slice, tree: StateTree, *, to_fill: bool) -> _Views:
         found = self._state.tensors(updated, to_fill=to_fill)
@@ -119,35 +94,6 @@ class FlatViews:
             flat_view(updated.master, name)[owned],
             {path: _flat(one, f"{path} of {name}")[part] for path, one in found.items()},
         )
-
-
-class _Sources:
-    """The tensors of all views, in flat lists, which are compared without a call for each operator."""
-
-    def __init__(self, kept: list[_Views]) -> None:
-        distinct = list({id(views.updated.master): views for views in kept}.values())
-        self._masters = [views.updated.master for views in distinct]
-        self._trees = StateTrees([views.tree for views in distinct])
-        placed = [pair for views in distinct for pair in zip(views.tensors, views.addresses, strict=True)]
-        # Plain tensors first: they are compared without a look at what each is.
-        placed.sort(key=lambda pair: is_distributed(pair[0]))
-        self._addresses = [address for _, address in placed]
-        self._plain = [tensor for tensor, _ in placed if not is_distributed(tensor)]
-        self._split = [tensor for tensor, _ in placed[len(self._plain) :]]
-        self._strides = [views.layout[1] for views in distinct]
-
-    def unchanged(self, every: Sequence[Updated]) -> bool:
-        """See `FlatViews.unchanged`."""
-        return (
-            len(every) == len(self._masters)
-            and all(map(is_, [one.master for one in every], self._masters))
-            and self._trees.same([one.optimizer.state.get(one.master) for one in every])
-            and self._now_at() == self._addresses
-            and [master.stride() for master in self._masters] == self._strides
-        )
-
-    def _now_at(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self._plain] + [local(tensor).data_ptr() for tensor in self._split]
 
 
 def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:

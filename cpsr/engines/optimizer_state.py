@@ -3,59 +3,174 @@
 A fresh optimizer gets from this exactly the state that was saved: what it had not created yet stays absent.
 """
 
-import json
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import torch
 
-from cpsr.engines.beta_powers import advance_powers, is_fused_adam, restore_powers, saved_powers
-from cpsr.engines.optimizer_probe import Expected, alike_in, probe
-from cpsr.engines.outside_state import load_outside, outside_state
-from cpsr.engines.restored_entry import (
-    Known,
-    RestoredEntry,
-    Updated,
-    earlier_form,
-    group_sizes,
-    optimizers_of,
-    require_same_optimizers,
-)
-from cpsr.engines.sharded import is_distributed, layout_of, local
-from cpsr.engines.state_tree import StateTree, StateTrees, flat_view
+from cpsr.engines.adam_kernels import is_fused_adam
+from cpsr.engines.optimizer_layout import Leaf, expected_leaves, require_one_step
+from cpsr.engines.sharded import is_distributed, layout_of, local, split_as
+from cpsr.engines.state_tree import StateTree, flat_view, load_outside, numbers_of, outside_state
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues
 
 __all__ = [
+    "Known",
     "OptimizerState",
     "Updated",
+    "group_sizes",
     "hyperparameters",
     "learning_rate",
     "load_hyperparameters",
+    "optimizers_of",
     "second_moment_decay",
 ]
 
-FORM = 2  # of the small state; before, it held the numbers of Adam, AdamW and SGD alone
+STEP = "step"  # what the optimizers below call the count of their steps, in the state or in the parameter group
+
+# Optimizers of which a later state is known, by package: beside weights, only counts called `step` change in a way
+# that matters. Others keep numbers that steps change by a rule of their own (ASGD, NAdam), other weights beside those
+# that are trained (schedule-free), or were not tried.
+PREDICTED = {
+    "torch": (
+        *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "Muon"),
+        *("RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+    ),
+    "deepspeed": ("FusedAdam", "DeepSpeedCPUAdam"),
+    "bitsandbytes": ("Adam8bit", "AdamW8bit", "Lion8bit"),
+    "lion_pytorch": ("Lion",),
+}
+
+
+@dataclass(frozen=True)
+class Updated:
+    """One tensor that an optimizer updates.
+
+    Attributes:
+        optimizer: torch's.
+        group: the parameter group of `master`.
+        master: the key into the optimizer's state.
+        name: of the parameter; empty for a flat tensor of many.
+    """
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    master: torch.Tensor
+    name: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is one parameter, so that all its state is that operator's."""
+        return bool(self.name)
+
+    @property
+    def kind(self) -> str:
+        """Name of the optimizer's class."""
+        return type(self.optimizer).__name__
+
+    def __str__(self) -> str:
+        return self.name or f"a flat tensor of {self.master.numel()} elements"
+
+
+class Known:
+    """What is known of one tensor.
+
+    Args:
+        updated: the tensor.
+        leaves: tensors of the state that have a place in the buffers of snapshots, by path.
+
+    Attributes:
+        updated, leaves: as given.
+        tree: its state as last looked at.
+        room: memory for state that is about to be restored, by path.
+    """
+
+    def __init__(self, updated: Updated, leaves: dict[str, Leaf]) -> None:
+        self.updated, self.leaves = updated, leaves
+        self.room: dict[str, torch.Tensor] = {}
+        self._nothing: dict[str, torch.Tensor] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Take the present state apart."""
+        updated = self.updated
+        self.tree = StateTree(updated.optimizer.state.get(updated.master), updated.master.device, updated.kind)
+
+    def tensors(self, *, to_fill: bool) -> dict[str, torch.Tensor]:
+        """See `OptimizerState.tensors`."""
+        own, found = self.tree.tensors, {}
+        for path, leaf in self.leaves.items():
+            if not (leaf.per_element or self.updated.whole):
+                continue
+            # What is not per element may be shared by tensors, and is written only where it was saved.
+            if path in own and self.has_place(path) and not (to_fill and not leaf.per_element):
+                found[path] = own[path]
+            else:
+                found[path] = self.room_for(path) if to_fill else self._nothing_for(path, leaf)
+        return found
+
+    def has_place(self, path: str) -> bool:
+        """Whether the buffers of snapshots have a place for the state's tensor at this path."""
+        leaf, held = self.leaves.get(path), self.tree.tensors[path]
+        return leaf is not None and leaf.holds(held) and (leaf.per_element or self.updated.whole)
+
+    def without_place(self) -> dict[str, torch.Tensor]:
+        """The other tensors of the state, `(numel,)` in the order of their memory: they go with the small state.
+
+        Raises:
+            UnsupportedEngineError: one is no block of memory; the message names it.
+        """
+        others = [(path, tensor) for path, tensor in self.tree.tensors.items() if not self.has_place(path)]
+        return {path: flat_view(tensor, f"{path} of {self.updated}") for path, tensor in others}
+
+    def room_for(self, path: str) -> torch.Tensor:
+        """Zeros to be overwritten, which then become the state."""
+        if path not in self.room:
+            leaf = self.leaves[path]
+            room = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device).zero_()
+            self.room[path] = split_as(self.updated.master, room) if leaf.split else room
+        return self.room[path]
+
+    def _nothing_for(self, path: str, leaf: Leaf) -> torch.Tensor:
+        """Zeros of the tensor's size, `(numel,)`, that take no memory."""
+        if path not in self._nothing:
+            zero = torch.zeros(1, dtype=leaf.dtype, device=leaf.device)
+            self._nothing[path] = zero.expand(math.prod(leaf.shape))
+        return self._nothing[path]
 
 
 class OptimizerState:
-    """What the optimizers of one job keep for the tensors that they update."""
+    """What the optimizers of one job keep for the tensors that they update.
 
-    def __init__(self) -> None:
+    Args:
+        optimizers: as the script has built them. Numbers among their attributes that differ later are a part of their
+            state.
+
+    Raises:
+        UnsupportedEngineError: see `require_one_step`.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for one in optimizers:
+            require_one_step(one)
+        self._built = {id(one): numbers_of(vars(one)) for one in optimizers}
         self._known: dict[int, Known] = {}  # by the id of the tensor
         self._described: _Described | None = None
-        self._expected: dict[tuple[Any, ...], tuple[dict[str, Any], Expected]] = {}
+        self._leaves: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Leaf]]] = {}
 
     def tree(self, updated: Updated) -> StateTree:
         """The state for one tensor as it is now, taken apart.
 
         Raises:
-            UnsupportedEngineError: it holds what is not plain data, or cannot be known beforehand; the message says it.
+            UnsupportedEngineError: it holds what is not plain data; the message names it.
         """
-        return self._of(updated).tree
+        return self.known(updated).tree
 
     def tensors(self, updated: Updated, *, to_fill: bool = False) -> dict[str, torch.Tensor]:
         """The tensors that snapshots have a place for, by path: the same ones at every call.
@@ -65,32 +180,9 @@ class OptimizerState:
 
         Args:
             updated: what they are for. For a flat tensor of many parameters, those that are per element.
-            to_fill: memory of its own for absent ones: `load` makes it the optimizer's, where they were saved.
+            to_fill: memory of its own for absent ones: loading makes it the optimizer's, where they were saved.
         """
-        known = self._of(updated)
-        own, found = known.tree.tensors, {}
-        for path, leaf in known.expected.leaves.items():
-            if not (leaf.per_element or updated.whole):
-                continue
-            # What is not per element may be shared by tensors, and is written only where it was saved.
-            if path in own and known.has_place(path) and not (to_fill and not leaf.per_element):
-                found[path] = own[path]
-            else:
-                found[path] = known.room_for(path, leaf) if to_fill else known.nothing_for(path, leaf)
-        return found
-
-    def numbers_kept(self, updated: Updated) -> set[str]:
-        """Keys of the numbers that the optimizer will keep for a tensor, beside tensors of its shape.
-
-        Raises:
-            UnsupportedEngineError: its state is no mapping of such numbers and tensors.
-        """
-        form = self._of(updated).expected.form
-        if form is None:
-            return set()
-        if form[0] != "dict" or any(one[0] not in ("tensor", "scalar", "int", "float") for _, one in form[2]):
-            raise UnsupportedEngineError(f"{updated.kind} keeps nested state, which cannot be made of an import")
-        return {str(key) for key, one in form[2] if one[0] != "tensor"}
+        return self.known(updated).tensors(to_fill=to_fill)
 
     def scalars(self, every: Sequence[Updated], *, on_device: bool = False) -> dict[str, Any]:
         """Everything beside these tensors, as plain data.
@@ -101,127 +193,80 @@ class OptimizerState:
         """
         described = self._described
         if described is None or not described.holds(every):
-            described = self._described = _Described([self._of(updated) for updated in every])
+            described = self._described = _Described([self.known(updated) for updated in every])
         numbers = described.numbers(on_device=on_device)
         if numbers is None:  # one was replaced by another type
-            described = self._described = _Described([self._look(updated) for updated in every])
+            for updated in every:
+                self.known(updated).look()
+            described = self._described = _Described([self.known(updated) for updated in every])
             numbers = described.numbers(on_device=on_device)
-        rest = {"strides": _strides(every), "beta_powers": saved_powers(optimizers_of(every))}
-        return {"optimizer_steps": numbers, "optimizer_state": described.form() | rest}
+        device, optimizers = every[0].master.device, optimizers_of(every)
+        outside = [outside_state(one, self._changed(one), device) for one in optimizers]
+        rest = {"strides": _strides(every), "outside": outside}
+        return {"optimizer_steps": numbers, "optimizer_state": described.form | rest}
 
-    def load(self, every: Sequence[Updated], scalars: dict[str, Any]) -> None:
-        """Give the optimizers the state that was saved; its tensors are in `tensors(..., to_fill=True)`.
-
-        Also takes what earlier versions saved of Adam, AdamW and SGD.
-
-        Raises:
-            UnsupportedEngineError: of other optimizers, groups or parameters, or a tensor was not brought; the message
-                names the first difference. Nothing was changed.
-        """
-        saved, counts = scalars.get("optimizer_state"), scalars["optimizer_steps"]
-        if saved is not None and saved["form"] != FORM:
-            raise UnsupportedEngineError(
-                f"the optimizer's state was saved in form {saved['form']} by a newer version, this one reads {FORM}; "
-                "restart with that version"
-            )
-        if saved is not None:
-            require_same_optimizers(every, saved)
-        if len(counts) != len(every):
-            raise UnsupportedEngineError(
-                f"the saved optimizer state covers {len(counts)} tensors and this optimizer updates {len(every)}; "
-                "build the engine as it was"
-            )
-        made = []
-        for index, updated in enumerate(every):
-            known, numbers = self._of(updated), counts[index]
-            form = earlier_form(known, numbers) if saved is None else json.loads(saved["forms"][saved["of"][index]])
-            made.append(RestoredEntry(known, numbers, {} if saved is None else saved["rest"].get(str(index), {}), form))
-        for index, one in enumerate(made):
-            one.put()
-            if saved is not None:
-                _lay_out(every[index], saved["strides"].get(str(index)))
+    def load_outside(self, every: Sequence[Updated], saved: dict[str, Any]) -> None:
+        """Put back what optimizers keep beside their state for tensors; and forget memory that was not used."""
         for known in self._known.values():
             known.room.clear()
-        if saved is not None:
-            for optimizer, outside in zip(optimizers_of(every), saved["outside"], strict=True):
-                load_outside(optimizer, outside, every[0].master.device)
-        restore_powers(optimizers_of(every), None if saved is None else saved.get("beta_powers"))
+        for optimizer, outside in zip(optimizers_of(every), saved["outside"], strict=True):
+            for key, value in self._built[id(optimizer)].items():
+                setattr(optimizer, key, value)
+            load_outside(optimizer, outside, every[0].master.device)
 
     def advance(self, every: Sequence[Updated], iterations: int) -> None:
         """Add to every step count what `iterations` steps add.
 
         A tensor that has never been updated stays at zero while others moved, and one without state stays without.
         """
-        found = [(updated, self._of(updated)) for updated in every]
-        moved = any(known.tree.scalar(path) for _, known in found for path in known.expected.counts)
+        trees = [(updated, self.tree(updated)) for updated in every]
+        moved = any(tree.scalar(STEP) for _, tree in trees)
         rises = {key: rise for one in optimizers_of(every) for key, rise in _rises(one).items()}
-        counted: list[tuple[torch.optim.Optimizer, Any, float, int]] = []
-        for updated, known in found:
-            for path in known.expected.counts:
-                count = known.tree.scalar(path)
-                if count is not None and (float(count) or not moved):
-                    rise = rises.get(id(updated.master), 1)
-                    value = count.item() if isinstance(count, torch.Tensor) else count
-                    known.tree.set_number(path, value + iterations * rise)
-                    counted.append((updated.optimizer, updated.group.get("betas"), value, rise))
-        advance_powers(counted, iterations)
-        for group, keys in {id(one.group): (one.group, known.expected.group_counts) for one, known in found}.values():
-            for key in keys & group.keys():
-                group[key] += iterations
-        own = {
-            (id(one.optimizer), key): one.optimizer for one, known in found for key in known.expected.attribute_counts
-        }
-        for (_, key), optimizer in own.items():
-            setattr(optimizer, key, getattr(optimizer, key) + iterations)
+        for updated, tree in trees:
+            count = tree.scalar(STEP)
+            if count is not None and (float(count) or not moved):
+                value = count.item() if isinstance(count, torch.Tensor) else count
+                tree.set_number(STEP, value + iterations * rises.get(id(updated.master), 1))
+        for group in {id(one.group): one.group for one in every}.values():
+            if STEP in group:
+                group[STEP] += iterations
 
     def obstacle(self, every: Sequence[Updated]) -> str | None:
         """Why no step ahead can be predicted; None where weights and step counts are all that moves."""
-        if bare := next((one for one in every if one.group.get("lr") is None), None):
-            return f"{bare.kind} has no learning rate (lr) in its parameter groups"
-        return next((why for one in every if (why := self._of(one).expected.obstacle) is not None), None)
+        for one in every:
+            if one.group.get("lr") is None:
+                return f"{one.kind} has no learning rate (lr) in its parameter groups"
+            if not one.master.is_floating_point():
+                return f"the weights are {one.master.dtype}, no floating-point numbers"
+        unknown = (type(one).__name__ for one in optimizers_of(every) if not _is_predicted(type(one)))
+        return next((f"what steps of {name} change beside the weights is not known" for name in unknown), None)
 
-    def _of(self, updated: Updated) -> Known:
+    def known(self, updated: Updated) -> Known:
+        """What is known of a tensor, with its state as it is now."""
         known = self._known.get(id(updated.master))
         entry = updated.optimizer.state.get(updated.master)
         if known is None or known.updated.master is not updated.master or known.updated.name != updated.name:
-            known = Known(updated, self._expect(updated))
-            self._known[id(updated.master)] = known
+            known = self._known[id(updated.master)] = Known(updated, self._leaves_for(updated))
             return known
         known.updated = updated  # its group is another one after a `load_state_dict`
         if known.tree.entry is not entry or not known.tree.same():
             known.look()
         return known
 
-    def _look(self, updated: Updated) -> Known:
-        known = self._of(updated)
-        known.look()
-        return known
+    def _changed(self, optimizer: torch.optim.Optimizer) -> set[str]:
+        """Names of numbers among an optimizer's attributes that are not as the script built them."""
+        built = self._built[id(optimizer)]
+        return {key for key, value in numbers_of(vars(optimizer)).items() if built.get(key) != value}
 
-    def _expect(self, updated: Updated) -> Expected:
+    def _leaves_for(self, updated: Updated) -> dict[str, Leaf]:
         master, optimizer = updated.master, updated.optimizer
         split = (tuple(local(master).shape), layout_of(master)) if is_distributed(master) else ()
         alike = tuple(master.shape), master.stride(), master.dtype, master.device, master.requires_grad, split
-        first = alike_in(updated.group, master)[0] is master  # the state of all of them may be kept for it
-        key = (id(optimizer), id(updated.group), updated.whole, type(master), first, *alike)
-        if key not in self._expected:  # the group is kept, so that its id is of no other
-            self._expected[key] = updated.group, probe(optimizer, updated.group, master, whole=updated.whole)
-        return self._expected[key][1]
-
-
-def _strides(every: Sequence[Updated]) -> dict[str, list[int]]:
-    """Of parameters whose memory is not in the order of their elements; some optimizers change that."""
-    whole = ((index, one.master) for index, one in enumerate(every) if one.whole and not one.master.is_contiguous())
-    return {str(index): list(master.stride()) for index, master in whole}
-
-
-def _lay_out(updated: Updated, stride: list[int] | None) -> None:
-    """Read the weights, which were restored in the order of their memory, in the order in which they were saved."""
-    master = updated.master
-    if not updated.whole or (stride is None and master.is_contiguous()) or list(master.stride()) == stride:
-        return
-    with torch.no_grad():
-        order = torch.empty(master.shape, device="meta").stride() if stride is None else stride
-        master.data = flat_view(master, updated.name).as_strided(master.shape, order)
+        key = (id(optimizer), id(updated.group), updated.whole, type(master), *alike)
+        if key not in self._leaves:  # the group is kept, so that its id is of no other
+            found = expected_leaves(optimizer, updated.group, master, whole=updated.whole)
+            self._leaves[key] = updated.group, found
+        return self._leaves[key][1]
 
 
 class _Described:
@@ -229,40 +274,36 @@ class _Described:
 
     Args:
         found: what is known of each tensor, in order.
+
+    Attributes:
+        form: everything but the numbers.
     """
 
     def __init__(self, found: Sequence[Known]) -> None:
         every = [known.updated for known in found]
         self._masters, self._groups = [one.master for one in every], [one.group for one in every]
         self._trees = [known.tree for known in found]
-        self._together = StateTrees(self._trees)
-        self._optimizers = optimizers_of(every)
-        self._attributes: list[set[str]] = [set() for _ in self._optimizers]
-        changes = set[str]()
-        for known in {id(known.expected): known for known in found}.values():
-            place = next(i for i, one in enumerate(self._optimizers) if one is known.updated.optimizer)
-            self._attributes[place] |= known.expected.attributes
-            changes |= known.expected.group_changes
-        forms: dict[str, int] = {}
+        optimizers, forms = optimizers_of(every), dict[str, int]()
         places = [forms.setdefault(tree.key, len(forms)) for tree in self._trees]
-        self._form = {
-            "form": FORM,
+        self.form = {
             "forms": list(forms),
             "of": places,
             "names": [one.name for one in every],
             "rest": {str(index): rest for index, known in enumerate(found) if (rest := known.without_place())},
-            "classes": [type(one).__name__ for one in self._optimizers],
-            "groups": [group_sizes(every, one) for one in self._optimizers],
-            "changes": sorted(changes),
+            "classes": [type(one).__name__ for one in optimizers],
+            "groups": [group_sizes(every, one) for one in optimizers],
         }
 
     def holds(self, every: Sequence[Updated]) -> bool:
         """Whether it is of the present state, but for the numbers."""
+        if len(every) != len(self._masters):
+            return False
+        entries = [one.optimizer.state.get(one.master) for one in every]
         return (
-            len(every) == len(self._masters)
-            and all(map(is_, [one.master for one in every], self._masters))
+            all(map(is_, [one.master for one in every], self._masters))
             and all(map(is_, [one.group for one in every], self._groups))
-            and self._together.same([one.optimizer.state.get(one.master) for one in every])
+            and all(map(is_, entries, [tree.entry for tree in self._trees]))
+            and all(tree.same() for tree in self._trees)
         )
 
     def numbers(self, *, on_device: bool) -> list[dict[str, Any]] | None:
@@ -280,11 +321,35 @@ class _Described:
             kinds = tree.kinds
         return found
 
-    def form(self) -> dict[str, Any]:
-        """Everything but the numbers."""
-        device = self._masters[0].device
-        owned = zip(self._optimizers, self._attributes, strict=True)
-        return self._form | {"outside": [outside_state(one, own, device) for one, own in owned]}
+
+def optimizers_of(every: Sequence[Updated]) -> list[torch.optim.Optimizer]:
+    """The optimizers, each once, in their order."""
+    return list({id(one.optimizer): one.optimizer for one in every}.values())
+
+
+def group_sizes(every: Sequence[Updated], optimizer: torch.optim.Optimizer) -> list[int]:
+    """How many tensors are updated in each of the optimizer's groups; engines may keep the groups empty."""
+    counts = Counter(id(one.group) for one in every)
+    return [counts[id(group)] for group in optimizer.param_groups]
+
+
+def _strides(every: Sequence[Updated]) -> dict[str, list[int]]:
+    """Of parameters whose memory is not in the order of their elements; some optimizers change that."""
+    whole = ((index, one.master) for index, one in enumerate(every) if one.whole and not one.master.is_contiguous())
+    return {str(index): list(master.stride()) for index, master in whole}
+
+
+def _is_predicted(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class is one of `PREDICTED`, or is derived from one and steps as that does."""
+    for base in kind.__mro__:
+        if base.__name__ in PREDICTED.get(base.__module__.partition(".")[0], ()):
+            return _unhooked(kind.step) is _unhooked(base.step)  # type: ignore[attr-defined]
+    return False
+
+
+def _unhooked(step: Any) -> Any:
+    """The function that torch wraps to call hooks of all optimizers."""
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def _rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:

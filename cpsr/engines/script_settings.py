@@ -9,7 +9,7 @@ from typing import Any
 
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.learning_rate_schedule import needs_metric
+from cpsr.engines.schedules import needs_metric
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import same
 

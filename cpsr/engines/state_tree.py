@@ -1,4 +1,4 @@
-"""An optimizer's state for one tensor, taken apart and put together: its tensors, its numbers, and its form.
+"""An optimizer's state, taken apart and put together: for one tensor, and what it keeps beside that.
 
 The form is plain data, from which the state is made again without knowledge of the optimizer's class::
 
@@ -12,7 +12,7 @@ The form is plain data, from which the state is made again without knowledge of 
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from operator import getitem, is_
 from typing import Any
 
@@ -22,11 +22,24 @@ from cpsr.engines.sharded import is_distributed, local
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import number
 
-__all__ = ["Form", "StateTree", "StateTrees", "dtype_of", "flat_view", "number_of", "place_of", "put_together"]
+__all__ = [
+    "Form",
+    "StateTree",
+    "dtype_of",
+    "flat_view",
+    "load_outside",
+    "number_of",
+    "numbers_of",
+    "outside_state",
+    "place_of",
+    "put_together",
+]
 
 Form = list[Any]
 
 _CONSTANT = (type(None), bool, str)
+_BASE = torch.optim.Optimizer.state_dict
+_OF_TORCH = ("state", "param_groups")
 
 
 class StateTree:
@@ -42,8 +55,6 @@ class StateTree:
         form: see above; None where there is no entry.
         key: the form as JSON.
         tensors: those with dimensions, by path.
-        containers, lengths: every mapping and sequence, and how many items it has.
-        within, keys, values: container, key and object of everything but numbers.
         kinds: types of the numbers.
 
     Raises:
@@ -55,18 +66,22 @@ class StateTree:
         self._device, self._owner = device, owner
         self.tensors: dict[str, torch.Tensor] = {}
         self._numbers: dict[str, tuple[Any, Any, Any]] = {}  # container, key, and the type that the value has there
-        self.containers: list[Any] = []
-        self.within: list[Any] = []
-        self.keys: list[Any] = []
-        self.values: list[Any] = []
+        self._containers: list[Any] = []  # every mapping and sequence
+        self._within: list[Any] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
         self.form: Form | None = None if entry is None else self._form_of(entry, "")
-        self.lengths = list(map(len, self.containers))
+        self._lengths = list(map(len, self._containers))
         self.kinds = tuple(kind for _, _, kind in self._numbers.values())
         self.key = json.dumps(self.form)
 
     def same(self) -> bool:
         """Whether it still is what the optimizer keeps, but for the values of numbers."""
-        return _unchanged(self)
+        try:
+            found = map(getitem, self._within, self._keys)
+            return list(map(len, self._containers)) == self._lengths and all(map(is_, found, self._values))
+        except (KeyError, IndexError):
+            return False
 
     def numbers(self, *, on_device: bool = False) -> dict[str, Any] | None:
         """The numbers by path; None where one has another type than it had.
@@ -107,11 +122,11 @@ class StateTree:
 
     def _form_of(self, value: Any, path: str) -> Form:
         if type(value) in (dict, OrderedDict):
-            self.containers.append(value)
+            self._containers.append(value)
             items = [[key, self._item(value, key, self._joined(path, key))] for key in value]
             return ["dict", type(value) is OrderedDict, items]
         if type(value) in (list, tuple):
-            self.containers.append(value)
+            self._containers.append(value)
             return [type(value).__name__, [self._item(value, i, self._joined(path, i)) for i in range(len(value))]]
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
@@ -124,9 +139,9 @@ class StateTree:
         if (kind := _number_kind(value)) is not None:
             self._numbers[path] = container, key, kind
             return [type(value).__name__] if kind in (int, float) else ["scalar", _name(value.dtype), self._at(value)]
-        self.within.append(container)
-        self.keys.append(key)
-        self.values.append(value)
+        self._within.append(container)
+        self._keys.append(key)
+        self._values.append(value)
         return self._form_of(value, path)
 
     def _tensor(self, value: torch.Tensor, path: str) -> Form:
@@ -156,39 +171,6 @@ class StateTree:
         )
 
 
-class StateTrees:
-    """Several trees, which are compared without a call for each.
-
-    Args:
-        trees: of the state of several tensors.
-
-    Attributes:
-        containers, lengths, within, keys, values: see `StateTree`.
-    """
-
-    def __init__(self, trees: Sequence[StateTree]) -> None:
-        self._entries = [tree.entry for tree in trees]
-        self.containers = [one for tree in trees for one in tree.containers]
-        self.lengths = [length for tree in trees for length in tree.lengths]
-        self.within = [one for tree in trees for one in tree.within]
-        self.keys = [key for tree in trees for key in tree.keys]
-        self.values = [value for tree in trees for value in tree.values]
-
-    def same(self, entries: list[Any]) -> bool:
-        """Whether these are the entries of all trees, and `StateTree.same` is true of each."""
-        alike = len(entries) == len(self._entries) and all(map(is_, entries, self._entries))
-        return alike and _unchanged(self)
-
-
-def _unchanged(of: StateTree | StateTrees) -> bool:
-    """Whether every container still has as many items, and the same objects where no numbers are."""
-    try:
-        found = map(getitem, of.within, of.keys)
-        return list(map(len, of.containers)) == of.lengths and all(map(is_, found, of.values))
-    except (KeyError, IndexError):
-        return False
-
-
 def put_together(
     form: Form, tensor: Callable[[str, Form], torch.Tensor], value: Callable[[str, Form], Any], path: str = ""
 ) -> Any:
@@ -210,6 +192,55 @@ def put_together(
     if kind == "is":
         return form[1]
     return tensor(path, form) if kind == "tensor" else value(path, form)
+
+
+def outside_state(
+    optimizer: torch.optim.Optimizer, attributes: Collection[str], device: torch.device
+) -> dict[str, Any] | None:
+    """As plain data with tensors; None where there is nothing.
+
+    Args:
+        optimizer: torch's.
+        attributes: names of numbers among its own attributes that have changed.
+        device: of the parameters.
+
+    Raises:
+        UnsupportedEngineError: something that is not plain data; the message names it.
+    """
+    found: dict[str, Any] = {
+        "state": {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
+        "attributes": {key: getattr(optimizer, key) for key in sorted(attributes)},
+        "more": {},
+    }
+    if type(optimizer).state_dict is not _BASE or optimizer._optimizer_state_dict_post_hooks:
+        found["more"] = {key: value for key, value in optimizer.state_dict().items() if key not in _OF_TORCH}
+    if not any(found.values()):
+        return None
+    tree = StateTree(found, device, type(optimizer).__name__)
+    return {"form": tree.form, "numbers": tree.numbers(), "tensors": tree.tensors}
+
+
+def load_outside(optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None, device: torch.device) -> None:
+    """Put `outside_state` back; entries of a state dict by the optimizer's own `load_state_dict`."""
+    if saved is None:
+        return
+    tensors, numbers = saved["tensors"], saved["numbers"]
+
+    def tensor(path: str, form: Form) -> torch.Tensor:
+        found: torch.Tensor = tensors[path]
+        return found.to(place_of(form, device), copy=True)
+
+    def number(path: str, form: Form) -> Any:
+        return number_of(form, numbers[path], device)
+
+    found = put_together(saved["form"], tensor, number)
+    if found["more"]:
+        own = dict(optimizer.state)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}, **found["more"]})
+        optimizer.state.update(own)
+    optimizer.state.update(found["state"])
+    for key, value in found["attributes"].items():
+        setattr(optimizer, key, value)
 
 
 def dtype_of(form: Form) -> torch.dtype:
@@ -268,3 +299,8 @@ def _number_kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.device) if value.dim() == 0 and not value.is_complex() else None
     return type(value) if type(value) in (int, float) else None
+
+
+def numbers_of(values: Mapping[str, Any]) -> dict[str, int | float]:
+    """The Python numbers among these, without truth values."""
+    return {key: value for key, value in values.items() if type(value) in (int, float)}

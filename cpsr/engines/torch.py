@@ -9,33 +9,22 @@ from typing import Any
 import torch
 
 from cpsr.engines import optimizer_state
-from cpsr.engines.adapter import Stage, StepObserver
-from cpsr.engines.beta_powers import watch
+from cpsr.engines.adam_kernels import renew_powers
+from cpsr.engines.adapter import Mixture, Pipeline, StepObserver
 from cpsr.engines.evaluation import loss_of, preserved_training_state
 from cpsr.engines.flat_views import FlatViews
-from cpsr.engines.foreign import require_parts
-from cpsr.engines.fully_sharded import FullySharded
-from cpsr.engines.grad_scaler import advance_scaler, scaler_state
 from cpsr.engines.gradient_buckets import GradientBuckets
-from cpsr.engines.imported_state import IMPORTED, imported_optimizer
-from cpsr.engines.learning_rate_schedule import Schedules
 from cpsr.engines.module_state import ModuleState
-from cpsr.engines.moe.naming import Naming
-from cpsr.engines.moe.operators import ModelOperators
-from cpsr.engines.moe.token_counts import HookedTokenCounts
-from cpsr.engines.moe.torch import MixtureOfExperts
-from cpsr.engines.naming import (
-    module_identity,
-    named_buffers,
-    parameter_names,
-    tensor_identity,
-)
+from cpsr.engines.moe.token_counts import MixtureOfExperts, ModuleMixture
+from cpsr.engines.naming import module_identity, named_buffers, parameter_names, tensor_identity
+from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
 from cpsr.engines.optimizer_state import OptimizerState, Updated
-from cpsr.engines.resharded_optimizer import resharded_optimizer
-from cpsr.engines.sharded import is_distributed, layout_of, local, part_of
+from cpsr.engines.schedules import Schedules, advance_scaler, scaler_state
+from cpsr.engines.sharded import FullySharded, is_distributed, layout_of, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_support import (
     data_parallel_ranks,
+    require_parts,
     require_supported,
     require_whole_experts,
     unwrapped,
@@ -105,22 +94,24 @@ class TorchAdapter:
         self._schedule = Schedules(schedulers)
         self._scaler = grad_scaler
         self._micro_batches = micro_batches_per_iteration
-        self._experts = experts
         self._fully_sharded = FullySharded(self._module)
         self._fully_sharded.reshard()
         self._names = parameter_names(self._module)
         # Of FSDP2's modules the sharded ones, in whose place they have gathered ones at times.
         self._parameters = list(self._module.parameters())
-        self._state = OptimizerState()
+        self._state = OptimizerState(optimizers)
         self._views = FlatViews(self._state)
         self._module_state = ModuleState(self._module)
         self._every: tuple[list[int], list[torch.Tensor], list[Updated]] | None = None
         require_supported(self._module, optimizers, self._names)
         for one in optimizers:
-            watch(one)
+            renew_powers(one)
         self._parts = {id(one): part_of(one, self._names[id(one)]) for one in self._parameters}
         self._absent = {key for key, part in self._parts.items() if part.numel == 0 and 0 not in part.global_shape}
         require_whole_experts(experts, self._parts, self._names)
+        names = list(self._names.values())
+        self.mixture: Mixture | None = None if experts is None else ModuleMixture(self._module, names, experts)
+        self.pipeline: Pipeline | None = None
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank: int = torch.distributed.get_rank() if distributed else 0
         self.world_size: int = torch.distributed.get_world_size() if distributed else 1
@@ -176,16 +167,6 @@ class TorchAdapter:
         """Nothing to do."""
 
     @property
-    def stage_traffic(self) -> None:
-        """None: a plain torch loop has no pipeline."""
-        return
-
-    @property
-    def pipeline_stage(self) -> Stage | None:
-        """None: a plain torch loop has no pipeline."""
-        return None
-
-    @property
     def can_evaluate(self) -> bool:
         """Whether the last training forward returned a loss."""
         return self._loop.gives_loss
@@ -223,12 +204,6 @@ class TorchAdapter:
             piece = ParamSlice(values, part.global_shape, part.offset, part.block)
             operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
         return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
-
-    def renewed(self, shard: Shard) -> Shard | None:
-        """See `EngineAdapter.renewed`."""
-        if not self._views.unchanged(self._held(), shard.operators):
-            return None
-        return Shard(shard.operators, self._module_state.buffers() if shard.others else {}, shard.frozen)
 
     def _updated(self) -> list[Updated]:
         """Every parameter of the optimizers, in their order; looked up where it is not as last time."""
@@ -293,19 +268,7 @@ class TorchAdapter:
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """See `EngineAdapter.resharded`."""
-        if IMPORTED in scalars:
-            return self._imported(scalars[IMPORTED])
-        return {**scalars, **resharded_optimizer(scalars, self._updated())}
-
-    def _imported(self, imported: dict[str, Any]) -> dict[str, Any]:
-        every = self._updated()
-        kept = [self._state.numbers_kept(one) for one in every]
-        return {
-            "iteration": imported["iteration"],
-            "grad_scaler": imported["grad_scaler"],
-            "schedule": imported.get("schedule", self._schedule.state()),
-            **imported_optimizer(imported, every, {id(one.master): [one.name] for one in every}, kept),
-        }
+        return {**scalars, **reshard_optimizers(scalars, self._updated())}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Put `scalars()` back; the rates last, since schedulers may overwrite them when they load.
@@ -322,7 +285,7 @@ class TorchAdapter:
         if scalars["grad_scaler"] is None and self._scaler is not None:
             _log.warning("the saved run had no grad_scaler: this one begins with its own scale")
         groups = list(scalars["param_groups"])
-        self._state.load(self._updated(), scalars)
+        restore_optimizers(self._state, self._updated(), scalars)
         self._schedule.load(scalars["schedule"], [group.get("lr") for group in groups])
         for place, one in enumerate(self._optimizers):
             last = place == len(self._optimizers) - 1
@@ -352,7 +315,7 @@ class TorchAdapter:
         return optimizer_state.second_moment_decay(self._optimizers)
 
     def prediction_obstacle(self) -> str | None:
-        """What the optimizers keep that no step ahead can be predicted of."""
+        """What of the optimizers cannot be extrapolated."""
         return self._state.obstacle(self._updated())
 
     def skip_ahead(self, iterations: int) -> list[float]:
@@ -369,28 +332,6 @@ class TorchAdapter:
     def require_complete_step(self) -> None:
         """Raise UnsupportedEngineError where the loop is inside a step; the message names the call that is missing."""
         self._loop.require_complete()
-
-    def expert_naming(self) -> Naming | None:
-        """As given to the constructor."""
-        return None if self._experts is None else self._experts.naming
-
-    def expert_operators(self) -> ModelOperators | None:
-        """See `EngineAdapter.expert_operators`."""
-        return None if self._experts is None else self._experts.operators(list(self._names.values()))
-
-    def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
-        """See `EngineAdapter.token_counts`.
-
-        Raises:
-            ValueError: no name of the module is an expert's.
-        """
-        if self._experts is None:
-            return None
-        return self._experts.token_counts(self._module, list(self._names.values()), probabilities)
-
-    def scale_expert_capacity(self, layer: str, factor: float) -> bool:
-        """False: how many tokens an expert takes is the module's own business."""
-        return False
 
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks; with DDP over three ranks or more a collective of them.

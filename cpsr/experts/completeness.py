@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Mapping
 
-from cpsr.engines.moe.naming import Naming
+from cpsr.engines.moe.operators import Naming
 
 __all__ = ["wrong_experts"]
 

@@ -1,15 +1,13 @@
 """Experts with the most unsaved tokens, as many as the bytes hold, shared over layers by their risk."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-from cpsr.engines.moe.layers import ExpertLayer
-from cpsr.engines.moe.operators import Expert
-from cpsr.engines.moe.popularity import Popularity, overdue
-from cpsr.experts.budget import Budget
-from cpsr.experts.each_rank import as_on_each_rank
+from cpsr.engines.moe.operators import Expert, ExpertLayer, ExpertParallel
+from cpsr.experts.policies import Budget, Load, overdue
 
 __all__ = ["Moetion", "allocation"]
 
@@ -42,14 +40,14 @@ class Moetion:
         # Where each layer's experts begin: among all, and among a rank's own.
         first = _starts([layer.experts for layer in layers])
         self._starts = _starts(self._sizes)
-        ranks = as_on_each_rank(layers) if every_rank else [self._layers]
+        ranks = _as_on_each_rank(layers) if every_rank else [self._layers]
         self._own = numpy.array(
             [[begin + index for begin, layer in zip(first, own, strict=True) for index in layer.owned] for own in ranks]
         )
 
-    def select(self, step: int, popularity: Popularity, budget: Budget) -> tuple[Expert, ...]:
+    def select(self, step: int, load: Load, budget: Budget) -> tuple[Expert, ...]:
         """Experts rank by rank and layer by layer; of each rank at least one, at most all that it owns."""
-        all_tokens, all_ages = popularity.at_risk(self._layers)
+        all_tokens, all_ages = load.at_risk(self._layers)
         if not self._layers:
             return ()
         # All arrays from here on: (ranks, experts of a rank) or (ranks, layers).
@@ -58,7 +56,7 @@ class Moetion:
         order, taken, counts = self._selected(tokens, ages, late, budget)
         left = numpy.ones(ages.shape, dtype=bool)
         numpy.put_along_axis(left, order, ~taken, axis=1)
-        late = self._overdue(ages, counts) & left
+        late = self._late(ages, counts) & left
         if late.any():
             order, taken, counts = self._selected(tokens, ages, late, budget)
         return tuple(self._experts[place] for place in numpy.take_along_axis(self._own, order, axis=1)[taken].tolist())
@@ -79,7 +77,7 @@ class Moetion:
         order = numpy.lexsort((-ages, -tokens, ~late, layer))
         return order, _places(self._sizes) <= numpy.repeat(counts, self._sizes, axis=1), counts
 
-    def _overdue(self, ages: NDArray[numpy.float64], counts: NDArray[numpy.int64]) -> NDArray[numpy.bool_]:
+    def _late(self, ages: NDArray[numpy.float64], counts: NDArray[numpy.int64]) -> NDArray[numpy.bool_]:
         places = counts.sum(axis=1, keepdims=True)
         rounds = -(-numpy.asarray(self._sizes) // numpy.maximum(counts, 1)) * -(-len(self._layers) // places)
         of_layers = numpy.split(ages, self._starts[1:], axis=1)
@@ -125,7 +123,7 @@ def allocation(
         fits = numpy.broadcast_to(numpy.arange(layer.size) < budget.experts_per_layer * len(experts), order.shape)
     else:
         needed = numpy.cumsum(numpy.asarray(expert_bytes, dtype=numpy.float64)[order], axis=-1)
-        fits = needed <= budget.expert_bytes
+        fits = needed <= budget.snapshot_bytes
         fits[..., 0] = True
     ranks = numpy.arange(risks.size // len(experts)).reshape(*risks.shape[:-1], 1)
     taken = (ranks * len(experts) + order)[fits]
@@ -139,3 +137,11 @@ def _starts(sizes: Sequence[int]) -> NDArray[numpy.int64]:
 def _places(sizes: Sequence[int]) -> NDArray[numpy.int64]:
     """1, 2, ... for each layer."""
     return numpy.arange(1, sum(sizes) + 1) - numpy.repeat(_starts(sizes), sizes)
+
+
+def _as_on_each_rank(layers: Sequence[ExpertLayer]) -> list[tuple[ExpertLayer, ...]]:
+    """The layers of each rank of the expert-parallel group."""
+    size = max((layer.expert_parallel.size for layer in layers), default=1)
+    return [
+        tuple(replace(layer, expert_parallel=ExpertParallel(size, rank)) for layer in layers) for rank in range(size)
+    ]

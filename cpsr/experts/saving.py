@@ -4,37 +4,30 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
+import torch
 from numpy.typing import NDArray
 
 from cpsr.config import ExpertsConfig
-from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.moe.measures import Measure
-from cpsr.engines.moe.naming import Naming
-from cpsr.engines.moe.operators import Expert, ModelOperators, check_shared
-from cpsr.engines.moe.popularity import Popularity, zeros
-from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.engines.adapter import EngineAdapter, Mixture
+from cpsr.engines.moe.operators import Expert, ExpertLayer, ModelOperators, check_shared, experts_of
+from cpsr.engines.moe.token_counts import zeros
 from cpsr.errors import ConfigError
 from cpsr.experts.account import ExpertAccount, Loss
-from cpsr.experts.budget import Budget
-from cpsr.experts.dynamic_k import DynamicK
 from cpsr.experts.memory_turns import MemoryTurns
-from cpsr.experts.named import measure_named, policy_named
-from cpsr.experts.saved import SavedExperts
-from cpsr.experts.units import sized_layers, trained_experts, unit_name, units_of
+from cpsr.experts.moetion import Moetion
+from cpsr.experts.policies import Budget, DynamicK, Load, LoadAware, Policy, Sequential
+from cpsr.experts.tokens import SavedExperts
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 
-__all__ = ["ExpertSaving"]
+__all__ = ["ExpertSaving", "policy_named", "trained_experts", "unit_name", "units_of"]
 
 # Enough writes that one slow write changes little, few enough that the bandwidth follows the disk.
 MEASURED_SAVES = 5
-# Policies with a fixed order of selections: one that was not committed must be repeated.
-IN_TURN = ("sequential", "window")
-# Policies that save as much as the measured disk bandwidth allows.
-BY_BYTES = ("moetion", "window")
 
 
 class ExpertSaving:
@@ -60,17 +53,16 @@ class ExpertSaving:
     def __init__(
         self,
         adapter: EngineAdapter,
-        naming: Naming,
+        mixture: Mixture,
         operators: ModelOperators,
-        counts: HookedTokenCounts,
         shard: Shard,
         config: ExpertsConfig,
         group: Group,
     ) -> None:
         self.units = units_of(operators, shard)
-        self.trained = trained_experts(naming, shard, group)
+        self.trained = trained_experts(mixture, shard, group)
         self._adapter = adapter
-        self._counts = counts
+        self._counts = mixture.token_counts()
         self._config = config
         self._group = group
         self._layers = sized_layers(operators, shard, group)
@@ -79,9 +71,9 @@ class ExpertSaving:
         sizes = {name: shard.operators[name].state_bytes for name in self.units}
         self.in_memory = MemoryTurns(self.units, sizes, self._non_expert_bytes)
         self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
-        self._measure: Measure | None = None
+        self._tokens = zeros(self._layers)  # routed in this life
         self._saved = SavedExperts(self._layers, adapter.iteration)
-        self._account = ExpertAccount(adapter, self._layers, self.units, config)
+        self._account = ExpertAccount(mixture, self._layers, config.recovering_capacity_fraction)
         self._chosen: frozenset[Expert] | None = None  # of a checkpoint that has not begun yet
         self._again: deque[frozenset[Expert]] = deque()  # selections that were not committed
         self._step = 0
@@ -95,20 +87,19 @@ class ExpertSaving:
 
         Raises:
             ConfigError: the model has no layers of experts, or one that the ranks cannot share; see `check_shared`.
-            UnsupportedEngineError: see `check_shared`, `EngineAdapter.expert_operators` and `token_counts`.
+            UnsupportedEngineError: see `check_shared`, `Mixture.operators`.
         """
         if config.policy == "none":
             return None
-        naming, operators, counts = adapter.expert_naming(), adapter.expert_operators(), None
+        mixture = adapter.mixture
+        operators = None if mixture is None else mixture.operators()
         check_shared(operators, group.gather)
-        if operators is not None and operators.layer_names:
-            counts = adapter.token_counts(probabilities=config.popularity == "soft")
-        if naming is None or operators is None or counts is None:
+        if mixture is None or operators is None or not operators.layer_names:
             raise ConfigError(
                 f"experts.policy = {config.policy!r}, and the model has no layers of experts that CPSR knows: set it "
                 "to none, or tell TorchAdapter of them (experts=MixtureOfExperts(...))"
             )
-        return ExpertSaving(adapter, naming, operators, counts, shard, config, group)
+        return ExpertSaving(adapter, mixture, operators, shard, config, group)
 
     def shares_rest(self, non_expert_bytes: float | None) -> None:
         """Bytes beside experts that this rank writes on average; other ranks write some replicas. None: all."""
@@ -144,7 +135,7 @@ class ExpertSaving:
         self.in_memory.agree(max(part[3] for part in gathered))
         self._take()
         given_back = self._saved.settle(gathered[0][0])
-        if self._config.policy in IN_TURN:
+        if self._config.policy == "sequential":  # a turn that was not committed is repeated
             # The caller that asked for a whole one ensures that it exists.
             self._again += [one for one in given_back if len(one) < len(self._saved.experts)]
         if any(part[2] for part in gathered):
@@ -181,7 +172,6 @@ class ExpertSaving:
     def forget(self) -> None:
         """The weights were rewound or replaced: drop pending selections and checkpoints under way."""
         self._counts.forget()
-        self._account.forget()
         self._iteration = self._adapter.iteration
         self._saved.history.reach(self._iteration)
         self._saved.undone()
@@ -204,10 +194,9 @@ class ExpertSaving:
         """
         ages = self._oldest(self._group.gather(dict(taken_at)), iteration)
         loss = Loss(*self._saved.restored(ages, iteration))
-        self._account.restored(loss, self._units_taken_at(ages, iteration), iteration, predicted=predicted)
+        self._account.restored(loss, predicted=predicted)
         if isinstance(self._policy, DynamicK):
             self._policy.recovered(loss.missed, sum(loss.assigned))
-        self._account.set_capacities()
         report = self._account.report(loss, self._saved.history.split(ages), iteration)
         return {**report, "predicted": predicted, "experts_per_layer": self._experts_per_layer}
 
@@ -231,7 +220,7 @@ class ExpertSaving:
         saved = SavedExperts(self._layers, self._iteration)
         if state:
             saved.load_state_dict(state["saved"])
-        self._account.load_state_dict(state, self._iteration)
+        self._account.load_state_dict(state)
         self._saved = saved
         if state:
             if isinstance(self._policy, DynamicK) and state["dynamic_k"] is not None:
@@ -240,17 +229,12 @@ class ExpertSaving:
 
     @property
     def popularity(self) -> dict[str, float]:
-        """Operator -> score of its expert, for this rank's experts; empty before tokens were counted in this life."""
-        if self._measure is None:
+        """Operator -> tokens of its expert in this life, for this rank's experts; empty before any was counted."""
+        tokens = numpy.concatenate(self._tokens).tolist()
+        if not any(tokens):
             return {}
-        scores = numpy.concatenate(self._measure.scores).tolist()
-        of_units = dict(zip(map(unit_name, self._saved.experts), scores, strict=True))
+        of_units = dict(zip(map(unit_name, self._saved.experts), tokens, strict=True))
         return {name: of_units[unit] for name, unit in self.units.items()}
-
-    @property
-    def catching_up(self) -> bool:
-        """Whether an expert of some rank makes up for iterations that it missed; the same on all ranks."""
-        return self._account.catching_up_at(self._iteration)
 
     def close(self) -> None:
         """Remove the hooks, and restore the capacities."""
@@ -262,26 +246,20 @@ class ExpertSaving:
     def _take(self) -> None:
         """Add tokens routed since the last checkpoint; a collective, and the host waits for the device."""
         for counted in self._counts.take():
-            if self._measure is None:
-                factors = self._counts.capacity_factors
-                self._measure = measure_named(self._config.popularity, self._layers, factors, counted.routed)
-            self._measure.observe(counted.routed)
-            self._saved.history.count(counted.routed.tokens)
-            self._account.observe(counted.routed.tokens)
+            self._tokens = tuple(sums + new for sums, new in zip(self._tokens, counted.tokens, strict=True))
+            self._saved.history.count(counted.tokens)
+            self._account.observe(counted.tokens)
         self._saved.history.reach(self._iteration)
         self._account.set_capacities()
 
     def _selected(self, budgets: Sequence[float | None]) -> frozenset[Expert]:
-        saved = self._saved
-        scores = zeros(self._layers) if self._measure is None else self._measure.scores
-        popularity = Popularity(scores, saved.unsaved_tokens, saved.ages)
-        operators = self._policy.select(self._step, popularity, self._budget(budgets))
-        return frozenset(operator for operator in operators if isinstance(operator, Expert))
+        load = Load(self._saved.unsaved_tokens, self._saved.ages)
+        return frozenset(self._policy.select(self._step, load, self._budget(budgets)))
 
     def _budget(self, measured: Sequence[float | None]) -> Budget:
         """The budget, equal on all ranks: by bytes, that of the rank that can save least."""
         count = self._config.experts_per_layer
-        if self._config.policy not in BY_BYTES:
+        if self._config.policy != "moetion":
             return Budget(experts_per_layer=count)
         known = [budget for budget in measured if budget is not None]
         if len(known) < len(measured):
@@ -307,10 +285,6 @@ class ExpertSaving:
             raise ValueError(f"the model has no expert {min(unknown)}: it has {names[0]} to {names[-1]}")
         return numpy.array([oldest.get(name, iteration) for name in names])
 
-    def _units_taken_at(self, ages: NDArray[numpy.int64], iteration: int) -> dict[str, int]:
-        units = map(unit_name, self._saved.experts)
-        return {unit: taken for unit, taken in zip(units, ages.tolist(), strict=True) if taken < iteration}
-
     @property
     def checkpoints_of_a_round(self) -> int | None:
         """Checkpoints within which each expert is saved once; None where popularity or bytes decide."""
@@ -323,4 +297,64 @@ class ExpertSaving:
         """K; None where bytes decide."""
         if isinstance(self._policy, DynamicK):
             return self._policy.experts_per_layer
-        return None if self._config.policy in BY_BYTES else self._config.experts_per_layer
+        return None if self._config.policy == "moetion" else self._config.experts_per_layer
+
+
+def policy_named(name: str, layers: Sequence[ExpertLayer], experts_per_layer: int, lost_portion_limit: float) -> Policy:
+    """A policy that selects among the experts of all ranks.
+
+    Args:
+        name: of `ExpertsConfig.policy`, but for `none`.
+        layers: of the model.
+        experts_per_layer: K with which `dynamic_k` starts.
+        lost_portion_limit: at which it doubles.
+    """
+    if name == "sequential":
+        return Sequential(layers)
+    if name == "load_aware":
+        return LoadAware(layers)
+    if name == "dynamic_k":
+        return DynamicK(layers, LoadAware(layers), experts_per_layer, lost_portion_limit)
+    if name == "moetion":
+        return Moetion(layers, every_rank=True)
+    raise ValueError(f"there is no policy {name!r}")
+
+
+def unit_name(expert: Expert) -> str:
+    """Name of an expert in checkpoints: layer and index, `00000-00012`."""
+    return f"{expert.layer:05d}-{expert.index:05d}"
+
+
+def units_of(operators: ModelOperators, shard: Shard) -> dict[str, str]:
+    """Operator name in the shard -> `unit_name` of its expert, for experts' parameters alone."""
+    return {
+        name: unit_name(operator)
+        for operator, names in operators.parameters.items()
+        for name in names
+        if isinstance(operator, Expert) and name in shard.operators
+    }
+
+
+def trained_experts(mixture: Mixture, shard: Shard, group: Group) -> frozenset[str]:
+    """Names of the experts' parameters that some rank trains, which `wrong_experts` must find; a collective."""
+    gathered = group.gather(list(experts_of(mixture, shard.operators)))
+    return frozenset(name for names in gathered for name in names)
+
+
+def sized_layers(operators: ModelOperators, shard: Shard, group: Group) -> tuple[ExpertLayer, ...]:
+    """The layers over all ranks, each with the bytes of its largest expert; a collective.
+
+    An expert belongs to the rank that has most of it. Experts that no rank trains count one byte: policies need a
+    positive size.
+    """
+    layers = operators.layers({name: 1 for names in operators.parameters.values() for name in names})
+    sizes = [torch.zeros(layer.experts, dtype=torch.int64, device="cpu") for layer in layers]
+    for operator, names in operators.parameters.items():
+        if isinstance(operator, Expert):
+            trained = (shard.operators[name] for name in names if name in shard.operators)
+            sizes[operator.layer][operator.index] = sum(one.state_bytes for one in trained)
+    table = group.reduce(torch.cat(sizes), "max")
+    by_layer = numpy.split(table.numpy(), numpy.cumsum([layer.experts for layer in layers])[:-1])
+    return tuple(
+        replace(layer, expert_bytes=max(1, *size.tolist())) for layer, size in zip(layers, by_layer, strict=True)
+    )

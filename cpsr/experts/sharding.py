@@ -1,13 +1,10 @@
 """Non-expert parts over data-parallel ranks, each of which could save all of them."""
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cpsr.engines.moe.layers import ExpertLayer
-from cpsr.engines.moe.operators import Expert
-
-__all__ = ["Sharding", "adaptive_sharding", "equal_sharding", "expert_bytes_by_rank"]
+__all__ = ["Sharding", "adaptive_sharding"]
 
 
 @dataclass(frozen=True)
@@ -21,15 +18,6 @@ class Sharding:
 
     parts: tuple[tuple[str, ...], ...]
     rank_bytes: tuple[int, ...]
-
-
-def expert_bytes_by_rank(layers: Sequence[ExpertLayer], experts: Iterable[Expert]) -> list[int]:
-    """Bytes that each rank of the expert-parallel group saves of the selected experts."""
-    sizes = [0] * max((layer.expert_parallel.size for layer in layers), default=1)
-    for expert in experts:
-        layer = layers[expert.layer]
-        sizes[layer.owner(expert.index)] += layer.expert_bytes
-    return sizes
 
 
 def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]) -> Sharding:
@@ -66,14 +54,3 @@ def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]
     for size, rank in least:
         rank_bytes[rank] = size
     return Sharding(tuple(map(tuple, parts)), tuple(rank_bytes))
-
-
-def equal_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]) -> Sharding:
-    """Parts over ranks by themselves, whatever experts the ranks save: what adaptive sharding is compared with (EDPS).
-
-    Source: pec, section 4.2.
-    """
-    alone = adaptive_sharding(part_bytes, [0] * len(expert_bytes))
-    return Sharding(
-        alone.parts, tuple(own + experts for own, experts in zip(alone.rank_bytes, expert_bytes, strict=True))
-    )

@@ -110,10 +110,10 @@ class BubblePace:
 
 def bubbles_of(adapter: EngineAdapter) -> Bubbles:
     """The waits of this rank's training thread, forecast by its pipeline's schedule if that blocks the thread."""
-    stage = adapter.pipeline_stage
-    if stage is None or not _blocks(adapter):
+    pipeline = adapter.pipeline
+    if pipeline is None or not _blocks(adapter):
         return Bubbles()
-    return Bubbles(idle_shares(stage.count, adapter.micro_batches_per_iteration, stage.index))
+    return Bubbles(idle_shares(pipeline.stages, adapter.micro_batches_per_iteration, pipeline.stage))
 
 
 def pace_of(
@@ -139,4 +139,4 @@ def pace_of(
 
 def _blocks(adapter: EngineAdapter) -> bool:
     """Whether the training thread itself waits for other stages; a receive on a GPU is only queued."""
-    return adapter.pipeline_stage is not None and adapter.device.type == "cpu"
+    return adapter.pipeline is not None and adapter.device.type == "cpu"

@@ -168,7 +168,7 @@ class DrawWarnings:
 
     def at_checkpoint(self) -> None:
         """A checkpoint begins; without a batch from `resume` it has no position in the data."""
-        if not self._draws.drawn and self._job.config.mode == "exact" and self._job.adapter.pipeline_stage is None:
+        if not self._draws.drawn and self._job.config.mode == "exact" and self._job.adapter.pipeline is None:
             self._say("no batches from resume", NO_BATCHES.format(self._steps))
 
     def _compare(self, taken: list[int]) -> None:

@@ -175,7 +175,7 @@ class Loop:
 
     def begin(self, job: Job) -> None:
         """A life begins."""
-        self.tail = LoopTail(job.group, self.state, pipeline=job.adapter.pipeline_stage is not None)
+        self.tail = LoopTail(job.group, self.state, pipeline=job.adapter.pipeline is not None)
         self._warnings = DrawWarnings(job, self.state.draws)
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.kept_views import KeptViews
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.experts.saving import ExpertSaving
 from cpsr.journal import RankJournal
@@ -160,7 +159,7 @@ class MemorySnapshots:
         self._unreported, self._unreported_seconds = 0, 0.0  # since the journal was last told
         self._failed = False
         self._sealed: tuple[int, Future[bool]] | None = None  # of the newest one
-        self._views = KeptViews(adapter)
+        self._views = adapter.shard
 
     def is_due(self, iteration: int, interval_iterations: int | None) -> bool:
         """Whether one is due after this iteration; None: none is wanted."""

@@ -25,11 +25,10 @@ from cpsr.doctor.start import report_machine
 from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
 from cpsr.engines.adapter import EngineAdapter, StepObserver
-from cpsr.engines.moe.naming import experts_of
+from cpsr.engines.moe.operators import experts_of
 from cpsr.engines.offload import offloaded_activations
 from cpsr.experts.completeness import wrong_experts
-from cpsr.experts.saving import ExpertSaving
-from cpsr.experts.units import trained_experts
+from cpsr.experts.saving import ExpertSaving, trained_experts
 from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
 from cpsr.learning.memory import LIMIT_BYTES
@@ -150,7 +149,7 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
         life, branch, held = journal.life, 0, False
     job, memory = _followed(job, loop, store, experts)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
-    if adapter.pipeline_stage is not None:
+    if adapter.pipeline is not None:
         memory.pool.copier.copy_in(loop.learning.bubbles)
 
     # What watches and plans.
@@ -339,7 +338,7 @@ def _write_assignment(
                 marker,
             )
         return None
-    units = experts_of(adapter.expert_naming(), shard.operators) if experts is None else experts.units
+    units = experts_of(adapter.mixture, shard.operators) if experts is None else experts.units
     writes = WriteAssignment.of(shard, units, adapter.data_parallel_ranks, group)
     if writes is not None and experts is not None:
         experts.shares_rest(writes.non_expert_share_bytes)
@@ -369,10 +368,10 @@ def _open_store(job: Job, frozen: FrozenWeights) -> CheckpointStore:
 
 def _missing_experts(job: Job) -> Missing | None:
     """The check that all ranks' parts of a checkpoint contain every expert; a collective."""
-    naming = job.adapter.expert_naming()
-    if naming is None:
+    mixture = job.adapter.mixture
+    if mixture is None:
         return None
-    return partial(wrong_experts, naming=naming, trained=trained_experts(naming, job.shard, job.group))
+    return partial(wrong_experts, naming=mixture.naming, trained=trained_experts(mixture, job.shard, job.group))
 
 
 def _close_group(group: Group, ending: Ending) -> None:

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.foreign import refuse_known
-from cpsr.engines.random_states import capture_random_states, restore_random_states
+from cpsr.engines.evaluation import capture_random_states, restore_random_states
+from cpsr.engines.torch_support import refuse_known
 from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Ending, Part, Rewind
 from cpsr.learning.learner import Learner

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from cpsr.engines import EngineAdapter, TorchAdapter
 from cpsr.engines.hooks import Hooks
-from cpsr.engines.optimizer_probe import is_trial
+from cpsr.engines.optimizer_layout import is_trial
 from cpsr.engines.sharded import local
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.stateful import stateful

@@ -43,8 +43,8 @@ class Cell:
         zero: stage of ZeRO; None outside DeepSpeed.
         precision: `fp32`, `bf16`, or `fp16`, which in plain torch is autocast with a gradient scaler; `bf16` of FSDP2
             is that of forward and backward.
-        optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, `adafactor`, `muon` (DeepSpeed's
-            own), `muon+adamw`: two of torch in one job, `fused`: DeepSpeed's FusedAdam, `json`: what DeepSpeed
+        optimizer: `sgd` with momentum, `adamw`, `adamw-fused`, `adamw-capturable`, `adafactor`,
+            `muon+adamw`: two of torch in one job, `fused`: DeepSpeed's FusedAdam, `json`: what DeepSpeed
             builds for the AdamW of its configuration, one of `OF_TORCH`, or of the packages of `OF_PACKAGES`.
         feature: what the job has beside these; empty for nothing.
     """
@@ -139,5 +139,4 @@ def _features(ranks: int) -> Iterator[Cell]:
     yield Cell("deepspeed", 1, "fp32", "adamw", "torch_autocast")
     yield Cell("deepspeed", 1, "bf16", "adamw", "bf16_optimizer_states")
     yield Cell("deepspeed", 2, "bf16", "adamw", "unmanaged")
-    yield Cell("deepspeed", 1, "bf16", "muon")
     yield Cell("deepspeed", 2, "fp32", "adamw", "compiled")

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from cpsr.engines import EngineAdapter
+from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.moe.operators import Expert
-from cpsr.engines.random_states import capture_random_states, restore_random_states
 from cpsr.engines.sharded import local
-from cpsr.experts.catching_up import CatchingUp, Missed
 from cpsr.qualify.recorder import Recorder
 from cpsr.state.codec import SmallState, decode, encode, same
 
@@ -29,7 +28,6 @@ __all__ = [
     "Job",
     "assert_bitwise",
     "check_early_state",
-    "check_longer_steps",
     "check_resume",
     "final_state",
     "inject",
@@ -214,42 +212,11 @@ def check_resume(build: Callable[[], Job], skip: int = 0) -> dict[str, Any]:
     return {"snapshot": snapshot, "description": description, "evaluations": evaluations}
 
 
-def check_longer_steps(build: Callable[[], Job]) -> None:
-    """What is written around a step of `adapter.optimizer` is what the engine and the model go on with.
-
-    Args:
-        build: as in `check_resume`.
-    """
-    factor, moved = 3.0, []
-    for missed in (0.0, factor - 1):
-        seed(1)
-        job = build()
-        run(job, 0, BEFORE)
-        operators = job.adapter.shard().operators
-        before = {name: one.parameter.values.clone() for name, one in operators.items()}
-        catching_up = CatchingUp(*job.adapter.optimizers)
-        late = {name: Missed(one.parameter.values, missed) for name, one in operators.items()}
-        catching_up.begin(late, factor)
-        job.train_step(BEFORE)
-        assert not catching_up.left
-        moved.append({name: one.parameter.values - before[name] for name, one in operators.items()})
-        model = {name: local(parameter).clone() for name, parameter in job.module.named_parameters()}
-        job.adapter.push_down()
-        assert_bitwise({name: local(parameter) for name, parameter in job.module.named_parameters()}, model)
-    plain, longer = moved
-    assert any(move.any() for move in plain.values())
-    for name, move in plain.items():
-        torch.testing.assert_close(longer[name], factor * move, rtol=1e-4, atol=1e-6, msg=name)
-
-
 def check_experts(adapter: EngineAdapter) -> None:
     """Naming, operators and counts are of the same layers, or there are none of them."""
-    naming, operators, counts = adapter.expert_naming(), adapter.expert_operators(), adapter.token_counts()
-    if naming is None:
-        assert (operators, counts) == (None, None)
+    if adapter.mixture is None:
         return
-    assert operators is not None
-    assert counts is not None
+    naming, operators, counts = adapter.mixture.naming, adapter.mixture.operators(), adapter.mixture.token_counts()
     assert operators.layer_names == counts.layer_names
     assert operators.layer_names
     named = [name for names in operators.parameters.values() for name in names]
@@ -260,8 +227,8 @@ def check_experts(adapter: EngineAdapter) -> None:
             assert index == (None if place is None else place.expert)
     counts.remove()
     for layer in operators.layer_names:
-        adapter.scale_expert_capacity(layer, 1.5)
-        adapter.scale_expert_capacity(layer, 1.0)
+        adapter.mixture.scale_capacity(layer, 1.5)
+        adapter.mixture.scale_capacity(layer, 1.0)
 
 
 def check_early_state(build: Callable[[], Job]) -> None:

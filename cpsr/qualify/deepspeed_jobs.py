@@ -137,12 +137,6 @@ class DeepSpeedJob:
 
     def train_step(self, step: int) -> None:
         """Train one iteration."""
-        if self.engine.optimizer_name() != "muon":
-            return self._train(step)
-        with torch.compiler.set_stance("force_eager"):  # DeepSpeed would compile its iterations for minutes
-            return self._train(step)
-
-    def _train(self, step: int) -> None:
         overflow = self._scales and step in OVERFLOWING_STEPS
         managed = self.engine.managed_gradient_accumulation()
         micro_batches = self.engine.gradient_accumulation_steps() if managed else 1 + step % 3

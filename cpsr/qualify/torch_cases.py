@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cpsr.engines import TorchAdapter
-from cpsr.engines.moe.torch import MixtureOfExperts
+from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.qualify.cells import OF_TORCH
 from cpsr.qualify.conformance import OVERFLOW, OVERFLOWING_STEPS
 from cpsr.qualify.models import (

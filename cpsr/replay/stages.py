@@ -88,8 +88,8 @@ def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _B
         window: that is replayed, as the life before left it.
         obstacle: why steps of this pipeline cannot be repeated.
     """
-    stage = job.adapter.pipeline_stage
-    assert stage is not None
+    pipeline = job.adapter.pipeline
+    assert pipeline is not None
     own = [
         state
         for state in memory_states(job.run.run_id)
@@ -104,7 +104,7 @@ def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _B
     logged = window.iteration
     while logged + 1 in logs:
         logged += 1
-    return Kept(stage.index, tuple(sorted(states)), logged, obstacle), states, logs
+    return Kept(pipeline.stage, tuple(sorted(states)), logged, obstacle), states, logs
 
 
 def _is_whole(state: MemoryState) -> bool:
@@ -235,7 +235,8 @@ class StageLogs:
     """
 
     def __init__(self, job: Job, memory: SharedMemory, iterations: int) -> None:
-        self._job, self._traffic = job, job.adapter.stage_traffic
+        pipeline = job.adapter.pipeline
+        self._job, self._traffic = job, None if pipeline is None else pipeline.traffic
         self.of_pipeline = self._traffic is not None
         self.upstream: Upstream | None = None
         if self._traffic is None:

@@ -21,7 +21,7 @@ from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import OpenState
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe
 from cpsr.checkpoint.pinning import Pinning
-from cpsr.engines.stage_traffic import Operation
+from cpsr.engines.adapter import Operation
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.state.shard import Shard
 

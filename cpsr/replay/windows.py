@@ -10,10 +10,9 @@ from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import bytes_in_memory, room_in_memory
 from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.engines.kept_views import KeptViews
-from cpsr.engines.moe.naming import experts_of
+from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, SaveError
-from cpsr.experts.copy_budget import CopyBudget
+from cpsr.experts.memory_turns import CopyBudget
 from cpsr.job import Job
 from cpsr.replay.conversion import Replaying
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
@@ -50,7 +49,7 @@ class Windows:
         files = _files(job, self.file_bytes)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
-        self._recorder: Recorder | None = Recorder(memory, KeptViews(job.adapter), self._report, files, pool.writes)
+        self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, self._report, files, pool.writes)
         self._off = False
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
@@ -242,7 +241,7 @@ class Windows:
 
     def _order_units(self) -> None:
         operators = self._job.shard.operators
-        experts = experts_of(self._job.adapter.expert_naming(), operators)
+        experts = experts_of(self._job.adapter.mixture, operators)
         self._units = units_of(self._job.shard, experts, self._popularity)
         self._active = [sum(operators[one].state_bytes for one in names) for names in self._units.values()]
         self._reordered = True  # since the last layout

@@ -11,7 +11,7 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tiers import Source
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.moe.naming import experts_of
+from cpsr.engines.moe.operators import experts_of
 from cpsr.journal import Beginning
 from cpsr.predictor.protocol import StatePredictor
 from cpsr.restart.restored import Restored
@@ -39,7 +39,7 @@ class EngineState:
 
     def expert_units(self, shard: Shard) -> dict[str, str]:
         """Operator -> its expert, for experts' parameters alone."""
-        return experts_of(self._adapter.expert_naming(), shard.operators)
+        return experts_of(self._adapter.mixture, shard.operators)
 
     def load_frozen(self, scalars: dict[str, Any]) -> None:
         """Give the engine the parameters outside the optimizer that go with a snapshot.

@@ -122,7 +122,7 @@ class Scalars:
             alone, as `{"failure_iteration", "checkpoint_iteration"}`.
         history_start: first iteration whose checkpoints lead to this state; older ones belong to another branch.
         engine: what `EngineAdapter.scalars` returned.
-        rng: what `cpsr.engines.random_states` captured.
+        rng: what `cpsr.engines.evaluation` captured.
         data: the data position.
         registered: `state_dict()` of the user's registered objects, by name.
         recent_losses: this rank's last training losses, oldest first, for the guard's comparison.

@@ -20,7 +20,7 @@ from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.config import CheckpointConfig
-from cpsr.engines.moe.naming import MODULE_LIST, PatternNaming
+from cpsr.engines.moe.operators import MODULE_LIST, PatternNaming
 from cpsr.errors import CheckpointCorruptError, CheckpointError, SaveError
 from cpsr.experts.completeness import wrong_experts
 from cpsr.state.shard import OperatorState, ParamSlice, Shard

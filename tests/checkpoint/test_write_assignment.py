@@ -1,13 +1,14 @@
 """Which rank writes what several ranks hold alike."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.write_assignment import Holding, WriteAssignment
-from cpsr.engines.moe.naming import MODULE_LIST, experts_of
+from cpsr.engines.moe.operators import MODULE_LIST, experts_of
 from cpsr.ranks.group import Group
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -52,7 +53,7 @@ def mixture(
         names = [f"moe.experts.{index}.weight" for index in range(first, first + each)]
         parts = [operator(f"rest.{index}", size) for index, size in enumerate(rest)]
         shards.append(shard(*parts, *(operator(name, 10) for name in names)))
-        units.append(experts_of(MODULE_LIST, shards[-1].operators))
+        units.append(experts_of(SimpleNamespace(naming=MODULE_LIST), shards[-1].operators))
     return shards, units
 
 

@@ -15,9 +15,9 @@ from deepspeed.moe.sharded_moe import MOE_TIMER
 from torch import nn
 
 from cpsr.engines import TorchAdapter, adapt
-from cpsr.engines.deepspeed_pipeline import RECEIVES, watch_receives
+from cpsr.engines.deepspeed_loop import RECEIVES, watch_receives
+from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.hooks import Hooks
-from cpsr.engines.random_states import capture_random_states, restore_random_states
 from cpsr.errors import UnsupportedEngineError
 from cpsr.learning.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT, idle_shares, stage_slots
 from cpsr.qualify.conformance import (
@@ -256,20 +256,20 @@ def pipeline(stage: int, precision: str, optimizer: str = "adamw") -> None:
 def receives_are_waits() -> None:
     """Each receive of a training batch is reported, in the order that the schedule is taken to have."""
     job, recorder = PipelineJob(pipeline_engine(0, "fp32")), Recorder()
-    stage = job.adapter.pipeline_stage
-    assert stage is not None
-    assert (stage.index, stage.count) == (torch.distributed.get_rank(), 2)
+    pipeline = job.adapter.pipeline
+    assert pipeline is not None
+    assert (pipeline.stage, pipeline.stages) == (torch.distributed.get_rank(), 2)
     micro_batches = job.adapter.micro_batches_per_iteration
     job.adapter.attach(recorder)
     job.train_step(0)
     receives = {
-        "forward": RECEIVE_ACTIVATION if stage.index > 0 else None,
-        "backward": RECEIVE_GRADIENT if stage.index + 1 < stage.count else None,
+        "forward": RECEIVE_ACTIVATION if pipeline.stage > 0 else None,
+        "backward": RECEIVE_GRADIENT if pipeline.stage + 1 < pipeline.stages else None,
     }
-    order = [receives[kind] for _, kind, _ in stage_slots(stage.count, micro_batches, stage.index)]
+    order = [receives[kind] for _, kind, _ in stage_slots(pipeline.stages, micro_batches, pipeline.stage)]
     expected = [name for place in order if place is not None for name in (place, "")]
     assert recorder.waits == expected
-    shares = idle_shares(stage.count, micro_batches, stage.index)
+    shares = idle_shares(pipeline.stages, micro_batches, pipeline.stage)
     assert sum(len(one) for one in shares.values()) == len(expected) // 2
     job.engine.eval_batch(iter([token_batch(1, micro, 0) for micro in range(micro_batches)]))
     assert recorder.waits == expected  # an evaluation's receives come in another order

@@ -4,7 +4,6 @@ Each runs twice: with the kernels in torch, and, in the slow group, with the rea
 """
 
 import functools
-import json
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpsr.engines import TorchAdapter, adapt
+from cpsr.engines import adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import (
     AFTER,
@@ -90,7 +89,7 @@ def many_lives(build: Callable[[], Any]) -> None:
 
 
 def jumps_unseen(build: Callable[[], Any]) -> None:
-    """A count that the user sets makes the kernel compute its powers anew: restored as such."""
+    """A count that the user sets."""
     finals = []
     for restarting in (False, True):
         seed(1)
@@ -101,8 +100,6 @@ def jumps_unseen(build: Callable[[], Any]) -> None:
         run(here, 2, 3)
         if restarting:
             snapshot = take_snapshot(here.adapter)
-            powers = json.loads(snapshot["json"])["scalars"]["optimizer_state"]["beta_powers"]
-            assert (powers[0]["since"], powers[0]["step"]) == (43, 45)
             seed(2)
             here = build()
             inject(here.adapter, snapshot)
@@ -128,19 +125,6 @@ def plain_loops_resume() -> None:
         many_lives(partial(plain_loop, kind))
         check_resume(partial(plain_loop, kind), skip=3)
         check_early_state(partial(plain_loop, kind))
-
-
-def steps_that_nobody_watched() -> None:
-    """They count as one run from the first step on."""
-    module = torch.nn.Linear(2, 2)
-    for kind in (deepspeed.ops.adam.DeepSpeedCPUAdam, deepspeed.ops.adam.FusedAdam):
-        optimizer = kind(module.parameters(), betas=(0.9, 0.95))
-        for _ in range(3):
-            module(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-        (powers,) = TorchAdapter(module, optimizer).scalars()["optimizer_state"]["beta_powers"]
-        assert (powers["since"], powers["step"]) == (0, 3)
-        assert powers["betas"] == pytest.approx((0.9, 0.95))
 
 
 def other_offload_is_refused() -> None:
@@ -183,7 +167,7 @@ class Sometimes(TinyLM):
 
 def a_kept_gradient_is_reported(stage: int) -> None:
     """Once, on a rank that updates the parameter, and only where there is one."""
-    log = logging.getLogger("cpsr.engines.deepspeed_offload")
+    log = logging.getLogger("cpsr.engines.deepspeed_support")
     for model, expected in ((Sometimes, 1), (TinyLM, 0)):
         seed(1)
         here = job(stage, "bf16", "adamw", 1, model=model, **OPTIMIZER)
@@ -224,7 +208,6 @@ CASES: dict[str, Case] = {
     "early-state-json-zero0": partial(check_early_state, partial(job, 0, "fp32")),
     "early-state-offload-zero2": partial(check_early_state, partial(job, 2, "bf16", **OPTIMIZER)),
     "plain-loops": plain_loops_resume,
-    "steps-nobody-watched": steps_that_nobody_watched,
     "other-offload-refused": other_offload_is_refused,
 }
 # These use torch's AdamW: no kernel.

@@ -10,12 +10,10 @@ import torch
 
 from cpsr.config import ExpertsConfig
 from cpsr.engines import adapt
-from cpsr.engines.moe.naming import DEEPSPEED
-from cpsr.engines.moe.operators import Expert
+from cpsr.engines.moe.operators import DEEPSPEED, Expert
 from cpsr.errors import UnsupportedEngineError
 from cpsr.experts.completeness import wrong_experts
-from cpsr.experts.saving import ExpertSaving
-from cpsr.experts.units import unit_name
+from cpsr.experts.saving import ExpertSaving, unit_name
 from cpsr.qualify.conformance import run, seed
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
 from cpsr.qualify.mixture import EXPERTS, TinyMoE
@@ -58,9 +56,9 @@ def saving_job(expert_parallel: int, stage: int, **settings: Any) -> tuple[DeepS
     return job, saving
 
 
-def a_run(expert_parallel: int, stage: int, policy: str, popularity: str = "hard") -> None:
+def a_run(expert_parallel: int, stage: int, policy: str) -> None:
     """Every checkpoint has the experts of both ranks; a failure takes what was routed since each one's own."""
-    job, saving = saving_job(expert_parallel, stage, policy=policy, popularity=popularity)
+    job, saving = saving_job(expert_parallel, stage, policy=policy)
     shard, rank = job.adapter.shard(), job.adapter.rank
     assert saving.units == {
         name: unit_name(Expert(LAYERS.index(name.partition(".")[0]), int(name.split(".")[4])))
@@ -101,7 +99,7 @@ def a_run(expert_parallel: int, stage: int, policy: str, popularity: str = "hard
 def capacity_until_made_up() -> None:
     """Stale experts of one layer: its gate takes more until they have made up for what they lost."""
     fraction = 0.5
-    job, saving = saving_job(2, 0, policy="sequential", stale="stale", recovering_capacity_fraction=fraction)
+    job, saving = saving_job(2, 0, policy="sequential", recovering_capacity_fraction=fraction)
     gates = [layer.deepspeed_moe.gate for layer in (job.module.first, job.module.second)]
     run(job, 0, 1)
     saving.choose(None, whole=True)
@@ -136,16 +134,19 @@ def predicted_experts_need_no_capacity() -> None:
 
 def no_limit_to_raise() -> None:
     engine = initialize(TinyMoE(1, drop_tokens=False), configuration(0, "fp32"))
-    assert not adapt(engine).scale_expert_capacity("first", 1.1)
+    mixture = adapt(engine).mixture
+    assert mixture is not None
+    assert not mixture.scale_capacity("first", 1.1)
     assert engine.module.first.deepspeed_moe.gate.capacity_factor == 1.0
 
 
 def groups_of_different_sizes() -> None:
     module = TinyMoE(2)
     module.second = TinyMoE(1).second
-    adapter = adapt(initialize(module, configuration(0, "fp32")))
+    mixture = adapt(initialize(module, configuration(0, "fp32"))).mixture
+    assert mixture is not None
     with pytest.raises(UnsupportedEngineError, match=r"'first': 2, 'second': 1.*set experts.policy to none"):
-        adapter.expert_operators()
+        mixture.operators()
 
 
 def a_size_that_does_not_divide() -> None:
@@ -171,29 +172,6 @@ def tokens_are_those_of_all_ranks() -> None:
     saving.close()
 
 
-def probabilities_are_the_gates_own() -> None:
-    """Without noise a gate takes the expert of the largest probability: that of each token is summed."""
-    seed(1)
-    job = DeepSpeedJob(initialize(TinyMoE(2), configuration(0, "fp32")))
-    counts = job.adapter.token_counts(probabilities=True)
-    assert counts is not None
-    inputs: list[torch.Tensor] = []
-    job.module.second.deepspeed_moe.register_forward_hook(lambda _, args, __: inputs.append(args[0].detach()))
-    weight = job.module.second.deepspeed_moe.gate.wg.weight.detach().clone()
-    counts.begin_forward()
-    job.train_step(0)
-    counts.end_iteration(1, applied=True)
-    (taken,) = counts.take()
-    shown = taken.routed.probabilities
-    assert shown is not None
-    tokens = torch.cat([one.reshape(-1, one.shape[-1]) for one in inputs])
-    sums = (tokens @ weight.T).softmax(1).sum(0).double()
-    torch.distributed.all_reduce(sums)
-    assert numpy.allclose(shown[1], sums.cpu().numpy(), rtol=1e-5)
-    assert float(numpy.sum(shown[1])) == pytest.approx(2 * len(tokens))  # over two ranks
-    counts.remove()
-
-
 SAVING: dict[str, Callable[[], Any]] = {
     f"saving-{policy}-ep{expert_parallel}-zero{stage}": partial(a_run, expert_parallel, stage, policy)
     for policy, expert_parallel, stage in [
@@ -201,15 +179,10 @@ SAVING: dict[str, Callable[[], Any]] = {
         ("load_aware", 2, 0),
         ("dynamic_k", 2, 1),
         ("moetion", 2, 2),
-        ("window", 1, 1),
-        ("window", 2, 0),
     ]
 }
 SAVING |= {
-    "saving-window-by-probability": partial(a_run, 2, 0, "window", "soft"),
-    "saving-window-by-capacity": partial(a_run, 1, 0, "window", "capacity"),
     "saving-tokens": tokens_are_those_of_all_ranks,
-    "saving-probabilities": probabilities_are_the_gates_own,
     "saving-capacity": capacity_until_made_up,
     "saving-predicted": predicted_experts_need_no_capacity,
     "saving-no-limit": no_limit_to_raise,

@@ -103,9 +103,8 @@ def test_every_optimizer_of_torch_resumes_bitwise(name: str, settings: dict[str,
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_runs_the_module_itself_is_refused(name: str) -> None:
     module = nn.Linear(2, 2)
-    adapter = TorchAdapter(module, EVERY[name](module.parameters()))
     with pytest.raises(UnsupportedEngineError, match=rf"{name}\.step needs closure"):
-        adapter.shard()
+        TorchAdapter(module, EVERY[name](module.parameters()))
 
 
 OF_THEIR_OWN: dict[str, tuple[type[Any], Make]] = {
@@ -218,7 +217,7 @@ WIDTH = 12
 def test_a_path_on_the_disk_is_of_one_item() -> None:
     job = Job(lambda module: Nested(module.parameters()))
     paths = set(job.adapter.shard().operators["up.weight"].moments)
-    assert paths == {"a%2Eb%2Fc.rows", "a%2Eb%2Fc.#3.#0", "pair.#0", "pair.#1.half", "mask", "late"}
+    assert paths == {"a%2Eb%2Fc.rows", "a%2Eb%2Fc.#3.#0", "pair.#0", "pair.#1.half", "mask"}
 
 
 def test_unsaveable_state_is_refused_by_name() -> None:
@@ -230,20 +229,6 @@ def test_unsaveable_state_is_refused_by_name() -> None:
     job.optimizers[0].state[job.module.up.weight]["note"] = {"by": {(1, 2): 3}}
     with pytest.raises(UnsupportedEngineError, match=r"AdamW keeps note\.by: an item under the key \(1, 2\)"):
         job.adapter.shard()
-
-
-def test_stacked_state_has_its_place_at_the_first_of_its_parameters() -> None:
-    job = Job(lambda module: Stacked(module.parameters()), Alike)
-
-    def sizes() -> dict[str, int]:
-        operators = job.adapter.shard().operators
-        return {name: one.moments["momentum"].numel() for name, one in operators.items() if "momentum" in one.moments}
-
-    before = sizes()
-    assert before == {"layers.0.weight": 4 * WIDTH**2, "layers.0.bias": 3 * WIDTH, "last.weight": 3 * WIDTH}
-    job.train(0, 2)
-    assert sizes() == before
-    assert job.adapter.scalars()["optimizer_state"]["rest"] == {}
 
 
 def test_what_wraps_another_optimizer_is_refused() -> None:
@@ -380,61 +365,16 @@ def test_another_size_of_a_tensor_by_row_is_named(tmp_path: Path) -> None:
 # Earlier checkpoints
 
 
-@pytest.mark.parametrize(
-    ("make", "numbers"),
-    [
-        (adamw, {"step": 3.0}),
-        (partial(adamw, amsgrad=True, fused=True), {"step": 3.0}),
-        (lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), {}),
-        (lambda module: torch.optim.SGD(module.parameters(), lr=0.1), {}),
-    ],
-)
-def test_what_earlier_versions_saved_is_still_loaded(make: Make, numbers: dict[str, Any], tmp_path: Path) -> None:
-    """Of Adam, AdamW and SGD: numbers alone, of state that was created before the first step."""
-
-    class Used(Mixed):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            return super().forward(images) + self.idle.sum() * 0.1
-
-    first = Job(make, Used)
-    first.train(0, 3)
-    tensors = {key: value.clone() for key, value in first.adapter.shard().tensors()}
-    scalars = first.adapter.scalars()
-    assert scalars["optimizer_steps"][-1] == numbers
-    earlier = {key: copy.deepcopy(value) for key, value in scalars.items() if key != "optimizer_state"}
-    losses = first.train(3, 3)
-    other = Job(make, Used, start=7)
-    for key, view in other.adapter.shard(to_fill=True).tensors():
-        view.copy_(tensors[key])
-    other.adapter.load_scalars(earlier)
-    assert other.train(3, 3) == losses
-    assert [state.keys() for state in other.optimizers[0].state.values()] == [
-        state.keys() for state in first.optimizers[0].state.values()
-    ]
-    if numbers:
-        assert differences(other.state(), first.state()) == []
-
-
-def test_a_later_form_is_refused() -> None:
-    job = Job(adamw)
-    scalars = job.adapter.scalars()
-    scalars["optimizer_state"]["form"] = 3
-    with pytest.raises(UnsupportedEngineError, match="in form 3 by a newer version"):
-        job.adapter.load_scalars(scalars)
-
-
 # Prediction
-
-OBSTACLES = {"ASGD": "keeps eta", "NAdam": "keeps mu_product"}
 
 
 @pytest.mark.parametrize("name", sorted(EVERY.keys() - REFUSED))
 def test_which_optimizers_of_torch_can_be_predicted(name: str) -> None:
     job = Job(partial(made, EVERY[name], {}), Embedded if name == "SparseAdam" else Mixed)
     obstacle = job.adapter.prediction_obstacle()
-    assert (obstacle is None) == (name not in OBSTACLES)
-    assert OBSTACLES.get(name, "") in (obstacle or "")
+    assert (obstacle is None) == (name not in ("ASGD", "NAdam"))
     if obstacle is not None:
+        assert name in obstacle
         return
     job.train(0, 2)
     other = Job(partial(made, EVERY[name], {}), Embedded if name == "SparseAdam" else Mixed)
@@ -448,7 +388,7 @@ def test_which_optimizers_of_torch_can_be_predicted(name: str) -> None:
 @pytest.mark.parametrize(
     ("case", "obstacle"),
     [
-        ("schedule-free AdamW", "keeps weight_sum"),
+        ("schedule-free AdamW", "AdamWScheduleFree"),
         ("lion", None),
         ("bitsandbytes Adam8bit", None),
         ("transformers Adafactor", "has no learning rate (lr)"),
@@ -458,11 +398,6 @@ def test_which_others_can_be_predicted(case: str, obstacle: str | None) -> None:
     model, make = OF_OTHERS[case]
     found = Job(make, model).adapter.prediction_obstacle()
     assert found is None if obstacle is None else obstacle in str(found)
-
-
-def test_weights_beside_the_weights_are_an_obstacle() -> None:
-    found = Job(OF_THEIR_OWN["a subclass that keeps more"][1]).adapter.prediction_obstacle()
-    assert found == "AveragingAdamW keeps other weights (average) beside those that are trained"
 
 
 # Several optimizers in a loop

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cpsr.engines import TorchAdapter
-from cpsr.engines.random_states import capture_random_states, restore_random_states
+from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.state.codec import decode, encode
 from tests import two_ranks
 
@@ -14,7 +14,7 @@ SCRIPT = """
 import json, os, sys
 import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
-from cpsr.engines.deepspeed_random_states import load_tracked_states, preserved_tracked_states, tracked_states
+from cpsr.engines.deepspeed_loop import load_tracked_states, preserved_tracked_states, tracked_states
 from cpsr.state.codec import decode, encode
 
 tracker = get_cuda_rng_tracker()

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers, shared_scalars
 from cpsr.engines.optimizer_state import OptimizerState, Updated
-from cpsr.engines.resharded_optimizer import resharded_optimizer, shared_scalars
 from cpsr.errors import UnsupportedEngineError
 
 
@@ -21,7 +21,7 @@ class Rank:
         self.every = [
             Updated(self.optimizer, group, master, name) for (master, group), name in zip(flat, given, strict=True)
         ]
-        self.state = OptimizerState()
+        self.state = OptimizerState([self.optimizer])
 
     def train(self, steps: int, *, but: int | None = None) -> "Rank":
         for _ in range(steps):
@@ -38,7 +38,7 @@ class Rank:
         for one in self.every:
             for values in self.state.tensors(one, to_fill=True).values():
                 values.fill_(0.5)
-        self.state.load(self.every, scalars)
+        restore_optimizers(self.state, self.every, scalars)
         return [float(self.optimizer.state[one.master]["step"]) for one in self.every]
 
 
@@ -46,33 +46,33 @@ class Rank:
 def test_a_flat_tensor_takes_the_numbers_of_its_group(groups: tuple[list[int], list[int]]) -> None:
     saved = Rank([3], [5]).train(4).scalars()
     rank = Rank(*groups)
-    assert rank.loaded(resharded_optimizer(saved, rank.every)) == [4.0] * sum(map(len, groups))
+    assert rank.loaded(reshard_optimizers(saved, rank.every)) == [4.0] * sum(map(len, groups))
     assert all(state["exp_avg"].tolist() == [0.5] * len(master) for master, state in rank.optimizer.state.items())
 
 
 def test_a_named_parameter_takes_its_own() -> None:
     saved = Rank([2, 3], names=["a", "b"]).train(2).train(1, but=0).scalars()
     rank = Rank([2, 3], names=["a", "b"])
-    assert rank.loaded(resharded_optimizer(saved, rank.every)) == [2.0, 3.0]
+    assert rank.loaded(reshard_optimizers(saved, rank.every)) == [2.0, 3.0]
 
 
 def test_what_was_one_parameter_may_be_a_part_of_a_flat_tensor() -> None:
     saved = Rank([6], names=["a"]).train(3).scalars()
     rank = Rank([4])
-    assert rank.loaded(resharded_optimizer(saved, rank.every)) == [3.0]
+    assert rank.loaded(reshard_optimizers(saved, rank.every)) == [3.0]
 
 
 def test_state_that_is_absent_stays_absent() -> None:
     saved = Rank([3]).scalars()
     rank = Rank([2]).train(2)
-    rank.state.load(rank.every, resharded_optimizer(saved, rank.every))
+    restore_optimizers(rank.state, rank.every, reshard_optimizers(saved, rank.every))
     assert not rank.optimizer.state
 
 
 def test_parts_that_took_different_steps_have_no_count_in_common() -> None:
     saved = Rank([3, 3]).train(2).train(1, but=0).scalars()
     with pytest.raises(UnsupportedEngineError, match="have taken different steps"):
-        resharded_optimizer(saved, Rank([4]).every)
+        reshard_optimizers(saved, Rank([4]).every)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +84,7 @@ def test_parts_that_took_different_steps_have_no_count_in_common() -> None:
 )
 def test_another_optimizer_is_refused(rank: Rank, message: str) -> None:
     with pytest.raises(UnsupportedEngineError, match=message):
-        resharded_optimizer(Rank([3]).train(1).scalars(), rank.every)
-
-
-def test_what_an_earlier_version_saved_is_refused() -> None:
-    saved = Rank([3]).train(1).scalars()
-    del saved["optimizer_state"]
-    with pytest.raises(UnsupportedEngineError, match="an earlier version saved"):
-        resharded_optimizer(saved, Rank([3]).every)
+        reshard_optimizers(Rank([3]).train(1).scalars(), rank.every)
 
 
 def test_ranks_of_one_run_share_all_but_their_tensors() -> None:

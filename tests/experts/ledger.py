@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 import numpy
 from numpy.typing import ArrayLike
 
-from cpsr.engines.moe.layers import ExpertLayer
-from cpsr.engines.moe.operators import Expert
-from cpsr.engines.moe.popularity import Popularity, zeros
+from cpsr.engines.moe.operators import Expert, ExpertLayer
+from cpsr.engines.moe.token_counts import zeros
+from cpsr.experts.policies import Load
 
 
 class Ledger:
@@ -17,10 +17,10 @@ class Ledger:
         self.tokens, self.ages = zeros(layers), zeros(layers)
 
     @property
-    def popularity(self) -> Popularity:
+    def load(self) -> Load:
         """As a policy sees it, which goes by unsaved tokens."""
         tokens, ages = (tuple(layer.copy() for layer in of) for of in (self.tokens, self.ages))
-        return Popularity(tokens, tokens, ages)
+        return Load(tokens, ages)
 
     def observe(self, tokens: Sequence[ArrayLike]) -> None:
         for layer, new in zip(self.tokens, tokens, strict=True):

@@ -1,20 +1,15 @@
 """MOETION's selection: exact sums, proportional shares, and nothing that a layer does not have."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.engines.moe.layers import ExpertLayer
-from cpsr.engines.moe.operators import Expert
-from cpsr.engines.moe.popularity import OVERDUE_ROUNDS, Popularity
-from cpsr.experts.budget import Budget
-from cpsr.experts.each_rank import as_on_each_rank
+from cpsr.engines.moe.operators import Expert, ExpertLayer, ExpertParallel
 from cpsr.experts.moetion import Moetion, allocation
+from cpsr.experts.policies import OVERDUE_ROUNDS, Budget, Load
 from tests.engines.moe.mixtures import (
     load,
     loads,
@@ -22,7 +17,6 @@ from tests.engines.moe.mixtures import (
     mixture,
     mixtures,
     most_at_risk_first,
-    no_load,
     selections,
 )
 
@@ -43,17 +37,9 @@ def test_what_a_small_layer_cannot_use_goes_to_the_others() -> None:
     assert counts([900, 60, 40], [2, 8, 8], 100) == [2, 5, 3]
 
 
-def test_without_any_tokens_layers_share_equally() -> None:
-    assert counts([0, 0, 0], [8, 8, 8], 70) == [3, 2, 2]
-
-
 def test_the_bytes_of_unequal_experts_are_kept() -> None:
     found = allocation([100, 100], [4, 4], [10, 40], Budget(snapshot_bytes=99))
     assert found.tolist() == [2, 1]  # 10 + 40 + 10, and the next 40 do not fit
-
-
-def test_experts_by_number() -> None:
-    assert allocation([300, 100], [8, 8], [1, 1], Budget(experts_per_layer=2)).tolist() == [3, 1]
 
 
 @given(RISKS_AND_EXPERTS, st.integers(1, 5000))
@@ -75,22 +61,6 @@ def test_a_larger_budget_takes_from_no_layer(layers: list[tuple[int, int]], budg
     assert all(few <= many for few, many in zip(small, large, strict=True))
 
 
-@given(st.data())
-def test_a_rank_saves_its_own_experts_with_the_most_unsaved_tokens(data: st.DataObject) -> None:
-    layers: tuple[ExpertLayer, ...] = data.draw(mixtures())
-    popularity = data.draw(loads(layers))
-    budget = Budget(snapshot_bytes=data.draw(st.integers(1, 200)))
-    found = Moetion(layers).select(0, popularity, budget)
-    assert len(set(found)) == len(found) >= 1
-    assert len(found) == 1 or sum(layers[expert.layer].expert_bytes for expert in found) <= budget.expert_bytes
-    for place, layer in enumerate(layers):
-        saved = {expert.index for expert in found if expert.layer == place}
-        assert saved <= set(layer.owned)
-        tokens = popularity.unsaved_tokens[place]
-        least = min((tokens[index] for index in saved), default=math.inf)
-        assert all(tokens[index] <= least for index in set(layer.owned) - saved)
-
-
 @given(st.data(), st.integers(1, 200), st.integers(0, 200))
 def test_the_remote_selection_is_part_of_the_local_one(data: st.DataObject, remote: int, more: int) -> None:
     layers = data.draw(mixtures())
@@ -108,25 +78,11 @@ def test_what_other_ranks_have_at_risk_does_not_count() -> None:
 
 
 def test_a_budget_below_one_expert_saves_the_one_at_most_risk() -> None:
-    budget = Budget(snapshot_bytes=5, non_expert_bytes=50)
+    budget = Budget(snapshot_bytes=5)
     assert Moetion(mixture(4, 4)).select(0, load([1, 2, 3, 4], [0, 90, 0, 0]), budget) == (Expert(1, 1),)
 
 
-def test_non_expert_bytes_are_not_there_for_experts() -> None:
-    found = Moetion(layers := mixture(8)).select(0, no_load(layers), Budget(snapshot_bytes=100, non_expert_bytes=69))
-    assert len(found) == 3
-
-
-def test_a_model_without_experts() -> None:
-    assert Moetion(()).select(0, no_load(()), Budget(snapshot_bytes=100)) == ()
-
-
-def test_a_large_model_with_the_same_load_everywhere() -> None:
-    found = counts([1] * 100, [100] * 100, 5000 * SIZE)
-    assert numpy.unique(found).tolist() == [50]
-
-
-def expert_by_expert(layers: Sequence[ExpertLayer], popularity: Popularity, budget: Budget) -> list[Expert]:
+def expert_by_expert(layers: Sequence[ExpertLayer], popularity: Load, budget: Budget) -> list[Expert]:
     """One rank's selection where nothing is overdue: each place to the layer with the highest average."""
     first = [most_at_risk_first(popularity, i) for i in range(len(layers))]
     own = [[index for index in first[i] if index in layer.owned] for i, layer in enumerate(layers)]
@@ -136,7 +92,7 @@ def expert_by_expert(layers: Sequence[ExpertLayer], popularity: Popularity, budg
     while left := [i for i in range(len(layers)) if counts[i] < len(own[i])]:
         best = min(left, key=lambda i: (-risks[i] / (counts[i] + 1), counts[i], -oldest[i], i))
         taken += layers[best].expert_bytes
-        if any(counts) and taken > budget.expert_bytes:
+        if any(counts) and taken > budget.snapshot_bytes:
             break
         counts[best] += 1
     return [Expert(i, index) for i, indices in enumerate(own) for index in indices[: counts[i]]]
@@ -147,28 +103,12 @@ def test_all_ranks_at_once_select_what_each_selects_by_itself(data: st.DataObjec
     sizes = st.integers(1, 40)
     layers = [replace(layer, expert_bytes=data.draw(sizes)) for layer in data.draw(mixtures())]
     popularity, budget = data.draw(loads(layers)), Budget(snapshot_bytes=snapshot_bytes)
-    ranks = as_on_each_rank(layers)
+    size = layers[0].expert_parallel.size
+    ranks = [[replace(layer, expert_parallel=ExpertParallel(size, rank)) for layer in layers] for rank in range(size)]
     expected = [expert_by_expert(own, popularity, budget) for own in ranks]
     assert [list(Moetion(own).select(0, popularity, budget)) for own in ranks] == expected
     found = Moetion(layers, every_rank=True).select(0, popularity, budget)
     assert list(found) == [expert for own in expected for expert in own]
-
-
-def test_of_layers_with_equal_risk_the_one_with_the_oldest_expert_goes_first() -> None:
-    budget = Budget(snapshot_bytes=SIZE)
-    popularity = load([0, 0], [0, 0], [0, 0], ages=[[1, 0], [1, 3], [2, 2]])
-    assert Moetion(mixture(2, 2, 2)).select(0, popularity, budget) == (Expert(1, 1),)
-    assert allocation([0, 0, 0], [2, 2, 2], [SIZE] * 3, budget, [1, 3, 2]).tolist() == [0, 1, 0]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_without_any_tokens_no_layer_starves_where_there_are_fewer_places_than_layers(ranks: int) -> None:
-    layers = mixture(8, 4, 4, ranks=ranks)
-    nothing = [[0.0] * layer.experts for layer in layers]
-    saved = selections(Moetion(layers, every_rank=True), layers, nothing, Budget(snapshot_bytes=SIZE), steps=60)
-    assert len(set().union(*saved)) == 16
-    assert longest_wait(saved, layers) <= 16 // ranks
-    assert [len(chosen) for chosen in saved] == [ranks] * 60
 
 
 @pytest.mark.parametrize("places", [1, 2, 3, 6])
@@ -190,12 +130,3 @@ def test_one_expert_of_a_layer_goes_first_when_it_is_overdue_and_the_layer_takes
     assert Moetion(mixture(5, 2)).select(0, young, budget) == (Expert(0, 0), Expert(0, 1), Expert(0, 2))
     old = load(*tokens, ages=[[0, 0, 0, late, late + 1], [0, 0]])
     assert Moetion(mixture(5, 2)).select(0, old, budget) == (Expert(0, 4), Expert(0, 0), Expert(0, 1))
-
-
-def test_what_is_overdue_takes_no_more_bytes_than_there_are() -> None:
-    """The second layer's experts are three times as large: the first gives up as many as it takes."""
-    layers = [*mixture(4), replace(mixture(1)[0], expert_bytes=3 * SIZE)]
-    popularity = load([9, 8, 7, 6], [0], ages=[[0] * 4, [100]])
-    assert len(Moetion(layers).select(0, load([9, 8, 7, 6], [0]), Budget(snapshot_bytes=4 * SIZE))) == 4
-    found = Moetion(layers).select(0, popularity, Budget(snapshot_bytes=4 * SIZE))
-    assert found == (Expert(0, 0), Expert(1, 0))

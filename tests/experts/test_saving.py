@@ -13,9 +13,8 @@ from torch import nn
 
 from cpsr.config import ExpertsConfig
 from cpsr.engines import TorchAdapter
-from cpsr.engines.moe.layers import ExpertParallel
-from cpsr.engines.moe.torch import MixtureOfExperts
-from cpsr.errors import ConfigError, UnsupportedEngineError
+from cpsr.engines.moe.token_counts import MixtureOfExperts
+from cpsr.errors import ConfigError
 from cpsr.experts.saving import ExpertSaving
 from cpsr.qualify.recorder import Recorder
 from cpsr.ranks.group import Group
@@ -23,7 +22,7 @@ from cpsr.state.codec import decode, encode
 from tests.two_ranks import run
 
 WIDTH = 2
-POLICIES = ("sequential", "load_aware", "dynamic_k", "moetion", "window")
+POLICIES = ("sequential", "load_aware", "dynamic_k", "moetion")
 # Bytes of an expert: weight and bias in float32, each with two moments.
 EXPERT_BYTES = 3 * 4 * (WIDTH * WIDTH + WIDTH)
 
@@ -135,18 +134,6 @@ class TestUnits:
         assert job.saving.trained == job.saving.units.keys()
         assert Job((2, 2), frozen=".experts.").saving.units == {}
 
-    def test_a_rank_has_the_numbers_that_its_experts_have_over_all_ranks(self) -> None:
-        module = nn.Module()
-        module.experts = nn.ModuleDict({"2": nn.Linear(2, 2), "3": nn.Linear(2, 2)})
-        optimizer = torch.optim.AdamW(module.parameters())
-        second = MixtureOfExperts(counts_of, expert_parallel=ExpertParallel(2, 1))
-        adapter = TorchAdapter(module, optimizer, experts=second)
-        saving = ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="sequential"), Group())
-        assert saving is not None
-        assert set(saving.units.values()) == {"00000-00002", "00000-00003"}
-        assert saving.trained == {"experts.2.bias", "experts.2.weight", "experts.3.bias", "experts.3.weight"}
-        assert saving.choose(None, whole=False) == frozenset({"00000-00000"})  # one of the other rank's
-
     def test_no_policy_asks_for_nothing(self) -> None:
         module = nn.Linear(2, 2)
         adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters()))
@@ -156,12 +143,8 @@ class TestUnits:
     def test_a_model_without_experts_is_refused(self, experts: MixtureOfExperts | None) -> None:
         module = nn.Linear(2, 2)
         adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters()), experts=experts)
-        with pytest.raises(ConfigError, match=r"experts\.policy = 'window', and the model has no layers of experts"):
-            ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="window"), Group())
-
-    def test_probabilities_that_nobody_shows(self) -> None:
-        with pytest.raises(UnsupportedEngineError, match="probabilities_of"):
-            Job(popularity="soft")
+        with pytest.raises(ConfigError, match=r"experts\.policy = 'moetion', and the model has no layers of experts"):
+            ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="moetion"), Group())
 
 
 class TestChoosing:
@@ -178,13 +161,6 @@ class TestChoosing:
         assert job.save(job.train([1, 3, 2], [4, 2]) - 1) == ["00000-00001", "00001-00000"]
         assert job.save(job.train([1, 1, 4], [1, 5]) - 1) == ["00000-00002", "00001-00001"]
         assert job.save(job.train([3, 2, 1], [2, 4]) - 1) == ["00000-00000", "00001-00001"]  # 5, 3, 1 and 3, 4 unsaved
-
-    def test_every_step_since_the_last_checkpoint_counts(self) -> None:
-        job = Job((2,), policy="load_aware")
-        job.save(None, whole=True)
-        for numbers in ([3, 1], [1, 2], [0, 3]):
-            job.train(numbers)
-        assert job.save(0) == ["00000-00001"]  # 6 against 4, of which the last step had 3 and 0
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_each_expert_has_its_turn_where_no_token_was_routed(self, policy: str) -> None:
@@ -203,18 +179,10 @@ class TestChoosing:
         job.save(None, whole=True)
         seen = [job.save(job.train([5, 3, 0], [5, 3, 0]) - 1) or [] for _ in range(8)]
         assert all(1 <= len(units) <= 2 for units in seen)
-        rounds = policy in ("sequential", "window")
-        assert any("00000-00002" in units for units in seen) == rounds
+        assert any("00000-00002" in units for units in seen) == (policy == "sequential")
 
-    def test_a_window_takes_the_least_popular_first(self) -> None:
-        job = Job((4,), policy="window", popularity="decayed")
-        job.save(None, whole=True)
-        chosen = [job.save(job.train([1, 4, 2, 3]) - 1) for _ in range(4)]
-        assert chosen == [["00000-00000"], ["00000-00002"], ["00000-00003"], ["00000-00001"]]
-
-    @pytest.mark.parametrize("policy", ["sequential", "window"])
-    def test_a_turn_that_was_not_committed_comes_again(self, policy: str) -> None:
-        job = Job((4,), policy=policy)
+    def test_a_turn_that_was_not_committed_comes_again(self) -> None:
+        job = Job((4,))
         job.save(None, whole=True)
         chosen = []
         for committed in (0, 0, 2, 3):  # 1 is under way when 2 begins, and never committed
@@ -234,26 +202,10 @@ class TestChoosing:
         # When 3 begins 2 is committed, and 1 is not: 6 tokens of expert 0 are at risk again, and 5 of expert 2.
         assert chosen == [["00000-00000"], ["00000-00001"], ["00000-00000"]]
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_a_checkpoint_that_was_skipped_changes_nothing(self, policy: str) -> None:
-        job = Job((4, 2), policy=policy)
-        job.save(None, whole=True)
-        job.train([1, 2, 0, 1], [1, 3])
-        units = job.saving.choose(0, whole=False)
-        assert job.saving.choose(0, whole=False) == units
-
-    def test_whole_saves_all_and_begins_the_account_anew(self) -> None:
-        job = Job((3,), policy="load_aware")
-        job.save(None, whole=True)
-        job.train([3, 2, 1])
-        assert job.save(0, whole=True) is None
-        assert job.save(job.train([0, 0, 1]) - 1) == ["00000-00002"]
-
 
 class TestBudgets:
-    @pytest.mark.parametrize("policy", ["moetion", "window"])
-    def test_as_many_as_the_disk_takes_once_it_was_measured(self, policy: str) -> None:
-        job = Job((4,), policy=policy)
+    def test_as_many_as_the_disk_takes_once_it_was_measured(self) -> None:
+        job = Job((4,), policy="moetion")
         job.save(None, whole=True)
         rest = job.adapter.shard().state_bytes - 4 * EXPERT_BYTES
         assert len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) == 1  # K, until then
@@ -262,15 +214,7 @@ class TestBudgets:
         job.saving.note_saved(10**9, 0.1, 1.0)  # an outlier; the median holds
         job.saving.note_saved(0, 0.0, 1.0)  # nothing was written, and nothing measured
         numbers = [len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) for _ in range(5)]
-        # A window that has begun ends as it was planned: one of all 4 has been saved, and 3 are left.
-        assert numbers == ([1, 1, 1, 3, 1] if policy == "window" else [3] * 5)
-
-    @pytest.mark.parametrize("policy", ["moetion", "window"])
-    def test_a_disk_that_does_not_even_take_the_rest_gets_one_expert(self, policy: str) -> None:
-        job = Job((4,), policy=policy)
-        job.save(None, whole=True)
-        job.saving.note_saved(1, 1.0, 1.0)
-        assert len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) == 1
+        assert numbers == [3] * 5
 
 
 class TestRecovery:
@@ -295,7 +239,6 @@ class TestRecovery:
         assert (first["layer"], second["stale_experts"]) == ("layers.0", 1)
         assert report["lost_portion"] == report["lost_portion_of_run"] == 6 / 36
         assert report["momentary_loss_of_run"] == {"total": pytest.approx(6 / 18), "mean": pytest.approx(3 / 18)}
-        assert not report["harmless"]
 
     def test_failures_add_up_and_a_whole_checkpoint_comes_between(self) -> None:
         job = self.trained()
@@ -305,15 +248,6 @@ class TestRecovery:
         report = job.saving.restored({"00000-00000": 3}, 4)
         assert report["lost_portion"] == 6 / 48
         assert report["lost_portion_of_run"] == 7 / 48
-
-    def test_nothing_is_lost_where_everything_was_restored(self) -> None:
-        report = self.trained().saving.restored({"00000-00000": 3}, 3)
-        assert (report["lost_portion"], report["harmless"]) == (0, True)
-        assert Job().saving.restored({}, 0)["lost_portion"] == 0  # the beginning of a run
-
-    def test_an_expert_that_there_is_not(self) -> None:
-        with pytest.raises(ValueError, match="no expert 00002-00000: it has 00000-00000 to 00001-00001"):
-            Job().saving.restored({"00002-00000": 1}, 3)
 
     def test_dynamic_k_doubles_and_the_next_life_goes_on_with_it(self) -> None:
         job = self.trained(policy="dynamic_k", lost_portion_limit=0.05)
@@ -325,7 +259,7 @@ class TestRecovery:
         assert len(back.save(None) or ()) == 4
 
     def test_an_engine_without_a_limit_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
-        job = self.trained(stale="stale")
+        job = self.trained()
         with caplog.at_level(logging.INFO):
             job.saving.restored({"00000-00000": 1, "00001-00000": 1}, 3)
         assert [record.message.split(",")[0] for record in caplog.records] == [
@@ -353,88 +287,13 @@ class TestRecovery:
             Job((2, 2)).saving.load_state_dict(self.trained().saving.state_dict())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_only_in_turn_is_every_expert_saved_within_a_round(policy: str) -> None:
-    assert Job((3, 2), policy=policy).saving.checkpoints_of_a_round == (3 if policy == "sequential" else None)
-
-
-class TestCatchingUp:
-    """Two jobs from the same weights, of which one catches up: moved so many times as far, by parameter."""
-
-    OLD = "layers.0.experts.0.weight"
-
-    def jobs(self) -> list[Job]:
-        found, late = [], {"stale": "catch_up", "catch_up_step_factor": 3.0}
-        for settings in (dict[str, Any](), late):
-            torch.manual_seed(0)
-            job = Job((2,), **settings)
-            for _ in range(8):
-                job.train([2, 2])
-            found.append(job)
-        return found
-
-    def moves(self, job: Job) -> dict[str, torch.Tensor]:
-        before = {name: values.detach().clone() for name, values in job.model.named_parameters()}
-        job.train([2, 2])
-        return {name: values.detach() - before[name] for name, values in job.model.named_parameters()}
-
-    def test_older_experts_take_longer_steps_until_they_have_caught_up(self) -> None:
-        plain, job = self.jobs()
-        assert not job.saving.catching_up
-        for one in (plain, job):
-            report = one.saving.restored({"00000-00000": 5}, 8)
-        assert report["caught_up_at_iteration"] == 10  # 3 iterations, by steps that each make up for 2
-        first, longer = self.moves(plain), self.moves(job)
-        for name, move in first.items():
-            factor = 3.0 if ".experts.0." in name else 1.0
-            torch.testing.assert_close(longer[name], factor * move, msg=name)
-        assert job.saving.catching_up
-        self.moves(job)
-        assert not job.saving.catching_up
-        for one in (plain, job):  # the weights differ by now, and so do gradients; steps of Adam hardly do
-            moved = self.moves(one)
-            assert 0.3 < (moved[self.OLD] / first[self.OLD]).abs().mean() < 1.2
-
-    def test_the_next_life_goes_on_with_it(self) -> None:
-        _, job = self.jobs()
-        job.saving.restored({"00000-00000": 4, "00000-00001": 7}, 8)
-        job.train([2, 2])
-        state = through_a_checkpoint(job.saving.state_dict())
-        job.saving.load_state_dict({})
-        assert not job.saving.catching_up
-        job.saving.load_state_dict(state)
-        assert job.saving.catching_up
-        # The checkpoint has what was made up for; the other one was not saved again since it had missed 1.
-        assert job.saving.restored({"00000-00001": 7}, 9)["caught_up_at_iteration"] == 9 + 1
-        assert job.saving.state_dict()["missed"]["missed"] == {"00000-00000": 2.0, "00000-00001": 2.0}
-
-    def test_predicted_experts_have_nothing_to_make_up_for(self) -> None:
-        _, job = self.jobs()
-        assert job.saving.restored({"00000-00000": 5}, 8, predicted=True)["caught_up_at_iteration"] is None
-        assert not job.saving.catching_up
-
-    def test_other_weights_end_it(self) -> None:
-        for end in (ExpertSaving.forget, ExpertSaving.close):
-            plain, job = self.jobs()
-            job.saving.restored({"00000-00000": 5}, 8)
-            end(job.saving)
-            first, same = self.moves(plain), self.moves(job)
-            assert all(torch.equal(same[name], move) for name, move in first.items())
-
-
-def test_nothing_is_left_on_the_model() -> None:
-    job = Job()
-    job.saving.close()
-    assert all(not layer._forward_hooks for layer in job.model.layers)
-
-
 SCRIPT = textwrap.dedent(
     """
     import json, sys
     import torch, torch.distributed as dist
     from cpsr.config import ExpertsConfig
     from cpsr.engines import TorchAdapter
-    from cpsr.engines.moe.torch import MixtureOfExperts
+    from cpsr.engines.moe.token_counts import MixtureOfExperts
     from cpsr.experts.saving import ExpertSaving
     from cpsr.ranks.group import Group
     from tests.experts.test_saving import EXPERT_BYTES, Model, Watching, counts_of

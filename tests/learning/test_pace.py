@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from cpsr.engines import TorchAdapter
-from cpsr.engines.adapter import Stage
 from cpsr.learning import pace as module
 from cpsr.learning.bubbles import BubbleAccount, Bubbles
 from cpsr.learning.learner import BudgetPace, Pace
@@ -168,7 +167,7 @@ def test_without_a_pipeline_there_is_a_budget() -> None:
 
 def pipeline_rank(device: torch.device) -> Any:
     """What the pace asks of an adapter."""
-    return SimpleNamespace(device=device, pipeline_stage=Stage(0, 2), micro_batches_per_iteration=2)
+    return SimpleNamespace(device=device, pipeline=SimpleNamespace(stage=0, stages=2), micro_batches_per_iteration=2)
 
 
 def queue_receives(bubbles: Bubbles, iterations: int) -> None:

@@ -16,7 +16,7 @@ from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.store import verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
-from cpsr.engines.moe.torch import MixtureOfExperts
+from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.torch import TorchAdapter
 from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.journal import JournalReader
@@ -94,12 +94,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, int]
 @pytest.fixture
 def failed(job: Job) -> Job:
     """Killed one iteration after the checkpoint."""
-    killed_at(job, CHECKPOINT + 1, {**settings(stale="stale"), "checkpoint": SHORT})
+    killed_at(job, CHECKPOINT + 1, {**settings(), "checkpoint": SHORT})
     return job
 
 
 def test_experts_go_on_as_they_were_saved(failed: Job, dense: list[dict[tuple[str, int], torch.Tensor]]) -> None:
-    sections = {**settings(stale="stale"), "checkpoint": SHORT}
+    sections = {**settings(), "checkpoint": SHORT}
     for rank in range(RANKS):
         ages = taken_at(failed, rank)
         assert ages == expected_ages(ages)
@@ -120,16 +120,6 @@ def test_experts_go_on_as_they_were_saved(failed: Job, dense: list[dict[tuple[st
         assert journal.checkpoints()[-1].origin == "predicted"
     assert verify_run(failed.run_dir) == []
     assert set(taken_at(failed, 0, END).values()) == {END}  # the last one holds all
-
-
-def test_experts_on_two_ranks_catch_up(failed: Job) -> None:
-    sections = {**settings(stale="catch_up"), "checkpoint": SHORT}
-    back = restarted(failed, sections)
-    assert [back.result(rank)["started"]["method"] for rank in range(RANKS)] == ["stale"] * RANKS
-    with JournalReader(failed.run_dir / "journal.db") as journal:
-        lost = journal.recoveries()[-1].guard["lost_tokens"]
-    assert lost["caught_up_at_iteration"] == CHECKPOINT + CHECKPOINT - min(AGES.values())
-    assert verify_run(failed.run_dir) == []
 
 
 def test_a_failure_later_on_is_predicted_over_all_ages(job: Job) -> None:
@@ -217,7 +207,7 @@ def plain_life(
     raise AssertionError("the data ended")
 
 
-@pytest.mark.parametrize("policy", ["sequential", "load_aware", "dynamic_k", "moetion", "window"])
+@pytest.mark.parametrize("policy", ["sequential", "load_aware", "dynamic_k", "moetion"])
 def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) -> None:
     kept = {"interval_iterations": 5, "fsync": False, "shared_memory": False}
     config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "mode": "auto"}
@@ -235,31 +225,9 @@ def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) ->
     assert stale <= {name for name in ages if name.startswith("experts.")}
     assert restored.taken_at == {name: ages[name] for name in stale}
     assert restored.method == ("stale" if stale else "exact")
-    assert bool(stale) or policy in ("moetion", "window")  # which save all where the disk takes it
+    assert bool(stale) or policy == "moetion"  # which saves all where the disk takes it
     for name, values in saved.items():
         assert torch.equal(start[name].reshape(-1), values)
-
-
-def test_older_experts_catch_up(tmp_path: Path) -> None:
-    """The third life finds what the second one had made up for until its checkpoint."""
-    kept = {"interval_iterations": 5, "fsync": False, "shared_memory": False, **SHORT}
-    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept}
-    config["experts"] = {"policy": "sequential", "stale": "catch_up", "catch_up_step_factor": 1.25}
-    for fail_after in (40, 45):
-        with pytest.raises(RuntimeError, match="the end of this life"):
-            plain_life(config, fail_after)
-    restored, _ = plain_life(config, 45)
-    with JournalReader(tmp_path / "journal.db") as journal:
-        second, third = journal.recoveries()
-    # Experts of 30 and 35 at 40. The first checkpoint of a life, 45, saves all of them.
-    assert second.guard["lost_tokens"]["layers"][0]["oldest_iteration"] == 30
-    assert second.guard["lost_tokens"]["caught_up_at_iteration"] == 40 + 10 / 0.25
-    assert "with longer steps until they have caught up" in second.reason
-    assert "lost_tokens" not in third.guard
-    assert restored.method == "exact"
-    assert restored.scalars is not None
-    missed = restored.scalars.experts["missed"]
-    assert missed == {"since": 40, "missed": {"00000-00000": 5.0, "00000-00002": 10.0}, "step_factor": 1.25}
 
 
 def test_experts_that_are_saved_too_rarely_to_be_predicted_are_reported(tmp_path: Path) -> None:
@@ -315,11 +283,10 @@ def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == SIGKILLED
 
 
-@pytest.mark.parametrize("stale", ["stale", "catch_up"])
-def test_a_snapshot_that_copies_some_experts_comes_back_with_the_age_of_each(tmp_path: Path, stale: str) -> None:
+def test_a_snapshot_that_copies_some_experts_comes_back_with_the_age_of_each(tmp_path: Path) -> None:
     kept = {"interval_iterations": 20, "fsync": False, "shared_memory": True}
     config: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "checkpoint": kept, "mode": "auto"}
-    config |= {"experts": {"policy": "sequential", "stale": stale}, "memory": {"interval_iterations": 1}}
+    config |= {"experts": {"policy": "sequential"}, "memory": {"interval_iterations": 1}}
     killed_life(config, 48, tmp_path / "weights")
     restored, start = plain_life(config, 48)
     remove_memory_states(run_id(tmp_path / "run"))

@@ -1,6 +1,7 @@
 """DeepSpeed's MoE layers: what their experts are called, what is routed to them, and which of them CPSR refuses."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -10,15 +11,13 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.moe.utils import is_moe_param
 
-from cpsr.engines.moe.layers import ExpertParallel
-from cpsr.engines.moe.naming import DEEPSPEED
-from cpsr.engines.moe.operators import ModelOperators, operators_of
-from cpsr.engines.moe.stages import StageLayer, layers_of_stages
+from cpsr.engines.moe.operators import DEEPSPEED, ExpertParallel, ModelOperators, Naming, operators_of
 from cpsr.engines.moe.token_counts import HookedTokenCounts, RoutingLayer
 from cpsr.engines.naming import Rename, plain_name
 from cpsr.errors import UnsupportedEngineError
+from cpsr.ranks.group import Group
 
-__all__ = ["EngineExperts", "expert_names", "unsupported_experts"]
+__all__ = ["EngineMixture", "StageLayer", "by_stage", "expert_names", "unsupported_experts"]
 
 _EXPERTS = "experts.deepspeed_experts."
 
@@ -49,23 +48,26 @@ def expert_names(module: torch.nn.Module) -> Rename:
     return rename
 
 
-class EngineExperts:
-    """The MoE layers of an engine; in a pipeline those of all its stages, of which a rank may have none.
+class EngineMixture:
+    """The `Mixture` of an engine; in a pipeline its layers are those of all stages, of which a rank may have none.
 
     A collective in a pipeline of several stages: every rank makes it.
 
     Args:
         engine: whose layers know their expert-parallel groups.
+        names: of the module's parameters, experts by their numbers over all ranks.
 
     Attributes:
-        naming: how names mark experts and gates; None where no rank has any.
+        naming: how names mark experts and gates.
+        found: whether any rank has such layers.
 
     Raises:
         UnsupportedEngineError: see `by_stage`; or DeepSpeed would hang, as some stages have no MoE layers.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, names: Iterable[str]) -> None:
+        self.naming: Naming = DEEPSPEED
+        self._engine, self._names = engine, list(names)
         self._own: dict[str, MoE] = {
             plain_name(name): layer for name, layer in engine.module.named_modules() if isinstance(layer, MoE)
         }
@@ -88,19 +90,10 @@ class EngineExperts:
                 "some, and at ZeRO 1, in bf16 and in fp16 DeepSpeed would wait for ever for the norm of the experts' "
                 "gradients. Give each stage such a layer, or train at ZeRO 0 in fp32"
             )
-        self.naming = DEEPSPEED if self._all else None
+        self.found = bool(self._all)
 
-    def operators(self, names: Iterable[str]) -> ModelOperators | None:
-        """The operators of this rank, with the layers of all stages; None where there are none of experts.
-
-        Args:
-            names: of the module's parameters, experts by their numbers over all ranks.
-
-        Raises:
-            UnsupportedEngineError: layers have groups of different sizes.
-        """
-        if not self._all:
-            return None
+    def operators(self) -> ModelOperators:
+        """See `Mixture.operators`; with the layers of all stages."""
         sizes = {name: layer.expert_parallel for name, layer in self._all.items()}
         if len(set(sizes.values())) > 1:
             raise UnsupportedEngineError(
@@ -110,25 +103,12 @@ class EngineExperts:
         ranks = [deepspeed.comm.get_rank(group=layer.deepspeed_moe.ep_group) for layer in self._own.values()]
         # A stage without layers has no place in such a group, and nothing that the place would tell.
         group = ExpertParallel(next(iter(sizes.values())), ranks[0] if ranks else 0)
-        return operators_of(names, DEEPSPEED, group).among({name: one.experts for name, one in self._all.items()})
+        return operators_of(self._names, DEEPSPEED, group).among({name: one.experts for name, one in self._all.items()})
 
-    def token_counts(self, probabilities: bool = False) -> HookedTokenCounts | None:
-        """Tokens that the gates of all ranks route to each expert; None where there are none.
-
-        The observer of the engine's steps reports them to it; the hooks on the layers are there at once.
-
-        Args:
-            probabilities: sum them, too; the gates do not keep them, and their projection is done once more.
-        """
-        if not self._all:
-            return None
+    def token_counts(self) -> HookedTokenCounts:
+        """See `Mixture.token_counts`."""
         layers = [
-            RoutingLayer(
-                name,
-                self._own[name].deepspeed_moe if name in self._own else None,
-                one.experts,
-                one.capacity_factor,
-            )
+            RoutingLayer(name, self._own[name].deepspeed_moe if name in self._own else None, one.experts)
             for name, one in self._all.items()
         ]
         several = self._stages > 1
@@ -137,29 +117,20 @@ class EngineExperts:
             attrgetter("exp_counts"),
             # Of the layers of other stages each rank adds nothing.
             torch.distributed.group.WORLD if several else self._engine.seq_data_parallel_group,
-            _probabilities if probabilities else None,
             device=torch.device(self._engine.device),
             forwards_are_told=not isinstance(self._engine, deepspeed.PipelineEngine),
         )
 
-    def scale_capacity(self, name: str, factor: float) -> bool:
-        """See `EngineAdapter.scale_expert_capacity`; False where the layer's experts take all tokens.
+    def scale_capacity(self, layer: str, factor: float) -> bool:
+        """See `Mixture.scale_capacity`; False where the layer's experts take all tokens.
 
         Gates read the limit in every forward; that of evaluations is another one, and stays. On a stage without the
         layer nothing is changed.
         """
-        layer = self._all[name]
-        if layer.drops_tokens and name in self._own:
-            self._own[name].deepspeed_moe.gate.capacity_factor = layer.capacity_factor * factor
-        return layer.drops_tokens
-
-
-def _probabilities(layer: torch.nn.Module, args: tuple[Any, ...]) -> torch.Tensor:
-    """As the gate has them, but for the noise that it may add to its inputs: summed over the tokens, `(experts,)`."""
-    weight: torch.Tensor = layer.gate.wg.weight  # type: ignore[union-attr, assignment]
-    hidden: torch.Tensor = args[0]
-    logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]).float(), weight.float())
-    return logits.softmax(1).sum(0)
+        found = self._all[layer]
+        if found.drops_tokens and layer in self._own:
+            self._own[layer].deepspeed_moe.gate.capacity_factor = found.capacity_factor * factor
+        return found.drops_tokens
 
 
 def unsupported_experts(engine: Any) -> list[tuple[str, bool]]:
@@ -189,3 +160,66 @@ def _tensor_parallel_ranks(engine: Any) -> int:
     """What DeepSpeed calls model-parallel in a pipeline is its stages, too."""
     pipeline = isinstance(engine, deepspeed.PipelineEngine)
     return int(engine.grid.slice_parallel_size if pipeline else engine.mp_world_size)
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """What all ranks know of a layer of experts, also those of other stages.
+
+    Attributes:
+        experts: how many there are, on all ranks together.
+        expert_parallel: ranks that share them.
+        capacity_factor: most tokens that an expert takes, over its equal part of them; as the model was built.
+        drops_tokens: whether that is a limit.
+    """
+
+    experts: int
+    expert_parallel: int
+    capacity_factor: float
+    drops_tokens: bool
+
+
+def layers_of_stages(stage: int, own: Mapping[str, StageLayer]) -> list[dict[str, StageLayer]]:
+    """The layers of each stage by name, in the model's order; a collective of all ranks.
+
+    Args:
+        stage: of this rank, from 0.
+        own: layers of that stage.
+
+    Raises:
+        UnsupportedEngineError: see `by_stage`.
+    """
+    group = Group()
+    try:
+        gathered = group.gather([stage, [[name, *astuple(layer)] for name, layer in own.items()]])
+    finally:
+        group.close()
+    return by_stage([(at, {name: StageLayer(*rest) for name, *rest in layers}) for at, layers in gathered])
+
+
+def by_stage(of_ranks: list[tuple[int, dict[str, StageLayer]]]) -> list[dict[str, StageLayer]]:
+    """The layers of each stage, of what each rank has.
+
+    Args:
+        of_ranks: each rank's stage, and the layers of it.
+
+    Raises:
+        UnsupportedEngineError: two stages have a layer of one name, or ranks of one stage other layers; on all ranks
+            in the same words.
+    """
+    stages: dict[int, dict[str, StageLayer]] = {}
+    for stage, layers in of_ranks:
+        if list(stages.setdefault(stage, layers).items()) != list(layers.items()):
+            raise UnsupportedEngineError(
+                f"ranks of stage {stage} have different MoE layers, {list(layers)} and {list(stages[stage])}: build "
+                "the same layers on all ranks of a stage"
+            )
+    first: dict[str, int] = {}
+    for stage, layers in sorted(stages.items()):
+        for name in layers:
+            if first.setdefault(name, stage) != stage:
+                raise UnsupportedEngineError(
+                    f"MoE layer {name!r} is on stages {first[name]} and {stage}: layers of experts that stages tie are "
+                    "not supported; give each stage a layer of its own"
+                )
+    return [layers for _, layers in sorted(stages.items())]

@@ -1,14 +1,175 @@
-"""What a sparse snapshot saves or leaves out as one: experts, gates, and parts that every token passes."""
+"""Layers of experts: how parameters are named, which ranks own which experts, and the operators that result."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
-from cpsr.engines.moe.layers import ExpertLayer, ExpertParallel
-from cpsr.engines.moe.naming import Naming, Place
-from cpsr.errors import UnsupportedEngineError
+from cpsr.errors import ConfigError, UnsupportedEngineError
 
-__all__ = ["Expert", "Gate", "ModelOperators", "NonExpert", "Operator", "check_shared", "operators_of"]
+__all__ = [
+    "DEEPSPEED",
+    "MODULE_LIST",
+    "Expert",
+    "ExpertLayer",
+    "ExpertParallel",
+    "Gate",
+    "ModelOperators",
+    "Naming",
+    "NonExpert",
+    "Operator",
+    "PatternNaming",
+    "Place",
+    "check_shared",
+    "experts_of",
+    "operators_of",
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a layer of experts a parameter belongs.
+
+    Attributes:
+        layer: name of the layer's module; empty where the model is the layer.
+        expert: the expert's number in the name; None for the layer's gate.
+    """
+
+    layer: str
+    expert: int | None
+
+
+class Naming(Protocol):
+    """What a model with layers of its own has to provide."""
+
+    def place(self, parameter: str) -> Place | None:
+        """Where a parameter belongs; None for what every token passes: attention, norms, shared experts."""
+
+
+@dataclass(frozen=True)
+class PatternNaming:
+    """Names that follow a pattern.
+
+    Attributes:
+        expert: matches from the start of an expert's parameter; its groups are `layer` and `index`.
+        gate: matches from the start of a gate's parameter; its group is `layer`.
+    """
+
+    expert: re.Pattern[str]
+    gate: re.Pattern[str]
+
+    def place(self, parameter: str) -> Place | None:
+        """The expert's pattern goes first: experts may hold a gate of their own."""
+        if found := self.expert.match(parameter):
+            return Place(found["layer"] or "", int(found["index"]))
+        if found := self.gate.match(parameter):
+            return Place(found["layer"] or "", None)
+        return None
+
+
+class Named(Protocol):
+    """What knows how experts are named, as a `Mixture`."""
+
+    naming: Naming
+
+
+def experts_of(mixture: Named | None, parameters: Iterable[str]) -> dict[str, str]:
+    """Parameter -> its expert, as layer and number, of experts' parameters alone; none without a mixture."""
+    places = {} if mixture is None else {name: mixture.naming.place(name) for name in parameters}
+    return {
+        name: f"{place.layer}/{place.expert}"
+        for name, place in places.items()
+        if place is not None and place.expert is not None
+    }
+
+
+# DeepSpeed's MoE; its residual branch (`mlp`, `coefficient`) is a shared expert and matches neither.
+DEEPSPEED = PatternNaming(
+    re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.experts\.deepspeed_experts\.(?P<index>\d+)\."),
+    re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.gate\."),
+)
+
+# A `torch.nn.ModuleList` called `experts`, as most MoE models in plain torch have it, but for those in a module whose
+# name ends in `shared`. A `gate` or `router` beside it is its gate; there may be none, as gates have other names too,
+# or no parameters. What is not known as a gate is a part that every token passes, and so are experts that are stacked
+# in one tensor, which have no names of their own.
+MODULE_LIST = PatternNaming(
+    re.compile(r"(?:(?P<layer>.+?)\.)?(?<!shared\.)experts\.(?P<index>\d+)\."),
+    re.compile(r"(?:(?P<layer>.+?)\.)?(?:gate|router)(?:\.|$)"),
+)
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The group of ranks that share a layer's experts: equally many each, in the order of their indices.
+
+    Attributes:
+        size: ranks in the group.
+        rank: this process's place in it.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+
+    size: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"an expert-parallel group of {self.size} ranks has no rank {self.rank}")
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One layer of routed experts, over all ranks.
+
+    Attributes:
+        name: of the layer's module.
+        experts: how many there are, on all ranks together.
+        expert_bytes: of one expert's weights and moments.
+        expert_parallel: who owns them.
+
+    Raises:
+        ConfigError: a size is not positive, or the ranks cannot share the experts equally.
+    """
+
+    name: str
+    experts: int
+    expert_bytes: int
+    expert_parallel: ExpertParallel = field(default_factory=ExpertParallel)
+
+    def __post_init__(self) -> None:
+        if self.experts < 1 or self.expert_bytes < 1:
+            raise ConfigError(
+                f"layer {self.name!r} needs at least one expert of at least one byte, "
+                f"not {self.experts} of {self.expert_bytes}"
+            )
+        if self.experts % self.expert_parallel.size:
+            fitting = [size for size in range(1, self.experts + 1) if self.experts % size == 0]
+            raise ConfigError(
+                f"layer {self.name!r} has {self.experts} experts, which {self.expert_parallel.size} expert-parallel "
+                f"ranks cannot share equally; sizes that can: {', '.join(map(str, fitting))}"
+            )
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of this layer that each rank owns."""
+        return self.experts // self.expert_parallel.size
+
+    @property
+    def owned(self) -> range:
+        """Indices of the experts that this rank owns."""
+        first = self.expert_parallel.rank * self.experts_per_rank
+        return range(first, first + self.experts_per_rank)
+
+    def owner(self, index: int) -> int:
+        """The rank of the group that owns an expert."""
+        return index // self.experts_per_rank
+
+    def in_turn(self, position: int) -> int:
+        """The expert at a position of an endless round in which each next one belongs to the next rank."""
+        turn, rank = divmod(position % self.experts, self.expert_parallel.size)
+        return rank * self.experts_per_rank + turn
 
 
 @dataclass(frozen=True)

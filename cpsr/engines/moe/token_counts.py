@@ -1,22 +1,32 @@
-"""Tokens that gates route to each expert, iteration by iteration."""
+"""Tokens that gates route to each expert, iteration by iteration; and how a plain torch model tells them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch.utils.hooks import RemovableHandle
 
 from cpsr.engines.hooks import ModuleHook
-from cpsr.engines.moe.measures import Routed
+from cpsr.engines.moe.operators import (
+    MODULE_LIST,
+    ExpertLayer,
+    ExpertParallel,
+    ModelOperators,
+    Naming,
+    operators_of,
+)
+from cpsr.engines.naming import plain_name
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["Counted", "HookedTokenCounts", "ProbabilitiesOf", "RoutingLayer", "TokenCounts"]
+__all__ = ["Counted", "HookedTokenCounts", "MixtureOfExperts", "ModuleMixture", "PerExpert", "RoutingLayer"]
+__all__ += ["per_expert", "zeros"]
 
-ProbabilitiesOf = Callable[[torch.nn.Module, tuple[Any, ...]], torch.Tensor]
+# One array `(experts,)` of float64 for each layer of experts.
+PerExpert = tuple[NDArray[numpy.float64], ...]
 
 
 @dataclass(frozen=True)
@@ -24,26 +34,12 @@ class Counted:
     """What the gates did in one iteration.
 
     Attributes:
-        iteration: that this step was.
-        routed: over all ranks that share the batch.
+        iteration: number of the step.
+        tokens: routed to each expert over all ranks that share the batch; for each layer, `(experts,)`.
     """
 
     iteration: int
-    routed: Routed
-
-
-class TokenCounts(Protocol):
-    """What policies and accounts read of a model with layers of experts, whoever counts."""
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Of the layers, in the model's order, which is that of `ModelOperators.layer_names`."""
-
-    def take(self) -> list[Counted]:
-        """Iterations that ended since the last call, oldest first; each is given once.
-
-        A collective: the ranks that share the batch call it between the same two iterations.
-        """
+    tokens: Sequence[NDArray[numpy.int64]]
 
 
 @dataclass(frozen=True)
@@ -54,21 +50,15 @@ class RoutingLayer:
         name: of the layer.
         module: whose forward routes; None where another rank has it, in another stage of a pipeline.
         experts: how many there are, on all ranks together.
-        capacity_factor: most tokens that an expert takes, over its equal part of them.
     """
 
     name: str
     module: torch.nn.Module | None
     experts: int
-    capacity_factor: float = 1.0
 
 
-@dataclass
-class _Sums:
-    """Of one iteration, by place of the layer: on the device, `(experts,)`."""
-
-    tokens: dict[int, torch.Tensor] = field(default_factory=dict)
-    probabilities: dict[int, torch.Tensor] = field(default_factory=dict)
+# Tokens of one iteration by place of the layer: on the device, `(experts,)`.
+_Sums = dict[int, torch.Tensor]
 
 
 class HookedTokenCounts:
@@ -78,14 +68,12 @@ class HookedTokenCounts:
     counted are evaluations, and forwards that activation checkpointing repeats during a backward. Tokens
     that an expert has no room for are routed to it all the same.
 
-    Between two calls of `take` the device holds 8 bytes for each expert and iteration, and 8 more with probabilities.
+    Between two calls of `take` the device holds 8 bytes for each expert and iteration.
 
     Args:
         layers: in the model's order.
         counts_of: how many of this rank's tokens a layer's last forward routed to each expert: integers, `(experts,)`.
         ranks: the process group that shares the batch; None where this process is alone.
-        probabilities_of: given a layer and the arguments of its last forward: each expert's gating probability, summed
-            over this rank's tokens, `(experts,)`; None where nobody needs them.
         device: of the sums; None: that of the first layer's parameters.
         forwards_are_told: False where nobody calls `begin_forward`, as in a pipeline: then each forward of a layer in
             training mode counts.
@@ -99,7 +87,6 @@ class HookedTokenCounts:
         layers: Sequence[RoutingLayer],
         counts_of: Callable[[torch.nn.Module], torch.Tensor],
         ranks: Any = None,
-        probabilities_of: ProbabilitiesOf | None = None,
         device: torch.device | None = None,
         forwards_are_told: bool = True,
     ) -> None:
@@ -107,11 +94,10 @@ class HookedTokenCounts:
             raise ValueError("the model has no layers of experts: there are no tokens to count")
         self._layers = tuple(layers)
         self._counts_of = counts_of
-        self._probabilities_of = probabilities_of
         self._ranks = ranks
         self._device = device
         self._counting = self._always = not forwards_are_told
-        self._open = _Sums()
+        self._open: _Sums = {}
         self._ended: list[tuple[int, _Sums]] = []
         self._handles: list[RemovableHandle] = [
             layer.module.register_forward_hook(ModuleHook(partial(self._after_forward, place)))
@@ -123,11 +109,6 @@ class HookedTokenCounts:
     def layer_names(self) -> tuple[str, ...]:
         """Of the layers, in the model's order."""
         return tuple(layer.name for layer in self._layers)
-
-    @property
-    def capacity_factors(self) -> tuple[float, ...]:
-        """Of the layers, as they were when counting began."""
-        return tuple(layer.capacity_factor for layer in self._layers)
 
     def begin_forward(self) -> None:
         """The model is about to be called for training: `StepObserver.on_forward`."""
@@ -145,28 +126,20 @@ class HookedTokenCounts:
         self._drop_open()
 
     def take(self) -> list[Counted]:
-        """See `TokenCounts.take`; the host waits for the device here."""
+        """Iterations that ended since the last call, oldest first; each is given once. The host waits for the device.
+
+        A collective: the ranks that share the batch call it between the same two iterations.
+        """
         if not self._ended:
             return []
-        sums = [one for _, one in self._ended]
-        tokens = self._reduced([self._row(one.tokens, torch.int64) for one in sums])
-        shown = None
-        if self._probabilities_of is not None:
-            shown = self._reduced([self._row(one.probabilities, torch.float64) for one in sums])
-        ends = numpy.cumsum([layer.experts for layer in self._layers])[:-1]
-        taken = []
-        for place, (iteration, _) in enumerate(self._ended):
-            probabilities = None if shown is None else numpy.split(shown[place], ends)
-            taken.append(Counted(iteration, Routed(numpy.split(tokens[place], ends), probabilities)))
-        self._ended = []
-        return taken
-
-    def _reduced(self, rows: list[torch.Tensor]) -> NDArray[Any]:
-        """Sums over all ranks, `(iterations, experts of all layers)`."""
-        table = torch.stack(rows)
+        table = torch.stack([self._row(sums) for _, sums in self._ended])
         if self._ranks is not None:
             torch.distributed.all_reduce(table, group=self._ranks)
-        return table.cpu().numpy()
+        ends = numpy.cumsum([layer.experts for layer in self._layers])[:-1]
+        rows = zip(self._ended, table.cpu().numpy(), strict=True)
+        taken = [Counted(iteration, numpy.split(row, ends)) for (iteration, _), row in rows]
+        self._ended = []
+        return taken
 
     def forget(self) -> None:
         """Drop what was not taken: the weights went back to an earlier iteration."""
@@ -179,7 +152,7 @@ class HookedTokenCounts:
             self._handles.pop().remove()
 
     def _drop_open(self) -> None:
-        self._counting, self._open = self._always, _Sums()
+        self._counting, self._open = self._always, {}
 
     def _after_forward(self, place: int, module: torch.nn.Module, args: Any, output: Any) -> None:
         # Inside a backward there is a graph task: this forward only repeats one that was counted.
@@ -199,27 +172,104 @@ class HookedTokenCounts:
                 f"layer {layer.name!r} reported the tokens of {tuple(counts.shape)} experts and has {layer.experts}; "
                 "counts_of has to return one number for each expert over all ranks. This step was not trained"
             )
-        _add(self._open.tokens, place, counts.detach().to(torch.int64))
-        if self._probabilities_of is not None:
-            with torch.no_grad():
-                probabilities = self._probabilities_of(module, args)
-            _add(self._open.probabilities, place, probabilities.detach().to(torch.float64))
+        tokens = counts.detach().to(torch.int64)
+        if place in self._open:
+            self._open[place] += tokens
+        else:
+            self._open[place] = tokens.clone()  # the layer may go on using its own
 
-    def _row(self, found: dict[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Numbers of all experts, layer by layer, `(experts of all layers,)`; 0 of a layer that was left out."""
+    def _row(self, sums: _Sums) -> torch.Tensor:
+        """Tokens of all experts, layer by layer, `(experts of all layers,)`; 0 of a layer that was left out."""
         device = self._device or _device_of(self._layers)
         none = {
-            place: torch.zeros(layer.experts, dtype=dtype, device=device) for place, layer in enumerate(self._layers)
+            place: torch.zeros(layer.experts, dtype=torch.int64, device=device)
+            for place, layer in enumerate(self._layers)
         }
-        return torch.cat([one.to(device) for one in (none | found).values()])
+        return torch.cat([one.to(device) for one in (none | sums).values()])
 
 
 def _device_of(layers: Sequence[RoutingLayer]) -> torch.device:
     return next(parameter for one in layers if one.module is not None for parameter in one.module.parameters()).device
 
 
-def _add(sums: dict[int, torch.Tensor], place: int, values: torch.Tensor) -> None:
-    if place in sums:
-        sums[place] += values
-    else:
-        sums[place] = values.clone()  # the layer may go on using its own
+@dataclass(frozen=True)
+class MixtureOfExperts:
+    """How to read a module's layers of experts; all ranks train it on a batch of their own.
+
+    A layer is the module that `naming` takes for one, whether or not it knows the gate. What is called after each of
+    its forwards must not wait for the device, and covers all experts, including those on other ranks.
+
+    Attributes:
+        counts_of: how many of this rank's tokens a layer's last forward routed to each expert: integers, `(experts,)`.
+        naming: how parameter names mark experts and gates.
+        expert_parallel: the group of ranks that share the experts, equally many each, whose names then have their
+            numbers over all ranks; a group of one where each rank has all of them.
+    """
+
+    counts_of: Callable[[torch.nn.Module], torch.Tensor]
+    naming: Naming = MODULE_LIST
+    expert_parallel: ExpertParallel = field(default_factory=ExpertParallel)
+
+
+class ModuleMixture:
+    """The `Mixture` of a plain torch module.
+
+    Args:
+        module: whose layers are counted.
+        names: of its parameters.
+        experts: how they are read.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: list[str], experts: MixtureOfExperts) -> None:
+        self._module, self._names, self._experts = module, names, experts
+        self.naming = experts.naming
+
+    def operators(self) -> ModelOperators:
+        """See `Mixture.operators`."""
+        return operators_of(self._names, self._experts.naming, self._experts.expert_parallel)
+
+    def token_counts(self) -> HookedTokenCounts:
+        """See `Mixture.token_counts`.
+
+        Raises:
+            ValueError: no name of the module is an expert's.
+        """
+        modules = {plain_name(name): one for name, one in self._module.named_modules()}
+        layers = self.operators().layers(dict.fromkeys(self._names, 1))
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return HookedTokenCounts(
+            [RoutingLayer(layer.name, modules[layer.name], layer.experts) for layer in layers],
+            self._experts.counts_of,
+            torch.distributed.group.WORLD if together and torch.distributed.get_world_size() > 1 else None,
+        )
+
+    def scale_capacity(self, layer: str, factor: float) -> bool:
+        """False: how many tokens an expert takes is the module's own business."""
+        return False
+
+
+def per_expert(layers: Sequence[ExpertLayer], values: Sequence[ArrayLike], what: str) -> PerExpert:
+    """One number for each expert, checked against the layers.
+
+    Args:
+        layers: of the model.
+        values: for each layer, `(experts,)`.
+        what: the numbers are, for the message.
+
+    Raises:
+        ValueError: layers or experts are missing, or a number is negative or not finite.
+    """
+    if len(values) != len(layers):
+        raise ValueError(f"{what} of {len(values)} layers were given, and the model has {len(layers)}")
+    arrays = tuple(numpy.array(value, dtype=numpy.float64) for value in values)
+    for layer, array in zip(layers, arrays, strict=True):
+        if array.shape != (layer.experts,):
+            raise ValueError(f"{what} of layer {layer.name!r} have shape {array.shape}, not ({layer.experts},)")
+        if not numpy.isfinite(array).all() or (array < 0).any():
+            raise ValueError(f"{what} of layer {layer.name!r} must be finite and not negative: {array}")
+    return arrays
+
+
+def zeros(layers: Sequence[ExpertLayer]) -> PerExpert:
+    """Nothing yet, of any expert."""
+    return tuple(numpy.zeros(layer.experts) for layer in layers)

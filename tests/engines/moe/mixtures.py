@@ -6,11 +6,9 @@ from itertools import pairwise
 import numpy
 from hypothesis import strategies as st
 
-from cpsr.engines.moe.layers import ExpertLayer, ExpertParallel
-from cpsr.engines.moe.operators import Expert
-from cpsr.engines.moe.popularity import PerExpert, Popularity, zeros
-from cpsr.experts.budget import Budget
-from cpsr.experts.policy import Policy
+from cpsr.engines.moe.operators import Expert, ExpertLayer, ExpertParallel
+from cpsr.engines.moe.token_counts import PerExpert, zeros
+from cpsr.experts.policies import Budget, Load, Policy
 from tests.experts.ledger import Ledger
 
 
@@ -20,19 +18,19 @@ def mixture(*experts: int, ranks: int = 1, rank: int = 0, expert_bytes: int = 10
     return tuple(ExpertLayer(f"blocks.{place}", count, expert_bytes, group) for place, count in enumerate(experts))
 
 
-def load(*tokens: Sequence[float], ages: Sequence[Sequence[float]] | None = None) -> Popularity:
+def load(*tokens: Sequence[float], ages: Sequence[Sequence[float]] | None = None) -> Load:
     """Unsaved tokens of each layer, which are its scores too."""
     unsaved = tuple(numpy.array(layer, dtype=numpy.float64) for layer in tokens)
     old = tuple(numpy.array(layer, dtype=numpy.float64) for layer in ages or [[0] * len(layer) for layer in tokens])
-    return Popularity(unsaved, unsaved, old)
+    return Load(unsaved, old)
 
 
-def no_load(layers: Sequence[ExpertLayer]) -> Popularity:
+def no_load(layers: Sequence[ExpertLayer]) -> Load:
     """No token has been routed."""
-    return Popularity(zeros(layers), zeros(layers), zeros(layers))
+    return Load(zeros(layers), zeros(layers))
 
 
-def most_at_risk_first(popularity: Popularity, layer: int) -> list[int]:
+def most_at_risk_first(popularity: Load, layer: int) -> list[int]:
     """Indices of a layer's experts: most unsaved tokens first, then oldest snapshot, then lowest index."""
     tokens, ages = popularity.unsaved_tokens[layer], popularity.ages[layer]
     return sorted(range(len(tokens)), key=lambda index: (-tokens[index], -ages[index], index))
@@ -47,7 +45,7 @@ def mixtures(draw: st.DrawFn, layers: int = 5, experts_per_rank: int = 4) -> tup
 
 
 @st.composite
-def loads(draw: st.DrawFn, layers: Sequence[ExpertLayer]) -> Popularity:
+def loads(draw: st.DrawFn, layers: Sequence[ExpertLayer]) -> Load:
     """Tokens with ties and zeros among them, and ages at which no expert is overdue."""
 
     def of(largest: int) -> PerExpert:
@@ -60,7 +58,7 @@ def loads(draw: st.DrawFn, layers: Sequence[ExpertLayer]) -> Popularity:
         )
 
     tokens = of(draw(st.sampled_from([0, 3, 1000])))
-    return Popularity(tokens, tokens, of(5))
+    return Load(tokens, of(5))
 
 
 def selections(
@@ -70,7 +68,7 @@ def selections(
     ledger, found = Ledger(layers), []
     for step in range(steps):
         ledger.observe(tokens)
-        chosen = {one for one in policy.select(step, ledger.popularity, budget) if isinstance(one, Expert)}
+        chosen = {one for one in policy.select(step, ledger.load, budget) if isinstance(one, Expert)}
         ledger.saved(chosen)
         found.append(chosen)
     return found

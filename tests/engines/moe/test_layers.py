@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.engines.moe.layers import ExpertLayer, ExpertParallel
+from cpsr.engines.moe.operators import ExpertLayer, ExpertParallel
 from cpsr.errors import ConfigError
 
 

@@ -10,9 +10,18 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-from cpsr.engines.moe.layers import ExpertParallel
-from cpsr.engines.moe.naming import DEEPSPEED, MODULE_LIST, Place
-from cpsr.engines.moe.operators import Expert, Gate, ModelOperators, NonExpert, check_shared, operators_of
+from cpsr.engines.moe.operators import (
+    DEEPSPEED,
+    MODULE_LIST,
+    Expert,
+    ExpertParallel,
+    Gate,
+    ModelOperators,
+    NonExpert,
+    Place,
+    check_shared,
+    operators_of,
+)
 from cpsr.errors import ConfigError, UnsupportedEngineError
 
 WIDTH = 4

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.engines.moe.stages import StageLayer, by_stage, layers_of_stages
+from cpsr.engines.moe.deepspeed import StageLayer, by_stage, layers_of_stages
 from cpsr.errors import UnsupportedEngineError
 
 LAYER = StageLayer(experts=4, expert_parallel=2, capacity_factor=1.0, drops_tokens=True)

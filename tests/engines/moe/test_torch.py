@@ -13,10 +13,10 @@ SCRIPT = textwrap.dedent(
     import torch, torch.distributed as dist
     from cpsr.config import ExpertsConfig
     from cpsr.engines.torch import TorchAdapter
-    from cpsr.engines.moe.torch import MixtureOfExperts
+    from cpsr.engines.moe.token_counts import MixtureOfExperts
     from cpsr.errors import CPSRError
     from cpsr.experts.saving import ExpertSaving
-    from cpsr.engines.moe.layers import ExpertParallel
+    from cpsr.engines.moe.operators import ExpertParallel
     from cpsr.ranks.group import Group
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,4 +1,7 @@
-"""What checkpoints hold of experts: chosen, committed, given back, restored."""
+"""Sums of tokens, and when each expert was last saved: chosen, committed, given back, restored."""
+
+import json
+from typing import Any
 
 import numpy
 import pytest
@@ -6,11 +9,70 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.engines.moe.operators import Expert
-from cpsr.experts.saved import SavedExperts
-from cpsr.experts.token_history import POINTS_KEPT
+from cpsr.experts.tokens import POINTS_KEPT, SavedExperts, TokenHistory
+from cpsr.state.codec import decode, encode
 from tests.engines.moe.mixtures import mixture
 
 LAYERS = mixture(2, 1)
+
+
+def counted(*rows: tuple[int, list[list[int]]], start: int = 0) -> TokenHistory:
+    """Every one of these iterations a point."""
+    history = TokenHistory(LAYERS, start)
+    for iteration, tokens in rows:
+        history.count(tokens)
+        history.reach(iteration)
+        history.mark()
+    return history
+
+
+def until(history: TokenHistory, *iterations: int) -> list[list[float]]:
+    return [layer.tolist() for layer in history.until(numpy.array(iterations))]
+
+
+def test_every_expert_up_to_an_iteration_of_its_own() -> None:
+    history = counted((10, [[1, 2], [3]]), (20, [[10, 20], [30]]))
+    assert until(history, 20, 10, 0) == [[11, 2], [0]]
+
+
+def test_between_points_and_beyond_them_tokens_come_at_a_steady_rate() -> None:
+    history = counted((10, [[0, 0], [10]]), (30, [[20, 0], [40]]))
+    assert until(history, 20, 20, 20) == [[10, 0], [30]]
+    assert until(history, 40, 40, 40) == [[30, 0], [70]]
+
+
+def test_what_was_undone_is_not_counted() -> None:
+    history = counted((10, [[1, 1], [1]]), (20, [[1, 1], [1]]), (30, [[1, 1], [1]]))
+    history.reach(15)
+    assert history.state_dict()["iterations"] == [0, 10, 15]
+    assert until(history, 15, 15, 15) == [[1.5, 1.5], [1.5]]
+
+
+@given(st.lists(st.lists(st.integers(0, 2**40), min_size=3, max_size=3), max_size=5))
+def test_a_checkpoint_brings_it_back(rows: list[list[int]]) -> None:
+    history = counted(*((10 * place + 10, [row[:2], row[2:]]) for place, row in enumerate(rows)))
+    data, tensors = encode(history.state_dict())
+    back = TokenHistory(LAYERS)
+    back.load_state_dict(decode(json.loads(json.dumps(data)), tensors))
+    for one in (back, history):
+        one.count([[5, 5], [5]])
+        one.reach(70)
+        one.mark()
+    for iteration in (0, 5, 10, 15, 55, 70, 80):
+        assert until(back, *[iteration] * 3) == until(history, *[iteration] * 3)
+    assert until(back, 70, 70, 70)[1] == [sum(row[2] for row in rows) + 5]
+
+
+def test_other_experts_are_refused_and_nothing_changes() -> None:
+    history = counted((10, [[1, 2], [3]]))
+    before = history.state_dict()
+    other: dict[str, Any] = TokenHistory(mixture(2, 2)).state_dict()
+    with pytest.raises(ValueError, match="tokens of 4 experts were saved, and the model has 3"):
+        history.load_state_dict(other)
+    assert history.state_dict()["iterations"] == before["iterations"]
+    assert numpy.array_equal(history.state_dict()["sums"], before["sums"])
+
+
 FIRST, SECOND, ALONE = Expert(0, 0), Expert(0, 1), Expert(1, 0)
 
 
@@ -54,21 +116,6 @@ def test_what_was_not_committed_is_given_back_when_a_later_one_was() -> None:
     assert ages(saved) == [[3, 1], [0]]
 
 
-def test_nothing_committed_yet_gives_nothing_back() -> None:
-    saved = SavedExperts(LAYERS)
-    step(saved, 10, FIRST)
-    assert saved.settle(None) == []
-    assert unsaved(saved) == [[0, 2], [3]]
-
-
-def test_a_checkpoint_that_is_saved_again_counts_once() -> None:
-    saved = SavedExperts(LAYERS)
-    step(saved, 10, FIRST)
-    saved.begun(10, [SECOND])
-    assert saved.settle(10) == []
-    assert unsaved(saved) == [[1, 0], [3]]
-
-
 def test_a_recovery_loses_what_came_between_each_snapshot_and_the_checkpoint() -> None:
     saved = SavedExperts(LAYERS)
     for place, expert in enumerate((FIRST, SECOND, ALONE, FIRST)):
@@ -105,21 +152,6 @@ def test_a_recovery_beyond_the_last_count_estimates_what_was_routed_since() -> N
     lost, routed = saved.restored(numpy.array([30, 10, 20]), 30)
     assert [layer.tolist() for layer in lost] == [[0, 4], [3]]
     assert [layer.tolist() for layer in routed] == [[3, 6], [9]]
-
-
-def test_weights_newer_than_their_checkpoint_have_lost_nothing() -> None:
-    saved = SavedExperts(LAYERS)
-    step(saved, 10, FIRST, SECOND, ALONE)
-    step(saved, 20, FIRST)
-    lost, _ = saved.restored(numpy.array([20, 20, 20]), 10)
-    assert not any(layer.any() for layer in lost)
-
-
-def test_experts_that_do_not_exist_are_refused() -> None:
-    saved = SavedExperts(LAYERS)
-    with pytest.raises(ValueError, match=r"no Expert\(layer=1, index=1\)"):
-        saved.begun(10, [FIRST, Expert(1, 1)])
-    assert ages(saved) == [[0, 0], [0]]
 
 
 @given(st.lists(st.tuples(st.frozensets(st.sampled_from([FIRST, SECOND, ALONE])), st.booleans()), max_size=12))

@@ -1,4 +1,4 @@
-"""A learning-rate scheduler as plain data, and moved forward without training."""
+"""Learning-rate schedulers and gradient scalers as plain data, and moved forward without training."""
 
 import inspect
 import logging
@@ -6,11 +6,20 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
-from cpsr.state.device_values import DeviceValues
+from cpsr.state.device_values import DeviceValues, number
 
-__all__ = ["Schedule", "Schedules", "needs_metric"]
+__all__ = [
+    "Schedule",
+    "Schedules",
+    "advance_scaler",
+    "autocast_scaler",
+    "needs_metric",
+    "scaler_state",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -133,3 +142,39 @@ class Schedules:
         """One step of each; see `Schedule.advance`."""
         for schedule in self._schedules:
             schedule.advance()
+
+
+def scaler_state(scaler: torch.amp.GradScaler, *, on_device: bool) -> dict[str, Any]:
+    """Its `state_dict()`; empty for one that is disabled.
+
+    Args:
+        scaler: torch's.
+        on_device: leave its two numbers on a CUDA device, as `DeviceNumber`s: reading them waits for queued work.
+    """
+    if not on_device or not scaler.is_enabled() or scaler._scale is None or scaler._growth_tracker is None:
+        return scaler.state_dict()
+    return {
+        "scale": number(scaler._scale, on_device=True),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+        "_growth_tracker": number(scaler._growth_tracker, on_device=True),
+    }
+
+
+def advance_scaler(scaler: torch.amp.GradScaler | None, updates: int) -> None:
+    """Grow as so many updates without an overflow would have it grow."""
+    state = scaler.state_dict() if scaler is not None else {}
+    if scaler is None or not state:  # a disabled scaler has no state
+        return
+    growths, tracker = divmod(state["_growth_tracker"] + updates, state["growth_interval"])
+    state["scale"] *= state["growth_factor"] ** growths
+    state["_growth_tracker"] = tracker
+    scaler.load_state_dict(state)
+
+
+def autocast_scaler(engine: Any) -> torch.amp.GradScaler | None:
+    """The gradient scaler of a DeepSpeed engine: its own at ZeRO 0, that of its optimizer otherwise; None without."""
+    own = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    found: torch.amp.GradScaler | None = own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return found

@@ -1,4 +1,4 @@
-"""Accounts of lost tokens: the papers' formulas over sequences of failures."""
+"""Tokens that failures take from experts, and experts that make up for them."""
 
 import math
 
@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.experts.budget import Budget
-from cpsr.experts.lost_tokens import HARMLESS_MEAN_FRACTION, LostTokens, MomentaryLoss
-from cpsr.experts.sequential import Sequential
+from cpsr.experts.account import LostTokens, Recovering
+from cpsr.experts.policies import Budget, Sequential
 from tests.engines.moe.mixtures import mixture, no_load
 from tests.experts.ledger import Ledger
 
@@ -20,57 +19,8 @@ def test_two_failures_by_hand() -> None:
     account.add([[5, 0], [1, 1, 1]])
     account.add([[0, 5], [0, 0, 1]])
     assigned = [100, 200]
-    assert account.failures == 2
     assert account.by_layer(assigned).tolist() == [0.1, 0.02]
     assert account.portion(assigned) == pytest.approx(14 / 300)
-    assert account.momentary(assigned).total == pytest.approx(0.12)
-    assert account.momentary(assigned).mean == pytest.approx(0.06)
-
-
-def test_the_sum_grows_with_the_layers_and_the_mean_does_not() -> None:
-    """3% in each of 24 layers, which is harmless by the paper's Table 1, is 72% by its Eq. 6."""
-    account = LostTokens(mixture(*[2] * 24))
-    account.add([[2, 1]] * 24)
-    found = account.momentary([100] * 24)
-    assert found.total == pytest.approx(0.72)
-    assert found.mean == pytest.approx(HARMLESS_MEAN_FRACTION)
-
-
-@pytest.mark.parametrize(
-    ("lost", "harmless"),
-    [
-        ([30.0, 30.0], True),
-        ([31.0, 31.0], False),  # 3.1% of the tokens, and of each layer's
-        ([70.0, 0.0], False),  # 3.5% of the tokens, and of the layers' in the mean
-        ([0.0, 0.0], True),
-    ],
-)
-def test_what_is_harmless_by_both_papers(lost: list[float], harmless: bool) -> None:
-    account = LostTokens(mixture(1, 1))
-    account.add([[tokens] for tokens in lost])
-    assert account.is_harmless([1000, 1000]) == harmless
-
-
-def test_layers_of_different_load_keep_to_the_portion_too() -> None:
-    """8% of all tokens, and 2.7% of the layers' in the mean."""
-    account = LostTokens(mixture(1, 1, 1))
-    account.add([[80], [0], [0]])
-    assert not account.is_harmless([998, 1, 1])
-
-
-def test_before_anything_was_trained_nothing_is_lost() -> None:
-    account = LostTokens(LAYERS)
-    assert account.portion([0, 0]) == 0
-    assert account.momentary([0, 0]) == MomentaryLoss(0, 0)
-    account.add([[0, 0], [1, 0, 0]])
-    assert account.by_layer([0, 4]).tolist() == [0, 0.25]
-
-
-def test_a_model_without_layers_of_experts_loses_nothing() -> None:
-    account = LostTokens(())
-    account.add([])
-    assert account.portion([]) == 0
-    assert account.momentary([]) == MomentaryLoss(0, 0)
 
 
 @pytest.mark.parametrize("assigned", [[100], [1, 100], [math.nan, 100], [math.inf, 100], [math.inf, math.inf]])
@@ -112,7 +62,42 @@ def test_a_checkpoint_brings_the_account_back() -> None:
     account, back = LostTokens(LAYERS), LostTokens(LAYERS)
     account.add([[5, 0], [1, 1, 1]])
     back.load_state_dict(account.state_dict())
-    assert (back.failures, back.portion([100, 200])) == (1, 8 / 300)
+    assert back.portion([100, 200]) == 8 / 300
     with pytest.raises(ValueError, match="lost tokens"):
         back.load_state_dict(LostTokens(mixture(2, 2)).state_dict())
-    assert back.failures == 1
+    assert back.portion([100, 200]) == 8 / 300
+
+
+TWO = mixture(2, 1)
+
+
+def test_an_expert_recovers_until_the_fraction_of_its_tokens_is_what_it_lost() -> None:
+    recovering = Recovering(TWO, fraction=0.1)
+    assert recovering.in_layers == (False, False)
+    recovering.lost([[0, 10], [3]])
+    assert recovering.in_layers == (True, True)
+    recovering.observe([[500, 50], [30]])
+    assert recovering.state_dict() == [[0, 5], [0]]
+    assert recovering.in_layers == (True, False)
+    recovering.lost([[0, 1], [0]])
+    recovering.observe([[0, 59], [0]])
+    assert recovering.in_layers == (True, False)
+    recovering.observe([[0, 2], [0]])
+    assert recovering.in_layers == (False, False)
+
+
+def test_without_more_capacity_nothing_recovers() -> None:
+    recovering = Recovering(TWO, fraction=0)
+    recovering.lost([[1, 10], [3]])
+    recovering.load_state_dict([[1.0, 10.0], [3.0]])
+    assert recovering.in_layers == (False, False)
+
+
+def test_a_checkpoint_brings_it_back() -> None:
+    recovering, back = Recovering(TWO), Recovering(TWO)
+    recovering.lost([[0, 10], [3]])
+    back.load_state_dict(recovering.state_dict())
+    assert back.state_dict() == recovering.state_dict()
+    with pytest.raises(ValueError, match="tokens to make up"):
+        back.load_state_dict([[1.0], [1.0]])
+    assert back.in_layers == (True, True)

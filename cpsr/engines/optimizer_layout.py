@@ -1,0 +1,222 @@
+"""The tensors that an optimizer will keep for each parameter: where they go in the buffers of snapshots.
+
+Buffers are laid out when a life opens, and a fresh optimizer has no state then. Torch's `_init_optim_state` creates it
+by a step of the optimizer itself; here a copy takes that step on a tensor like the parameter, so that training is as
+without it. Nothing depends on the result but the place: tensors without one are saved with the small state.
+"""
+
+import copy
+import inspect
+import math
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cpsr.engines.adam_kernels import without_kernel
+from cpsr.engines.sharded import is_distributed, layout_of, local
+from cpsr.engines.state_tree import StateTree
+from cpsr.errors import UnsupportedEngineError
+from cpsr.state.scalars import capture_rng, restore_rng
+
+__all__ = ["Leaf", "expected_leaves", "is_trial", "require_one_step"]
+
+GRADIENT = 1e-3
+FLAT_ELEMENTS_MAX = 1 << 16  # of a flat tensor of many parameters, whose state is looked at element by element
+_TRIAL = "_cpsr_trial"  # attribute of a copy
+OWN_BYTES_MAX = 1 << 24  # of a tensor among the optimizer's attributes, to be copied with it
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of the state.
+
+    Attributes:
+        shape, stride, dtype: local shape, stride and dtype.
+        device: where it is.
+        per_element: whether it has the shape of its parameter.
+        split: whether it is split over ranks, as its parameter is.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    per_element: bool
+    split: bool = False
+
+    def holds(self, found: torch.Tensor) -> bool:
+        """Whether a tensor's elements fill the same memory; in another order or shape, too."""
+        held = local(found)
+        same = (held.dtype, is_distributed(found)) == (self.dtype, self.split)
+        return same and held.numel() == math.prod(self.shape)
+
+
+def expected_leaves(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, *, whole: bool = True
+) -> dict[str, Leaf]:
+    """The tensors with dimensions that an optimizer keeps for `master` after its first step, by path.
+
+    The same before and after that step, so that every life lays its buffers out alike. The optimizer, its parameters
+    with their gradients, and all random states are as before. Takes the memory of one tensor, its gradient and its
+    state.
+
+    Args:
+        optimizer: updates `master`.
+        group: the parameter group of `master`.
+        master: only shape, type and place are looked at.
+        whole: False for a flat tensor of many parameters: of its state only what is per element has a place.
+
+    Returns:
+        Empty where the copy cannot step: all state is then saved with the small state.
+
+    Raises:
+        UnsupportedEngineError: a step of the copy changed the parameters of the job, or state is split otherwise than
+            its parameter; the message names it.
+    """
+    name = type(optimizer).__name__
+    tensor = _like(master, whole=whole)
+    begun = optimizer.state.get(master)  # by a constructor, for what a step expects
+    for sparse, state in ((False, None), (True, None), (False, begun)):
+        trial = _copy_of(optimizer, {**{key: _apart(value) for key, value in group.items()}, "params": [tensor]})
+        if state is not None:
+            trial.state[tensor] = copy.deepcopy(state)
+        with _untouched(optimizer, master.device):
+            try:
+                _create_state(trial, tensor, sparse=sparse)
+            except Exception:  # noqa: BLE001, S112 - any: it is another package's code
+                continue
+        leaves = _leaves_of(name, trial.state.get(tensor), tensor, master)
+        if whole:
+            return leaves
+        shape, stride = tuple(master.shape), master.stride()
+        return {path: replace(one, shape=shape, stride=stride) for path, one in leaves.items() if one.per_element}
+    return {}
+
+
+def require_one_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that runs the module many times in one step, or that wraps another one.
+
+    Raises:
+        UnsupportedEngineError: it does; the message names it.
+    """
+    kind = type(optimizer)
+    taken = list(inspect.signature(kind.step).parameters.values())[1:]
+    named = (one for one in taken if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    if needed := [one.name for one in named if one.default is one.empty]:
+        raise UnsupportedEngineError(
+            f"{kind.__name__}.step needs {', '.join(needed)}: it runs the module many times in one step, which CPSR "
+            "cannot follow; use an optimizer that steps once per backward"
+        )
+    held = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
+    if held or vars(optimizer).get("param_groups") is not optimizer.param_groups:
+        raise UnsupportedEngineError(
+            f"{kind.__name__} wraps another optimizer ({', '.join(held) or 'in its param_groups'}), whose state CPSR "
+            "cannot see; give CPSR the optimizer inside"
+        )
+
+
+def is_trial(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a copy whose state CPSR creates on a tensor of its own."""
+    return _TRIAL in vars(optimizer)
+
+
+def _holds_optimizer(value: Any) -> bool:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(one, torch.optim.Optimizer) for one in inside)
+
+
+def _create_state(trial: torch.optim.Optimizer, tensor: torch.Tensor, *, sparse: bool) -> None:
+    gradient = torch.full_like(tensor, GRADIENT, requires_grad=False)
+    tensor.grad = (
+        gradient[:1].to_sparse(1).sparse_resize_(gradient.shape, 1, gradient.dim() - 1) if sparse else gradient
+    )
+    step: Any = type(trial).step
+    step = (
+        getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+    )  # past hooks of all optimizers
+    step(trial)
+
+
+@contextmanager
+def _untouched(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
+    """Inside, a step of a copy that still reaches the parameters finds no gradients there."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    before = [parameter._version for parameter in parameters], len(optimizer.state)
+    rng = capture_rng(device)
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        restore_rng(rng, device)
+        if ([parameter._version for parameter in parameters], len(optimizer.state)) != before:
+            raise UnsupportedEngineError(
+                f"a step of a copy of {type(optimizer).__name__} changed the parameters of the job: it reaches them "
+                "past its parameter groups, where CPSR cannot follow. Nothing was saved; use another optimizer"
+            )
+
+
+def _like(master: torch.Tensor, *, whole: bool) -> torch.Tensor:
+    if whole:
+        tensor = torch.ones_like(master, requires_grad=False)
+    else:
+        size = min(master.numel(), FLAT_ELEMENTS_MAX)
+        tensor = torch.ones(size, dtype=master.dtype, device=master.device)
+    moves = master.requires_grad
+    like = torch.nn.Parameter(tensor, moves) if isinstance(master, torch.nn.Parameter) else tensor.requires_grad_(moves)
+    vars(like).update(vars(master))  # marks that people put on parameters for their optimizer
+    return like
+
+
+def _copy_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer with the same settings, no state and no hooks, for this group."""
+    kind = type(optimizer)
+    if hasattr(kind, "__del__"):  # it may give back what the optimizer still needs
+        kind = type(kind.__name__, (kind,), {"__del__": lambda self: None})
+    trial: torch.optim.Optimizer = object.__new__(kind)
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
+    vars(trial).update({name: OrderedDict() if name.endswith("_hooks") else _apart(one) for name, one in own.items()})
+    vars(trial).update(state=defaultdict(dict), param_groups=[group], **without_kernel(optimizer))
+    vars(trial)[_TRIAL] = True
+    if callable(getattr(trial, "train", None)):  # as those have that train on other weights than they evaluate
+        trial.train()  # type: ignore[attr-defined]
+    return trial
+
+
+def _apart(value: Any) -> Any:
+    """A copy of containers and of small tensors; everything else is shared with the original."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        return value.detach().clone() if value.nbytes <= OWN_BYTES_MAX else value
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, one in value.items():
+            copied[key] = _apart(one)
+        return copied
+    if type(value) in (list, tuple, set, deque):
+        return type(value)(map(_apart, value))
+    return value
+
+
+def _leaves_of(name: str, entry: Any, tensor: torch.Tensor, master: torch.Tensor) -> dict[str, Leaf]:
+    leaves = {}
+    for path, found in StateTree(entry, tensor.device, name).tensors.items():
+        if is_distributed(found) and (found.shape != master.shape or layout_of(found) != layout_of(master)):
+            raise UnsupportedEngineError(
+                f"{name} keeps {path} of shape {tuple(found.shape)}, split as {layout_of(found)}, for a parameter of "
+                f"shape {tuple(master.shape)}, split as {layout_of(master)}. CPSR restores state that is split as its "
+                "parameter is; use an optimizer whose state is per element"
+            )
+        held, per_element = local(found), found.shape == tensor.shape
+        split = is_distributed(found)
+        leaves[path] = Leaf(tuple(held.shape), held.stride(), found.dtype, found.device, per_element, split)
+    return leaves

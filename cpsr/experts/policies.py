@@ -1,0 +1,344 @@
+"""Which experts a checkpoint saves: the policies of PEC; that of MOETION is in `cpsr.experts.moetion`."""
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy
+from numpy.typing import ArrayLike, NDArray
+
+from cpsr.engines.moe.operators import Expert, ExpertLayer
+from cpsr.engines.moe.token_counts import PerExpert, per_expert
+from cpsr.errors import ConfigError
+
+__all__ = ["Budget", "DynamicK", "Load", "LoadAware", "Policy", "Sequential", "overdue"]
+
+# An expert that was in no checkpoint for so many rounds goes first, whatever its load; a round saves all experts of
+# its layer once. So at most about a sixteenth of the places go to such experts.
+OVERDUE_ROUNDS = 16
+
+Numbers = NDArray[numpy.int64]  # experts saved of each layer on each rank, `(layers, ranks)`
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load of the experts, the same on all ranks.
+
+    Attributes:
+        unsaved_tokens: routed to each expert since its last checkpoint.
+        ages: checkpoints since each expert's last one. Older ones go first where the tokens are equal, and so does the
+            oldest of a layer when it is `overdue`: experts to which nothing is routed have their turn too.
+    """
+
+    unsaved_tokens: PerExpert
+    ages: PerExpert
+
+    def at_risk(self, layers: Sequence[ExpertLayer]) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
+        """Unsaved tokens and ages, `(experts of all layers,)` each.
+
+        Raises:
+            ValueError: they do not fit these layers, or a number is negative or not finite.
+        """
+        tokens = per_expert(layers, self.unsaved_tokens, "unsaved tokens")
+        ages = per_expert(layers, self.ages, "ages")
+        # The empty array is for a model without layers.
+        return numpy.concatenate([*tokens, []]), numpy.concatenate([*ages, []])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of experts that one rank can write until the next checkpoint (moetion, section 4.2), or experts by number.
+
+    A policy saves at least one expert even where the budget holds none: a checkpoint that is late costs less than
+    experts which are never saved.
+
+    Attributes:
+        snapshot_bytes: that one rank can write.
+        experts_per_layer: K, which overrides bytes; None: as many as the bytes hold.
+
+    Raises:
+        ConfigError: a number is not usable.
+    """
+
+    snapshot_bytes: float = math.inf
+    experts_per_layer: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.snapshot_bytes > 0:
+            raise ConfigError(f"a snapshot needs a positive number of bytes, not {self.snapshot_bytes}")
+        if self.experts_per_layer is not None and self.experts_per_layer < 1:
+            raise ConfigError(f"experts_per_layer must be at least 1, not {self.experts_per_layer}")
+
+    def experts_in_each(self, layers: Sequence[ExpertLayer]) -> int:
+        """K: experts to save of each layer, over all ranks; at least 1 and at most those of the largest layer.
+
+        By bytes, it is the largest K whose share of a rank fits where the ranks save equally many, to within one.
+        0 for a model without layers of experts.
+        """
+        most = max((layer.experts for layer in layers), default=0)
+        if self.experts_per_layer is not None:
+            return min(self.experts_per_layer, most)
+        counts = range(1, most + 1)
+        fitting = bisect_right(counts, self.snapshot_bytes, key=lambda count: _busiest_rank_bytes(layers, count))
+        return max(fitting, min(1, most))
+
+
+def _busiest_rank_bytes(layers: Sequence[ExpertLayer], count: int) -> int:
+    experts = sum(Fraction(min(count, layer.experts), layer.expert_parallel.size) for layer in layers)
+    return math.ceil(experts) * max(layer.expert_bytes for layer in layers)
+
+
+class Policy(Protocol):
+    """Chooses the experts of the next checkpoint; equal on all ranks for equal arguments."""
+
+    def select(self, step: int, load: Load, budget: Budget) -> Sequence[Expert]:
+        """The experts whose whole state the checkpoint holds, each once; none for a model without experts.
+
+        Args:
+            step: number of the checkpoint, from 0, each one more than the last.
+            load: of the experts, up to this step.
+            budget: of this checkpoint.
+        """
+
+
+class Sequential:
+    """The next K experts of every layer, whatever their load.
+
+    Layers are interleaved: each begins in the round where the layer before ends, and the round goes from rank to rank.
+    So all ranks save equally many experts, to within one, and an unchanged K saves each expert once in `ceil(E / K)`
+    checkpoints. Where every rank owns one expert this is the paper's order. The paper goes through all experts of one
+    rank before the next rank's. Where each rank owns several, one rank would then do the work of all.
+
+    Source: pec, section 3.1.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer]) -> None:
+        self._layers = layers
+
+    def select(self, step: int, load: Load, budget: Budget) -> tuple[Expert, ...]:
+        """K experts of each layer, or all of a smaller one, over all ranks."""
+        count = budget.experts_in_each(self._layers)
+        chosen: list[Expert] = []
+        first = step * count
+        for place, layer in enumerate(self._layers):
+            taken = min(count, layer.experts)
+            chosen += (Expert(place, layer.in_turn(first + offset)) for offset in range(taken))
+            # A layer that is saved whole loads all ranks equally, and does not change the turn.
+            if taken < layer.experts:
+                first += count
+        return tuple(chosen)
+
+
+class LoadAware:
+    """The K experts of every layer with the most unsaved tokens, under the same limit for every rank.
+
+    Experts are taken by unsaved tokens over all layers, while their layer needs more and their rank has room. A rank's
+    room is its equal part of all saved experts, rounded up. The greedy choice may leave a layer short whose other
+    experts are all on full ranks. Then other layers give up their least loaded experts there, along the shortest
+    chain. So every layer saves K, and no rank more than its part.
+
+    Before all of them, the oldest expert of each layer that is `overdue` is taken, older ones first: the paper's rule
+    alone never saves an expert again to which nothing is routed, though the optimizer moves it all the same.
+
+    Args:
+        layers: of the model; all over the same expert-parallel ranks.
+
+    Raises:
+        ConfigError: the layers are spread over groups of different sizes.
+
+    Source: pec, section 3.1.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer]) -> None:
+        sizes = {layer.expert_parallel.size for layer in layers}
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"load-aware selection balances one expert-parallel group, and the layers have groups of {sizes} "
+                "ranks: choose one size for all layers, or sequential selection"
+            )
+        self._layers = layers
+        self._ranks = max(sizes, default=1)
+
+    def select(self, step: int, load: Load, budget: Budget) -> tuple[Expert, ...]:
+        """K experts of each layer, or all of a smaller one, over all ranks."""
+        count = budget.experts_in_each(self._layers)
+        wanted = [min(count, layer.experts) for layer in self._layers]
+        limit = -(-sum(wanted) // self._ranks)
+        late, others = self._in_order(load, wanted)
+        numbers = numpy.zeros((len(self._layers), self._ranks), dtype=numpy.int64)
+        self._take(late, numbers, wanted, limit)
+        kept = numbers.copy()
+        self._take(others, numbers, wanted, limit)
+        owned = numpy.array([layer.experts_per_rank for layer in self._layers])
+        for layer, want in enumerate(wanted):
+            while numbers[layer].sum() < want:
+                _make_room(numbers, kept, layer, owned, limit)
+        return tuple(self._first([*late, *others], numbers))
+
+    def _in_order(self, load: Load, wanted: Sequence[int]) -> tuple[list[Expert], list[Expert]]:
+        """All experts in order of selection: overdue ones, then the others."""
+        tokens, ages = load.at_risk(self._layers)
+        marks = [
+            overdue(old, -(-layer.experts // want))
+            for layer, want, old in zip(self._layers, wanted, load.ages, strict=True)
+        ]
+        late = numpy.concatenate([*marks, numpy.zeros(0, dtype=bool)])
+        experts = [Expert(place, index) for place, layer in enumerate(self._layers) for index in range(layer.experts)]
+        order = numpy.lexsort((-ages, numpy.where(late, 0.0, -tokens), ~late))
+        ordered = [experts[place] for place in order]
+        return ordered[: late.sum()], ordered[late.sum() :]
+
+    def _take(self, experts: Iterable[Expert], numbers: Numbers, wanted: Sequence[int], limit: int) -> None:
+        """Take experts, in place, while their layer lacks some and their rank has room."""
+        of_layer = [want - int(has) for want, has in zip(wanted, numbers.sum(axis=1), strict=True)]
+        of_rank = [limit - int(has) for has in numbers.sum(axis=0)]
+        for expert in experts:
+            rank = self._layers[expert.layer].owner(expert.index)
+            if of_layer[expert.layer] and of_rank[rank]:
+                of_layer[expert.layer] -= 1
+                of_rank[rank] -= 1
+                numbers[expert.layer, rank] += 1
+
+    def _first(self, ordered: Iterable[Expert], numbers: Numbers) -> list[Expert]:
+        """So many of each layer and rank, the first of them, layer by layer."""
+        left = numbers.tolist()
+        found: list[Expert] = []
+        for expert in ordered:
+            rank = self._layers[expert.layer].owner(expert.index)
+            if left[expert.layer][rank]:
+                left[expert.layer][rank] -= 1
+                found.append(expert)
+        return sorted(found, key=lambda expert: expert.layer)
+
+
+def _make_room(numbers: Numbers, kept: Numbers, short: int, owned: Numbers, limit: int) -> None:
+    """One more expert for the layer `short`, in place: breadth first from it to a rank that has room.
+
+    Args:
+        numbers: `(layers, ranks)`.
+        kept: of them, which no layer gives up.
+        short: a layer that lacks an expert.
+        owned: experts that each rank has of each layer, `(layers,)`.
+        limit: of each rank.
+    """
+    load = numbers.sum(axis=0)
+    # Layer -> (the layer that takes its place, the rank on which it does).
+    gives: dict[int, tuple[int, int] | None] = {short: None}
+    queue = deque([short])
+    while queue:
+        layer = queue.popleft()
+        for rank in map(int, numpy.flatnonzero(numbers[layer] < owned[layer])):
+            if load[rank] < limit:
+                _shift(numbers, gives, layer, rank)
+                return
+            for other in map(int, numpy.flatnonzero(numbers[:, rank] > kept[:, rank])):
+                if other not in gives:
+                    gives[other] = (layer, rank)
+                    queue.append(other)
+    raise AssertionError("equal parts of what all layers want always have room for it")
+
+
+def _shift(numbers: Numbers, gives: dict[int, tuple[int, int] | None], layer: int, rank: int) -> None:
+    """`layer` takes one more on `rank`, and the chain back to the layer that was short moves up."""
+    numbers[layer, rank] += 1
+    while (given := gives[layer]) is not None:
+        taker, place = given
+        numbers[layer, place] -= 1
+        numbers[taker, place] += 1
+        layer = taker
+
+
+class DynamicK:
+    """Another policy under a K that doubles after recoveries that were too expensive.
+
+    Lost tokens are charged to the current K. When its charge exceeds the limit, as a portion of all tokens so far, K
+    doubles, up to all experts. Each K has the whole limit, as the paper describes it: with E experts the run may lose
+    up to `log2(E)` times the limit, plus the excess of the last recovery under each K. To keep the whole run below 5%,
+    the paper's aim, set 5% divided by `log2(E)`.
+
+    Args:
+        layers: of the model.
+        policy: that selects K experts of each layer.
+        experts_per_layer: K of the start.
+        limit: portion of lost tokens (`LostTokens.portion`), the paper's 5% by default.
+
+    Raises:
+        ConfigError: K or the limit is not usable.
+
+    Source: pec, section 3.1, "Dynamic-K", and Eq. 4.
+    """
+
+    def __init__(
+        self, layers: Sequence[ExpertLayer], policy: Policy, experts_per_layer: int = 1, limit: float = 0.05
+    ) -> None:
+        if experts_per_layer < 1 or not 0 <= limit <= 1:
+            raise ConfigError(
+                "Dynamic-K needs at least 1 expert per layer and a limit between 0 and 1, "
+                f"not {experts_per_layer} and {limit}"
+            )
+        self._policy = policy
+        self._limit = limit
+        self._most = max((layer.experts for layer in layers), default=1)
+        self._count = min(experts_per_layer, self._most)
+        self._lost = 0.0  # since the last change of K
+        self._assigned = 0.0  # in the whole run, up to the last recovery
+
+    @property
+    def experts_per_layer(self) -> int:
+        """K now."""
+        return self._count
+
+    @property
+    def charged(self) -> float:
+        """Tokens charged to K, as a portion of those assigned up to the last recovery."""
+        return self._lost / self._assigned if self._assigned else 0.0
+
+    def recovered(self, lost: float, assigned: float) -> None:
+        """Charge one recovery.
+
+        Args:
+            lost: tokens, of all experts, by this recovery.
+            assigned: in the whole run up to now, in all layers: what `LostTokens.portion` compares with.
+
+        Raises:
+            ValueError: more was lost than assigned, or a number is negative or not finite; nothing was charged.
+        """
+        if not 0 <= lost <= assigned < math.inf:
+            raise ValueError(f"lost tokens are part of those assigned, and {lost} of {assigned} cannot be")
+        self._lost += lost
+        self._assigned = assigned
+        if self.charged > self._limit and self._count < self._most:
+            self._count = min(2 * self._count, self._most)
+            self._lost = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """K, and the tokens charged to it."""
+        return {"experts_per_layer": self._count, "lost": self._lost, "assigned": self._assigned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the K of `state_dict()`, or that of the start where it is larger."""
+        if state["experts_per_layer"] >= self._count:
+            self._count = min(state["experts_per_layer"], self._most)
+            self._lost, self._assigned = state["lost"], state["assigned"]
+
+    def select(self, step: int, load: Load, budget: Budget) -> Sequence[Expert]:
+        """Selection of the other policy with K, which overrides the budget's own."""
+        return self._policy.select(step, load, replace(budget, experts_per_layer=self._count))
+
+
+def overdue(ages: NDArray[numpy.float64], rounds: ArrayLike) -> NDArray[numpy.bool_]:
+    """Marks the expert of each row that goes first whatever its load: the oldest, after `OVERDUE_ROUNDS` rounds.
+
+    One a row at most, so that popularity decides where the rest of a layer's places go.
+
+    Args:
+        ages: snapshots since each expert's last one, `(..., experts)`.
+        rounds: snapshots in which all experts of a row would be saved once, `(...)`.
+    """
+    found = ages >= OVERDUE_ROUNDS * numpy.asarray(rounds)[..., None]
+    found &= numpy.arange(ages.shape[-1]) == numpy.expand_dims(ages.argmax(axis=-1), -1)
+    return found

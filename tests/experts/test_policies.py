@@ -1,0 +1,308 @@
+"""The policies of PEC: turns, the most unsaved tokens first, K that doubles; and what all policies refuse."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import product
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.engines.moe.operators import Expert, ExpertLayer, ExpertParallel
+from cpsr.engines.moe.token_counts import per_expert
+from cpsr.errors import ConfigError
+from cpsr.experts.moetion import Moetion
+from cpsr.experts.policies import OVERDUE_ROUNDS, Budget, DynamicK, Load, LoadAware, Policy, Sequential, overdue
+from cpsr.experts.saving import policy_named
+from tests.engines.moe.mixtures import (
+    load,
+    loads,
+    longest_wait,
+    mixture,
+    mixtures,
+    no_load,
+    selections,
+)
+
+
+def test_the_papers_order_with_one_expert_on_each_rank() -> None:
+    """A layer's experts follow each other, and a layer begins one rank further on than the layer before."""
+    policy = Sequential(layers := mixture(4, 4, 4, ranks=4))
+    found = [policy.select(step, no_load(layers), Budget(experts_per_layer=1)) for step in range(4)]
+    assert [[expert.index for expert in step] for step in found] == [[0, 1, 2], [1, 2, 3], [2, 3, 0], [3, 0, 1]]
+
+
+def test_with_several_experts_on_a_rank_the_ranks_take_turns() -> None:
+    policy = Sequential(layers := mixture(8, ranks=2))
+    found = [policy.select(step, no_load(layers), Budget(experts_per_layer=1))[0].index for step in range(8)]
+    assert found == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_a_small_layer_is_saved_whole() -> None:
+    chosen = Sequential(layers := mixture(2, 8)).select(3, no_load(layers), Budget(experts_per_layer=4))
+    assert [expert.index for expert in chosen if expert.layer == 0] in ([0, 1], [1, 0])
+    assert sum(expert.layer == 1 for expert in chosen) == 4
+
+
+@given(mixtures(), st.integers(1, 6), st.integers(0, 1000))
+def test_each_expert_has_its_turn_in_every_round(layers: tuple[ExpertLayer, ...], count: int, first: int) -> None:
+    policy, budget = Sequential(layers), Budget(experts_per_layer=count)
+    for place, layer in enumerate(layers):
+        rounds = -(-layer.experts // count)
+        saved = [
+            expert for step in range(first, first + rounds) for expert in policy.select(step, no_load(layers), budget)
+        ]
+        assert {expert for expert in saved if expert.layer == place} == {
+            Expert(place, index) for index in range(layer.experts)
+        }
+
+
+@given(mixtures(), st.integers(1, 6), st.integers(0, 1000))
+def test_ranks_save_equally_many_to_within_one(layers: tuple[ExpertLayer, ...], count: int, step: int) -> None:
+    chosen = Sequential(layers).select(step, no_load(layers), Budget(experts_per_layer=count))
+    assert len(set(chosen)) == len(chosen) == sum(min(count, layer.experts) for layer in layers)
+    ranks = Counter(layers[expert.layer].owner(expert.index) for expert in chosen)
+    numbers = [ranks[rank] for rank in range(layers[0].expert_parallel.size)]
+    assert max(numbers) - min(numbers) <= 1
+
+
+def chosen(layers: tuple[ExpertLayer, ...], popularity: Load, count: int) -> list[tuple[int, int]]:
+    found = LoadAware(layers).select(0, popularity, Budget(experts_per_layer=count))
+    return [(expert.layer, expert.index) for expert in found]
+
+
+def test_one_rank_saves_the_most_loaded_of_each_layer() -> None:
+    assert chosen(mixture(4, 3), load([1, 9, 3, 5], [2, 0, 2]), 2) == [(0, 1), (0, 3), (1, 0), (1, 2)]
+
+
+def test_a_rank_that_is_full_leaves_the_next_expert_to_another() -> None:
+    """Both layers are most loaded on rank 0; the layer with less to lose there saves on rank 1."""
+    assert chosen(mixture(4, 4, ranks=2), load([9, 8, 1, 0], [7, 6, 2, 3]), 1) == [(0, 0), (1, 3)]
+
+
+def test_a_layer_is_never_left_short() -> None:
+    """Greedily, layers 0 and 1 fill rank 1, and layer 2 lacks one that only rank 1 has left."""
+    layers = mixture(4, 4, 2, ranks=2)
+    found = chosen(layers, load([0, 0, 9, 9], [0, 0, 9, 9], [5, 5]), 2)
+    assert Counter(layer for layer, _ in found) == {0: 2, 1: 2, 2: 2}
+    assert Counter(layers[layer].owner(index) for layer, index in found) == {0: 3, 1: 3}
+
+
+def test_groups_of_different_sizes_are_refused() -> None:
+    layers = [ExpertLayer("a", 4, 1, ExpertParallel(2)), ExpertLayer("b", 4, 1, ExpertParallel(4))]
+    with pytest.raises(ConfigError, match="one expert-parallel group"):
+        LoadAware(layers)
+
+
+@given(st.data(), st.integers(1, 6))
+def test_every_layer_saves_its_number_and_no_rank_more_than_its_part(data: st.DataObject, count: int) -> None:
+    layers = data.draw(mixtures())
+    found = chosen(layers, data.draw(loads(layers)), count)
+    assert len(set(found)) == len(found)
+    by_layer = Counter(layer for layer, _ in found)
+    assert [by_layer[place] for place in range(len(layers))] == [min(count, layer.experts) for layer in layers]
+    by_rank = Counter(layers[layer].owner(index) for layer, index in found)
+    assert max(by_rank.values()) <= -(-len(found) // layers[0].expert_parallel.size)
+
+
+@given(st.data())
+def test_against_the_best_that_there_is(data: st.DataObject) -> None:
+    """Greedy selection under two such limits saves at least half of the best; here no layer can be left short."""
+    layers = mixture(2, 2, 2, ranks=2)
+    popularity = data.draw(loads(layers))
+
+    def tokens(experts: Iterable[tuple[int, int]]) -> float:
+        return sum(float(popularity.unsaved_tokens[layer][index]) for layer, index in experts)
+
+    allowed = [indices for indices in product(range(2), repeat=3) if len(set(indices)) == 2]  # 3 on a rank are too many
+    best = max(tokens(enumerate(indices)) for indices in allowed)
+    assert tokens(chosen(layers, popularity, 1)) >= best / 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_in_unequal_layers_on_any_ranks_every_expert_has_its_turn(count: int, ranks: int) -> None:
+    """With few places on a rank, the overdue experts of several layers wait for one another."""
+    layers = mixture(8, 4, 12, ranks=ranks)
+    tokens = [[100.0, 90.0] + [0.0] * (layer.experts - 2) for layer in layers]
+    saved = selections(LoadAware(layers), layers, tokens, Budget(experts_per_layer=count), steps=400)
+    assert longest_wait(saved, layers) <= OVERDUE_ROUNDS * -(-12 // count) + 24
+
+
+def test_only_the_oldest_of_those_that_are_overdue_goes_before_popular_ones() -> None:
+    ages = [[0, OVERDUE_ROUNDS * 2, OVERDUE_ROUNDS * 2 + 1, OVERDUE_ROUNDS * 2 + 1]]
+    assert chosen(mixture(4), load([9, 0, 0, 0], ages=ages), 2) == [(0, 2), (0, 0)]
+    ages = [[0, OVERDUE_ROUNDS * 2 - 1, OVERDUE_ROUNDS * 2 - 1, 0]]
+    assert chosen(mixture(4), load([9, 0, 0, 1], ages=ages), 2) == [(0, 0), (0, 3)]
+
+
+@given(st.data(), st.integers(1, 6))
+def test_what_is_overdue_goes_first_where_its_rank_has_room_and_all_limits_hold(
+    data: st.DataObject, count: int
+) -> None:
+    layers = data.draw(mixtures())
+    young = data.draw(loads(layers))
+    popularity = Load(young.unsaved_tokens, tuple(60 * ages for ages in young.ages))
+    found = chosen(layers, popularity, count)
+    by_layer = Counter(layer for layer, _ in found)
+    assert [by_layer[place] for place in range(len(layers))] == [min(count, layer.experts) for layer in layers]
+    by_rank = Counter(layers[layer].owner(index) for layer, index in found)
+    limit = -(-len(found) // layers[0].expert_parallel.size)
+    assert max(by_rank.values()) <= limit
+    overdue = []
+    for place, layer in enumerate(layers):
+        ages = popularity.ages[place].tolist()
+        if max(ages) >= OVERDUE_ROUNDS * -(-layer.experts // min(count, layer.experts)):
+            overdue.append((-max(ages), place, ages.index(max(ages))))
+    room = [limit] * layers[0].expert_parallel.size
+    for _, place, index in sorted(overdue):
+        if room[rank := layers[place].owner(index)]:
+            room[rank] -= 1
+            assert (place, index) in found
+
+
+LAYERS = mixture(8, 6)
+
+
+def dynamic(count: int = 1, limit: float = 0.05) -> DynamicK:
+    return DynamicK(LAYERS, Sequential(LAYERS), count, limit)
+
+
+def test_it_doubles_when_what_was_lost_under_it_passes_the_limit_of_all_tokens() -> None:
+    policy, numbers, assigned = dynamic(), [], 0
+    for lost in (30, 60, 100, 150, 60, 900, 900):
+        assigned += 1000
+        policy.recovered(lost, assigned)
+        numbers.append(policy.experts_per_layer)
+    # 3% of 1,000; 90 of 2,000 are 4.5%; 190 of 3,000 are 6.3%; 150 of 4,000; 210 of 5,000; 1,110 of 6,000; 900 of 7,000
+    assert numbers == [1, 1, 2, 2, 2, 4, 8]
+
+
+def test_it_selects_that_many_whatever_the_budget() -> None:
+    policy = dynamic(count=3)
+    for budget in (Budget(), Budget(snapshot_bytes=1), Budget(experts_per_layer=8)):
+        assert len(policy.select(0, no_load(LAYERS), budget)) == 6
+    policy.recovered(6, 100)
+    assert len(policy.select(1, no_load(LAYERS), Budget())) == 12
+    policy.recovered(6, 100)
+    assert len(policy.select(2, no_load(LAYERS), Budget())) == 8 + 6
+
+
+@given(st.lists(st.floats(0, 1)), st.integers(1, 20), st.floats(0, 1))
+def test_it_never_falls_and_never_exceeds_the_largest_layer(portions: list[float], count: int, limit: float) -> None:
+    policy = dynamic(count, limit)
+    numbers, assigned = [policy.experts_per_layer], 0
+    for portion in portions:
+        assigned += 100
+        policy.recovered(100 * portion, assigned)
+        numbers.append(policy.experts_per_layer)
+        assert policy.charged <= limit or policy.experts_per_layer == 8
+    assert numbers == sorted(numbers)
+    assert numbers[0] == min(count, 8)
+    assert numbers[-1] <= 8
+
+
+@pytest.mark.parametrize(("count", "limit"), [(0, 0.05), (-1, 0.05), (1, -0.1), (1, 1.1), (1, math.nan)])
+def test_a_number_or_a_limit_that_makes_no_sense_is_refused(count: int, limit: float) -> None:
+    with pytest.raises(ConfigError, match="Dynamic-K needs"):
+        dynamic(count, limit)
+
+
+@pytest.mark.parametrize(
+    ("lost", "assigned"), [(-1, 100), (101, 100), (math.nan, 100), (1, math.nan), (0, math.inf), (math.inf, math.inf)]
+)
+def test_tokens_that_cannot_be_lost_are_refused(lost: float, assigned: float) -> None:
+    policy = dynamic()
+    with pytest.raises(ValueError, match="of those assigned"):
+        policy.recovered(lost, assigned)
+    assert policy.charged == 0
+
+
+def test_a_checkpoint_brings_the_number_and_its_charge_back() -> None:
+    policy, back = dynamic(), dynamic()
+    policy.recovered(60, 1000)
+    policy.recovered(60, 2000)
+    back.load_state_dict(policy.state_dict())
+    assert (back.experts_per_layer, back.charged) == (2, 0.03)
+    back.recovered(30, 3000)
+    assert (back.experts_per_layer, back.charged) == (2, 0.03)
+    more = dynamic(count=4)
+    more.load_state_dict(policy.state_dict())
+    assert (more.experts_per_layer, more.charged) == (4, 0.0), "a configured number that is larger holds"
+
+
+def test_experts_by_number_go_before_bytes() -> None:
+    assert Budget(snapshot_bytes=1, experts_per_layer=3).experts_in_each(mixture(8, 4)) == 3
+    assert Budget(experts_per_layer=100).experts_in_each(mixture(8, 4)) == 8
+
+
+POLICIES = ("sequential", "load_aware", "dynamic_k", "moetion")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_experts_of_all_ranks_whichever_rank_asks(name: str) -> None:
+    selections: list[list[Expert]] = []
+    for rank in range(2):
+        layers = mixture(4, 2, ranks=2, rank=rank)
+        policy = policy_named(name, layers, 1, 0.05)
+        budget = Budget(snapshot_bytes=10) if name == "moetion" else Budget(experts_per_layer=1)
+        popularity = load([9, 1, 2, 3], [7, 5])
+        selections.append(sorted(policy.select(0, popularity, budget), key=str))
+    first, second = selections
+    assert first == second
+    assert {mixture(4, 2, ranks=2)[one.layer].owner(one.index) for one in first if isinstance(one, Expert)} == {0, 1}
+
+
+def test_each_rank_saves_what_its_own_link_takes() -> None:
+    layers = mixture(4, 2, ranks=2)
+    chosen = policy_named("moetion", layers, 1, 0.05).select(0, load([9, 8, 1, 0], [0, 0]), Budget(snapshot_bytes=20))
+    assert set(chosen) == {Expert(0, 0), Expert(0, 1), Expert(0, 2), Expert(0, 3)}
+
+
+def test_a_budget_smaller_than_an_expert_saves_one_of_each_rank() -> None:
+    layers = mixture(4, 2, ranks=2)
+    policy = policy_named("moetion", layers, 1, 0.05)
+    chosen = [policy.select(step, no_load(layers), Budget(snapshot_bytes=1)) for step in range(3)]
+    assert [len(one) for one in chosen] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1, 2]], "1 layers were given, and the model has 2"),
+        ([[1, 2], [1, 2]], r"layer 'blocks.1' have shape \(2,\), not \(3,\)"),
+        ([[1, 2], [1, -1, 2]], "'blocks.1' must be finite and not negative"),
+        ([[1, numpy.nan], [1, 1, 2]], "'blocks.0' must be finite and not negative"),
+        ([[1, 2], [1, numpy.inf, 2]], "'blocks.1' must be finite and not negative"),
+    ],
+)
+def test_counts_that_do_not_fit_are_refused(values: Sequence[Sequence[float]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        per_expert(mixture(2, 3), values, "tokens")
+
+
+@pytest.mark.parametrize("make", [LoadAware, Moetion, partial(Moetion, every_rank=True)])
+@pytest.mark.parametrize(
+    ("popularity", "message"),
+    [
+        (load([1, 2, 3]), "unsaved tokens of 1 layers were given"),
+        (load([1, 2, 3], [1]), "unsaved tokens of layer 'blocks.1' have shape"),
+        (load([1, numpy.nan, 3], [1, 2]), "unsaved tokens of layer 'blocks.0' must be finite"),
+        (load([1, 2, 3], [1, 2], ages=[[0, 0, 0], [0, 0, 0]]), "ages of layer 'blocks.1' have shape"),
+        (load([1, 2, 3], [1, 2], ages=[[0, numpy.nan, 0], [0, 0]]), "ages of layer 'blocks.0' must be finite"),
+    ],
+)
+def test_policies_refuse_what_does_not_fit_their_layers(
+    make: Callable[[Sequence[ExpertLayer]], Policy], popularity: Load, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(mixture(3, 2)).select(0, popularity, Budget(experts_per_layer=1))
+
+
+def test_the_oldest_is_overdue_from_so_many_rounds_on() -> None:
+    ages = numpy.array([[OVERDUE_ROUNDS * 3 - 1, 0, 1], [5, OVERDUE_ROUNDS * 3, OVERDUE_ROUNDS * 3]])
+    assert overdue(ages, [3, 3]).tolist() == [[False] * 3, [False, True, False]]
+    assert overdue(ages[1], 4).tolist() == [False] * 3
