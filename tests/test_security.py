@@ -18,7 +18,6 @@ import numpy
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from torch.distributed.checkpoint.state_dict_saver import save
 from typer.testing import CliRunner
 
 from cpsr import CPSRRecovery
@@ -28,7 +27,6 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli.main import app
 from cpsr.errors import CPSRError
 from cpsr.export.command import run_export
-from cpsr.export.import_command import run_import
 from cpsr.service.access import Access
 from cpsr.service.app import create_app
 from cpsr.state.codec import decode
@@ -87,7 +85,6 @@ def test_no_module_of_the_library_can_execute_what_it_reads() -> None:
     assert len(paths) > 100
     found = {path: list(unsafe(ast.parse(path.read_text(encoding="utf-8")))) for path in paths}
     assert {str(path.relative_to(ROOT)): set(names) for path, names in found.items() if names} == {
-        "cpsr/export/foreign_files.py": {"pickle", "torch.load"},
         "cpsr/hints/compiled.py": {"compile"},
     }
 
@@ -99,56 +96,6 @@ def test_what_is_compiled_is_the_source_of_a_loaded_function() -> None:
     tree = ast.parse((ROOT / "cpsr/hints/source.py").read_text(encoding="utf-8"))
     parsed = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "ast.parse"]
     assert [ast.unparse(one) for one in parsed] == ["ast.parse(''.join(inspect.findsource(code)[0]))"]
-
-
-def test_an_import_unpickles_from_a_list_alone() -> None:
-    """`torch.load` takes tensors and plain data alone, and of `pickle` there is the class whose names are listed."""
-    tree = ast.parse((ROOT / "cpsr/export/foreign_files.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
-    assert len(loads) == 3
-    assert all("weights_only=True" in ast.unparse(call) for call in loads)
-    used = {
-        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"
-    }
-    assert used == {"Unpickler", "UnpicklingError"}
-
-
-def universal(folder: Path) -> Path:
-    """The least that looks like a universal checkpoint."""
-    (folder / "zero" / "w").mkdir(parents=True)
-    counters = {"global_steps": 1, "global_samples": 1, "skipped_steps": 0}
-    torch.save(
-        {"module": {}, "param_shapes": [{"w": torch.Size([2])}], **counters}, folder / "mp_rank_00_model_states.pt"
-    )
-    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, folder / "zero" / "optimizer_state.pt")
-    for name in ("fp32", "exp_avg", "exp_avg_sq"):
-        torch.save({"param": torch.ones(2)}, folder / "zero" / "w" / f"{name}.pt")
-    torch.save(torch.tensor(1.0), folder / "zero" / "w" / "step.pt")
-    return folder
-
-
-def distributed(folder: Path) -> Path:
-    """A small checkpoint of torch.distributed.checkpoint."""
-    moments = {"step": torch.tensor(1.0), "exp_avg": torch.ones(2)}
-    optim = {"state": {"w": moments}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["w"]}]}
-    save({"model": {"w": torch.ones(2)}, "optim": optim}, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-@pytest.mark.parametrize("made", [universal, distributed])
-def test_an_import_executes_nothing(made: Callable[[Path], Path], tmp_path: Path) -> None:
-    source, marker = made(tmp_path / "source"), tmp_path / "marker"
-    run_import(source, tmp_path / "run", None)
-    for path in [path for path in source.rglob("*") if path.is_file()]:
-        content = path.read_bytes()
-        for disguise in DISGUISES[:2]:
-            path.write_bytes(disguise(marker, content))
-            with pytest.raises(CPSRError, match=r"Nothing was|is not allowed"):
-                run_import(source, tmp_path / "refused", None)
-        path.write_bytes(content)
-    assert not marker.exists()
-    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize(

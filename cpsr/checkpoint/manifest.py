@@ -20,7 +20,6 @@ from cpsr.checkpoint.file_hash import PIECE_DIGITS, pieces_in
 __all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
 __all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
 __all__ += [
-    "IMPORTED",
     "FrozenRecord",
     "expert_files",
     "experts_taken_at",
@@ -34,7 +33,6 @@ __all__ += ["holds_weights", "thinned_record"]
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
 THINNED = "THINNED"
-IMPORTED = "imported"  # label of what another tool had saved, named by parameter: any number of ranks takes it
 
 _STEP = re.compile(r"step-(\d{10,})")
 
@@ -244,11 +242,6 @@ class Manifest(_Record):
         if sorted(manifest.ranks) != list(range(manifest.world_size)):
             raise ValueError(f"lists the ranks {sorted(manifest.ranks)} of {manifest.world_size}")
         return manifest
-
-    @property
-    def imported(self) -> bool:
-        """Whether it is of another tool's checkpoint (`cpsr import`), and is dealt to every number of ranks."""
-        return self.label == IMPORTED
 
     def history_bytes(self) -> int:
         """Bytes of the files that a thinned checkpoint keeps."""

@@ -11,7 +11,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.adoption import is_pending, require_importable
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.verify import read_manifest
@@ -44,7 +43,6 @@ class RunDirectory:
         layouts: of each rank, the hash of how its tensors are split; empty where a stage of ZeRO says all of it.
         replicated: whether each rank holds all weights and moments of its model.
         ended: how the last life ended and where (`{"ending", "iteration"}`), where it ended by itself.
-        imported: whether it began with `cpsr import`.
     """
 
     path: Path
@@ -55,7 +53,6 @@ class RunDirectory:
     layouts: list[str]
     replicated: bool
     ended: dict[str, Any] | None
-    imported: bool = False
 
     @property
     def resized(self) -> bool:
@@ -72,9 +69,7 @@ class RunDirectory:
         Until then a start that fails leaves what the ranks before have left.
         """
         known = _read_json(self.path / IDENTITY)
-        pending = known is not None and is_pending(known)
-        if known is not None and (self.resized or pending):
-            known |= {"imported": {**known["imported"], "begun": True}} if pending else {}
+        if known is not None and self.resized:
             layouts = {"layouts": self.layouts} if self.layouts else {}
             kept = {key: value for key, value in known.items() if key != "layouts"}
             _write_json(self.path / IDENTITY, {**kept, "world_size": self.ranks, **layouts})
@@ -125,7 +120,7 @@ def open_run(
     local = _local(nodes)
     replicated = description["zero_stage"] in (None, 0) and description["engine"] != _PIPELINE and not here.layouts
     known = opened["run_id"], local, group.size, opened["previous_ranks"], here.layouts, replicated, opened["ended"]
-    return RunDirectory(path, *known, imported=opened["imported"])
+    return RunDirectory(path, *known)
 
 
 def checkpoint_bytes(run_dir: Path) -> int:
@@ -197,8 +192,6 @@ def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _H
         known = _read_json(path / IDENTITY)
         if known is None:
             known = _told_by_checkpoints(path) or {"run_id": uuid.uuid4().hex}
-        elif is_pending(known):
-            require_importable(path, known["imported"], description, here.tensors)
         else:
             _check(path, known, description, here)
         before, previous = dict(known), known.get("world_size", here.world_size)
@@ -207,8 +200,7 @@ def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _H
         known |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
         if known != before:  # a full disk must not prevent a restart
             _write_json(path / IDENTITY, known)
-        found = {"run_id": known["run_id"], "previous_ranks": previous, "ended": _read_json(path / ENDED)}
-        return found | {"imported": "imported" in known}
+        return {"run_id": known["run_id"], "previous_ranks": previous, "ended": _read_json(path / ENDED)}
     except RunMismatchError as error:
         return {"mismatch": str(error)}
     except CPSRError as error:

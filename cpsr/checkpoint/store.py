@@ -95,7 +95,7 @@ class CheckpointStore:
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
         drifted: replicas that a commit found to differ (rank 0); None: none so far.
         frozen: files of this rank's parameters outside the optimizer; None: it has none.
-        reshard: loads a checkpoint of another number of ranks, or an imported one, into the views; None: refused.
+        reshard: loads a checkpoint of another number of ranks into the views; None: refused.
         attempt: every rank increases it when the job rolls back within its life, with the writers drained. So shards of
             two passes over the same iterations never form one checkpoint.
     """
@@ -287,7 +287,7 @@ class CheckpointStore:
         directory, manifest = self._of_this_run(iteration, any_size=self.reshard is not None)
         if is_thinned(directory, manifest):
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
-        if self.reshard is not None and (manifest.world_size != self._world_size or manifest.imported):
+        if self.reshard is not None and manifest.world_size != self._world_size:
             return self.reshard(directory, manifest, into)
         scalars = load_shard(directory, manifest, self._rank, into, self._frozen_tensors())
         if self.frozen is not None:

@@ -312,21 +312,6 @@ def export(
         typer.echo(line)
 
 
-@app.command("import")
-def import_command(
-    source: Annotated[Path, typer.Argument(help="Directory of the checkpoint; it is only read.")],
-    run_dir: Annotated[Path, typer.Option(help="Run directory to make; must not exist yet.")],
-    format_: Annotated[
-        str | None, typer.Option("--format", help="deepspeed, universal or dcp; by default seen from the files.")
-    ] = None,
-) -> None:
-    """Make a run directory of a checkpoint of DeepSpeed or torch; the job then goes on with it, on any ranks."""
-    from cpsr.export.import_command import run_import
-
-    for line in run_import(source, run_dir, format_):
-        typer.echo(line)
-
-
 @app.command(help=PLAN_HELP)
 def plan(
     spec: Annotated[Path | None, typer.Option(help="Describes the job: times, sizes, failures, curves; YAML.")] = None,

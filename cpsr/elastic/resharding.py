@@ -1,4 +1,4 @@
-"""Loads a checkpoint that another number of ranks saved, or another tool."""
+"""Loads a checkpoint that another number of ranks saved."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,6 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import Manifest
 from cpsr.checkpoint.resharded_frozen import load_resharded_frozen
 from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state
-from cpsr.elastic.imported import load_imported
 from cpsr.elastic.small_state import differing, require_alike, small_state_of
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.state.shard import Shard
@@ -38,8 +37,6 @@ class Resharding:
 
     def load(self, directory: Path, manifest: Manifest, into: Shard) -> dict[str, Any]:
         """Fill the views of `into` and return the small state; see `CheckpointStore.load` for what it raises."""
-        if manifest.imported:
-            return load_imported(self._adapter, directory, manifest, into)
         rank, saved_by = self._adapter.rank, self._adapter.rank % manifest.world_size
         saved = read_small_state(directory, manifest, saved_by)
         if rank == 0 or self._adapter.pipeline is not None:

@@ -32,7 +32,7 @@ __all__ = [
     "second_moment_decay",
 ]
 
-STEP = "step"  # what the optimizers below call the count of their steps, in the state or in the parameter group
+STEP = "step"  # what the optimizers below call the count of their steps
 
 # Optimizers of which a later state is known, by package: beside weights, only counts called `step` change in a way
 # that matters. Others keep numbers that steps change by a rule of their own (ASGD, NAdam), other weights beside those
@@ -227,9 +227,6 @@ class OptimizerState:
             if count is not None and (float(count) or not moved):
                 value = count.item() if isinstance(count, torch.Tensor) else count
                 tree.set_number(STEP, value + iterations * rises.get(id(updated.master), 1))
-        for group in {id(one.group): one.group for one in every}.values():
-            if STEP in group:
-                group[STEP] += iterations
 
     def obstacle(self, every: Sequence[Updated]) -> str | None:
         """Why no step ahead can be predicted; None where weights and step counts are all that moves."""

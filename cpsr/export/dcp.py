@@ -24,13 +24,13 @@ from cpsr.checkpoint.files import sync_directory, sync_file
 from cpsr.checkpoint.verify import DamagedFileError
 from cpsr.engines.state_tree import number_of
 from cpsr.errors import UnsupportedEngineError
-from cpsr.export.from_dcp import SMALL
 from cpsr.export.state_dict import state_dict
 from cpsr.export.whole import WholeState
 from cpsr.state.codec import same
 
 __all__ = ["write_dcp"]
 
+SMALL = "cpsr"  # key of counters, schedule and scalers
 _KEPT = "Nothing was exported; universal or a state dict in safetensors is possible"
 
 

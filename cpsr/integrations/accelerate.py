@@ -11,7 +11,6 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DeepSpeedSchedulerWrapper, memory
 
 from cpsr.engines import EngineAdapter, TorchAdapter, adapt
-from cpsr.engines.imported_state import IMPORTED
 from cpsr.errors import UnsupportedEngineError
 from cpsr.integrations.passes import Passes, order_of_the_pass
 from cpsr.recovery import CPSRRecovery
@@ -89,11 +88,8 @@ def _for_its_schedulers(engine: EngineAdapter, schedulers: list[Any]) -> EngineA
     per_rank = [one for one in schedulers if type(one) is AcceleratedScheduler]
     if not any(one.step_with_optimizer and not one.split_batches for one in per_rank):
         return engine
-    resharded = engine.resharded
 
     def of_as_many_ranks(scalars: dict[str, Any]) -> dict[str, Any]:
-        if IMPORTED in scalars:  # begins a run
-            return resharded(scalars)
         raise UnsupportedEngineError(
             "accelerate takes a step of a prepared scheduler for each rank at every optimizer step, so that the "
             "learning rate would follow another course on another number of ranks. Nothing was changed. Begin the run "

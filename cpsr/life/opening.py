@@ -358,7 +358,7 @@ def _open_store(job: Job, frozen: FrozenWeights) -> CheckpointStore:
     if not job.group.all(not frozen.tensors):  # else no rank has any
         places, fsync = job.adapter.frozen_places(), job.config.checkpoint.fsync
         store.frozen = FrozenFiles(frozen, job.group.rank, store.directory, fsync=fsync, places=places)
-    if job.config.elastic.allows(job.group.size) or job.run.imported:
+    if job.config.elastic.allows(job.group.size):
         store.reshard = Resharding(job.adapter, store.frozen).load
     if job.group.rank == 0:
         store.prepare()

@@ -97,6 +97,19 @@ def test_a_universal_checkpoint_holds_plain_data_alone(runs: Runs) -> None:
         torch.load(file, weights_only=True)
 
 
+def test_plain_torch_goes_on_from_a_dcp_directory(tmp_path: Path) -> None:
+    """A run of FSDP2 on two ranks, taken over on two and on one, whole or with a flattened optimizer."""
+    worker, out = "tests.export.torch_worker", tmp_path / "dcp"
+    training = Job(tmp_path)
+    trained = training.launch(worker=worker)
+    assert trained.statuses == [0, 0], trained.output[0][-3000:]
+    run_export(training.run_dir, out, "dcp", "fp32", None)
+    for ranks, flat in ((2, True), (1, False)):
+        loaded = Job(tmp_path / str(ranks)).launch(worker=worker, ranks=ranks, exported=str(out), flat=flat)
+        assert loaded.statuses == [0] * ranks, loaded.output[0][-3000:]
+        assert loaded.result() == trained.result()
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     write_identity(tmp_path / "run")
