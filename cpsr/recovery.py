@@ -12,7 +12,7 @@ import torch
 from cpsr.config import CPSRConfig
 from cpsr.engines import adapt, refuse_known
 from cpsr.errors import ConfigError
-from cpsr.journal.terminal import log_to_terminal
+from cpsr.journal import log_to_terminal
 from cpsr.life.events import EventCallback
 from cpsr.life.life import Life
 from cpsr.life.loop import Loop

@@ -1,5 +1,6 @@
-"""Access control: loopback needs no token, every other client does."""
+"""Who may ask, and what is refused before any handler: loopback needs no token, every other client does."""
 
+import asyncio
 import hmac
 import ipaddress
 import os
@@ -8,16 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastapi import Depends, Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpsr.errors import ConfigError
 from cpsr.service.problems import Problem
 
-__all__ = ["TOKEN_VARIABLE", "Access", "MayWrite", "foreign_origin", "is_loopback", "read_token"]
+__all__ = ["STATIC", "TOKEN_VARIABLE", "Access", "Gate", "MayWrite", "is_loopback", "read_token"]
 
 TOKEN_VARIABLE = "CPSR_SERVICE_TOKEN"  # noqa: S105 - the name of a variable
 # A random token of this length cannot be guessed: 16 characters of base64 are 96 bits.
 TOKEN_CHARACTERS_MIN = 16
 SCHEME = "Bearer"
+STATIC = "/static"  # the page's files, which a browser requests before it can send a token
+BODY_BYTES = 1 << 14  # of a request; the largest that can be asked for is a description of 1000 characters
+BODY_SECONDS = 10.0  # until it must be here
 
 
 @dataclass(frozen=True)
@@ -71,19 +77,78 @@ class Access:
         )
 
 
-def foreign_origin(method: str, host: str, origin: str | None) -> Problem | None:
-    """Why a browser page may not write; None where it may, or where no page asks.
-
-    A browser sends another site's POST requests to this service, and only hides the answer from the page.
+class Gate:
+    """Refuses disallowed requests before it reads their body, and bodies that are too large or too slow.
 
     Args:
-        method: of the request.
-        host: what the request calls this machine.
-        origin: of the page, as its browser sends it.
+        app: what answers.
+        access: who may ask.
     """
-    if method in ("GET", "HEAD", "OPTIONS") or origin is None or origin.partition("://")[2] == host:
-        return None
-    return Problem(403, "foreign_origin", f"a page of {origin[:100]!r} asks", "ask from the service's own page")
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the server's start and end."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Cache-Control"] = "no-store"
+                headers["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        try:
+            self._check(scope)
+            waiting = [await _body(scope, receive)]
+        except Problem as problem:
+            await problem.response()(scope, receive, send_marked)
+            return
+
+        async def replayed() -> Message:
+            return waiting.pop() if waiting else await receive()
+
+        await self._app(scope, replayed, send_marked)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        # A browser sends another site's POST requests to this service, and only hides the answer from the page.
+        reads = scope["method"] in ("GET", "HEAD", "OPTIONS")
+        if not reads and origin is not None and origin.partition("://")[2] != host:
+            raise Problem(403, "foreign_origin", f"a page of {origin[:100]!r} asks", "ask from the service's own page")
+        refusal = self._access.refusal(host, headers.get("authorization"))
+        # The page contains no data of a run, and a browser needs it before it can send a token.
+        is_page = scope["path"] == "/" or scope["path"].startswith(f"{STATIC}/")
+        if refusal is not None and not (refusal.status == 401 and is_page):
+            raise refusal
+
+
+async def _body(scope: Scope, receive: Receive) -> Message:
+    """The whole body in one message, or the client's disconnect."""
+    body = b""
+    too_large = Problem(413, "body_too_large", f"the body has more than {BODY_BYTES} bytes", "send less")
+    length = Headers(scope=scope).get("content-length", "0")
+    if length.isdecimal() and int(length) > BODY_BYTES:
+        raise too_large
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                body += message.get("body", b"")
+                if len(body) > BODY_BYTES:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return {"type": "http.request", "body": body, "more_body": False}
+    except TimeoutError as error:
+        late = f"the body was not complete after {BODY_SECONDS:g} s"
+        raise Problem(408, "body_too_slow", late, f"send it within {BODY_SECONDS:g} s") from error
 
 
 def _may_write(request: Request) -> None:

@@ -31,7 +31,7 @@ class Client:
     Example::
 
         with Client("http://127.0.0.1:8712") as client:
-            print(client.plan()["ranks"][0]["interval_iterations"])
+            print(client.plan()["interval_iterations"])
     """
 
     def __init__(
@@ -62,16 +62,8 @@ class Client:
         self._http.close()
 
     def plan(self) -> dict[str, Any]:
-        """The current interval of every rank, and why."""
+        """The current interval, and why."""
         return self._ask("GET", "/plan")
-
-    def plan_history(self, **window: float) -> dict[str, Any]:
-        """Plans in force, the newest first.
-
-        Args:
-            window: here and below `limit` (100 rows, at most 1000), `since_unix_seconds`, `until_unix_seconds`.
-        """
-        return self._ask("GET", "/plan/history", window)
 
     def preview(self, **changes: float) -> dict[str, Any]:
         """The plan for other inputs; nothing of the job is changed.
@@ -114,21 +106,18 @@ class Client:
         """End the current override."""
         return self._ask("DELETE", "/plan/override")
 
-    def phases(self, **window: float) -> dict[str, Any]:
-        """Phases of the training that have ended."""
-        return self._ask("GET", "/phases", window)
+    def history(self, kind: str, limit: int = 100) -> dict[str, Any]:
+        """The newest rows of one kind in the journal.
 
-    def fits(self, kind: str | None = None, **window: float) -> dict[str, Any]:
-        """Fitted curves, of all kinds or of `loss`, `predictor` or `failure_rate`."""
-        return self._ask("GET", "/fits", window if kind is None else {**window, "kind": kind})
+        Args:
+            kind: `life`, `checkpoint`, `failure`, `recovery`, `plan`, `phase`, `fit` or `bubble`.
+            limit: at most 1000.
+        """
+        return self._ask("GET", "/history", {"kind": kind, "limit": limit})
 
-    def checkpoints(self, **window: float) -> dict[str, Any]:
-        """Checkpoints that were due."""
-        return self._ask("GET", "/checkpoints", window)
-
-    def failures(self, **window: float) -> dict[str, Any]:
-        """Failures that the job detected, and reported ones."""
-        return self._ask("GET", "/failures", window)
+    def failures(self, limit: int = 100) -> dict[str, Any]:
+        """Failures that the job detected, and reported ones, newest first."""
+        return self._ask("GET", "/failures", {"limit": limit})
 
     def report_failure(self, description: str, failed_unix_seconds: float | None = None) -> dict[str, Any]:
         """Report a failure that no restart of the job shows, for the failure rate of the planner.
@@ -143,21 +132,9 @@ class Client:
         when = {} if failed_unix_seconds is None else {"failed_unix_seconds": failed_unix_seconds}
         return self._ask("POST", "/failures", body={"description": description, **when})
 
-    def recoveries(self, **window: float) -> dict[str, Any]:
-        """How lives began after failures."""
-        return self._ask("GET", "/recoveries", window)
-
-    def backtests(self, **window: float) -> dict[str, Any]:
-        """Backtests of the predictor."""
-        return self._ask("GET", "/backtests", window)
-
-    def bubbles(self, **window: float) -> dict[str, Any]:
-        """Waits of the ranks' training threads, and what was done in them."""
-        return self._ask("GET", "/bubbles", window)
-
-    def runs(self, limit: int = 100) -> dict[str, Any]:
+    def runs(self) -> dict[str, Any]:
         """The runs of the service."""
-        return self._ask("GET", "/runs", {"limit": limit})
+        return self._ask("GET", "/runs")
 
     def health(self) -> dict[str, Any]:
         """Health of the run; an unhealthy run raises no error."""

@@ -2,26 +2,31 @@
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import xxhash
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Message, Receive, Scope, Send
 
 from cpsr.errors import JournalError
-from cpsr.service.follow import FOLLOWED, ROWS_AT_ONCE, Place, Recorded, end_of, recorded_after, start_of
-from cpsr.service.gate import Limits
-from cpsr.service.parameters import RunDir
+from cpsr.journal import JournalReader, PlanRow, Recorded
 from cpsr.service.problems import Problem
+from cpsr.service.run import RunDir, open_journal, plain_row
 
-__all__ = ["Streams", "router"]
+__all__ = ["Place", "Streams", "router"]
 
-ID_CHARACTERS_MAX = 300  # of any place that was ever sent
+STREAMS_MAX = 32  # open at a time; each reads the journal once a second
+ROWS_AT_ONCE = 100  # a reader that was away for long gets small pieces
+SEND_SECONDS = 30.0  # until a client must have taken what was sent before
+POLL_SECONDS = 1.0  # between two looks into the journal for a stream
+QUIET_SECONDS = 15.0  # after which a stream shows that it is alive
 
 _MESSAGE_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -37,14 +42,44 @@ class Streams:
     """The streams of one service.
 
     Attributes:
-        limits: of one service.
         open: how many there are.
         closing: the service ends; every stream then does.
     """
 
-    limits: Limits
     open: int = 0
     closing: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a journal was followed: the number of the last row that was sent, and the hash of that row.
+
+    If another row has this number now, the journal was begun anew, or a power cut took its last rows and their numbers
+    were used again.
+    """
+
+    number: int
+    row_hash: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.number}-{self.row_hash}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Place | None":
+        """The place that a text names; None where it names none."""
+        found = re.fullmatch(r"(\d{1,18})-([0-9a-f]{0,16})", text)
+        return None if found is None else cls(int(found[1]), found[2])
+
+    @classmethod
+    def behind(cls, recorded: Recorded) -> "Place":
+        """The place behind a row."""
+        # A row is never changed once it is recorded.
+        content = json.dumps([recorded.kind, plain_row(recorded.row)], sort_keys=True)
+        return cls(recorded.number, xxhash.xxh3_64_hexdigest(content.encode()))
+
+    def holds(self, reader: JournalReader) -> bool:
+        """Whether the journal still has what was sent."""
+        return self.number == 0 or any(self == Place.behind(row) for row in reader.after(self.number - 1, 1))
 
 
 @router.get(
@@ -54,12 +89,11 @@ class Streams:
     responses={
         200: {
             "content": {"text/event-stream": {"itemSchema": _MESSAGE_SCHEMA}},
-            "description": "Server-sent events, each with JSON data. `hello` comes first. `event`, `checkpoint`, "
-            "`plan`, `failure`, `recovery`, `phase`, `fit`, `backtest` and `bubble` are rows of the "
-            "journal, have an id to go on from, and `row`, their number within their kind. `progress` is the newest "
-            "step, at most once a second. `reset`: the journal is another one, or has lost rows that were sent; `kept` "
-            "is the number of the last row of each kind that stays. Forget the rows behind these, and everything where "
-            "all are 0; what follows is every row behind them. `unavailable`: the journal cannot be read now.",
+            "description": "Server-sent events, each with JSON data. `hello` comes first. `life`, `checkpoint`, "
+            "`failure`, `recovery`, `plan`, `phase`, `fit`, `bubble` and `event` are rows of the journal, have an id "
+            "to go on from, and `row`, their number. `progress` is the newest step, at most once a second. `reset`: "
+            "the journal is another one, or has lost rows that were sent; forget them all: every row follows. "
+            "`unavailable`: the journal cannot be read now.",
         }
     },
 )
@@ -67,8 +101,7 @@ async def follow_events(
     request: Request,
     run_dir: RunDir,
     after: Annotated[
-        str | None,
-        Query(max_length=ID_CHARACTERS_MAX, description="Go on behind this id; `start` is everything there is."),
+        str | None, Query(max_length=40, description="Go on behind this id; `start` is everything there is.")
     ] = None,
     last_event_id: Annotated[
         str | None, Header(description="As `after`, which it goes before: what a browser sends when it comes back.")
@@ -76,17 +109,28 @@ async def follow_events(
 ) -> StreamingResponse:
     """Rows of the journal as they are recorded, from now on or behind an id."""
     streams: Streams = request.app.state.streams
-    if streams.open >= streams.limits.streams:
+    if streams.open >= STREAMS_MAX:
         message = f"{streams.open} clients follow the events already"
         raise Problem(503, "too_many_streams", message, "close one, or ask GET /plan once a second")
     asked = last_event_id if last_event_id is not None else after
     streams.open += 1  # before the first await, or many simultaneous requests would all pass
     try:
-        here = await run_in_threadpool(end_of, run_dir)
+        begin = await run_in_threadpool(_end_of, run_dir) if asked is None else _asked(asked)
     except BaseException:
         streams.open -= 1
         raise
-    return _EventStream(_Follower(run_dir, here).messages(asked, streams), streams)
+    return _EventStream(_Follower(run_dir, begin).messages(streams), streams)
+
+
+def _asked(text: str) -> Place | None:
+    return Place(0) if text == "start" else Place.parse(text)
+
+
+def _end_of(run_dir: Path) -> Place:
+    """The place behind everything that is recorded now."""
+    with open_journal(run_dir) as reader:
+        newest = reader.after(reader.last_event() - 1, 1)
+        return Place.behind(newest[0]) if newest else Place(0)
 
 
 class _Follower:
@@ -94,27 +138,18 @@ class _Follower:
 
     Args:
         run_dir: of the run.
-        here: the end of its journal now.
+        begin: where to begin; None: the id is none of this service's.
     """
 
-    def __init__(self, run_dir: Path, here: Place) -> None:
+    def __init__(self, run_dir: Path, begin: Place | None) -> None:
         self._run_dir = run_dir
-        self._place = here
+        self._place = begin
         self._step: dict[str, Any] | None = None
         self._failure = ""
 
-    async def messages(self, asked: str | None, streams: Streams) -> AsyncIterator[str]:
-        """All messages, until the service ends.
-
-        Args:
-            asked: where to begin.
-            streams: of the service.
-        """
-        begin = _begin(asked, self._place)
-        self._place = begin or start_of(self._place)
+    async def messages(self, streams: Streams) -> AsyncIterator[str]:
+        """All messages, until the service ends."""
         yield _message("hello", {"run": self._run_dir.name}, self._place)
-        if begin is None:
-            yield self._reset("the id is none of this service's")
         sent_at = time.monotonic()
         while not streams.closing:
             messages, more = await self._look()
@@ -122,45 +157,45 @@ class _Follower:
                 yield message
             if messages:
                 sent_at = time.monotonic()
-            elif time.monotonic() - sent_at > streams.limits.quiet_seconds:
+            elif time.monotonic() - sent_at > QUIET_SECONDS:
                 sent_at = time.monotonic()
                 yield ": still here\n\n"
             if not more:
-                await asyncio.sleep(streams.limits.poll_seconds)
+                await asyncio.sleep(POLL_SECONDS)
 
     async def _look(self) -> tuple[list[str], bool]:
         """New messages, and whether there may be more already."""
         try:
-            news = await run_in_threadpool(recorded_after, self._run_dir, self._place)
+            return await run_in_threadpool(self._read)
         except JournalError as error:
             known, self._failure = self._failure, str(error)
             return [] if known == self._failure else [_message("unavailable", {"message": self._failure})], False
+
+    def _read(self) -> tuple[list[str], bool]:
+        messages = []
+        with open_journal(self._run_dir) as reader:
+            if self._place is None or not self._place.holds(reader):
+                self._place = Place(0)
+                reason = "the journal has not the row of this id; forget all rows: what follows is every row"
+                messages.append(_message("reset", {"reason": reason}, self._place))
+            rows, steps = reader.after(self._place.number, ROWS_AT_ONCE), reader.recent_steps(1)
         self._failure = ""
-        self._place = news.begin
-        messages = [self._reset(news.reset)] if news.reset else []
-        messages += [_message(row.name, {**row.content, "row": _number(row)}, row.place) for row in news.rows]
-        if news.rows:
-            self._place = news.rows[-1].place
-        if news.step != self._step and news.step is not None:
-            messages.append(_message("progress", news.step))
-        self._step = news.step
-        return messages, len(news.rows) >= ROWS_AT_ONCE
-
-    def _reset(self, why: str) -> str:
-        kept = dict(zip(FOLLOWED, self._place.rows, strict=True))
-        reason = f"{why}; forget the rows behind `kept`: what follows is every row behind them"
-        return _message("reset", {"reason": reason, "kept": kept}, self._place)
+        for recorded in rows:
+            self._place = Place.behind(recorded)
+            kind = getattr(recorded.row, "KIND", "event")
+            messages.append(_message(kind, _content(recorded), self._place))
+        step = plain_row(steps[0]) if steps else None
+        if step != self._step and step is not None:
+            messages.append(_message("progress", step))
+        self._step = step
+        return messages, len(rows) >= ROWS_AT_ONCE
 
 
-def _begin(asked: str | None, here: Place) -> Place | None:
-    """Where a stream begins; None where the id is invalid."""
-    if asked is None:
-        return here
-    return start_of(here) if asked == "start" else Place.parse(asked)
-
-
-def _number(row: Recorded) -> int:
-    return row.place.rows[list(FOLLOWED).index(row.name)]
+def _content(recorded: Recorded) -> dict[str, Any]:
+    content = {**plain_row(recorded.row), "row": recorded.number}
+    if isinstance(recorded.row, PlanRow):
+        del content["explanation"]  # kilobytes, which `GET /plan` has
+    return content
 
 
 def _message(name: str, content: dict[str, Any], place: Place | None = None) -> str:
@@ -186,7 +221,7 @@ class _EventStream(StreamingResponse):
         """Send until the content ends or the client disconnects."""
 
         async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(self._streams.limits.send_seconds):
+            async with asyncio.timeout(SEND_SECONDS):
                 await send(message)
 
         try:

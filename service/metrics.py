@@ -1,6 +1,6 @@
 """`GET /metrics`: what a Prometheus server scrapes, of every run; base units throughout."""
 
-import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,18 +12,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from cpsr.errors import JournalError
-from cpsr.journal import (
-    BubbleRow,
-    CheckpointRow,
-    FailureRow,
-    JournalReader,
-    RecoveryRow,
-    reported_failures,
-)
-from cpsr.service.ettr import PARTS, ettr_of
-from cpsr.service.health import RECENT_STEPS, LifeState, health_of, iteration_seconds
-from cpsr.service.rows import open_journal
-from cpsr.service.runs import Runs
+from cpsr.journal import FailureRow, JournalReader, reported_failures
+from cpsr.service.ettr import PARTS, read_ettr
+from cpsr.service.run import RECENT_STEPS, LifeState, Runs, health_of, iteration_seconds, open_journal
 
 __all__ = ["RunMetrics", "router"]
 
@@ -72,7 +63,6 @@ class RunMetrics(Collector):
                     _plan(families, name, reader)
                     _checkpoints(families, name, reader)
                     _failures(families, name, reader, run_dir)
-                    _bubbles(families, name, reader)
             except JournalError:
                 up = False
             families.gauge("journal_up", "Whether the run's journal could be read.", name, up)
@@ -125,15 +115,13 @@ def _steps(families: _Families, run: str, reader: JournalReader) -> None:
 
 
 def _ettr(families: _Families, run: str, reader: JournalReader, state: LifeState | None) -> None:
-    found = ettr_of(reader, reader.lives(), state, time.time())
+    found = read_ettr(reader, reader.lives(), state)
     if found is None:
         return
-    for span, spent in (("run", found.since_start), ("hour", found.last_hour)):
-        text = "Effective training time: useful time over wall time, since the start and in the last hour."
-        families.gauge("ettr_ratio", text, run, spent.ettr, span=span)
-        for part in PARTS:
-            seconds = getattr(spent, f"{part}_seconds")
-            families.gauge("time_seconds", "Parts of the wall time of that span.", run, seconds, span=span, part=part)
+    families.gauge("ettr_ratio", "Effective training time: useful time over wall time.", run, found.ettr)
+    for part in PARTS:
+        seconds = getattr(found, f"{part}_seconds")
+        families.gauge("time_seconds", "Parts of the run's wall time.", run, seconds, part=part)
     families.gauge("lost_iterations", "Lost and not trained again yet.", run, found.lost_iterations)
 
 
@@ -174,7 +162,7 @@ def _plan(families: _Families, run: str, reader: JournalReader) -> None:
 
 def _checkpoints(families: _Families, run: str, reader: JournalReader) -> None:
     sums = ("bytes", "stall_seconds", "write_seconds", "commit_seconds")
-    for status, count, *totals in reader.tally(CheckpointRow, ("status",), sums):
+    for status, count, *totals in reader.checkpoint_sums(sums):
         families.counter("checkpoints", "Checkpoints that were due.", run, count, status=status)
         for name, total in zip(sums, totals, strict=True):
             text = f"Sum of {name} over checkpoints."
@@ -190,26 +178,5 @@ def _failures(families: _Families, run: str, reader: JournalReader, run_dir: Pat
     text = "Failures of the job."
     families.counter("failures", text, run, reader.count(FailureRow), reported="false")
     families.counter("failures", text, run, len(reported_failures(run_dir)), reported="true")
-    for method, outcome, count in reader.tally(RecoveryRow, ("method", "outcome")):
+    for (method, outcome), count in Counter((row.method, row.outcome) for row in reader.recoveries()).items():
         families.counter("recoveries", "Recoveries.", run, count, method=method, outcome=outcome)
-
-
-# Column of the journal -> what its sum is; the sums are of all lives.
-_BUBBLES = {
-    "bubble_seconds": "That the training thread waited for other pipeline stages or its data.",
-    "used_seconds": "Work of the predictor inside of such waits.",
-    "late_seconds": "Work that ran past the end of its wait.",
-    "outside_seconds": "Work that began outside of waits.",
-    "slices": "Pieces of work.",
-    "late_slices": "Pieces that ran past the end of their wait.",
-    "copied_seconds": "Copying of snapshots during waits.",
-    "copied_bytes": "Of snapshots, copied during waits.",
-    "copied_beside_bytes": "Of snapshots, copied beside the training's work.",
-}
-
-
-def _bubbles(families: _Families, run: str, reader: JournalReader) -> None:
-    for rank, _, *totals in reader.tally(BubbleRow, ("rank",), tuple(_BUBBLES)):
-        for (column, text), total in zip(_BUBBLES.items(), totals, strict=True):
-            name = column if column == "bubble_seconds" else f"bubble_{column}"
-            families.counter(name, text, run, total, rank=str(rank))

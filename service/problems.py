@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from cpsr.errors import JournalError
@@ -17,18 +17,6 @@ __all__ = ["PROBLEMS", "Error", "Problem", "answer_problems"]
 
 class Error(BaseModel):
     """The one form of every answer that is not 2xx, `/healthz` and `/readyz` apart."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [
-                {
-                    "code": "no_plan_yet",
-                    "message": "the run in runs/gpt has not planned yet",
-                    "hint": "the first plan is made when training starts; ask again then",
-                }
-            ]
-        }
-    )
 
     code: str = Field(description="Stable word for programs, for example `journal_unavailable`.")
     message: str = Field(description="What happened and where, for people.")
@@ -59,21 +47,21 @@ class Problem(Exception):  # noqa: N818 - what is answered, and nothing that wen
         return JSONResponse(self.error.model_dump(), self.status, self.headers)
 
 
-_DESCRIPTIONS = {
-    400: "The body cannot be read.",
-    401: "The service has a token, and the request has not.",
-    403: "The request is not allowed, or not under this host name.",
-    404: "There is no such run, or nothing of the kind in it yet.",
-    408: "The body did not arrive in time.",
-    409: "The state of the run does not allow an answer.",
-    413: "The body is too large.",
-    422: "A parameter or the body does not fit.",
-    429: "Too many requests from one address, or too many reports in an hour.",
-    503: "The journal is absent, locked, truncated or newer.",
-}
 # For OpenAPI: what every operation may answer.
 PROBLEMS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error, "description": description} for status, description in _DESCRIPTIONS.items()
+    status: {"model": Error, "description": description}
+    for status, description in {
+        400: "The body cannot be read.",
+        401: "The service has a token, and the request has not.",
+        403: "The request is not allowed, or not under this host name.",
+        404: "There is no such run, or nothing of the kind in it yet.",
+        408: "The body did not arrive in time.",
+        409: "The state of the run does not allow an answer.",
+        413: "The body is too large.",
+        422: "A parameter or the body does not fit.",
+        429: "Too many reports in an hour.",
+        503: "The journal is absent, locked, truncated or of another version.",
+    }.items()
 }
 
 

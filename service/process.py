@@ -91,7 +91,6 @@ class ServiceProcess:
         config = self._config
         command = [sys.executable, "-m", "cpsr", "serve", "--run-dir", str(self._run_dir)]
         command += ["--host", config.host, "--port", str(config.port), "--parent", str(os.getpid())]
-        command += ["--connections-max", str(config.connections_max), "--idle-seconds", str(config.idle_seconds)]
         if config.token_file is not None:
             command += ["--token-file", str(config.token_file)]
         return [*command, "--allow-writes"] if config.allow_writes else command

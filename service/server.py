@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
@@ -18,29 +17,15 @@ from cpsr.errors import ConfigError
 from cpsr.service.access import Access, is_loopback
 from cpsr.service.events import Streams
 
-__all__ = ["Connections", "bind", "may_come", "serve"]
+__all__ = ["bind", "serve"]
 
 DRAIN_SECONDS = 5.0  # requests take milliseconds, and streams look every second whether they are to end
 PARENT_LOOK_SECONDS = 1.0
-LOOKS = 5  # between checks of unsent data, within the time after which a client is disconnected
-SHARE = 4  # one other machine may have this part of the connections; the same part is reserved for this machine
+CONNECTIONS_MAX = 256  # requests beyond are answered 503: enough for all streams and some hundred polling pages
+IDLE_SECONDS = 5  # after which a connection that has brought no complete request is closed
 RETRY_SECONDS = 0.2
 PORT_SECONDS = 15.0  # how long a job's service waits for the service of the previous life to end
 CHILD_NICENESS = 10  # never more, beside training
-
-
-@dataclass(frozen=True)
-class Connections:
-    """How many connections there may be.
-
-    Attributes:
-        maximum: at a time; requests beyond are answered 503. One address that is not loopback has at most a quarter of
-            them, and all of these together leave a quarter to loopback; what comes beyond is closed at once.
-        idle_seconds: after which one that has brought no complete request, or takes nothing of its answer, is closed.
-    """
-
-    maximum: int = 256
-    idle_seconds: int = 5
 
 
 def bind(host: str, port: int, access: Access, patience_seconds: float = 0.0) -> socket.socket:
@@ -78,23 +63,19 @@ def bind(host: str, port: int, access: Access, patience_seconds: float = 0.0) ->
             ) from error
 
 
-def serve(
-    app: FastAPI, listener: socket.socket, connections: Connections | None = None, parent: int | None = None
-) -> None:
+def serve(app: FastAPI, listener: socket.socket, parent: int | None = None) -> None:
     """Answer on `listener` until SIGTERM or SIGINT; requests under way are finished first, streams are ended.
 
     Args:
         app: the service.
         listener: its socket.
-        connections: how many there may be.
         parent: process that this one belongs to: it ends with it.
     """
-    connections = connections or Connections()
     config = uvicorn.Config(
         app,
         http=_Connection,
-        limit_concurrency=connections.maximum,
-        timeout_keep_alive=connections.idle_seconds,
+        limit_concurrency=CONNECTIONS_MAX,
+        timeout_keep_alive=IDLE_SECONDS,
         log_level="error",  # clients cause warnings: no client may fill the log
         access_log=False,
         proxy_headers=False,  # the address of a client is that of its connection, whatever its headers
@@ -118,44 +99,13 @@ def serve(
             signal.signal(number, handler)
 
 
-def may_come(address: str, there: list[str], maximum: int) -> bool:
-    """Whether one more connection may come from an address.
-
-    Args:
-        address: of the client.
-        there: addresses of the connections that are open, one for each.
-        maximum: how many connections there may be.
-    """
-    if is_loopback(address):
-        return True  # beyond the maximum its requests are answered 503
-    share = max(1, maximum // SHARE)
-    others = [one for one in there if not is_loopback(one)]
-    return others.count(address) < share and len(others) < max(1, maximum - share)
-
-
 class _Connection(H11Protocol):
-    """A connection that is closed also if it never sends a whole request, or never receives its answer.
-
-    The server's own limit begins after the first answer, and its close waits for the client to receive the rest.
-    """
-
-    _look: asyncio.TimerHandle | None = None
+    """A connection that is closed also if it never sends a whole request: the server's own limit begins later."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the base class
         """A client has connected."""
-        there = [one.client[0] for one in self.connections if isinstance(one, _Connection) and one.client]
         super().connection_made(transport)
-        if self.client and not may_come(self.client[0], there, self.limit_concurrency or Connections.maximum):
-            transport.abort()
-            return
         self._expect_request()
-        self._watch(unsent=0, taken=self.loop.time())
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
-        if self._look is not None:
-            self._look.cancel()
-        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         """A request was answered."""
@@ -168,21 +118,6 @@ class _Connection(H11Protocol):
     def _end_idle(self, last: RequestResponseCycle | None) -> None:
         if self.cycle is last:  # none has begun since
             self.transport.close()
-
-    def _watch(self, unsent: int, taken: float) -> None:
-        """Disconnect a client that receives nothing, also after a close with unsent data.
-
-        Args:
-            unsent: bytes that waited for the client when this was looked at last.
-            taken: when the client last took something, or nothing was waiting.
-        """
-        now, waiting = self.loop.time(), self.transport.get_write_buffer_size()
-        if waiting == 0 or waiting != unsent:
-            taken = now
-        elif now - taken >= self.timeout_keep_alive:
-            self.transport.abort()
-            return
-        self._look = self.loop.call_later(self.timeout_keep_alive / LOOKS, self._watch, waiting, taken)
 
 
 class _Server(uvicorn.Server):

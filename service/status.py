@@ -14,12 +14,9 @@ from cpsr.checkpoint.orphans import runs_in_memory
 from cpsr.errors import RunMismatchError, ServiceError
 from cpsr.ranks.exits import ranks_named
 from cpsr.service.access import TOKEN_VARIABLE
-from cpsr.service.bubbles import list_bubbles
 from cpsr.service.client import Client
-from cpsr.service.health import health_of
-from cpsr.service.identity import identity_of
-from cpsr.service.parameters import Window
 from cpsr.service.plan import plan_of
+from cpsr.service.run import health_of, identity_of
 
 __all__ = ["run_status"]
 
@@ -33,19 +30,9 @@ LOST = {  # parts of the wall time that are not useful
     "other": "other",
 }
 SIZES_SHOWN = 3  # earlier ones
-BASELINES_SHOWN = ("young", "checkfreq")
+RIVALS_SHOWN = ("young", "checkfreq")
 ORPHANED = ("gone", "unclear", "unknown")  # as `cpsr release --orphans` lists them
 ENDINGS = {"clean": ", it has ended", "sigterm": ", it has left after SIGTERM"}
-BUBBLE_ROWS = 1000  # the newest; the most that a service gives at once
-BUBBLE_SUMS = (
-    "seconds",
-    "iterations",
-    "bubble_seconds",
-    "used_seconds",
-    "late_seconds",
-    "outside_seconds",
-    "copied_seconds",
-)
 
 
 def run_status(location: str, run: str | None, as_json: bool) -> bool:
@@ -57,10 +44,9 @@ def run_status(location: str, run: str | None, as_json: bool) -> bool:
     Args:
         location: a run directory, or the URL of a service; its token is taken from the environment.
         run: name of the run, where the service is over several.
-        as_json: print one JSON object with `health`, `plan`, `bubbles` and `memory`. `plan` is null before the first
-            one. `bubbles` has the sums of the newest rows of each rank that has waited in the newest life. `memory` is
-            what the run holds of this machine's memory, and what others do whose directory is gone, or may be. It is
-            null from a service, which may be on another machine.
+        as_json: print one JSON object with `health`, `plan` and `memory`. `plan` is null before the first one.
+            `memory` is what the run holds of this machine's memory, and what others do whose directory is gone, or may
+            be. It is null from a service, which may be on another machine.
 
     Raises:
         RunMismatchError: there is no run in the directory.
@@ -72,15 +58,13 @@ def run_status(location: str, run: str | None, as_json: bool) -> bool:
         print(json.dumps(found, allow_nan=False))  # noqa: T201
         return _is_restored(found["plan"])
     console = Console(highlight=False)
-    lines = _lines(found["health"], found["plan"])
-    for line in [*lines, *_bubble_lines(found["bubbles"]), *_memory_lines(found["memory"])]:
+    for line in [*_lines(found["health"], found["plan"]), *_memory_lines(found["memory"])]:
         console.print(line, soft_wrap=not console.is_terminal)
     return _is_restored(found["plan"])
 
 
 def _is_restored(plan: dict[str, Any] | None) -> bool:
-    compared = [] if plan is None else plan.get("repeated_steps", [])  # a service of an older version lacks it
-    return all(one["result"] != "not restored" for one in compared)
+    return plan is None or all(one["result"] != "not restored" for one in plan["repeated_steps"])
 
 
 def _of_directory(run_dir: Path) -> dict[str, Any]:
@@ -90,7 +74,6 @@ def _of_directory(run_dir: Path) -> dict[str, Any]:
     return {
         "health": health_of(run_dir).model_dump(mode="json"),
         "plan": None if plan is None else plan.model_dump(mode="json"),
-        "bubbles": _bubble_sums(list_bubbles(run_dir, Window(BUBBLE_ROWS)).model_dump(mode="json")["bubbles"]),
         "memory": _memory_here(run_dir),
     }
 
@@ -119,39 +102,13 @@ def _memory_lines(memory: dict[str, Any] | None) -> list[str]:
 
 def _of_service(url: str, run: str | None) -> dict[str, Any]:
     with Client(url, os.environ.get(TOKEN_VARIABLE), run) as client:
-        bubbles = _bubble_sums(client.bubbles(limit=BUBBLE_ROWS)["bubbles"])
-        found = {"health": client.health(), "bubbles": bubbles, "memory": None}
+        found = {"health": client.health(), "plan": None, "memory": None}
         try:
-            return {**found, "plan": client.plan()}
+            return found | {"plan": client.plan()}
         except ServiceError as error:
             if error.code != "no_plan_yet":
                 raise
-            return {**found, "plan": None}
-
-
-def _bubble_sums(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bubbles of each rank of the newest life, by rank."""
-    sums: dict[int, dict[str, Any]] = {}
-    life = max((row["life"] for row in rows), default=0)
-    for row in rows:
-        if row["life"] == life:
-            rank = sums.setdefault(row["rank"], {"rank": row["rank"], **dict.fromkeys(BUBBLE_SUMS, 0)})
-            for name in BUBBLE_SUMS:
-                rank[name] += row[name] or 0  # null where copies do not use waits
-    return [sums[rank] for rank in sorted(sums)]
-
-
-def _bubble_lines(ranks: list[dict[str, Any]]) -> list[str]:
-    total = {name: sum(rank[name] for rank in ranks) for name in BUBBLE_SUMS}
-    if not total["bubble_seconds"] or not total["seconds"]:
-        return []
-    waited, used = total["bubble_seconds"] / total["seconds"], total["used_seconds"] / total["bubble_seconds"]
-    copied = total["copied_seconds"] / total["bubble_seconds"]
-    count = f"{len(ranks)} rank" + "s" * (len(ranks) > 1)
-    return [
-        f"bubbles: training waited {waited:.1%} of the time on {count}, the predictor worked in {used:.1%} of that, "
-        f"snapshots were copied in {copied:.1%}; {_duration(total['late_seconds'])} past the end of waits"
-    ]
+            return found
 
 
 def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
@@ -166,12 +123,11 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     lines += [*_ettr_lines(plan), _plan_line(plan), *_class_lines(plan)]
     if plan["override"] is not None:
         lines.append(_override_line(plan["override"]))
-    baselines = {one["name"]: one["interval_iterations"] for one in plan["rivals"]}
-    shown = [f"{name} {baselines[name]}" for name in BASELINES_SHOWN if name in baselines]
+    rivals = plan["explanation"].get("rivals", {})
+    shown = [f"{name} {rivals[name]['interval_iterations']}" for name in RIVALS_SHOWN if name in rivals]
     if shown:
         lines.append(f"others would choose: {', '.join(shown)}")
-    found = _checkpoint_line(plan), _network_line(plan), *_recovery_lines(plan)
-    lines += [line for line in found if line]
+    lines += [_checkpoint_line(plan), *_recovery_lines(plan)]
     if plan["descends_from_predicted"]:
         lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
     return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
@@ -179,7 +135,7 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
 
 def _ranks(plan: dict[str, Any]) -> str:
     """How many ranks the run has, and had before."""
-    sizes = plan.get("sizes", [])  # a service of an older version lacks them
+    sizes = plan["sizes"]
     now = sizes[-1]["ranks"] if sizes else plan["world_size"]
     if now is None:
         return ""
@@ -191,56 +147,45 @@ def _ranks(plan: dict[str, Any]) -> str:
 
 
 def _ettr_lines(plan: dict[str, Any]) -> list[str]:
-    found = plan.get("ettr")  # a service of an older version lacks it
-    if found is None:
-        return ["effective training time: not recorded, the journal is of an older version"]
-    whole, hour = found["since_start"], found["last_hour"]
-    if whole["ettr"] is None:
+    found = plan["ettr"]
+    if found is None or found["ettr"] is None:
         return []
-    recent = hour["ettr"] is not None and hour["since_unix_seconds"] > whole["since_unix_seconds"]
-    line = f"effective training time: {whole['ettr']:.1%} of {_duration(whole['wall_seconds'])}"
-    line += f", {hour['ettr']:.1%} in the last hour" if recent else ""
+    line = f"effective training time: {found['ettr']:.1%} of {_duration(found['wall_seconds'])}"
     line += ", [red]down now[/]" if found["state"] == "down" else ""
-    line += "; overhead on other steps: not measured"
-    if whole["useful_seconds"] >= (1 - SHARE_SHOWN) * whole["wall_seconds"]:
-        return [line]
-    return [line, f"the rest: {_lost(whole)}" + (f"; in the last hour: {_lost(hour)}" if recent else "")]
-
-
-def _lost(spent: dict[str, Any]) -> str:
-    parts = [(name, spent[f"{part}_seconds"] / spent["wall_seconds"]) for part, name in LOST.items()]
-    return ", ".join(f"{name} {share:.1%}" for name, share in parts if share >= SHARE_SHOWN) or "nothing"
+    shares = [(name, found[f"{part}_seconds"] / found["wall_seconds"]) for part, name in LOST.items()]
+    lost = [f"{name} {share:.1%}" for name, share in shares if share >= SHARE_SHOWN]
+    return [line, f"the rest: {', '.join(lost)}"] if lost else [line]
 
 
 def _plan_line(plan: dict[str, Any]) -> str:
-    every = plan["ranks"][0]["interval_iterations"]
-    seconds = plan["ranks"][0]["interval_seconds"]
+    seconds, memory = plan["interval_seconds"], plan["memory_interval_iterations"]
     took = "" if seconds is None else f" ({_duration(seconds)})"
+    took += "" if memory is None else f", in memory every {memory}"
     way = plan["explanation"].get("expected", {}).get("failure", plan["recovery_mode"])
     mode = "" if plan["recovery_mode"] is None else f", after a failure: {way}"
-    bound = "" if plan["bound"] in (None, "none") else f", bound: {plan['bound']}"
+    bound = plan["explanation"].get("bound", "none")
+    bound = "" if bound == "none" else f", bound: {bound}"
     phase = "" if plan["phase"] is None else f", phase {plan['phase']['phase']}"
-    memory = plan.get("memory_interval_iterations")  # a service of an older version lacks it
-    took += "" if memory is None else f", in memory every {memory}"
-    return f"a checkpoint every {every} iterations{took}, by {escape(plan['ranks'][0]['origin'])}{bound}{phase}{mode}"
+    every = plan["interval_iterations"]
+    return f"a checkpoint every {every} iterations{took}, by {escape(plan['origin'])}{bound}{phase}{mode}"
 
 
 def _class_lines(plan: dict[str, Any]) -> list[str]:
     parts = []
-    for one in plan.get("classes", []):
+    for scope, one in plan["explanation"].get("classes", {}).items():
         rate, loss = one["failures_per_second"], one["loss_iterations"]
         if isinstance(rate, str) or isinstance(loss, str) or not rate:
             continue
         seen = f", {one['seen']} seen" if one["seen"] else ""
-        parts.append(f"{one['scope']} every {_duration(1 / rate)}{seen}: {loss:.1f} iterations, {_ways(one)}")
+        parts.append(f"{scope} every {_duration(1 / rate)}{seen}: {loss:.1f} iterations, {_ways(one)}")
     return [f"expected failures: {'; '.join(parts)}"] if parts else []
 
 
 def _ways(one: dict[str, Any]) -> str:
     """Where such a failure goes back to, and what the other ways would cost."""
-    first, *others = [way["way"] for way in one.get("ways", [])] or [one["back_to"]]  # older plans have no ways
+    first, *others = [way["way"] for way in one["ways"]]
     own = "predicted" if first == "predicted" else f"from {one['back_to']}"
-    costs = {way["way"]: way["loss_iterations"] for way in one.get("ways", [])}
+    costs = {way["way"]: way["loss_iterations"] for way in one["ways"]}
     known = [f"{way} {costs[way]:.1f}" for way in others if not isinstance(costs[way], str)]
     return own + (f" ({', '.join(known)})" if known else "")
 
@@ -262,15 +207,6 @@ def _checkpoint_line(plan: dict[str, Any]) -> str:
     return f"newest checkpoint: iteration {checkpoint['iteration']}{size}, {age} ago, {checkpoint['origin']}"
 
 
-def _network_line(plan: dict[str, Any]) -> str:
-    network = plan.get("network")  # a service of an older version lacks it
-    if network is None:
-        return ""
-    taken, waiting = network["checkpoints_taken_in"], network["checkpoints_waiting"]
-    updates = network["updates"]
-    return f"predictor: learned from {taken} of {taken + waiting} checkpoints, {updates} gradient steps"
-
-
 def _recovery_lines(plan: dict[str, Any]) -> list[str]:
     recovery = plan["last_recovery"]
     if recovery is None:
@@ -281,7 +217,7 @@ def _recovery_lines(plan: dict[str, Any]) -> list[str]:
         f"{recovery['outcome']}"
     )
     found: dict[str, list[int]] = {}  # what warnings do not say already
-    for one in plan.get("repeated_steps", []):
+    for one in plan["repeated_steps"]:
         if one["result"] != "not restored":
             found.setdefault(one["message"], []).append(one["rank"])
     return [line, *(f"repeated steps of {ranks_named(ranks)}: {escape(said)}" for said, ranks in found.items())]

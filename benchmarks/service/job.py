@@ -14,7 +14,7 @@ __all__ = ["main"]
 BATCH = 2  # windows: a step of a few tens of milliseconds
 
 
-def main(run_dir: Path, full_steps: int | None) -> None:
+def main(run_dir: Path) -> None:
     """Train in the run directory; SIGTERM ends it at a step."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -22,7 +22,7 @@ def main(run_dir: Path, full_steps: int | None) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     text, _ = read_corpus()
     loader = DataLoader(Windows(text, GPTConfig().context), batch_size=BATCH, drop_last=True)
-    configuration = {"run_dir": str(run_dir), "journal": {"full_steps": full_steps}}
+    configuration = {"run_dir": str(run_dir)}
     with CPSRRecovery(TorchAdapter(model, optimizer), configuration) as recovery:
         for batch in recovery.resume(loader, repeat=True):
             optimizer.zero_grad()

@@ -6,9 +6,10 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-from cpsr.journal import CheckpointRow, Journal, PhaseRow, PlanRow, StepRow
-from cpsr.journal.schema import TABLES, prepare
-from cpsr.journal.thinning import thin
+from cpsr.journal import CheckpointRow, Journal, PhaseRow, PlanRow
+from cpsr.journal.database import prepare
+from cpsr.journal.rows import encode
+from cpsr.journal.writer import thin
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
@@ -20,6 +21,7 @@ ROWS_AT_ONCE = 200_000
 PHASE_ITERATIONS = 1_000  # the longest that a phase may be: the most phases that a run can have
 PHASES_MAX = 1_000
 ITERATION_SECONDS = 0.6
+BEGAN_UNIX_SECONDS = 1764000000.0
 CURVE = EndCostCurve.with_independent_prior((-40.0, 0.6, 0.05), (20.0, 0.3, 0.1), 15.0)
 JOB = PlannerInputs(ITERATION_SECONDS, 0.9, 5.0, 1 / 43200, CURVE)
 
@@ -106,22 +108,32 @@ def _fill(path: Path, steps: int, checkpoints: int, on_rows: Callable[[int], Non
     """Rows made inside SQLite: ten million of them from here would take minutes."""
     connection = sqlite3.connect(path, isolation_level=None)
     numbers = "WITH RECURSIVE numbers(i) AS (SELECT ? UNION ALL SELECT i + 1 FROM numbers WHERE i < ?)"
-    step = f"{TABLES[StepRow]} (life, iteration, loss, learning_rate, seconds, applied)"
+    steps_ = "steps (life, iteration, loss, learning_rate, seconds, applied)"
     step_values = "SELECT 0, i, 2.0 + 6.0 / (1.0 + i * 1e-3), 3e-4, ?, 1 FROM numbers"
-    checkpoint = (
-        f"{TABLES[CheckpointRow]} (life, iteration, status, reason, bytes, stall_seconds, write_seconds, "
-        "commit_seconds, origin, created_unix_seconds)"
+    checkpoint = CheckpointRow(
+        life=0,
+        iteration=0,
+        status="committed",
+        bytes=4_200_000_000,
+        stall_seconds=0.9,
+        write_seconds=5.0,
+        commit_seconds=0.4,
+        created_unix_seconds=BEGAN_UNIX_SECONDS,
     )
-    checkpoint_values = (
-        "SELECT 0, i * ?, 'committed', '', 4200000000, 0.9, 5.0, 0.4, 'trained', 1764000000.0 + i FROM numbers"
+    events = "events (kind, life, iteration, unix_seconds, content)"
+    event_values = (
+        "SELECT 'checkpoint', 0, i * :apart, :began + i, json_set(:content, '$.iteration', i * :apart, "
+        "'$.created_unix_seconds', :began + i) FROM numbers"
     )
     try:
         prepare(connection, path)
         for first in range(1, steps + 1, ROWS_AT_ONCE):
             last = min(steps, first + ROWS_AT_ONCE - 1)
-            connection.execute(f"INSERT INTO {step} {numbers} {step_values}", (first, last, ITERATION_SECONDS))
+            connection.execute(f"INSERT INTO {steps_} {numbers} {step_values}", (first, last, ITERATION_SECONDS))
             on_rows(last)
         apart = steps // checkpoints
-        connection.execute(f"INSERT INTO {checkpoint} {numbers} {checkpoint_values}", (1, checkpoints, apart))
+        values = {"apart": apart, "began": BEGAN_UNIX_SECONDS, "content": encode(checkpoint), "last": checkpoints}
+        counted = numbers.replace("SELECT ?", "SELECT 1").replace("?", ":last")
+        connection.execute(f"INSERT INTO {events} {counted} {event_values}", values)
     finally:
         connection.close()  # which takes the WAL into the file

@@ -48,14 +48,14 @@ def serving(run_dir: Path) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def training(run_dir: Path, full_steps: int | None) -> Iterator[None]:
+def training(run_dir: Path) -> Iterator[None]:
     """The training job, which has recorded its first steps; `run_dir` is called `run`, as of every job.
 
     Raises:
         CPSRError: it ended, or recorded nothing in time; the message ends with its last lines.
     """
     directory, before = run_dir.parent, _steps(run_dir)
-    processes = start_job("service.job", directory, 1, full_steps=full_steps)
+    processes = start_job("service.job", directory, 1)
     try:
         deadline = time.monotonic() + START_SECONDS
         while _steps(run_dir) == before:
@@ -97,16 +97,14 @@ def _steps(run_dir: Path) -> tuple[int, int]:
         return step.life, step.iteration
 
 
-def measure(
-    name: str, run_dir: Path, step_rows: int, full_steps: int | None, clients: int, seconds: float
-) -> tuple[Answers, Result]:
+def measure(name: str, run_dir: Path, step_rows: int, clients: int, seconds: float) -> tuple[Answers, Result]:
     """Ask the service over the journal in `run_dir`, beside training.
 
     Raises:
         CPSRError: the job or the service ended, or no request was answered.
     """
     journal_bytes = (run_dir / "journal.db").stat().st_size
-    with training(run_dir, full_steps), serving(run_dir) as (url, pid):
+    with training(run_dir), serving(run_dir) as (url, pid):
         in_own_process(poll, url, clients, WARM_UP_SECONDS)
         began, used = _newest_iteration(run_dir), _processor_seconds(pid)
         answers = in_own_process(poll, url, clients, seconds)

@@ -3,17 +3,17 @@
 from pathlib import Path
 
 from cpsr.benchmarks.harness.measurement import measuring
-from cpsr.benchmarks.service.clients import Answers
 from cpsr.benchmarks.service.long_journal import copied, journal_of, thin_out
 from cpsr.benchmarks.service.plot import draw
 from cpsr.benchmarks.service.processes import measure
 from cpsr.benchmarks.service.report import show
-from cpsr.benchmarks.service.result import AIM_BYTES, AIM_SECONDS, Result
-from cpsr.config import JournalConfig
+from cpsr.benchmarks.service.result import AIM_BYTES, AIM_SECONDS
+from cpsr.journal.writer import FULL_STEPS
 
 __all__ = ["CACHE", "main"]
 
 CACHE = Path("runs/bench-service")
+NAME = "old steps thinned out"
 
 
 def main(
@@ -39,21 +39,13 @@ def main(
     Raises:
         CPSRError: the job or the service ended, or no request was answered.
     """
-    full_steps = JournalConfig().full_steps
-    assert full_steps is not None
-    results: list[Result] = []
-    answers: dict[str, Answers] = {}
     with measuring("service", json_path, workdir) as call:
         building = call.progress.add_task("rows of the journal", total=steps)
         whole = journal_of(cache, steps, checkpoints, lambda rows: call.progress.update(building, completed=rows))
-        for name, kept in (("every step kept", None), ("old steps thinned out", full_steps)):
-            run_dir = call.directory / name.replace(" ", "-") / "run"
-            path = copied(whole, run_dir)
-            rows = steps if kept is None else thin_out(path, kept, call.bar("slices thinned out"))
-            answers[name], result = measure(name, run_dir, rows, kept, clients, seconds)
-            results.append(result)
-            path.unlink()
-        show(call.console, results, clients)
+        run_dir = call.directory / "run"
+        rows = thin_out(copied(whole, run_dir), FULL_STEPS, call.bar("slices thinned out"))
+        answers, result = measure(NAME, run_dir, rows, clients, seconds)
+        show(call.console, [result], clients)
         figures = {
             "steps": steps,
             "checkpoints": checkpoints,
@@ -61,6 +53,6 @@ def main(
             "seconds": seconds,
             "aim_seconds": AIM_SECONDS,
             "aim_bytes": AIM_BYTES,
-            "results": [result.to_json() for result in results],
+            "results": [result.to_json()],
         }
-        call.leave(figures, draw({name: one.seconds for name, one in answers.items()}, call.machine))
+        call.leave(figures, draw({NAME: answers.seconds}, call.machine))

@@ -18,7 +18,6 @@ from cpsr.journal import (
     PlanRow,
     RecoveryRow,
     json_ready,
-    sizes,
 )
 from cpsr.ranks.exits import BEGAN, FAILED
 from cpsr.tables import print_table
@@ -62,12 +61,13 @@ def print_run(directory: Path, verbose: bool) -> None:
         CPSRError: there is no journal that can be read.
     """
     with JournalReader(directory / "journal.db") as reader:
-        rows, events, ranks = _rows(reader), reader.events(), sizes(reader)
+        restored = reader.restored_iterations()
+        rows, events, ranks = _rows(reader), reader.events(FAILED, BEGAN), reader.sizes()
     # The next life records how one ended: it reads the notes that launcher and ranks have left.
     causes = {event.life - 1: event.message for event in events if event.kind == FAILED}
     began = {} if verbose else {event.life: event.message for event in events if event.kind == BEGAN}
     console = Console()
-    for table in (_lives_table(rows.lives, causes), _checkpoints_table(rows.checkpoints)):
+    for table in (_lives_table(rows.lives, restored, causes), _checkpoints_table(rows.checkpoints)):
         table.columns[-1].overflow = "fold"  # hosts and reasons may be long words
         print_table(console, table)
     if ranks:
@@ -102,7 +102,7 @@ def _rows(reader: JournalReader) -> _Rows:
     )
 
 
-def _lives_table(lives: Sequence[LifeRow], causes: Mapping[int, str]) -> Table:
+def _lives_table(lives: Sequence[LifeRow], restored: Mapping[int, int], causes: Mapping[int, str]) -> Table:
     table = Table("life", "mode", "restored at", "ending", "seconds", "process", title="Lives")
     for life in lives:
         killed = life.ending == "running" and life.life < lives[-1].life
@@ -110,7 +110,7 @@ def _lives_table(lives: Sequence[LifeRow], causes: Mapping[int, str]) -> Table:
         table.add_row(
             str(life.life),
             life.mode,
-            "scratch" if life.restored_iteration is None else str(life.restored_iteration),
+            str(restored.get(life.life, "scratch")),
             escape(causes.get(life.life, "killed" if killed else life.ending)),
             _number(seconds),
             f"{life.pid} on {life.host}",

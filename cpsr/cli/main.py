@@ -215,21 +215,19 @@ def serve(
     allow_writes: Annotated[
         bool, typer.Option(help="Without a token: everybody on this machine may report failures and override plans.")
     ] = False,
-    connections_max: Annotated[int, typer.Option(min=1, help="Connections at a time; requests beyond get 503.")] = 256,
-    idle_seconds: Annotated[int, typer.Option(min=1, help="Connections without a request end after so long.")] = 5,
     parent: Annotated[int | None, typer.Option(hidden=True, help="Process that this one ends with.")] = None,
 ) -> None:
     """Serve plans, events and metrics of runs over HTTP until SIGTERM or Ctrl-C; training is not touched."""
     from cpsr.service.access import Access, read_token
     from cpsr.service.app import create_app
-    from cpsr.service.server import PORT_SECONDS, Connections, bind
+    from cpsr.service.server import PORT_SECONDS, bind
     from cpsr.service.server import serve as run_service
 
     access = Access(read_token(token_file), allow_writes)
     listener = bind(host, port, access, PORT_SECONDS if parent is not None else 0.0)
     address = f"[{host}]" if ":" in host else host
     typer.echo(f"serving {run_dir} on http://{address}:{listener.getsockname()[1]}/")
-    run_service(create_app(run_dir, access), listener, Connections(connections_max, idle_seconds), parent)
+    run_service(create_app(run_dir, access), listener, parent=parent)
 
 
 @app.command()

@@ -16,7 +16,11 @@ from cpsr.config.sections import (
     CheckpointConfig,
     ElasticConfig,
     EnginesConfig,
+<<<<<<< HEAD
     JournalConfig,
+=======
+    FitterConfig,
+>>>>>>> 63e6e83 (The journal is two tables, steps and events; the service has one history; the dashboard is seven files)
     LearningConfig,
     MemoryConfig,
     PeersConfig,
@@ -56,7 +60,6 @@ class CPSRConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     ranks: RanksConfig = RanksConfig()
     peers: PeersConfig = PeersConfig()
-    journal: JournalConfig = JournalConfig()
     service: ServiceConfig = ServiceConfig()
 
     @classmethod

@@ -10,7 +10,11 @@ __all__ = [
     "CheckpointConfig",
     "ElasticConfig",
     "EnginesConfig",
+<<<<<<< HEAD
     "JournalConfig",
+=======
+    "FitterConfig",
+>>>>>>> 63e6e83 (The journal is two tables, steps and events; the service has one history; the dashboard is seven files)
     "LearningConfig",
     "MemoryConfig",
     "PeersConfig",
@@ -285,20 +289,6 @@ class PeersConfig(Section):
     )
 
 
-class JournalConfig(Section):
-    """How often the journal of the run is written, and what it keeps."""
-
-    flush_iterations: int = Field(
-        default=20, ge=1, description="Losses stay on the device and are written this often, without a synchronisation."
-    )
-    full_steps: int | None = Field(
-        default=100_000,
-        ge=20_000,  # the fit of the loss looks back as far
-        description="Number of newest steps that are all kept; of older ones every second, of those twice as old every "
-        "fourth, and so on: 10 million steps become about 430,000 rows. null keeps every step.",
-    )
-
-
 class ServiceConfig(Section):
     """The HTTP service as a child process of rank 0; `cpsr serve` starts it without the job."""
 
@@ -313,16 +303,4 @@ class ServiceConfig(Section):
     )
     allow_writes: bool = Field(
         default=False, description="Without a token: everybody on this machine may report failures and override plans."
-    )
-    connections_max: int = Field(
-        default=256,
-        ge=1,
-        description="Open connections; requests beyond get 503. Each is an open file of the service, and systems often "
-        "allow 1024. The default suffices for 32 event streams and some hundred polling pages.",
-    )
-    idle_seconds: int = Field(
-        default=5,
-        ge=1,
-        description="A connection without a complete request for this time is closed, so that silent ones do not fill "
-        "connections_max.",
     )

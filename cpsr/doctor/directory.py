@@ -7,7 +7,7 @@ from cpsr.checkpoint.resources import existing_part
 from cpsr.checkpoint.run_directory import checkpoint_bytes
 from cpsr.doctor.finding import Finding, error, ok, size, warning
 from cpsr.doctor.needs import Needs
-from cpsr.journal.schema import filesystem_of, is_network
+from cpsr.journal.database import filesystem_of, is_network
 
 __all__ = ["check_file_system", "check_files_left", "check_space"]
 

@@ -13,7 +13,6 @@ _INFINIBAND = Path("/sys/class/infiniband")
 # training's own, loader workers and logs come to it.
 _FILES_LEAST, _FILES = 64, 512
 _FILES_PER_RANK_LEAST, _FILES_PER_RANK = 1, 4
-_SERVICE_FILES = 64  # beside a connection each
 _RAISE = "raise `ulimit -n` (Slurm takes it from the shell of sbatch, systemd LimitNOFILE, docker --ulimit nofile)"
 
 
@@ -21,11 +20,9 @@ def check_open_files(needs: Needs) -> Finding:
     """The limit of open files, which connections between ranks count against."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     figures = {"soft": soft, "hard": hard}
-    ranks, service = needs.launched.ranks, needs.config.service
+    ranks = needs.launched.ranks
     least = _FILES_LEAST + _FILES_PER_RANK_LEAST * ranks
     wanted = _FILES + _FILES_PER_RANK * ranks
-    if service.enabled:
-        wanted = max(wanted, service.connections_max + _SERVICE_FILES)
     text = f"{'any number of' if soft == resource.RLIM_INFINITY else soft} open files a process"
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return ok("open files", text, **figures)

@@ -15,7 +15,7 @@ from cpsr.checkpoint.run_directory import run_id
 from cpsr.doctor.finding import Finding, error, ok, size, warning
 from cpsr.doctor.needs import Needs
 from cpsr.errors import CPSRError
-from cpsr.journal.schema import filesystem_of
+from cpsr.journal.database import filesystem_of
 
 __all__ = ["check_host_memory", "check_lifetime", "check_memory_kind", "check_shared_memory"]
 

@@ -1,29 +1,24 @@
 """Event files: rows of ranks that do not write the journal, for rank 0 to import.
 
-One line per row: the xxh3-64 of the JSON in hex, a blank, the JSON, a newline; written by a single append.
+One line per row: the xxh3-64 of the JSON in hex, a blank, the row's kind, a blank, the JSON, a newline; written by a
+single append.
 """
 
-import dataclasses
-import json
 import logging
 import os
-import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
 
-from cpsr.journal.rows import BubbleRow, EventRow, to_sql
-from cpsr.journal.schema import NO_SPACE, TABLES, insert_sql
-from cpsr.journal.statements import Row
+from cpsr.journal.database import NO_SPACE
+from cpsr.journal.rows import BubbleRow, EventRow, Row, StepRow, decode, encode, row_type_of
 
-__all__ = ["EventFile", "RankRow", "import_events"]
+__all__ = ["EventFile", "read_new_rows"]
 
 log = logging.getLogger(__name__)
 
 RankRow = EventRow | BubbleRow  # what ranks other than 0 record
-# A line names its table; without a name it is an event.
-_TABLE = "table"
-_ROWS: dict[str, type[RankRow]] = {TABLES[EventRow]: EventRow, TABLES[BubbleRow]: BubbleRow}
 
 
 class EventFile:
@@ -57,21 +52,25 @@ class EventFile:
         # A line torn by the death of an earlier life must not swallow the next one.
         self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
-    def record(self, *rows: Row) -> None:
-        """Append events and bubbles; rows that only rank 0 records are ignored."""
+    def record(self, *rows: Row | StepRow) -> None:
+        """Append events and bubbles; rows that only rank 0 records are ignored.
+
+        A row is complete or left out, even if this process is killed.
+        """
         for row in rows:
             if isinstance(row, RankRow):
-                self.append(row)
+                self._append(row)
 
-    def append(self, row: RankRow) -> None:
-        """Append one row; it is complete or left out, even if this process is killed."""
+    def _append(self, row: RankRow) -> None:
         try:
             if self._descriptor < 0 and not self._closed:
                 self._open()
-            line = (b"\n" if self._torn else b"") + _format_line(row)
+            kind = "event" if isinstance(row, EventRow) else row.KIND
+            data = f"{kind} {encode(row)}".encode()
+            line = (b"\n" if self._torn else b"") + f"{xxhash.xxh3_64_hexdigest(data)} ".encode() + data + b"\n"
             written = os.write(self._descriptor, line)
-        except OSError as error:
-            self._fail(error.strerror or str(error))
+        except (OSError, ValueError) as error:
+            self._fail(getattr(error, "strerror", None) or str(error))
             return
         self._torn = written < len(line)
         if self._torn:
@@ -96,76 +95,56 @@ class EventFile:
             log.error(message)
 
 
-def _format_line(row: RankRow) -> bytes:
-    named = {} if isinstance(row, EventRow) else {_TABLE: TABLES[type(row)]}
-    data = json.dumps({**dataclasses.asdict(row), **named}, sort_keys=True).encode()
-    return f"{xxhash.xxh3_64_hexdigest(data)} ".encode() + data + b"\n"
+def read_new_rows(path: Path, place: Sequence[int], life: int) -> tuple[list[Row], list[int]]:
+    """The rows behind a place in an event file, and the place behind them.
 
+    A line without its newline is left for later. A damaged line becomes an event that names file and line; so does a
+    file that has lost its tail, which is read from its end on.
 
-def _parse_line(line: bytes) -> RankRow:
-    """Read one complete line, without its newline.
-
-    Raises:
-        ValueError: the checksum does not fit, or the content is no row of this version.
-    """
-    checksum, _, data = line.partition(b" ")
-    expected = xxhash.xxh3_64_hexdigest(data).encode()
-    if checksum != expected:
-        raise ValueError("its checksum does not fit its content")
-    try:
-        content = dict(json.loads(data))
-        row = _ROWS[content.pop(_TABLE, TABLES[EventRow])](**content)
-        to_sql(row)  # so that a value of the wrong type is this line's error
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"it is no row of this version: {error}") from error
-    return row
-
-
-def import_events(connection: sqlite3.Connection, directory: Path, life: int) -> None:
-    """Copy new lines of the files in `directory` into the journal, in the open transaction.
-
-    The read offset of each file is kept in `meta` and commits with the rows, so that every line arrives exactly once. A
-    line without its newline is left for later. A damaged line becomes an event of `life` that names file and line.
+    Args:
+        path: of the file.
+        place: bytes and lines that were read before.
+        life: of the events about damage.
 
     Raises:
-        OSError: a file cannot be read; the transaction must be rolled back.
+        OSError: the file cannot be read.
     """
-    for path in sorted(directory.glob("*.jsonl")):
-        key = f"events_read:{path.name}"
-        stored = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        offset_bytes, lines = json.loads(stored[0]) if stored else (0, 0)
-        if path.stat().st_size < offset_bytes:
-            offset_bytes, lines, rows = _shrunk(path, offset_bytes, life)
-        else:
-            offset_bytes, lines, rows = _read_new(path, offset_bytes, lines, life)
-        for row in rows:
-            connection.execute(insert_sql(type(row)), to_sql(row))
-        connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps([offset_bytes, lines])))
-
-
-def _read_new(path: Path, offset_bytes: int, lines: int, life: int) -> tuple[int, int, list[RankRow]]:
-    """New offset in bytes, new count of lines, and the rows between the old and the new offset."""
+    offset_bytes, lines = place
     with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size < offset_bytes:
+            file.seek(0)
+            message = f"has {size} bytes but {offset_bytes} were read before; it lost its tail, later lines are read"
+            return [_damage(path, message, life)], [size, file.read().count(b"\n")]
         file.seek(offset_bytes)
         complete, newline, _torn = file.read().rpartition(b"\n")
-    rows: list[RankRow] = []
+    rows: list[Row] = []
     for line in complete.split(b"\n") if newline else []:
         lines += 1
         try:
-            rows.append(_parse_line(line))
+            rows.append(_parse(line))
         except ValueError as error:
             rows.append(_damage(path, f"line {lines} is damaged and was skipped: {error}", life))
-    return offset_bytes + len(complete) + len(newline), lines, rows
+    return rows, [offset_bytes + len(complete) + len(newline), lines]
 
 
-def _shrunk(path: Path, offset_bytes: int, life: int) -> tuple[int, int, list[RankRow]]:
-    """Continue at the end of a file that lost its tail: the rest was imported before."""
-    content = path.read_bytes()
-    message = f"has {len(content)} bytes but {offset_bytes} were read before; it lost its tail, later lines are read"
-    return len(content), content.count(b"\n"), [_damage(path, message, life)]
+def _parse(line: bytes) -> Row:
+    """The row of one complete line, without its newline.
+
+    Raises:
+        ValueError: the checksum does not fit, or the content is no row.
+    """
+    checksum, _, data = line.partition(b" ")
+    if checksum != xxhash.xxh3_64_hexdigest(data).encode():
+        raise ValueError("its checksum does not fit its content")
+    kind, _, content = data.decode().partition(" ")
+    row: Row = decode(row_type_of(kind), content)
+    if not isinstance(row, RankRow):
+        raise ValueError(f"a {kind} is recorded by rank 0 alone")
+    return row
 
 
-def _damage(path: Path, message: str, life: int) -> RankRow:
+def _damage(path: Path, message: str, life: int) -> EventRow:
     digits = "".join(filter(str.isdigit, path.stem))
     # Only the file name shows whose events were lost.
     rank = int(digits) if digits else 0

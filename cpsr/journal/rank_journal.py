@@ -1,19 +1,21 @@
 """One rank's side of the run's journal: global rank 0 writes it, the others append to their event files."""
 
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cpsr.errors import JournalDamagedError, JournalError
 from cpsr.journal.events import EventFile
 from cpsr.journal.reader import JournalReader
-from cpsr.journal.rows import EventRow
-from cpsr.journal.statements import Row
+from cpsr.journal.rows import EventRow, Row, StepRow
 from cpsr.journal.writer import Journal
+from cpsr.ranks.link import VERBOSE
 
-__all__ = ["RankJournal", "RunJournal", "open_journal"]
+__all__ = ["RankJournal", "log_to_terminal", "open_journal"]
 
 if TYPE_CHECKING:  # a script that reads a journal does not pay for torch
     from cpsr.ranks.group import Group
@@ -25,85 +27,60 @@ Answer = TypeVar("Answer")
 
 
 class RankJournal:
-    """The journal of a rank other than 0: events and bubbles, in an event file that rank 0 reads.
+    """A rank's side of the journal.
 
-    It never blocks or stops training. It ignores rows that only rank 0 records, so that callers need not check.
+    Rank 0 records all rows in `<run_dir>/journal.db`. The other ranks record events and bubbles in an event file that
+    rank 0 reads, and ignore all else, so that callers need not check. It never blocks or stops training.
 
     Args:
         life: number of this life of the run.
         rank: global rank.
         events: the rank's event file; None on rank 0.
+        journal: None on other ranks.
+        events_directory: of the other ranks' event files.
     """
 
-    def __init__(self, life: int, rank: int, events: EventFile | None) -> None:
+    def __init__(
+        self,
+        life: int,
+        rank: int,
+        events: EventFile | None,
+        journal: Journal | None = None,
+        events_directory: Path | None = None,
+    ) -> None:
         self.life = life
         self.rank = rank
         self._events = events
+        self._journal = journal
+        self._directory = events_directory
 
     def event(self, kind: str, message: str, iteration: int | None = None, level: int = logging.INFO) -> None:
         """Log one line and record it."""
         logger.log(level, "%s", message)
         self.record(EventRow(life=self.life, rank=self.rank, kind=kind, message=message, iteration=iteration))
 
-    def record(self, *rows: Row) -> None:
-        """Record rows of one table."""
-        if self._events is not None:
+    def record(self, *rows: Row | StepRow) -> None:
+        """Record rows."""
+        if self._journal is not None:
+            self._journal.record(*rows)
+        elif self._events is not None:
             self._events.record(*rows)
 
-    def update_recovery(
-        self, recovery_id: str, outcome: Literal["kept", "rolled_back"], guard: Mapping[str, Any]
-    ) -> None:
-        """Replace the outcome and the guard's measurements of a recorded recovery (rank 0)."""
-
     def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
-        """Add the stalls of so many snapshots to host memory to the run's totals (rank 0)."""
+        """Add the stalls of so many snapshots to host memory to the run's account."""
+        if self._journal is not None:
+            self._journal.add_memory_stalls(snapshots, seconds)
 
     def read(self, question: Callable[[JournalReader], Answer], default: Answer, consequence: str) -> Answer:
-        """Query the journal for records of earlier lives (rank 0).
+        """Query the journal for records of earlier lives.
 
         Args:
             question: called with an open reader.
             default: the answer on other ranks, and if the journal cannot be read.
             consequence: of that, for the warning.
         """
-        return default
-
-    def gather_events(self) -> None:
-        """Import new rows of the other ranks' event files (rank 0)."""
-
-    def flush(self, timeout_seconds: float) -> None:
-        """Wait until all rows so far can be read; never on the training thread (rank 0)."""
-
-    def close(self, ending: Literal["clean", "sigterm", "error"]) -> None:
-        """Write what waits and end the life's record."""
-        if self._events is not None:
-            self._events.close()
-
-
-class RunJournal(RankJournal):
-    """The journal of rank 0: all rows, in `<run_dir>/journal.db`."""
-
-    def __init__(self, life: int, journal: Journal, events_directory: Path) -> None:
-        super().__init__(life, 0, None)
-        self._journal = journal
-        self._directory = events_directory
-
-    def record(self, *rows: Row) -> None:
-        """Record rows of one table."""
-        self._journal.record(*rows)
-
-    def update_recovery(
-        self, recovery_id: str, outcome: Literal["kept", "rolled_back"], guard: Mapping[str, Any]
-    ) -> None:
-        """Replace the outcome and the guard's measurements of a recorded recovery."""
-        self._journal.update_recovery(recovery_id, outcome, guard)
-
-    def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
-        """Add the stalls of so many snapshots to host memory to the run's totals."""
-        self._journal.add_memory_stalls(snapshots, seconds)
-
-    def read(self, question: Callable[[JournalReader], Answer], default: Answer, consequence: str) -> Answer:
-        """Query the journal for records of earlier lives."""
+        if self._journal is None:
+            return default
         try:
             with JournalReader(self._journal.path) as reader:
                 return question(reader)
@@ -113,22 +90,25 @@ class RunJournal(RankJournal):
 
     def gather_events(self) -> None:
         """Import new rows of the other ranks' event files."""
-        self._journal.import_events(self._directory)
+        if self._journal is not None and self._directory is not None:
+            self._journal.import_events(self._directory)
 
     def flush(self, timeout_seconds: float) -> None:
         """Wait until all rows so far can be read; never on the training thread."""
-        self._journal.flush(timeout_seconds)
+        if self._journal is not None:
+            self._journal.flush(timeout_seconds)
 
     def close(self, ending: Literal["clean", "sigterm", "error"]) -> None:
         """Write what waits and end the life's record."""
-        self.gather_events()
-        self._journal.end_life(ending)
-        self._journal.close(CLOSE_SECONDS)
+        if self._journal is not None:
+            self.gather_events()
+            self._journal.end_life(ending)
+            self._journal.close(CLOSE_SECONDS)
+        elif self._events is not None:
+            self._events.close()
 
 
-def open_journal(
-    run_dir: Path, group: "Group", mode: str, after_life: int = -1, full_steps: int | None = None
-) -> RankJournal:
+def open_journal(run_dir: Path, group: "Group", mode: str, after_life: int = -1) -> RankJournal:
     """Open this rank's side of the journal and begin a life; a collective.
 
     Args:
@@ -136,7 +116,6 @@ def open_journal(
         group: the ranks.
         mode: the configured recovery mode.
         after_life: newest life known from another source; this life gets a larger number.
-        full_steps: number of newest steps that are not thinned out; None for all.
 
     Raises:
         JournalError: the journal cannot be used; every rank raises it.
@@ -145,7 +124,7 @@ def open_journal(
     journal, events, refusal, life = None, None, None, 0
     try:
         if group.rank == 0:
-            journal = _open_writer(run_dir / "journal.db", full_steps)
+            journal = _open_writer(run_dir / "journal.db")
             life = journal.start_life(mode, after_life, group.size)
         else:
             events = EventFile(directory / f"rank-{group.rank:05d}.jsonl")
@@ -158,17 +137,30 @@ def open_journal(
     if refusals:
         raise JournalError("; ".join(refusals))
     life = opened[0]["life"]
-    return RankJournal(life, group.rank, events) if journal is None else RunJournal(life, journal, directory)
+    return RankJournal(life, group.rank, events, journal, directory)
 
 
-def _open_writer(path: Path, full_steps: int | None) -> Journal:
+def _open_writer(path: Path) -> Journal:
     """Open the journal; a damaged one is set aside, because a restart must not wait for its repair."""
     try:
-        return Journal.open(path, full_steps)
+        return Journal.open(path)
     except JournalDamagedError as error:
         suffix = f".damaged-{int(time.time())}"
         for part in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
             if part.exists():
                 part.rename(part.with_name(part.name + suffix))
         logger.error("%s; it was set aside as %s and a new journal begins", error, path.name + suffix)
-        return Journal.open(path, full_steps)
+        return Journal.open(path)
+
+
+def log_to_terminal(rank: int) -> None:
+    """Show one line for each important event, unless the user has configured logging."""
+    package = logging.getLogger("cpsr")
+    if package.handlers or logging.getLogger().handlers:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"[%(asctime)s] [CPSR] [rank {rank}] %(message)s", "%H:%M:%S"))
+    package.addHandler(handler)
+    level = logging.DEBUG if os.environ.get(VERBOSE) else logging.INFO
+    package.setLevel(level if rank == 0 else logging.WARNING)
+    package.propagate = False

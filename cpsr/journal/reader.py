@@ -3,41 +3,64 @@
 import json
 import sqlite3
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cpsr.errors import JournalError
+from cpsr.journal.account import Account
+from cpsr.journal.database import check_identity, unreadable
 from cpsr.journal.rows import (
     CheckpointRow,
     EventRow,
     FailureRow,
-    LearningRow,
     LifeRow,
     PhaseRow,
     PlanRow,
     RecoveryRow,
-    RecoverySource,
+    Row,
     StepRow,
-    TotalsRow,
-    columns,
-    from_sql,
+    decode,
+    row_type_of,
 )
-from cpsr.journal.schema import OPENED, TABLES, check_identity, select_sql, unreadable
-from cpsr.journal.thinning import THINNED_SECONDS
 
-__all__ = ["JournalReader"]
+__all__ = ["JournalReader", "Recorded", "Size"]
 
-Row = TypeVar("Row")
+RowT = TypeVar("RowT")
 Parameters = Sequence[Any] | Mapping[str, Any]
 
 # Longest wait for a writer's lock; readers wait only for a rollback journal or a foreign process.
 BUSY_SECONDS = 1.0
-# Tables that older files lack, by the version that added them; there they have no rows.
-# Time column of a row; most have `created_unix_seconds`, steps have none.
-TIME_COLUMNS: dict[type[Any], str] = {FailureRow: "detected_unix_seconds"}
+_STEP_COLUMNS = "life, iteration, loss, learning_rate, seconds, applied"
 _INDEX_ERRORS = "SQLITE_IOERR_SHM"  # prefix of the names of index errors
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A row of the table of events: its number, its kind and the row."""
+
+    number: int
+    kind: str
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of ranks that the run has had.
+
+    Attributes:
+        ranks: their number.
+        since_iteration: where they began to train.
+        life: the first one with them.
+        since_unix_seconds: the start of that life.
+    """
+
+    ranks: int
+    since_iteration: int
+    life: int
+    since_unix_seconds: float
 
 
 class JournalReader:
@@ -87,154 +110,110 @@ class JournalReader:
         """Facts about the file itself, among them `journal_mode` and `filesystem`."""
         return dict(self._query("SELECT key, value FROM meta"))
 
-    @contextmanager
-    def at_one_time(self) -> Iterator[None]:
-        """All reads inside the block see one consistent state, even if the file is written meanwhile."""
-        self._query("BEGIN")
-        try:
-            yield
-        finally:
-            self._connection.rollback()
-
-    def openings(self) -> list[tuple[int, dict[type[Any], int]]]:
-        """When writers opened the file, in microseconds since 1970, and the last row of each table then, oldest first.
-
-        If the clock went back, an opening counts as one microsecond after the previous one. Files from before the table
-        of bubbles have none.
-        """
-        prefix = OPENED.format(microseconds="")
-        found = self._query("SELECT key, value FROM meta WHERE key GLOB ?", (f"{prefix}*",))
-        row_types = {table: row_type for row_type, table in TABLES.items()}
-        try:
-            return sorted(
-                (
-                    int(key.removeprefix(prefix)),
-                    {row_types[table]: int(row) for table, row in json.loads(value).items()},
-                )
-                for key, value in found
-            )
-        except (ValueError, KeyError, AttributeError) as error:
-            raise JournalError(f"the journal {self.path} does not show who wrote to it when: {error}") from error
-
     def lives(self) -> list[LifeRow]:
         """Every life of the run; one that reads `running` although a later one exists was killed."""
-        return self._rows(LifeRow, "ORDER BY life")
+        return list({row.life: row for row in self._all(LifeRow)}.values())
+
+    def sizes(self) -> list[Size]:
+        """Each number of ranks in turn, oldest first; the last one is the present one.
+
+        A life that has not begun to train yet is left out.
+        """
+        found: list[Size] = []
+        restored, trained = self.restored_iterations(), self.seconds_of_lives()
+        for life in self.lives():
+            since = restored.get(life.life, 0 if trained.get(life.life) else None)
+            if life.ranks is not None and since is not None:
+                found.append(Size(life.ranks, since, life.life, life.started_unix_seconds))
+        return found[:1] + [after for before, after in pairwise(found) if before.ranks != after.ranks]
+
+    def restored_iterations(self) -> dict[int, int]:
+        """Where each life went on, by life; a life that began from scratch has none."""
+        return {row.life: row.restored_iteration for row in self.recoveries()}
 
     def checkpoints(self) -> list[CheckpointRow]:
         """Every checkpoint that was due, also the skipped and the failed ones."""
-        return self._rows(CheckpointRow, "ORDER BY row")
+        return self._all(CheckpointRow)
 
-    def recent_checkpoints(self, count: int) -> list[CheckpointRow]:
-        """The checkpoints that were recorded last, newest first, of any status."""
-        return self._rows(CheckpointRow, "ORDER BY row DESC LIMIT ?", (count,))
-
-    def latest_checkpoint(self, iteration: int | None = None) -> CheckpointRow | None:
-        """The checkpoint that was committed last, of all or of those at one iteration."""
-        # Two queries: with one condition for both cases SQLite would not use its index.
-        at, parameters = ("", ()) if iteration is None else ("AND iteration = ?", (iteration,))
-        clause = f"WHERE status = 'committed' {at} ORDER BY row DESC LIMIT 1"
-        return _first(self._rows(CheckpointRow, clause, parameters))
-
-    def committed_in(self, life: int, start: int, stop: int) -> CheckpointRow | None:
-        """The checkpoint that a life committed last, of those at the iterations [start, stop)."""
-        where = "WHERE status = 'committed' AND life = ? AND iteration >= ? AND iteration < ?"
-        return _first(self._rows(CheckpointRow, f"{where} ORDER BY row DESC LIMIT 1", (life, start, stop)))
-
-    def committed_between(self, life: int, first: int, last: int) -> int:
-        """Number of iterations, from `first` to `last`, whose checkpoint was committed in that life or a later one."""
-        counted = (
-            "SELECT COUNT(DISTINCT iteration) FROM checkpoints "
-            "WHERE status = 'committed' AND life >= ? AND iteration BETWEEN ? AND ?"
-        )
-        ((count,),) = self._query(counted, (life, first, last))
-        return int(count)
-
-    def latest_learning(self) -> LearningRow | None:
-        """What the predictor had taken in last; None in a run that has not begun to learn, or whose file is older."""
-        return _first(self._rows(LearningRow, "ORDER BY row DESC LIMIT 1"))
-
-    def is_predicted(self, iteration: int) -> bool:
-        """Whether any checkpoint that was committed at this iteration is labelled `predicted`."""
-        clause = "WHERE status = 'committed' AND origin = 'predicted' AND iteration = ? LIMIT 1"
-        return bool(self._rows(CheckpointRow, clause, (iteration,)))
+    def latest_checkpoint(self) -> CheckpointRow | None:
+        """The checkpoint that was committed last."""
+        return _first(self.newest(CheckpointRow, 1, status="committed"))
 
     def recoveries(self) -> list[RecoveryRow]:
-        """Every recovery with the sources of all ranks."""
-        return self._rows(RecoveryRow, "ORDER BY row")
+        """Every recovery, as far as it is known now."""
+        return list({row.id: row for row in self._all(RecoveryRow)}.values())
 
     def latest_recovery(self) -> RecoveryRow | None:
         """The newest recovery; None if the run never had one."""
-        return _first(self._rows(RecoveryRow, "ORDER BY row DESC LIMIT 1"))
-
-    def recoveries_before(self, life: int) -> Iterator[RecoveryRow]:
-        """The recoveries of earlier lives, newest first; each is read when it is asked for."""
-        statement = f"{select_sql(RecoveryRow)} WHERE life < ? ORDER BY row DESC"
-        try:
-            for values in self._connection.execute(statement, (life,)):
-                yield self._build(RecoveryRow, values)
-        except sqlite3.Error as error:
-            raise unreadable(self.path, error) from error
-
-    def trained_seconds(self) -> float:
-        """Wall time of all steps together, also of those that were thinned out, and of branches that were given up."""
-        # In one query: between two, steps may move from one sum to the other.
-        kept, gone = "SELECT TOTAL(seconds) FROM steps", "SELECT TOTAL(CAST(value AS REAL)) FROM meta WHERE key = ?"
-        ((seconds,),) = self._query(f"SELECT ({kept}) + ({gone})", (THINNED_SECONDS,))
-        return float(seconds)
-
-    def seconds_of_lives(self) -> dict[int, float]:
-        """Wall time of the steps of each life, by life."""
-        until = "COALESCE(LEAD(MIN(step_seconds)) OVER (ORDER BY life), MAX(step_seconds))"
-        return dict(self._query(f"SELECT life, {until} - MIN(step_seconds) FROM totals GROUP BY life"))  # noqa: S608
+        return _first(self.newest(RecoveryRow, 1))
 
     def failures(self) -> list[FailureRow]:
         """Every failure that a later life detected."""
-        return self._rows(FailureRow, "ORDER BY row")
+        return self._all(FailureRow)
 
     def plans(self) -> list[PlanRow]:
         """Every plan, in the order of adoption."""
-        return self._rows(PlanRow, "ORDER BY row")
+        return self._all(PlanRow)
 
     def latest_plan(self) -> PlanRow | None:
         """The plan that was recorded last; None before the first."""
-        return _first(self._rows(PlanRow, "ORDER BY row DESC LIMIT 1"))
-
-    def plan_after(self, plan: PlanRow) -> PlanRow | None:
-        """The plan that replaced this one; None if this one is current."""
-        own = "SELECT MAX(row) FROM plans WHERE life = ? AND from_iteration = ? AND created_unix_seconds = ?"
-        identity = plan.life, plan.from_iteration, plan.created_unix_seconds
-        return _first(self._rows(PlanRow, f"WHERE row > ({own}) ORDER BY row LIMIT 1", identity))
+        return _first(self.newest(PlanRow, 1))
 
     def phases(self) -> list[PhaseRow]:
-        """The newest end of each phase; none in a file from before there were phases.
-
-        After a restart from a checkpoint the same phase may end again.
-        """
-        return self._rows(PhaseRow, "WHERE row IN (SELECT MAX(row) FROM phases GROUP BY phase) ORDER BY phase")
+        """The newest end of each phase, by phase: after a restart from a checkpoint the same one may end again."""
+        newest = {row.phase: row for row in self._all(PhaseRow)}
+        return [newest[phase] for phase in sorted(newest)]
 
     def latest_phase(self) -> PhaseRow | None:
         """The phase whose end was recorded last; None before the first. Does not read the others."""
-        return _first(self._rows(PhaseRow, "ORDER BY row DESC LIMIT 1"))
+        return _first(self.newest(PhaseRow, 1))
 
-    def events_of(self, iterations: Sequence[int], kinds: Sequence[str]) -> list[EventRow]:
-        """The events of some kinds that belong to some iterations."""
-        if not iterations:
-            return []
-        asked = [*kinds, min(iterations), max(iterations)]
-        marks = ", ".join("?" * len(kinds))
-        wanted = set(iterations)
-        clause = f"WHERE kind IN ({marks}) AND iteration BETWEEN ? AND ? ORDER BY row"
-        return [row for row in self._rows(EventRow, clause, asked) if row.iteration in wanted]
+    def events(self, *kinds: str) -> list[EventRow]:
+        """The events of every rank, of some kinds or of all; rows that have a type of their own are none."""
+        chosen = f"WHERE kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
+        found = self._events(f"{chosen} ORDER BY row", kinds)
+        return [recorded.row for recorded in found if isinstance(recorded.row, EventRow)]
 
-    def newest_events(self, kinds: Sequence[str]) -> list[EventRow]:
-        """The events of some kinds of the newest life that has any."""
-        marks = ", ".join("?" * len(kinds))
-        rows = self._rows(EventRow, f"WHERE kind IN ({marks}) ORDER BY row", kinds)
-        return [row for row in rows if row.life == max(one.life for one in rows)]
+    def newest(
+        self,
+        row_type: type[RowT],
+        limit: int,
+        since_unix_seconds: float | None = None,
+        until_unix_seconds: float | None = None,
+        **equal: str,
+    ) -> list[RowT]:
+        """The rows of a type that were recorded last, newest first.
 
-    def events(self) -> list[EventRow]:
-        """Every event of every rank."""
-        return self._rows(EventRow, "ORDER BY row")
+        Args:
+            row_type: of the table of events, but no EventRow.
+            limit: of their number.
+            since_unix_seconds: only those of then and later.
+            until_unix_seconds: only those of before.
+            equal: only those that have these values.
+        """
+        chosen, values = _chosen(row_type, since_unix_seconds, until_unix_seconds, equal)
+        clause = f"{chosen} ORDER BY row DESC LIMIT :limit"
+        return [recorded.row for recorded in self._events(clause, {**values, "limit": limit})]  # type: ignore[misc]
+
+    def count(self, row_type: type[Any]) -> int:
+        """Number of rows of a type."""
+        ((count,),) = self._query("SELECT COUNT(*) FROM events WHERE kind = ?", (row_type.KIND,))
+        return int(count)
+
+    def checkpoint_sums(self, fields: Sequence[str]) -> list[tuple[Any, ...]]:
+        """For each status: the status, the number of checkpoints, and the sums of some fields over them."""
+        sums = [f"TOTAL({_field(name)})" for name in fields]
+        statement = f"SELECT {', '.join([_field('status'), 'COUNT(*)', *sums])} FROM events WHERE kind = ? GROUP BY 1"  # noqa: S608
+        return self._query(statement, (CheckpointRow.KIND,))
+
+    def after(self, number: int, limit: int) -> list[Recorded]:
+        """At most `limit` rows of the table of events that were recorded after this one, oldest first."""
+        return self._events("WHERE row > ? ORDER BY row LIMIT ?", (number, limit))
+
+    def last_event(self) -> int:
+        """Number of the row that was recorded last in the table of events; 0 if there is none."""
+        ((last,),) = self._query("SELECT COALESCE(MAX(row), 0) FROM events")
+        return int(last)
 
     def losses(self, start: int | None = None, stop: int | None = None) -> list[StepRow]:
         """The newest step of each iteration in [start, stop), by iteration.
@@ -242,126 +221,93 @@ class JournalReader:
         After a restart at an earlier iteration, iterations that were not reached again yet still show the step of the
         discarded branch; `recent_steps` shows where the run is.
         """
-        # SQLite takes the other columns from the row that has the maximum.
-        statement = select_sql(StepRow).replace(" FROM", ", MAX(row) FROM", 1)
         chosen = "(:start IS NULL OR iteration >= :start) AND (:stop IS NULL OR iteration < :stop)"
-        rows = self._query(
-            f"{statement} WHERE {chosen} GROUP BY iteration ORDER BY iteration", {"start": start, "stop": stop}
-        )
-        return [self._build(StepRow, row[:-1]) for row in rows]
+        # SQLite takes the other columns from the row that has the maximum.
+        statement = f"SELECT {_STEP_COLUMNS}, MAX(row) FROM steps WHERE {chosen} GROUP BY iteration ORDER BY iteration"  # noqa: S608
+        return [self._step(values[:-1]) for values in self._query(statement, {"start": start, "stop": stop})]
 
     def step_from(self, iteration: int) -> StepRow | None:
         """The newest step of the first recorded iteration from this one on; None if there is none."""
-        clause = "WHERE iteration = (SELECT MIN(iteration) FROM steps WHERE iteration >= ?) ORDER BY row DESC LIMIT 1"
-        return _first(self._rows(StepRow, clause, (iteration,)))
+        first = "SELECT MIN(iteration) FROM steps WHERE iteration >= ?"
+        return _first(self._steps(f"WHERE iteration = ({first}) ORDER BY row DESC LIMIT 1", (iteration,)))
 
     def recent_steps(self, count: int) -> list[StepRow]:
         """The steps that were recorded last, newest first."""
-        return self._rows(StepRow, "ORDER BY row DESC LIMIT ?", (count,))
+        return self._steps("ORDER BY row DESC LIMIT ?", (count,))
 
-    def totals(self) -> tuple[TotalsRow, TotalsRow] | None:
-        """The first and the newest totals of the run's time; None in a file of an older version."""
-        # In one query: a row of steps is written again until a minute has passed.
-        rows = self._rows(
-            TotalsRow, "WHERE row IN ((SELECT MIN(row) FROM totals), (SELECT MAX(row) FROM totals)) ORDER BY row"
-        )
-        return (rows[0], rows[-1]) if rows else None
+    def account(self) -> Account | None:
+        """What the run's time went into so far; None before the first life."""
+        return _first(self._accounts("ORDER BY life DESC LIMIT 1"))
 
-    def totals_around(self, at_unix_seconds: float) -> list[TotalsRow]:
-        """The last totals up to a time, and the first after it; what there is of them."""
-        before = self._rows(TotalsRow, "WHERE created_unix_seconds <= ? ORDER BY row DESC LIMIT 1", (at_unix_seconds,))
-        after = self._rows(TotalsRow, "WHERE created_unix_seconds > ? ORDER BY row LIMIT 1", (at_unix_seconds,))
-        return before + after
+    def trained_seconds(self) -> float:
+        """Wall time of all steps together, also of those that were thinned out, and of branches that were given up."""
+        account = self.account()
+        return 0.0 if account is None else account.step_seconds
 
-    def newest(
-        self,
-        row_type: type[Row],
-        limit: int,
-        since_unix_seconds: float | None = None,
-        until_unix_seconds: float | None = None,
-        kind: str | None = None,
-    ) -> list[Row]:
-        """The rows of a table that were recorded last, newest first.
+    def seconds_of_lives(self) -> dict[int, float]:
+        """Wall time of the steps of each life that has any, by life."""
+        accounts = self._accounts("ORDER BY life")
+        before = [0.0, *(account.step_seconds for account in accounts)]
+        return {account.life: account.step_seconds - last for account, last in zip(accounts, before, strict=False)}
 
-        Args:
-            row_type: whose rows have a time.
-            limit: of their number.
-            since_unix_seconds: only those of then and later.
-            until_unix_seconds: only those of before.
-            kind: only those of one kind, where the table has any (fits and events).
-        """
-        clause = f"WHERE {_chosen(row_type)} ORDER BY row DESC LIMIT :limit"
-        asked = {"since": since_unix_seconds, "until": until_unix_seconds, "kind": kind, "limit": limit}
-        return self._rows(row_type, clause, asked)
+    def _accounts(self, clause: str) -> list[Account]:
+        found = self._query(f"SELECT content FROM accounts {clause}")  # noqa: S608 - no input in it
+        return [Account(**json.loads(content)) for (content,) in found]
 
-    def count(
-        self,
-        row_type: type[Any],
-        since_unix_seconds: float | None = None,
-        until_unix_seconds: float | None = None,
-        kind: str | None = None,
-    ) -> int:
-        """Number of rows that `newest` selects from."""
-        statement = f"SELECT COUNT(*) FROM {TABLES[row_type]} WHERE {_chosen(row_type)}"  # noqa: S608 - no input in it
-        asked = {"since": since_unix_seconds, "until": until_unix_seconds, "kind": kind}
-        ((count,),) = self._query(statement, asked)
-        return int(count)
+    def _all(self, row_type: type[RowT]) -> list[RowT]:
+        chosen, values = _chosen(row_type, None, None, {})
+        return [recorded.row for recorded in self._events(f"{chosen} ORDER BY row", values)]  # type: ignore[misc]
 
-    def after(self, row_type: type[Row], row: int, limit: int) -> list[tuple[int, Row]]:
-        """At most `limit` rows recorded after this row number, oldest first, with their numbers."""
-        statement = select_sql(row_type).replace(" FROM", ", row FROM", 1)
-        rows = self._query(f"{statement} WHERE row > ? ORDER BY row LIMIT ?", (row, limit))
-        return [(values[-1], self._build(row_type, values[:-1])) for values in rows]
-
-    def last_row(self, row_type: type[Any]) -> int:
-        """Number of the row that was recorded last; 0 if there is none."""
-        ((last,),) = self._query(f"SELECT COALESCE(MAX(row), 0) FROM {TABLES[row_type]}")  # noqa: S608 - no input in it
-        return int(last)
-
-    def tally(
-        self,
-        row_type: type[Any],
-        keys: Sequence[str],
-        sums: Sequence[str] = (),
-        since_unix_seconds: float | None = None,
-    ) -> list[tuple[Any, ...]]:
-        """For each combination of values of `keys`: the values, the number of rows, and the sums of other columns.
-
-        Args:
-            row_type: of the table.
-            keys: columns.
-            sums: columns, in which NULL counts as 0.
-            since_unix_seconds: only the rows of then and later.
-        """
-        unknown = {*keys, *sums} - set(columns(row_type))
-        if unknown:
-            raise ValueError(f"{row_type.__name__} has no columns {sorted(unknown)}")
-        chosen = ", ".join([*keys, "COUNT(*)", *(f"TOTAL({name})" for name in sums)])
-        # The names were checked above: they are this package's own.
-        statement = f"SELECT {chosen} FROM {TABLES[row_type]} WHERE {_chosen(row_type)} GROUP BY {', '.join(keys)}"  # noqa: S608
-        return self._query(statement, {"since": since_unix_seconds, "until": None, "kind": None})
-
-    def _sources(self, recovery_id: str) -> tuple[RecoverySource, ...]:
-        return tuple(self._rows(RecoverySource, "WHERE recovery_id = ? ORDER BY rank, source", (recovery_id,)))
-
-    def _rows(self, row_type: type[Row], clause: str, parameters: Parameters = ()) -> list[Row]:
-        rows = self._query(f"{select_sql(row_type)} {clause}", parameters)
-        return [self._build(row_type, row) for row in rows]
-
-    def _build(self, row_type: type[Row], values: Sequence[Any]) -> Row:
-        more: dict[str, Any] = {}
-        if row_type is RecoveryRow:
-            more["sources"] = self._sources(values[columns(RecoveryRow).index("id")])
+    def _events(self, clause: str, parameters: Parameters) -> list[Recorded]:
+        found = self._query(f"SELECT row, kind, content FROM events {clause}", parameters)  # noqa: S608
         try:
-            return from_sql(row_type, values, **more)
-        except (TypeError, ValueError) as error:
-            raise JournalError(f"the journal {self.path} holds a damaged {row_type.__name__}: {error}") from error
+            return [Recorded(number, kind, decode(row_type_of(kind), content)) for number, kind, content in found]
+        except ValueError as error:
+            raise JournalError(f"the journal {self.path} holds a damaged row: {error}") from error
+
+    def _steps(self, clause: str, parameters: Parameters) -> list[StepRow]:
+        statement = f"SELECT {_STEP_COLUMNS} FROM steps {clause}"  # noqa: S608
+        return [self._step(values) for values in self._query(statement, parameters)]
+
+    def _step(self, values: Sequence[Any]) -> StepRow:
+        life, iteration, loss, rate, seconds, applied = values
+        try:
+            return StepRow(
+                life=life,
+                iteration=iteration,
+                loss=None if loss is None else float(loss),  # NaN is stored as text
+                learning_rate=None if rate is None else float(rate),
+                seconds=float(seconds),
+                applied=bool(applied),
+            )
+        except ValueError as error:
+            raise JournalError(f"the journal {self.path} holds a damaged step: {error}") from error
 
     def _query(self, statement: str, parameters: Parameters = ()) -> list[tuple[Any, ...]]:
         try:
             return self._connection.execute(statement, parameters).fetchall()
         except sqlite3.Error as error:
             raise unreadable(self.path, error) from error
+
+
+def _chosen(
+    row_type: type[Any], since: float | None, until: float | None, equal: Mapping[str, str]
+) -> tuple[str, dict[str, Any]]:
+    """The WHERE clause of the rows of one type, and its parameters."""
+    conditions = ["kind = :kind", *(f"{_field(name)} = :equal_{name}" for name in equal)]
+    if since is not None:
+        conditions.append("unix_seconds >= :since")
+    if until is not None:
+        conditions.append("unix_seconds < :until")
+    values: dict[str, Any] = {f"equal_{name}": value for name, value in equal.items()}
+    values |= {"since": since, "until": until, "kind": row_type.KIND}
+    return f"WHERE {' AND '.join(conditions)}", values
+
+
+def _field(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no field of a row")
+    return f"json_extract(content, '$.{name}')"
 
 
 def _connect(path: Path, parameters: str) -> sqlite3.Connection:
@@ -390,12 +336,5 @@ def _connect_archived(path: Path) -> sqlite3.Connection:
         raise unreadable(path, error) from error
 
 
-def _chosen(row_type: type[Any]) -> str:
-    column = TIME_COLUMNS.get(row_type, "created_unix_seconds")
-    kind = "kind" if "kind" in columns(row_type) else "NULL"
-    since, until = f":since IS NULL OR {column} >= :since", f":until IS NULL OR {column} < :until"
-    return f"({since}) AND ({until}) AND (:kind IS NULL OR {kind} = :kind)"
-
-
-def _first(rows: list[Row]) -> Row | None:
+def _first(rows: list[RowT]) -> RowT | None:
     return rows[0] if rows else None

@@ -1,67 +1,108 @@
-"""The journal's rows: one frozen dataclass per table, and its conversion to and from SQLite.
+"""The journal's rows: one frozen dataclass for each kind, and their JSON.
 
-Every field is a column of the same name; `docs/journal*.md` describe them. Times of day are seconds since 1970 (UTC).
+`docs/journal_rows.md` describes them. Times of day are seconds since 1970 (UTC).
 """
 
 import dataclasses
+import enum
+import functools
 import json
 import math
-import operator
 import time
-import types
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from cpsr.journal.beginning import Beginning
+from pydantic import AfterValidator, TypeAdapter
 
 __all__ = [
-    "BacktestRow",
+    "Beginning",
     "BubbleRow",
     "CheckpointRow",
     "EventRow",
     "FailureRow",
     "FailureScope",
     "FitRow",
-    "LearningRow",
     "LifeRow",
+    "Origin",
     "PhaseRow",
     "PlanRow",
     "RecoveryRow",
     "RecoverySource",
-    "SQLValue",
+    "Row",
     "StepRow",
-    "TotalsRow",
-    "columns",
-    "encode_json",
-    "from_sql",
+    "columns_of",
+    "decode",
+    "encode",
     "json_ready",
-    "to_sql",
+    "kind_of",
+    "row_type_of",
 ]
 
-Row = TypeVar("Row")
-SQLValue = int | float | str | None
+RowT = TypeVar("RowT")
 # What a failure leaves: the memory of every machine; replicas of what a machine held; the disk alone.
 FailureScope = Literal["process", "machine", "everything"]
+# `predicted`: the state, or one that it was trained from, was predicted, or restored with older experts.
+Origin = Literal["trained", "predicted"]
+
+_PLAIN = (str, int, float, type(None), Mapping, list, tuple)
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LifeRow:
-    """One process lifetime of the run, from start to its end or kill.
+def json_ready(value: Any) -> Any:
+    """A copy as JSON has it: numbers that are not finite by their names, and NumPy's scalars as Python's."""
+    if not isinstance(value, _PLAIN) and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_ready(item) for item in value]
+    return value
 
-    `ending` stays `running` if the process was killed; a later life then follows. `restored_iteration` is None for a
-    life that started from scratch. `ranks` is their number, None in lives of earlier versions.
+
+def _from_json(value: Any) -> Any:
+    """The inverse of `json_ready`, but for tuples."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    return [_from_json(item) for item in value] if isinstance(value, list) else value
+
+
+Facts = Annotated[Mapping[str, Any], AfterValidator(_from_json)]
+
+
+class Beginning(enum.Enum):
+    """How a life, or a roll-back inside one, began; the values are the journal's texts for `method`.
+
+    A predicted state is recorded under the name of what predicted it: `line` or `vitp`.
     """
 
-    life: int
-    mode: str
-    pid: int
-    host: str
-    started_unix_seconds: float = dataclasses.field(default_factory=time.time)
-    ended_unix_seconds: float | None = None
-    ending: Literal["running", "clean", "sigterm", "error"] = "running"
-    restored_iteration: int | None = None
-    ranks: int | None = None
+    SCRATCH = "scratch"
+    EXACT = "exact"
+    #: Every tensor as the ranks left it when their group broke; the small state is stepped ahead from the checkpoint.
+    EMERGENCY_DUMP = "departure"
+    #: What the checkpoint holds, with some experts that were saved before it.
+    OLDER_EXPERTS = "stale"
+    #: The state of at least one rank was predicted.
+    PREDICTED = "predicted"
+
+    @classmethod
+    def of_method(cls, method: str) -> "Beginning":
+        """The beginning behind a journal's text."""
+        return next((beginning for beginning in cls if beginning.value == method), cls.PREDICTED)
+
+    @property
+    def predicted(self) -> bool:
+        """Whether a predictor formed the state, or a part of it; its first iterations are then watched."""
+        return self is Beginning.PREDICTED
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the run never had this state as a whole, so that checkpoints taken from here on say `predicted`."""
+        return self in (Beginning.OLDER_EXPERTS, Beginning.PREDICTED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +118,45 @@ class StepRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EventRow:
+    """Anything that no other row is for; `kind` is a word to filter by."""
+
+    life: int
+    rank: int
+    kind: str
+    message: str
+    iteration: int | None = None
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LifeRow:
+    """One process lifetime of the run, from start to its end or kill.
+
+    It is recorded when the life starts, and again when it ends. `ending` stays `running` if the process was killed; a
+    later life then follows.
+    """
+
+    KIND: ClassVar[str] = "life"
+
+    life: int
+    mode: str
+    pid: int
+    host: str
+    ranks: int | None = None
+    ending: Literal["running", "clean", "sigterm", "error"] = "running"
+    started_unix_seconds: float = dataclasses.field(default_factory=time.time)
+    ended_unix_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRow:
     """One checkpoint that was due: committed, skipped or failed.
 
-    `bytes` and the seconds are None for steps that did not happen. `origin` is `predicted` if the state, or any state
-    that it was trained from, was predicted, or restored with older experts or from weights alone.
+    `bytes` and the seconds are None for steps that did not happen.
     """
+
+    KIND: ClassVar[str] = "checkpoint"
 
     life: int
     iteration: int
@@ -92,7 +166,7 @@ class CheckpointRow:
     stall_seconds: float | None = None
     write_seconds: float | None = None
     commit_seconds: float | None = None
-    origin: Literal["trained", "predicted"] = "trained"
+    origin: Origin = "trained"
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
@@ -100,15 +174,18 @@ class CheckpointRow:
 class FailureRow:
     """A failure at iteration f with the last checkpoint at c (None: there was none); `life` is the one that failed.
 
-    `scope` is what it left, by what the restart found in the machines' memory; None if that was not recorded.
+    `scope` is what it left, by what the restart found in the machines' memory; None if nobody looked.
+    `created_unix_seconds` is when the next life detected it.
     """
+
+    KIND: ClassVar[str] = "failure"
 
     life: int
     iteration: int
     checkpoint_iteration: int | None
     description: str
-    detected_unix_seconds: float = dataclasses.field(default_factory=time.time)
     scope: FailureScope | None = None
+    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,15 +199,18 @@ class RecoverySource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryRow:
-    """How a life began.
+    """How a life began; recorded again when the outcome is known.
 
     `method` is the text of a `Beginning`, or the name of the predictor: `line` if the state followed the line through
-    the checkpoints, `vitp` if the network turned that line (older journals have `vitp` for both). Training continues at
-    `restored_iteration`; `failure_iteration` is None if the run had not failed. `feasible` lists the possible methods,
-    `expected_end_cost_iterations` is that of the prediction, `guard` contains the guard's measurements. If
-    `outcome` is `vetoed` or `rolled_back`, the state at `checkpoint_iteration` replaced the predicted one. After a
-    roll-back `guard["rolled_back_to"]` is the text of its `Beginning`; older journals lack it.
+    the checkpoints, `vitp` if the network turned that line. Training continues at `restored_iteration`;
+    `failure_iteration` is None if the run had not failed. `feasible` lists the possible methods,
+    `expected_end_cost_iterations` is that of the prediction, `guard` contains the guard's measurements. If `outcome` is
+    `vetoed` or `rolled_back`, the state at `checkpoint_iteration` replaced the predicted one. After a roll-back
+    `guard["rolled_back_to"]` is the text of its `Beginning`. `origin` is that of the state that training continued
+    with.
     """
+
+    KIND: ClassVar[str] = "recovery"
 
     id: str
     life: int
@@ -139,34 +219,23 @@ class RecoveryRow:
     restored_iteration: int
     method: str
     requested_mode: str
-    feasible: Sequence[str] = ()
+    feasible: tuple[str, ...] = ()
     expected_end_cost_iterations: float | None = None
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Facts = dataclasses.field(default_factory=dict)
     reason: str = ""
     load_seconds: float | None = None
     predict_seconds: float | None = None
     inject_seconds: float | None = None
-    guard: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    guard: Facts = dataclasses.field(default_factory=dict)
     outcome: Literal["kept", "vetoed", "rolled_back", "watching"] = "kept"
+    origin: Origin = "trained"
+    sources: tuple[RecoverySource, ...] = ()
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
-    sources: tuple[RecoverySource, ...] = dataclasses.field(default=(), metadata={"column": False})
 
     @property
     def beginning(self) -> Beginning:
         """What `method` stands for."""
-        return Beginning.of(self.method)
-
-    @property
-    def given_up(self) -> bool:
-        """Whether a predicted state was vetoed or rolled back, so that training went on from the checkpoint."""
-        return self.beginning.watched and self.outcome in ("vetoed", "rolled_back")
-
-    @property
-    def labelled(self) -> bool:
-        """Whether training went on from a state whose checkpoints say `predicted`."""
-        if self.given_up:
-            return Beginning.of(self.guard.get("rolled_back_to", Beginning.EXACT.value)).labelled
-        return self.beginning.labelled
+        return Beginning.of_method(self.method)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,19 +246,23 @@ class PlanRow:
     would be recovered, None if the plan did not choose; `origin` the rule's name.
     """
 
+    KIND: ClassVar[str] = "plan"
+
     life: int
     from_iteration: int
     interval_iterations: int
     origin: str
     memory_interval_iterations: int | None = None
     mode: Literal["predict", "recompute"] | None = None
-    explanation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    explanation: Facts = dataclasses.field(default_factory=dict)
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseRow:
     """One phase of the training that has ended; `xi` is the mean second moment of the gradients at its beginning."""
+
+    KIND: ClassVar[str] = "phase"
 
     life: int
     phase: int
@@ -205,40 +278,12 @@ class PhaseRow:
 class FitRow:
     """One curve fitted at an iteration: of the loss, the predictor's error, or failures."""
 
+    KIND: ClassVar[str] = "fit"
+
     life: int
     iteration: int
     kind: Literal["loss", "predictor", "failure_rate"]
-    result: Mapping[str, Any]
-    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BacktestRow:
-    """A backtest: the prediction of the checkpoint at `iteration` from earlier ones.
-
-    `checkpoints` is the number that it has learned from, that one included; `result` contains the measurements.
-    """
-
-    life: int
-    iteration: int
-    checkpoints: int
-    result: Mapping[str, Any]
-    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LearningRow:
-    """How much of the run the predictor has taken in, whenever that changes.
-
-    `checkpoints` of those from `first_iteration` on were taken in, the newest at `iteration` (None: none yet), and its
-    network had `updates` on the run itself.
-    """
-
-    life: int
-    iteration: int | None
-    first_iteration: int
-    checkpoints: int
-    updates: int
+    result: Facts
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
@@ -250,6 +295,8 @@ class BubbleRow:
     past their ends, `outside_seconds` work that began outside. `copied_bytes` of snapshots were copied while the rank
     waited, in `copied_seconds`, and `copied_beside_bytes` beside its work; None if copies do not use the waits.
     """
+
+    KIND: ClassVar[str] = "bubble"
 
     life: int
     rank: int
@@ -268,145 +315,71 @@ class BubbleRow:
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EventRow:
-    """Any other event in the run's history; `kind` is a word to filter by."""
-
-    life: int
-    rank: int
-    kind: str
-    message: str
-    iteration: int | None = None
-    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
+Row = LifeRow | CheckpointRow | FailureRow | RecoveryRow | PlanRow | PhaseRow | FitRow | BubbleRow | EventRow
+_TYPES = {row_type.KIND: row_type for row_type in typing.get_args(Row) if row_type is not EventRow}
+# Rows that name their iteration otherwise.
+_ITERATIONS: dict[type[Any], str] = {
+    RecoveryRow: "restored_iteration",
+    PlanRow: "from_iteration",
+    PhaseRow: "last_iteration",
+}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TotalsRow:
-    """How the run's time had been spent up to `created_unix_seconds`: sums over all lives, kept by the writer.
-
-    `moment` is what the row is recorded for: the `start` or the `end` of a life that follows one in good order, the
-    last step before a `failure`, the begin of the `first` step of a life, or steps that a life has reported (`step`).
-    Steps up to `repeated_until_iteration` were trained before. Stalls lie within steps; `repeated_stall_seconds` is the
-    part of both kinds in repeated ones. `paused_seconds` lie between a life that ended in good order and the next.
-    """
-
-    life: int
-    moment: Literal["start", "end", "failure", "first", "step"]
-    iteration: int = 0
-    reached_iteration: int = 0
-    repeated_until_iteration: int = 0
-    step_seconds: float = 0.0
-    repeated_seconds: float = 0.0
-    checkpoint_stall_seconds: float = 0.0
-    memory_stall_seconds: float = 0.0
-    repeated_stall_seconds: float = 0.0
-    memory_snapshots: int = 0
-    restart_seconds: float = 0.0
-    paused_seconds: float = 0.0
-    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
-
-
-def columns(row_type: type[Any]) -> tuple[str, ...]:
-    """Names of the row's columns, in field order."""
-    return tuple(name for name, _, _ in _layout(row_type))
-
-
-def to_sql(row: Any) -> tuple[SQLValue, ...]:
-    """The row's column values as SQLite takes them.
+def kind_of(row: Row) -> str:
+    """The word that the table of events has for a row.
 
     Raises:
-        TypeError: a value is not of its field's type; the message names the field. (SQLite itself would store a numpy
-            integer as a blob.)
-        ValueError: a structured field has a value that JSON cannot express.
+        ValueError: an event uses the word of another type.
     """
-    values = []
-    for name, kind, optional in _layout(type(row)):
-        try:
-            values.append(_value_to_sql(getattr(row, name), kind, optional))
-        except TypeError as error:
-            raise TypeError(f"{type(row).__name__}.{name}: {error}") from error
-    return tuple(values)
+    if not isinstance(row, EventRow):
+        return row.KIND
+    if row.kind in _TYPES:
+        raise ValueError(f"an event's kind cannot be {row.kind!r}: that is the word for {_TYPES[row.kind].__name__}")
+    return row.kind
 
 
-def _value_to_sql(value: Any, kind: type, optional: bool) -> SQLValue:
-    if value is None and optional:
-        return None
-    if kind is float:
-        number = float(value)
-        # SQLite turns NaN into NULL, which would read back as "unknown".
-        return "nan" if math.isnan(number) else number
-    if kind is int:
-        return operator.index(value)
-    if kind is bool:
-        return int(bool(value))
-    if kind is str:
-        if not isinstance(value, str):
-            raise TypeError(f"expected a string, found {type(value).__name__}")
-        return value
-    return encode_json(value)
+def row_type_of(kind: str) -> type[Any]:
+    """The type of the rows with this word."""
+    row_type: type[Any] = _TYPES.get(kind, EventRow)
+    return row_type
 
 
-def encode_json(value: Any) -> str:
-    """A structured value as the JSON text of its column."""
-    return json.dumps(dict(value) if isinstance(value, Mapping) else list(value), sort_keys=True)
-
-
-def from_sql(row_type: type[Row], values: Sequence[SQLValue], **more: Any) -> Row:
-    """Build a row from its column values in the order of `columns`.
+def columns_of(row: Row) -> tuple[str, int, int | None, float, str]:
+    """The row's values in the table of events: kind, life, iteration, time, and content.
 
     Raises:
-        TypeError, ValueError: a value is not of its column's type: the file is damaged.
+        ValueError: a value is not of its field's type, or JSON cannot express it; the message names the field.
     """
-    fields = {
-        name: None if value is None else _value_from_sql(value, kind)
-        for (name, kind, _), value in zip(_layout(row_type), values, strict=True)
-    }
-    return row_type(**fields, **more)
+    content = encode(row)
+    iteration = getattr(row, _ITERATIONS.get(type(row), "iteration"), None)
+    seconds = row.started_unix_seconds if isinstance(row, LifeRow) else row.created_unix_seconds
+    return kind_of(row), row.life, iteration, seconds, content
 
 
-def _value_from_sql(value: int | float | str, kind: type) -> Any:
-    if kind in (float, bool):
-        return kind(value)
-    if kind is dict or kind is tuple:
-        return kind(json.loads(str(value)))
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not of type {kind.__name__}")
-    return value
+def encode(row: Row) -> str:
+    """The row as JSON.
+
+    Raises:
+        ValueError: a value is not of its field's type, or JSON cannot express it; the message names the field.
+    """
+    try:
+        content = json.dumps(json_ready(dataclasses.asdict(row)), allow_nan=False)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    decode(type(row), content)  # a row that no reader can read must not be written
+    return content
 
 
-def json_ready(value: Any) -> Any:
-    """A copy with NaN and infinities as strings, since JSON has no numbers for them."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_ready(item) for item in value]
-    return value
+def decode(row_type: type[RowT], content: str) -> RowT:
+    """The row in a JSON text.
+
+    Raises:
+        ValueError: the text is no such row.
+    """
+    row: RowT = _adapter(typing.cast("Any", row_type)).validate_json(content)
+    return row
 
 
-_layouts: dict[type[Any], tuple[tuple[str, type, bool], ...]] = {}
-
-
-def _layout(row_type: type[Any]) -> tuple[tuple[str, type, bool], ...]:
-    """Name, kind (int, float, bool, str, or dict and tuple for JSON) and nullability of each column."""
-    if row_type not in _layouts:
-        _layouts[row_type] = _find_layout(row_type)
-    return _layouts[row_type]
-
-
-def _find_layout(row_type: type[Any]) -> tuple[tuple[str, type, bool], ...]:
-    hints = typing.get_type_hints(row_type)
-    fields = [field.name for field in dataclasses.fields(row_type) if field.metadata.get("column", True)]
-    return tuple((name, *_kind(hints[name])) for name in fields)
-
-
-def _kind(hint: Any) -> tuple[type, bool]:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-        return _kind(hint)[0], True
-    if typing.get_origin(hint) is Literal:
-        return str, False
-    if hint in (int, float, bool, str):
-        return hint, False
-    return (dict if issubclass(typing.get_origin(hint), Mapping) else tuple), False
+@functools.cache
+def _adapter(row_type: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(row_type)

@@ -1,38 +1,44 @@
 """The journal's one writer: a queue, a background thread and a connection, on global rank 0."""
 
 import collections
+import itertools
+import json
 import logging
+import math
+import operator
 import os
 import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cpsr.errors import JournalDamagedError, JournalError
-from cpsr.journal.events import import_events
+from cpsr.errors import JournalError
+from cpsr.journal.account import Account
+from cpsr.journal.database import lacks_room, prepare, read_fact, unreadable, write_fact
+from cpsr.journal.events import read_new_rows
 from cpsr.journal.reader import JournalReader
-from cpsr.journal.rows import EventRow, LifeRow, encode_json, to_sql
-from cpsr.journal.schema import insert_sql, lacks_room, prepare, unreadable
-from cpsr.journal.statements import LASTING, Apply, Row, freeze, statement
-from cpsr.journal.thinning import thin
-from cpsr.journal.totals import add_memory_stalls
+from cpsr.journal.rows import CheckpointRow, EventRow, FailureRow, LifeRow, Row, StepRow, columns_of, decode
 
-__all__ = ["Journal"]
+__all__ = ["FULL_STEPS", "Journal", "insert_event", "insert_steps", "thin"]
 
 log = logging.getLogger(__name__)
 
-# Writes that wait while the file cannot be written (full disk, locked by another process). Beyond that the oldest step
-# rows are dropped first, from a queue of their own: 100,000 steps at the default flush of 20 iterations, about 20 MB.
-STEP_WRITES_MAX = 5_000
-RECORD_WRITES_MAX = 5_000
+# Writes that wait while the file cannot be written (full disk, locked by another process): 100,000 steps, about 20 MB.
+# Beyond that the oldest steps are dropped first.
+WAITING_MAX = 5_000
 RETRY_SECONDS = 1.0  # between attempts to write; a full disk or a lock rarely clears sooner
 BUSY_SECONDS = 5.0  # how long SQLite itself waits for another process's lock
 START_SECONDS = 10.0  # how long a life waits for its row before it continues without
 CLOSE_SECONDS = 10.0  # how long an exit waits for the last rows
+# Newest steps that are all kept; of older ones every second, of those twice as old every fourth, and so on: 10 million
+# steps become about 430,000 rows. The fit of the loss looks 20,000 back.
+FULL_STEPS = 100_000
+SLICE_ROWS = 2_000  # most rows deleted in a transaction: some milliseconds, while new rows wait in their queue
+PACE_STEPS = 20  # the newest steps before a failure, whose mean is that of the steps that it kept from the journal
 
 # A row that fails with one of these fails every time; everything else may pass at the next attempt.
 _ROW_ERRORS = (
@@ -40,14 +46,12 @@ _ROW_ERRORS = (
     sqlite3.InterfaceError,
     sqlite3.ProgrammingError,
     sqlite3.DataError,
-    JournalError,
     OSError,
     OverflowError,
     ValueError,
 )
-
-
-Outcome = Literal["kept", "vetoed", "rolled_back", "watching"]
+# Writes rows, and returns the account of the run's time with them.
+Apply = Callable[[sqlite3.Connection, Account | None], Account | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,136 +59,119 @@ class _Write:
     kind: str
     rows: int
     apply: Apply
-    lasting: bool = False  # never dropped: a life has few of these, and the other rows depend on them
 
 
 class Journal:
     """The writing side of `<run_dir>/journal.db`; opened by global rank 0 alone, called from any of its threads.
 
-    Recording never blocks, and never raises because of the disk: rows wait in a bounded queue and are retried, also if
-    the disk is full when the journal is opened. A failure is logged once per kind, and returned once by `failures()`.
-    Rows dropped by the bound are counted in `dropped_rows`, and in an event once the file can be written again.
+    Recording never blocks, and never raises because of the disk: rows wait in a bounded queue and are retried. A
+    failure is logged once per kind, and returned once by `failures()`. Rows dropped by the bound are counted in
+    `dropped_rows`, and in an event once the file can be written again. If the disk has no room for the file when it is
+    opened, nothing is recorded in this life.
     """
 
-    def __init__(
-        self, path: Path, connection: sqlite3.Connection | None, next_life: int, full_steps: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection | None, next_life: int, full_steps: int) -> None:
         self.path = path
-        self._connection = connection  # None: the disk has had no room for it yet
         self._next_life = next_life
         self._full_steps = full_steps
-        self._life: int | None = None
-        self._closed_because: str | None = None  # why it could not be opened at once
+        self._life: LifeRow | None = None
         self._changed = threading.Condition()
-        self._lasting: collections.deque[_Write] = collections.deque()
-        self._records: collections.deque[_Write] = collections.deque()
-        self._steps: collections.deque[_Write] = collections.deque()
-        self._batch: list[_Write] = []  # taken by the thread, not committed yet
-        self._closing = self._abandoned = self._stopped = False
+        self._queue: collections.deque[_Write] = collections.deque()
+        self._batch: list[_Write] = []  # popped by the thread, not committed yet
+        self._closing = self._abandoned = False
+        self._stopped = connection is None
         self._failures: list[str] = []
         self._noted: set[str] = set()  # kinds of failures
         self._dropped_rows = self._dropped_rows_recorded = 0
-        self._thread = threading.Thread(target=self._run, name="cpsr-journal", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(connection,), name="cpsr-journal", daemon=True)
         self._thread.start()
 
     @classmethod
-    def open(cls, path: Path, full_steps: int | None = None) -> "Journal":
+    def open(cls, path: Path, full_steps: int = FULL_STEPS) -> "Journal":
         """Open the journal, or create it and its directory.
-
-        If the disk has no room for it, it is opened once there is some; training does not wait for that.
 
         Args:
             path: of the file.
-            full_steps: number of newest steps that are all kept; older ones are thinned out. None keeps every step.
+            full_steps: number of newest steps that are all kept; older ones are thinned out.
 
         Raises:
-            JournalError: the file is no journal, is damaged or locked, or has a newer schema; it is not changed.
+            JournalError: the file is no journal, is damaged or locked, or has another schema; it is not changed.
         """
         try:
-            connection, next_life = _connect(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+            try:
+                prepare(connection, path)
+                (last,) = connection.execute("SELECT COALESCE(MAX(life), -1) FROM events").fetchone()
+            except (sqlite3.Error, JournalError):
+                connection.close()
+                raise
+            return cls(path, connection, last + 1, full_steps)
         except (sqlite3.Error, OSError) as error:
             if lacks_room(error, path):
                 journal = cls(path, None, _next_life(path), full_steps)
-                journal._note_closed(error)
+                name = getattr(error, "sqlite_errorname", type(error).__name__)
+                why = "there is no room on its disk; nothing is recorded in this life, training goes on"
+                journal._note("opening", f"cannot be opened ({name}: {error}): {why}")
                 return journal
             if isinstance(error, sqlite3.Error):
                 raise unreadable(path, error) from error
             raise JournalError(f"cannot create the directory of the journal {path}: {error.strerror}") from error
-        return cls(path, connection, next_life, full_steps)
 
     def start_life(self, mode: str, after: int = -1, ranks: int | None = None) -> int:
         """Begin a life of the run and return its number, counted from 0; waits until its row is written.
 
         Args:
             mode: the configured recovery mode.
-            ranks: number of them; None: not known.
             after: newest life known from another source: a number is never used twice, even if the journal was lost.
-
-        If the file cannot be written, the row is retried like any other. A file that could not be read either may turn
-        out to contain this life's number already. Then nothing of this life is recorded, and `failures()` reports that.
+            ranks: number of them; None: not known.
         """
-        with self._changed:  # the thread may just be opening the file
-            life = self._life = max(self._next_life, after + 1)
-            self._next_life = life + 1
-        self.record(LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname(), ranks=ranks))
-        if self._closed_because is None:
-            self.flush(START_SECONDS)
-        else:
-            message = f"the life began without its journal ({self._closed_because}); rows waited until now"
-            late = EventRow(life=life, rank=0, kind="journal_late", message=message)
-            self._enqueue(_Write("EventRow", 1, statement(EventRow, [freeze(late)]), lasting=True))
+        life = max(self._next_life, after + 1)
+        self._next_life = life + 1
+        self._life = LifeRow(life=life, mode=mode, pid=os.getpid(), host=socket.gethostname(), ranks=ranks)
+        self.record(self._life)
+        self.flush(START_SECONDS)
         return life
 
     def end_life(self, ending: Literal["clean", "sigterm", "error"]) -> None:
         """Record how the current life ended."""
-        values = (time.time(), ending, self._life)
-        statement = "UPDATE lives SET ended_unix_seconds = ?, ending = ? WHERE life = ?"
-        self._enqueue(_Write("end_life", 1, lambda connection: connection.execute(statement, values)))
+        if self._life is not None:
+            self.record(replace(self._life, ended_unix_seconds=time.time(), ending=ending))
 
-    def record(self, *rows: Row) -> None:
-        """Record rows, all of one table.
+    def record(self, *rows: Row | StepRow) -> None:
+        """Record rows; steps that come together are stored together or not at all.
 
-        A step that is repeated after a recovery keeps its earlier row. A backtest that is recorded already,
-        with equal values, is ignored.
-
-        Raises:
-            TypeError: the rows are of several tables.
+        A life or a recovery is recorded again when something about it has changed: readers take the newest row.
         """
-        kinds = {type(row) for row in rows}
-        if len(kinds) > 1:
-            raise TypeError(f"one call records rows of one table, not of {sorted(kind.__name__ for kind in kinds)}")
-        for kind in kinds:
-            apply, count = self._statement(kind, rows)
-            if count:
-                self._enqueue(_Write(kind.__name__, count, apply, lasting=kind in LASTING))
-
-    def update_recovery(self, recovery_id: str, outcome: Outcome, guard: Mapping[str, Any]) -> None:
-        """Replace the outcome and the guard's measurements of a recorded recovery."""
-        try:
-            values = (outcome, encode_json(guard), recovery_id)
-        except (TypeError, ValueError) as error:
-            self._reject("update_recovery", 1, error)
-            return
-
-        def apply(connection: sqlite3.Connection) -> None:
-            if connection.execute("UPDATE recoveries SET outcome = ?, guard = ? WHERE id = ?", values).rowcount != 1:
-                raise JournalError(f"there is no recovery {recovery_id!r} to update")
-
-        self._enqueue(_Write("update_recovery", 1, apply, lasting=True))
+        steps = [row for row in rows if isinstance(row, StepRow)]
+        if steps:
+            self._record_steps(steps)
+        for row in rows:
+            if not isinstance(row, StepRow):
+                self._record(row)
 
     def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
-        """Add the stalls of so many snapshots to host memory to the run's totals."""
-        # Among the steps that they lie in: dropped with them, if the file cannot be written.
-        self._enqueue(_Write("StepRow", 0, lambda connection: add_memory_stalls(connection, snapshots, seconds)))
+        """Add the stalls of so many snapshots to host memory to the run's account."""
+
+        def apply(_: sqlite3.Connection, account: Account | None) -> Account | None:
+            return None if account is None else account.with_memory_stalls(snapshots, seconds)
+
+        self._enqueue(_Write("StepRow", 0, apply))
 
     def import_events(self, directory: Path) -> None:
         """Import new rows of the other ranks' event files in `directory`; every line exactly once."""
-        kind = f"event files in {directory}"
-        with self._changed:
-            if any(write.kind == kind for write in self._lasting):
-                return  # the import that waits will read these lines too
-            life = self._life if self._life is not None else self._next_life
-        self._enqueue(_Write(kind, 0, lambda connection: import_events(connection, directory, life), lasting=True))
+        life = self._next_life if self._life is None else self._life.life
+
+        def apply(connection: sqlite3.Connection, account: Account | None) -> Account | None:
+            for path in sorted(directory.glob("*.jsonl")):
+                key = f"events_read:{path.name}"
+                rows, place = read_new_rows(path, json.loads(read_fact(connection, key) or "[0, 0]"), life)
+                for row in rows:
+                    insert_event(connection, row)
+                write_fact(connection, key, json.dumps(place))
+            return account
+
+        self._enqueue(_Write(f"event files in {directory}", 0, apply))
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all rows so far are committed or rejected; False after the timeout."""
@@ -212,48 +199,59 @@ class Journal:
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
-            lost_rows = sum(write.rows for write in (*self._batch, *self._lasting, *self._records, *self._steps))
+            lost_rows = sum(write.rows for write in (*self._batch, *self._queue))
         if lost_rows:
-            with self._changed:
-                self._dropped_rows += lost_rows
-            self._note(
-                "close", f"closed with {lost_rows} rows unwritten after {timeout_seconds} seconds; they are lost"
-            )
+            why = f"closed with {lost_rows} rows unwritten after {timeout_seconds} seconds; they are lost"
+            self._drop("close", lost_rows, why)
 
     def _idle(self) -> bool:
-        return not (self._lasting or self._records or self._steps or self._batch)
+        return not (self._queue or self._batch)
 
-    def _statement(self, kind: type[Row], rows: Sequence[Row]) -> tuple[Apply, int]:
-        """Freeze rows on the caller's thread, which may change the referenced objects later."""
-        frozen = []
-        for row in rows:
-            try:
-                frozen.append(freeze(row))
-            except (TypeError, ValueError) as error:
-                self._reject(kind.__name__, 1, error)
-        return statement(kind, frozen), len(frozen)
+    def _record(self, row: Row) -> None:
+        try:
+            values = columns_of(row)  # on the caller's thread, which may change the referenced objects later
+        except (TypeError, ValueError) as error:
+            self._reject(type(row).__name__, 1, error)
+            return
+
+        def apply(connection: sqlite3.Connection, account: Account | None) -> Account | None:
+            account = _accounted(connection, account, row)
+            connection.execute(_INSERT_EVENT, values)
+            return account
+
+        self._enqueue(_Write(type(row).__name__, 1, apply))
+
+    def _record_steps(self, steps: Sequence[StepRow]) -> None:
+        at = time.time()
+
+        def apply(connection: sqlite3.Connection, account: Account | None) -> Account | None:
+            for life, of_life in itertools.groupby(steps, key=lambda step: step.life):
+                if account is None:
+                    account = Account(life=life, began_unix_seconds=at, until_unix_seconds=at)
+                account = account.with_steps(list(of_life), at)
+            insert_steps(connection, steps)
+            return account
+
+        self._enqueue(_Write("StepRow", len(steps), apply))
 
     def _enqueue(self, write: _Write) -> None:
-        queue, limit = self._queue(write)
+        dropped: _Write | None = None
         with self._changed:
             if self._stopped and not self._closing:
                 self._dropped_rows += write.rows  # the reason was reported when the thread stopped
                 return
             accepted = not self._closing
-            dropped = [queue.popleft()] if accepted and limit is not None and len(queue) >= limit else []
             if accepted:
-                queue.append(write)
+                if len(self._queue) >= WAITING_MAX:
+                    dropped = next((one for one in self._queue if one.kind == "StepRow"), self._queue[0])
+                    self._queue.remove(dropped)
+                self._queue.append(write)
                 self._changed.notify_all()
-        for lost in dropped:
-            self._drop(lost.kind, lost.rows, f"more than {limit} writes wait for the file; the oldest rows are dropped")
+        if dropped is not None:
+            why = f"more than {WAITING_MAX} writes wait for the file; the oldest rows are dropped"
+            self._drop(dropped.kind, dropped.rows, why)
         if not accepted:
             self._drop(write.kind, write.rows, "the row was recorded after the journal had closed and is lost")
-
-    def _queue(self, write: _Write) -> tuple[collections.deque[_Write], int | None]:
-        """The queue of a write, and its limit."""
-        if write.lasting:
-            return self._lasting, None
-        return (self._steps, STEP_WRITES_MAX) if write.kind == "StepRow" else (self._records, RECORD_WRITES_MAX)
 
     def _reject(self, kind: str, rows: int, error: BaseException) -> None:
         self._drop(kind, rows, f"the row cannot be stored and is dropped: {error}")
@@ -272,82 +270,32 @@ class Journal:
         if first:
             log.error("journal %s: %s (further failures of this kind are not logged)", self.path, message)
 
-    def _note_closed(self, error: sqlite3.Error | OSError) -> None:
-        name = getattr(error, "sqlite_errorname", type(error).__name__)
-        self._closed_because = f"{name}: {error}"
-        message = f"cannot be opened ({self._closed_because}): rows wait for room on its disk, training goes on without"
-        self._note("opening", message)
-
-    def _run(self) -> None:
+    def _run(self, connection: sqlite3.Connection | None) -> None:
+        if connection is None:
+            return
         try:
-            while (connection := self._connection) is None:
-                if not self._open_late():
-                    return
-            while self._take_batch():
+            while self._pop_batch():
                 while not self._commit_batch(connection):
-                    if self._is_abandoned_within(RETRY_SECONDS):
-                        return
+                    with self._changed:
+                        if self._changed.wait_for(lambda: self._abandoned, RETRY_SECONDS):
+                            return
                 self._thin(connection)
-        except JournalError as error:
-            self._note("file", f"{error}; nothing is recorded in this life, training goes on")
         except Exception as error:
             # A defect in this file: training goes on without a journal, and `failures` reports it.
             log.exception("the journal's thread stopped; nothing more is recorded in this life")
             self._note("thread", f"its thread stopped, nothing more is recorded: {type(error).__name__}: {error}")
         finally:
-            if self._connection is not None:
-                self._connection.close()
+            connection.close()
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
 
-    def _is_abandoned_within(self, seconds: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._abandoned, seconds)
-
-    def _open_late(self) -> bool:
-        """Retry to open the file, after a while; False if the journal was abandoned.
-
-        Raises:
-            JournalError: the file can be read now, but must not be written, or not under this life's number.
-        """
-        if self._is_abandoned_within(RETRY_SECONDS):
-            return False
-        try:
-            self._connection, next_life = _connect(self.path)
-        except (sqlite3.Error, OSError) as error:
-            reported = unreadable(self.path, error)
-            if isinstance(reported, JournalDamagedError):
-                raise reported from error
-            return True
-        self._check_life(next_life)
-        return True
-
-    def _check_life(self, next_life: int) -> None:
-        """Check that the file does not contain this life's number, which was assigned before it could be read.
-
-        Raises:
-            JournalError: it does; the rows of two lives would be mixed.
-        """
-        with self._changed:
-            life = self._life
-            self._next_life = max(self._next_life, next_life)
-        if life is not None and life < next_life:
-            raise JournalError(
-                f"this life was given number {life} while {self.path} could not be read ({self._closed_because}), "
-                f"which has lives up to {next_life - 1}; its content is kept, checkpoints are not affected; restart "
-                "the job to have it recorded again"
-            )
-
-    def _take_batch(self) -> bool:
+    def _pop_batch(self) -> bool:
         """Wait for work and take all of it; False once the journal is closed and everything is written."""
         with self._changed:
             self._changed.wait_for(lambda: not self._idle() or self._closing)
-            # A life's row comes first: other writes update it.
-            self._batch = [*self._lasting, *self._records, *self._steps]
-            self._lasting.clear()
-            self._records.clear()
-            self._steps.clear()
+            self._batch = list(self._queue)
+            self._queue.clear()
             return bool(self._batch)
 
     def _commit_batch(self, connection: sqlite3.Connection) -> bool:
@@ -355,21 +303,25 @@ class Journal:
         rejected: list[tuple[_Write, BaseException]] = []
         try:
             connection.execute("BEGIN IMMEDIATE")
+            before = account = _read_account(connection)
             for write in self._batch:
                 connection.execute("SAVEPOINT one_write")
                 try:
-                    write.apply(connection)
+                    account = write.apply(connection, account)
                 except _ROW_ERRORS as error:
                     connection.execute("ROLLBACK TO one_write")
                     rejected.append((write, error))
                 connection.execute("RELEASE one_write")
+            if account is not None and account is not before:
+                row = account.life, json.dumps(asdict(account))
+                connection.execute("INSERT OR REPLACE INTO accounts VALUES (?, ?)", row)
             if dropped_rows > self._dropped_rows_recorded:
-                self._record_drops(connection, dropped_rows)
+                message = f"{dropped_rows - self._dropped_rows_recorded} rows could not be recorded before this time"
+                life = 0 if self._life is None else self._life.life
+                insert_event(connection, EventRow(life=life, rank=0, kind="journal_rows_dropped", message=message))
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            # After some errors (a full disk) SQLite has rolled back already.
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+            self._roll_back(connection)
             name = getattr(error, "sqlite_errorname", type(error).__name__)
             self._note(name, f"cannot write ({name}: {error}); rows wait and are tried again, training goes on")
             return False
@@ -383,41 +335,105 @@ class Journal:
 
     def _thin(self, connection: sqlite3.Connection) -> None:
         """Delete one slice per batch: a batch has a few dozen steps, so that even an old file is thinned soon."""
-        if self._full_steps is None:
-            return
         try:
             thin(connection, self._full_steps)
         except (sqlite3.Error, ValueError) as error:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+            self._roll_back(connection)
             name = getattr(error, "sqlite_errorname", type(error).__name__)
-            self._note(
-                "thinning", f"old steps cannot be thinned out ({name}: {error}); all are kept, and thinning is retried"
-            )
+            why = "all are kept, and thinning is retried"
+            self._note("thinning", f"old steps cannot be thinned out ({name}: {error}); {why}")
 
-    def _record_drops(self, connection: sqlite3.Connection, dropped_rows: int) -> None:
-        message = f"{dropped_rows - self._dropped_rows_recorded} rows could not be recorded before this time"
-        event = EventRow(life=self._life or 0, rank=0, kind="journal_rows_dropped", message=message)
-        connection.execute(insert_sql(EventRow), to_sql(event))
+    @staticmethod
+    def _roll_back(connection: sqlite3.Connection) -> None:
+        if connection.in_transaction:  # after some errors (a full disk) SQLite has rolled back already
+            connection.execute("ROLLBACK")
 
 
-def _connect(path: Path) -> tuple[sqlite3.Connection, int]:
-    """A writing connection for the journal's thread, and the number of the next life.
+def thin(connection: sqlite3.Connection, full_steps: int) -> bool:
+    """Delete one slice of old steps; False if there is no complete slice to delete.
+
+    The newest N steps are all kept. Of those with N later ones every second iteration is, of those with 2 N every
+    fourth, and so on: every doubling of the run adds N / 2 rows. The iteration decides, not the row number: of an
+    iteration that was trained more than once, the newest step is never deleted first.
+
+    Args:
+        connection: a writing one, outside of a transaction.
+        full_steps: N.
 
     Raises:
-        JournalError: the file is no journal, or has a newer schema.
-        OSError: it, or its directory, cannot be created.
-        sqlite3.Error: anything else.
+        sqlite3.Error: nothing was deleted; a transaction may be open.
+        ValueError: a value in `meta` is no number; nothing was deleted.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    try:
-        prepare(connection, path)
-        (last,) = connection.execute("SELECT COALESCE(MAX(life), -1) FROM lives").fetchone()
-    except (sqlite3.Error, JournalError):
-        connection.close()
-        raise
-    return connection, last + 1
+    (newest,) = connection.execute("SELECT COALESCE(MAX(row), 0) FROM steps").fetchone()
+    # The finest level first: after it, a slice of the next level has as many rows although it is twice as long.
+    every = 2
+    while (boundary := newest - full_steps * (every // 2)) > 0:
+        key = f"steps_thinned:{every}"  # up to which row only one of so many iterations was kept
+        done = int(read_fact(connection, key) or 0)
+        until = done + SLICE_ROWS * (every // 2)
+        if until <= boundary:
+            connection.execute("BEGIN IMMEDIATE")
+            chosen = "row > ? AND row <= ? AND iteration % ? != 0"
+            connection.execute(f"DELETE FROM steps WHERE {chosen}", (done, until, every))  # noqa: S608
+            write_fact(connection, key, str(until))
+            connection.execute("COMMIT")
+            return True
+        every *= 2
+    return False
+
+
+_INSERT_EVENT = "INSERT INTO events (kind, life, iteration, unix_seconds, content) VALUES (?, ?, ?, ?, ?)"
+
+
+def insert_event(connection: sqlite3.Connection, row: Row) -> None:
+    """Insert one row into the table of events, in the open transaction.
+
+    Raises:
+        ValueError: it cannot be stored.
+    """
+    connection.execute(_INSERT_EVENT, columns_of(row))
+
+
+def insert_steps(connection: sqlite3.Connection, steps: Sequence[StepRow]) -> None:
+    """Insert steps, in the open transaction.
+
+    Raises:
+        TypeError, ValueError: one cannot be stored.
+    """
+    columns = "INSERT INTO steps (life, iteration, loss, learning_rate, seconds, applied)"
+    connection.executemany(f"{columns} VALUES (?, ?, ?, ?, ?, ?)", map(_step_values, steps))
+
+
+def _step_values(step: StepRow) -> tuple[Any, ...]:
+    def real(value: float | None) -> float | str | None:
+        # SQLite turns NaN into NULL, which would read back as "unknown".
+        return None if value is None else "nan" if math.isnan(value) else float(value)
+
+    life, iteration = operator.index(step.life), operator.index(step.iteration)
+    return life, iteration, real(step.loss), real(step.learning_rate), real(step.seconds), bool(step.applied)
+
+
+def _accounted(connection: sqlite3.Connection, account: Account | None, row: Row) -> Account | None:
+    """The account with what a row adds to it."""
+    if isinstance(row, LifeRow) and row.ending == "running":
+        at = row.started_unix_seconds
+        if account is None:
+            return Account(life=row.life, began_unix_seconds=at, until_unix_seconds=at)
+        newest = "SELECT content FROM events WHERE kind = 'life' ORDER BY row DESC LIMIT 1"
+        before = connection.execute(newest).fetchone()
+        return account if before is None else account.with_life(row, decode(LifeRow, before[0]))
+    if account is not None and isinstance(row, CheckpointRow):
+        return account.with_checkpoint(row)
+    if account is not None and isinstance(row, FailureRow):
+        newest = "SELECT seconds FROM steps WHERE life = ? ORDER BY row DESC LIMIT ?"
+        recent = [float(seconds) for (seconds,) in connection.execute(newest, (row.life, PACE_STEPS))]
+        return account.with_failure(row.life, row.iteration, recent)
+    return account
+
+
+def _read_account(connection: sqlite3.Connection) -> Account | None:
+    found = connection.execute("SELECT content FROM accounts ORDER BY life DESC LIMIT 1").fetchone()
+    return None if found is None else Account(**json.loads(found[0]))
 
 
 def _next_life(path: Path) -> int:

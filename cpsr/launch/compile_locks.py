@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from cpsr.journal.schema import filesystem_of, is_network
+from cpsr.journal.database import filesystem_of, is_network
 
 __all__ = ["compile_locks", "extensions_directory", "remove_stale_locks"]
 

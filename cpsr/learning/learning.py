@@ -1,7 +1,6 @@
 """The predictor in a running job, and its parts that learn beside the training."""
 
 import logging
-from dataclasses import asdict
 
 from cpsr.checkpoint.assembled import RankSlices
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -9,14 +8,20 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.job import Ending, Job, Part, Rewind
+<<<<<<< HEAD
 from cpsr.journal import LearningRow, RankJournal
 from cpsr.learning.bubbles import BubbleLog
+=======
+from cpsr.journal import RankJournal
+from cpsr.learning.assignment import OperatorAssignment
+from cpsr.learning.bubble_log import BubbleLog
+>>>>>>> 63e6e83 (The journal is two tables, steps and events; the service has one history; the dashboard is seven files)
 from cpsr.learning.exchange import Exchange
 from cpsr.learning.learner import Learner
 from cpsr.learning.memory import Use, choose_use
 from cpsr.learning.pace import bubbles_of, pace_of
 from cpsr.predictor.ranks import Ranks
-from cpsr.predictor.vitp import Progress, VITPPredictor
+from cpsr.predictor.vitp import VITPPredictor
 
 __all__ = ["Learning"]
 
@@ -55,9 +60,6 @@ class Learning(Part):
         self._learns = False
         self._journal: RankJournal | None = None
         self._bubble_log: BubbleLog | None = None
-        self._changes = -1  # of the learner, when its progress was looked at
-        self._recorded: tuple[Progress, int] | None = None
-        self._history_start = 0
 
     def open(self, job: Job, store: CheckpointStore) -> Use:
         """Find out whether the ranks can predict and learn within their memory; a collective.
@@ -78,7 +80,7 @@ class Learning(Part):
         self.learner.start(store, RankSlices.of(job.group.rank, job.group.size, job.shard), learns=self._learns)
 
     def at_step(self, saved_iteration: int | None, history_start: int) -> None:
-        """Notify the thread of the newest checkpoint, record its progress, and report its failure.
+        """Notify the thread of the newest checkpoint, and report its failure.
 
         Args:
             saved_iteration: the newest checkpoint; None: there is none yet.
@@ -86,8 +88,6 @@ class Learning(Part):
         """
         if saved_iteration is not None:
             self.learner.notify(saved_iteration, history_start)
-        self._history_start = history_start
-        self._record_progress()
         self._report_failure()
 
     def at_checkpoint(self, iteration: int) -> None:
@@ -109,23 +109,10 @@ class Learning(Part):
     def close(self, ending: Ending) -> None:
         """End the thread."""
         self.learner.close()
-        self._record_progress()
         self._report_failure()
         account = self.bubbles.account()
         if account.bubble_seconds > 0 and self._journal is not None:
             self._journal.event("bubbles", account.summary(), self._adapter.iteration, logging.DEBUG)
-
-    def _record_progress(self) -> None:
-        """Record on rank 0, which trains the network, how much was learned, if that has changed."""
-        journal, changes = self._journal, self.learner.changes
-        if not self._learns or journal is None or journal.rank != 0 or changes == self._changes:
-            return
-        self._changes = changes
-        progress = self.learner.ask(self.predictor.progress)
-        if (progress, self._history_start) != self._recorded:
-            self._recorded = progress, self._history_start
-            row = LearningRow(life=journal.life, first_iteration=self._history_start, **asdict(progress))
-            journal.record(row)
 
     def _report_failure(self) -> None:
         failure = self.learner.failure()

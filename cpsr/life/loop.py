@@ -157,7 +157,7 @@ class Loop:
         self.adapter = adapter
         self.loss_fn = loss_fn
         self.events = EventCallbacks()
-        self.losses = LossRecorder(config.journal.flush_iterations)
+        self.losses = LossRecorder()
         self.probes = Probes(self.adapter, config.restart.probe_batches, loss_fn, probe_batches)
         self.learning = Learning(self.adapter, config)
         waiting = partial(self.learning.bubbles.waiting, "data")

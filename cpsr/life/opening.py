@@ -136,7 +136,7 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
     # A life that has claimed its number may not have trained.
     known = [*newest_life(config.run_dir), has_held_states(config.run_dir), newest_claim(config.run_dir)]
     life, branch, held, claimed = group.broadcast(known)
-    journal = open_journal(config.run_dir, group, config.mode, max(life, claimed), config.journal.full_steps)
+    journal = open_journal(config.run_dir, group, config.mode, max(life, claimed))
     job, steps = Job(adapter, group, config, run, shard, journal), Steps(adapter, journal, loop.losses)
     opened.callback(_close_journal, job, steps, ending)
     claim_life(config.run_dir, journal.life, group)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy
@@ -51,7 +52,7 @@ class RecoveryOutcome:
         self._learner = learner
         self._restored = restored
         self._watched: dict[str, Any] = {}
-        self._recovery_id = report_recovery(job.journal, restored, cause, job.config.mode, watching)
+        self._row = report_recovery(job.journal, restored, cause, job.config.mode, watching)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -79,9 +80,9 @@ class RecoveryOutcome:
         self._update("kept", lag=lag)
 
     def _update(self, outcome: Literal["kept", "rolled_back"], **more: Any) -> None:
-        if self._recovery_id:
+        if self._row is not None:
             guard = {**self._restored.guard, "watch": self._watched, **more}
-            self._journal.update_recovery(self._recovery_id, outcome, guard)
+            self._journal.record(replace(self._row, outcome=outcome, guard=guard, origin=self._restored.origin))
 
 
 class RecoveredLag:

@@ -106,7 +106,7 @@ class Probation(Part):
 
 
 def _watch(restored: Restored, config: CPSRConfig, group: Group) -> Watch | None:
-    if not restored.beginning.watched or restored.scalars is None:
+    if not restored.beginning.predicted or restored.scalars is None:
         return None
     baseline = _mean_over_ranks(restored.scalars.recent_losses, group)
     if not any(math.isfinite(loss) for loss in baseline):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cpsr.checkpoint.tiers import Source
-from cpsr.journal import Beginning, FailureRow, FailureScope, RankJournal, RecoveryRow, RecoverySource
+from cpsr.journal import Beginning, FailureRow, FailureScope, Origin, RankJournal, RecoveryRow, RecoverySource
 from cpsr.predictor.protocol import Forecast
 from cpsr.ranks.exits import FAILED
 from cpsr.state.scalars import DataPosition, Scalars
@@ -108,6 +108,12 @@ class Restored:
         return self.forecast.method if self.predicted and self.forecast is not None else self.beginning.value
 
     @property
+    def origin(self) -> Origin:
+        """The origin of the checkpoints that this state leads to."""
+        lineage = [] if self.scalars is None else self.scalars.lineage
+        return "predicted" if lineage or self.beginning.labelled else "trained"
+
+    @property
     def predicted(self) -> bool:
         """Whether the state was predicted up to the failure."""
         return self.beginning.predicted
@@ -141,7 +147,9 @@ class Restored:
         )
 
 
-def report_recovery(journal: RankJournal, restored: Restored, cause: str | None, mode: str, watching: bool) -> str:
+def report_recovery(
+    journal: RankJournal, restored: Restored, cause: str | None, mode: str, watching: bool
+) -> RecoveryRow | None:
     """Record the failure and the recovery that began this life.
 
     Args:
@@ -152,13 +160,13 @@ def report_recovery(journal: RankJournal, restored: Restored, cause: str | None,
         watching: whether the predicted state is being watched.
 
     Returns:
-        The recovery's id; empty where there was none.
+        What was recorded; None where there was no recovery, or on other ranks than 0.
     """
     if cause is not None:
         # For `inspect`: of a life that failed before its first checkpoint there is no other record.
         journal.event(FAILED, cause, restored.failure_iteration, logging.DEBUG)
     if restored.beginning is Beginning.SCRATCH or journal.rank != 0:
-        return ""
+        return None
     if restored.failure_iteration is not None:
         journal.record(
             FailureRow(
@@ -171,11 +179,11 @@ def report_recovery(journal: RankJournal, restored: Restored, cause: str | None,
         )
     row = _recovery_row(journal.life, restored, mode, watching)
     journal.record(row)
-    return row.id
+    return row
 
 
-def _feasible(restored: Restored) -> list[str]:
-    return ["predicted", "exact"] if restored.forecast is not None and restored.forecast.feasible else ["exact"]
+def _feasible(restored: Restored) -> tuple[str, ...]:
+    return ("predicted", "exact") if restored.forecast is not None and restored.forecast.feasible else ("exact",)
 
 
 def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> RecoveryRow:
@@ -197,6 +205,7 @@ def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> R
         predict_seconds=restored.predict_seconds,
         inject_seconds=restored.inject_seconds,
         guard=restored.guard,
+        origin=restored.origin,
         outcome="vetoed" if vetoed else "watching" if watching else "kept",
         sources=tuple(
             RecoverySource(rank=source.rank, source=source.tier, iteration=source.iteration)

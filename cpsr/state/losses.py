@@ -15,6 +15,7 @@ __all__ = ["LossRecorder", "Step"]
 # Losses in a checkpoint for the guard, whose watch compares with their median: enough to average out the noise of a
 # batch, few enough that the loss hardly changes over them.
 RECENT_LOSSES = 32
+FLUSH_ITERATIONS = 20  # iterations per copy of their losses to the host, which nothing waits for
 # For the device to finish what is queued at the end of a run; a device that hangs must not delay a restart.
 ARRIVAL_SECONDS = 10.0
 
@@ -48,7 +49,7 @@ class LossRecorder:
         recent: the last losses that are on the host, oldest first.
     """
 
-    def __init__(self, flush_iterations: int) -> None:
+    def __init__(self, flush_iterations: int = FLUSH_ITERATIONS) -> None:
         self._flush_iterations = flush_iterations
         self._micro: list[torch.Tensor] = []
         self._steps: list[tuple[Step, torch.Tensor | None]] = []

@@ -1,16 +1,12 @@
-// A plot over iterations that follows the page's colours and width, is walked through with the arrow keys, and shows a
-// part of the run: a drag, the keys plus and minus or the buttons choose it; Escape, a double
-// click or a button ends that.
+// A plot over iterations that follows the page's colours and width, and what happened, drawn into it. A drag shows a part
+// of the run, a double click all of it; the table below each plot reads it out.
 
-import { element } from "./dom.js";
-import { number } from "./format.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const FONT = "12px system-ui, sans-serif";
-const FAR_STEP = 10; // with Shift, or Page Up and Down
-const ZOOM = 2;
-const LEAST_ITERATIONS = 4; // shown
-const LEAST_PIXELS = 6; // of a drag: less is a click that has slipped
+const SIGN_PIXELS = 5;
+const NAME_PIXELS = 56; // a phase that is narrower is not named
+const SIZE_PIXELS = 56; // from the upper edge: below the restarts, and above the end of a falling loss
 
 // A colour of style.css, as it is now.
 export function colour(name) {
@@ -18,45 +14,21 @@ export function colour(name) {
 }
 
 export class Plot {
-  // host: where it is drawn. readout: an element for the figures at the cursor. name: of the plot, for screen readers.
-  // readoutOf: takes an index into the data, or null where there is no cursor, and gives these figures. scales, series, bands
-  // and axis (the upright one): uPlot's. under and over: called with uPlot before and after the curves are drawn. part:
-  // called with the first and the last iteration that are shown, or null for the whole run, when that changes.
-  constructor({
-    host,
-    readout,
-    name,
-    readoutOf,
-    scales = {},
-    series,
-    bands = [],
-    axis,
-    under = () => {},
-    over = () => {},
-    part = () => {},
-  }) {
-    this.host = host;
-    this.tellPart = part;
-    this.readout = readout;
-    this.readoutOf = readoutOf;
-    this.length = 0;
-    this.part = null; // first and last iteration that are shown; null: the whole run
-    this.#addButtons();
-    host.tabIndex = 0;
-    host.setAttribute("aria-describedby", "plot-keys");
-    host.setAttribute("role", "slider");
-    host.setAttribute("aria-label", `${name}: place in the plot`);
-    const common = {
-      stroke: () => colour("quiet"),
-      font: FONT,
-      labelFont: FONT,
-      labelSize: 18,
-      grid: line(),
-      ticks: line(),
+  // host: where it is drawn. readout: an element for the figures at the cursor. readoutOf: takes an index into the data,
+  // or null where there is no cursor, and gives these figures. scales, series, bands and axis (the upright one): uPlot's.
+  // under and over: called with uPlot before and after the curves are drawn.
+  constructor({ host, readout, readoutOf, scales = {}, series, bands = [], axis, under = () => {}, over = () => {} }) {
+    const show = (drawn) => (readout.textContent = drawn?.data[0].length ? readoutOf(drawn.cursor.idx ?? null) : "");
+    this.show = (data) => {
+      this.plot.setData(data);
+      show(this.plot);
     };
+    const line = { stroke: () => colour("line"), width: 1 };
+    const common = { stroke: () => colour("quiet"), font: FONT, labelFont: FONT, labelSize: 18, grid: line, ticks: line };
+    const size = () => ({ width: Math.max(200, host.clientWidth), height: Math.max(150, host.clientHeight) });
     this.plot = new uPlot(
       {
-        ...this.#size(),
+        ...size(),
         scales: { x: { time: false }, ...scales },
         axes: [
           { ...common, label: "iteration", size: 34 },
@@ -65,152 +37,136 @@ export class Plot {
         series: [{}, ...series],
         bands,
         legend: { show: false },
-        cursor: {
-          y: false,
-          drag: { x: true, y: false, setScale: false },
-          bind: { dblclick: () => () => this.#show(null) },
-          points: { size: 7 },
-        },
-        hooks: {
-          drawClear: [under],
-          draw: [over],
-          setCursor: [() => this.#showReadout()],
-          setSelect: [(drawn) => this.#showSelected(drawn)],
-        },
+        cursor: { y: false, points: { size: 7 } },
+        hooks: { drawClear: [under], draw: [over], setCursor: [show] },
       },
-      series.reduce((data) => [...data, []], [[]]),
+      [[], ...series.map(() => [])],
       host,
     );
-    new ResizeObserver(() => this.plot.setSize(this.#size())).observe(host);
+    new ResizeObserver(() => this.plot.setSize(size())).observe(host);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.plot.redraw());
-    host.addEventListener("keydown", (event) => this.#walk(event));
-    host.addEventListener("blur", () => this.#place(null));
-  }
-
-  // data: uPlot's, iterations first.
-  show(data) {
-    this.length = data[0].length;
-    this.plot.setData(data, false);
-    this.#show(this.part);
-    this.host.setAttribute("aria-valuemin", data[0][0] ?? 0);
-    this.host.setAttribute("aria-valuemax", data[0].at(-1) ?? 0);
-    this.#showReadout();
-  }
-
-  #size() {
-    return { width: Math.max(200, this.host.clientWidth), height: Math.max(150, this.host.clientHeight) };
-  }
-
-  #showReadout() {
-    const index = this.plot?.cursor.idx ?? null; // uPlot calls this while it is being made
-    const text = this.length ? this.readoutOf(index) : "";
-    this.readout.textContent = text;
-    const place = index ?? this.length - 1;
-    this.host.setAttribute("aria-valuenow", this.plot?.data[0][place] ?? 0);
-    this.host.setAttribute("aria-valuetext", text);
-  }
-
-  #walk(event) {
-    const step = event.shiftKey ? FAR_STEP : 1;
-    const here = this.plot.cursor.idx ?? this.length - 1;
-    const places = {
-      ArrowLeft: here - step,
-      ArrowRight: here + step,
-      PageDown: here - FAR_STEP,
-      PageUp: here + FAR_STEP,
-      Home: 0,
-      End: this.length - 1,
-    };
-    const actions = {
-      "+": () => this.#zoom(ZOOM),
-      "=": () => this.#zoom(ZOOM), // the same key, without Shift
-      "-": () => this.#zoom(1 / ZOOM),
-      Escape: () => (this.part ? this.#show(null) : this.#place(null)),
-    };
-    if (event.ctrlKey || event.altKey || event.metaKey) return;
-    if (event.key in actions) actions[event.key]();
-    else if (event.key in places) this.#place(places[event.key]);
-    else return;
-    event.preventDefault();
-  }
-
-  #addButtons() {
-    const button = (text, name, act) => {
-      const made = element("button", { type: "button", "aria-label": name, title: name }, text);
-      made.addEventListener("click", act);
-      return made;
-    };
-    this.shown = element("span", { role: "status" });
-    this.whole = button("Whole run", "Show the whole run", () => this.#show(null));
-    const buttons = element(
-      "div",
-      { class: "zoom" },
-      this.shown,
-      this.whole,
-      button("\u2212", "Zoom out", () => this.#zoom(1 / ZOOM)),
-      button("+", "Zoom in", () => this.#zoom(ZOOM)),
-    );
-    const row = element("div", { class: "beneath" });
-    this.readout.replaceWith(row);
-    row.append(this.readout, buttons);
-  }
-
-  #zoom(factor) {
-    if (!this.length) return;
-    const iterations = this.plot.data[0];
-    const [first, last] = this.part ?? [iterations[0], iterations.at(-1)];
-    const cursor = this.plot.cursor.idx;
-    const middle = cursor === null || cursor === undefined ? (first + last) / 2 : iterations[cursor];
-    this.#show([middle - (middle - first) / factor, middle + (last - middle) / factor]);
-  }
-
-  #showSelected(drawn) {
-    const { left, width } = drawn.select;
-    if (width < LEAST_PIXELS) return;
-    drawn.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    this.#show([drawn.posToVal(left, "x"), drawn.posToVal(left + width, "x")]);
-  }
-
-  // Moves what is shown as far as is needed to have an iteration in it.
-  #moveTo(iteration) {
-    if (!this.part) return;
-    const [first, last] = this.part;
-    const shift = Math.min(0, iteration - first) + Math.max(0, iteration - last);
-    if (shift) this.#show([first + shift, last + shift]);
-  }
-
-  // part: first and last iteration; null, or as much as there is: the whole run, however it grows.
-  #show(part) {
-    const before = this.part;
-    const iterations = this.plot.data[0];
-    const ends = [iterations[0] ?? 0, iterations.at(-1) ?? 0];
-    const wide = part === null ? 0 : Math.max(LEAST_ITERATIONS, part[1] - part[0]);
-    if (part === null || wide >= ends[1] - ends[0]) this.part = null;
-    else {
-      const first = Math.min(Math.max((part[0] + part[1] - wide) / 2, ends[0]), ends[1] - wide);
-      this.part = [first, first + wide];
-    }
-    this.whole.hidden = this.part === null;
-    this.shown.textContent = this.part
-      ? `iterations ${this.part.map((end) => number(Math.round(end), 9)).join(" to ")}`
-      : "";
-    if (this.part) this.plot.setScale("x", { min: this.part[0], max: this.part[1] });
-    else this.plot.setData(this.plot.data); // sets the scales anew
-    if (String(before) !== String(this.part)) this.tellPart(this.part);
-  }
-
-  #place(index) {
-    if (!this.length) return;
-    if (index === null) return this.plot.setCursor({ left: -10, top: -10 });
-    const within = Math.min(this.length - 1, Math.max(0, index));
-    this.#moveTo(this.plot.data[0][within]);
-    this.plot.setCursor({
-      left: this.plot.valToPos(this.plot.data[0][within], "x"),
-      top: this.plot.over.clientHeight / 2,
-    });
   }
 }
 
-function line() {
-  return { stroke: () => colour("line"), width: 1 };
+// phases: {first, last, phase}.
+export function drawPhases(plot, phases) {
+  const { ctx, bbox } = plot;
+  const pixel = uPlot.pxRatio;
+  within(plot, () => {
+    phases.forEach(({ first, last, phase }, index) => {
+      const left = plot.valToPos(first, "x", true);
+      const right = plot.valToPos(last, "x", true);
+      if (index % 2) {
+        ctx.fillStyle = colour("phase");
+        ctx.fillRect(left, bbox.top, right - left, bbox.height);
+      }
+      if (right - left < NAME_PIXELS * pixel) return;
+      ctx.fillStyle = colour("quiet");
+      ctx.font = `${11 * pixel}px system-ui, sans-serif`;
+      ctx.textAlign = "center";
+      ctx.textBaseline = "bottom";
+      ctx.fillText(`phase ${phase}`, (left + right) / 2, bbox.top + bbox.height - 12 * pixel);
+    });
+  });
+}
+
+// Short strokes at the lower edge: there may be hundreds.
+export function drawCheckpoints(plot, iterations) {
+  const { ctx, bbox } = plot;
+  const pixel = uPlot.pxRatio;
+  within(plot, () => {
+    ctx.fillStyle = colour("checkpoint");
+    const bottom = bbox.top + bbox.height;
+    for (const iteration of iterations) {
+      ctx.fillRect(plot.valToPos(iteration, "x", true) - pixel / 2, bottom - 9 * pixel, pixel, 9 * pixel);
+    }
+  });
+}
+
+export function drawFailures(plot, iterations) {
+  const { ctx, bbox } = plot;
+  const pixel = uPlot.pxRatio;
+  const size = SIGN_PIXELS * pixel;
+  within(plot, () => {
+    ctx.strokeStyle = colour("failure");
+    for (const iteration of iterations) {
+      const x = plot.valToPos(iteration, "x", true);
+      const y = bbox.top + 2 * size;
+      ctx.lineWidth = pixel;
+      stroke(ctx, [4 * pixel, 3 * pixel], [x, y + size, x, bbox.top + bbox.height]);
+      ctx.lineWidth = 2 * pixel;
+      stroke(ctx, [], [x - size, y - size, x + size, y + size], [x - size, y + size, x + size, y - size]);
+    }
+  });
+}
+
+// restarts: {iteration, predicted}. A full diamond where the state was predicted, an empty one where it was exact.
+export function drawRestarts(plot, restarts) {
+  const { ctx, bbox } = plot;
+  const pixel = uPlot.pxRatio;
+  const size = (SIGN_PIXELS + 1) * pixel;
+  within(plot, () => {
+    for (const { iteration, predicted } of restarts) {
+      const x = plot.valToPos(iteration, "x", true);
+      const y = bbox.top + 5 * size;
+      ctx.beginPath();
+      ctx.moveTo(x, y - size);
+      ctx.lineTo(x + size, y);
+      ctx.lineTo(x, y + size);
+      ctx.lineTo(x - size, y);
+      ctx.closePath();
+      ctx.fillStyle = colour(predicted ? "restart" : "surface");
+      ctx.fill();
+      ctx.strokeStyle = colour("restart");
+      ctx.lineWidth = 2 * pixel;
+      ctx.setLineDash([]);
+      ctx.stroke();
+    }
+  });
+}
+
+// sizes: {since_iteration, before, ranks}. Each line is named to its right, at the edge to its left, where there is room.
+export function drawSizes(plot, sizes) {
+  const { ctx, bbox } = plot;
+  const pixel = uPlot.pxRatio;
+  const gap = 4 * pixel;
+  within(plot, () => {
+    const places = sizes.map((one) => plot.valToPos(one.since_iteration, "x", true));
+    let free = bbox.left; // what lies left of this is taken
+    sizes.forEach(({ before, ranks }, index) => {
+      const x = places[index];
+      ctx.strokeStyle = colour("quiet");
+      ctx.lineWidth = pixel;
+      stroke(ctx, [pixel, 3 * pixel], [x, bbox.top, x, bbox.top + bbox.height]);
+      ctx.fillStyle = colour("quiet");
+      ctx.font = `${11 * pixel}px system-ui, sans-serif`;
+      ctx.textAlign = "left";
+      ctx.textBaseline = "bottom";
+      const name = `${before} \u2192 ${ranks} ranks`;
+      const width = ctx.measureText(name).width;
+      const right = x + gap + width <= (places[index + 1] ?? bbox.left + bbox.width);
+      const left = right ? x + gap : x - gap - width;
+      if (left >= free) ctx.fillText(name, left, bbox.top + SIZE_PIXELS * pixel);
+      free = right ? left + width : x;
+    });
+  });
+}
+
+function within({ ctx, bbox }, draw) {
+  ctx.save();
+  ctx.beginPath();
+  ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+  ctx.clip();
+  draw();
+  ctx.restore();
+}
+
+function stroke(ctx, dash, ...lines) {
+  ctx.setLineDash(dash);
+  ctx.beginPath();
+  for (const [fromX, fromY, toX, toY] of lines) {
+    ctx.moveTo(fromX, fromY);
+    ctx.lineTo(toX, toY);
+  }
+  ctx.stroke();
 }

@@ -37,13 +37,6 @@ def test_open_files_are_counted_against_the_ranks(soft: int, ranks: int, level: 
     assert level == "ok" or "ulimit -n" in found.advice
 
 
-def test_the_connections_of_the_service_are_counted() -> None:
-    service = {"enabled": True, "connections_max": 1000}
-    with limited(resource.RLIMIT_NOFILE, 1024):
-        assert check_open_files(needs(service=service)).level == "warning"
-        assert check_open_files(needs(service={**service, "enabled": False})).level == "ok"
-
-
 def test_locked_memory_matters_for_rdma_alone(tmp_path: Path) -> None:
     with limited(resource.RLIMIT_MEMLOCK, 65536):
         assert check_locked_memory(tmp_path / "none").level == "ok"

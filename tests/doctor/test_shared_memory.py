@@ -10,7 +10,7 @@ from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.config import CPSRConfig
 from cpsr.doctor.needs import Launched, Needs
 from cpsr.doctor.shared_memory import check_host_memory, check_lifetime, check_memory_kind, check_shared_memory
-from cpsr.journal.schema import filesystem_of
+from cpsr.journal.database import filesystem_of
 from tests.doctor.mounts import mounted
 
 IMPORT = "from cpsr.doctor.shared_memory import *\n"

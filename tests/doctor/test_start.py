@@ -13,7 +13,7 @@ from cpsr import CPSRRecovery
 from cpsr.doctor import start
 from cpsr.doctor.start import EVENT, report_machine
 from cpsr.journal import JournalReader
-from cpsr.journal.schema import filesystem_of
+from cpsr.journal.database import filesystem_of
 from tests.doctor.mounts import mounted
 from tests.recovery.test_faults import Loop, config
 

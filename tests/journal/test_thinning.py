@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.journal import Journal, JournalReader, StepRow, schema, thinning
-from cpsr.journal.rows import to_sql
+from cpsr.journal import Journal, JournalReader, StepRow, writer
+from cpsr.journal.database import prepare
 
 FLUSH_SECONDS = 20.0
 
@@ -42,21 +42,20 @@ def kept_every(later_steps: int, full_steps: int) -> int:
 @settings(deadline=None, max_examples=60)
 @given(courses(), st.integers(1, 40), st.integers(1, 10), st.integers(1, 60))
 def test_what_is_kept(course: list[StepRow], full_steps: int, slice_rows: int, batch: int) -> None:
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(thinning, "SLICE_ROWS", slice_rows):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(writer, "SLICE_ROWS", slice_rows):
         path = Path(folder) / "journal.db"
         connection = sqlite3.connect(path, isolation_level=None)
-        schema.prepare(connection, path)
+        prepare(connection, path)
         for start in range(0, len(course), batch):
-            connection.executemany(schema.insert_sql(StepRow), map(to_sql, course[start : start + batch]))
-            while thinning.thin(connection, full_steps):
+            writer.insert_steps(connection, course[start : start + batch])
+            while writer.thin(connection, full_steps):
                 pass
         kept = [row for (row,) in connection.execute("SELECT row FROM steps ORDER BY row")]
         connection.close()
         with JournalReader(path) as reader:
-            losses, seconds = reader.losses(), reader.trained_seconds()
+            losses = reader.losses()
             last = reader.recent_steps(full_steps)
     assert last == course[::-1][:full_steps], "the newest steps are all there"
-    assert seconds == sum(one.seconds for one in course), "no time is lost"
     newest = {one.iteration: one for one in course}
     assert all(newest[one.iteration] == one for one in losses), "a step that was given up never stands for a newer one"
     overdue: dict[int, int] = {}
@@ -71,7 +70,7 @@ def test_what_is_kept(course: list[StepRow], full_steps: int, slice_rows: int, b
 
 
 def test_the_size_grows_with_the_doublings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thinning, "SLICE_ROWS", 50)
+    monkeypatch.setattr(writer, "SLICE_ROWS", 50)
     full_steps, count = 100, 12_800
     journal = Journal.open(tmp_path / "journal.db", full_steps)
     journal.start_life("auto")
@@ -88,26 +87,18 @@ def test_the_size_grows_with_the_doublings_of_the_run(tmp_path: Path, monkeypatc
     assert kept[0].iteration == 2**doublings
 
 
-def test_every_step_stays_where_that_is_asked_for(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal.db")
-    journal.record(*[step(iteration) for iteration in range(1, 10_001)])
-    journal.close()
-    with JournalReader(tmp_path / "journal.db") as reader:
-        assert len(reader.losses()) == 10_000
-
-
 def test_a_slice_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thinning, "SLICE_ROWS", 10)
+    monkeypatch.setattr(writer, "SLICE_ROWS", 10)
     journal = Journal.open(tmp_path / "journal.db", full_steps=10)
-    real, failing = thinning.delete_steps, [True]
+    real, failing = writer.thin, [True]
 
-    def delete(connection: sqlite3.Connection, *others: object) -> None:
+    def thin(connection: sqlite3.Connection, full_steps: int) -> bool:
         if failing[0]:
             connection.execute("BEGIN IMMEDIATE")
             raise sqlite3.OperationalError("database or disk is full")
-        real(connection, *others)  # type: ignore[arg-type]
+        return real(connection, full_steps)
 
-    monkeypatch.setattr(thinning, "delete_steps", delete)
+    monkeypatch.setattr(writer, "thin", thin)
     for first in (1, 41):
         journal.record(*[step(iteration) for iteration in range(first, first + 40)])
         assert journal.flush(FLUSH_SECONDS)

@@ -13,7 +13,7 @@ import pytest
 from cpsr.checkpoint.manifest import file_name, step_name
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.store import verify_run
-from cpsr.journal import JournalReader, sizes
+from cpsr.journal import JournalReader
 from tests.recovery.elastic_worker import GLOBAL_BATCH
 from tests.recovery.engines import EXPERTS, ITEMS
 from tests.recovery.job import Ended, Job
@@ -132,7 +132,7 @@ def test_over_many_sizes_the_losses_are_those_of_one_size_but_for_rounding(job: 
     assert seen == dict.fromkeys(range(ITEMS), 12 * GLOBAL_BATCH // ITEMS)
     assert [life.result(1)["started"]["ranks"] for life in lives] == [[4, 4], [4, 3], [3, 2], [2, 4]]
     with JournalReader(job.run_dir / "journal.db") as journal:
-        assert [(one.ranks, one.since_iteration) for one in sizes(journal)] == [(4, 0), (3, 3), (2, 6), (4, 9)]
+        assert [(one.ranks, one.since_iteration) for one in journal.sizes()] == [(4, 0), (3, 3), (2, 6), (4, 9)]
         said = [one.message for one in journal.events() if one.kind == "ranks"]
     taken = "each takes its part of checkpoint"
     assert said == [

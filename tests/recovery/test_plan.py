@@ -9,7 +9,6 @@ from tests.recovery.job import Job
 SETTINGS: dict[str, Any] = {
     "checkpoint": {"interval_iterations": None},
     "planner": {"mtbf_hours": 0.01, "interval_min_iterations": 3, "interval_max_iterations": 9},
-    "journal": {"flush_iterations": 2},
 }
 
 

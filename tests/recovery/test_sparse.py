@@ -112,7 +112,7 @@ def test_experts_go_on_as_they_were_saved(failed: Job, dense: list[dict[tuple[st
             assert torch.equal(found[name], dense[rank][name, age].view_as(found[name])), (name, age)
     with JournalReader(failed.run_dir / "journal.db") as journal:
         recovery = journal.recoveries()[-1]
-        assert (recovery.method, recovery.outcome, recovery.labelled) == ("stale", "kept", True)
+        assert (recovery.method, recovery.outcome, recovery.origin) == ("stale", "kept", "predicted")
         lost = recovery.guard["lost_tokens"]
         assert lost["layers"][0]["stale_experts"] == EXPERTS - 1
         assert lost["layers"][0]["oldest_iteration"] == min(AGES.values())
@@ -137,7 +137,7 @@ def test_a_roll_back_to_older_experts_is_labelled(job: Job) -> None:
         assert back.result(rank)["started"]["iteration"] == FAILURE
     with JournalReader(job.run_dir / "journal.db") as journal:
         recovery = journal.recoveries()[-1]
-        assert (recovery.method, recovery.outcome, recovery.labelled) == ("line", "rolled_back", True)
+        assert (recovery.method, recovery.outcome, recovery.origin) == ("line", "rolled_back", "predicted")
         assert recovery.guard["rolled_back_to"] == "stale"
         assert journal.checkpoints()[-1].origin == "predicted"
 

@@ -2,13 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from cpsr.journal import (
-    BacktestRow,
     BubbleRow,
     CheckpointRow,
     EventRow,
@@ -108,36 +106,16 @@ def bubble_row(**changes: Any) -> BubbleRow:
     return BubbleRow(**(values | changes))
 
 
-# One row of each table that has a time, recorded then.
-ROWS: dict[str, Callable[[Journal, float], None]] = {
-    "/checkpoints": lambda journal, at: journal.record(
-        CheckpointRow(life=0, iteration=50, status="committed", bytes=100, created_unix_seconds=at)
-    ),
-    "/failures": lambda journal, at: journal.record(
-        FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed", detected_unix_seconds=at)
-    ),
-    "/recoveries": lambda journal, at: journal.record(recovery_row(created_unix_seconds=at)),
-    "/phases": lambda journal, at: journal.record(
-        PhaseRow(
-            life=0,
-            phase=int(at),
-            first_iteration=0,
-            last_iteration=100,
-            xi=1.0,
-            last_xi=math.nan,
-            ended_by="change",
-            created_unix_seconds=at,
-        )
-    ),
-    "/fits": lambda journal, at: journal.record(
-        FitRow(life=0, iteration=100, kind="loss", result={"alpha2": math.inf}, created_unix_seconds=at)
-    ),
-    "/backtests": lambda journal, at: journal.record(
-        *[BacktestRow(life=0, iteration=50, checkpoints=int(at), result={"line_cosine": 0.5}, created_unix_seconds=at)]
-    ),
-    "/bubbles": lambda journal, at: journal.record(bubble_row(created_unix_seconds=at)),
-    "/plan/history": lambda journal, at: journal.record(plan_row(created_unix_seconds=at)),
-}
+# One row of each kind that has a type of its own, but lives.
+ROWS: tuple[Any, ...] = (
+    CheckpointRow(life=0, iteration=50, status="committed", bytes=100),
+    FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed", created_unix_seconds=100.0),
+    recovery_row(),
+    PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=100, xi=1.0, last_xi=math.nan, ended_by="change"),
+    FitRow(life=0, iteration=100, kind="loss", result={"alpha2": math.inf}),
+    bubble_row(),
+    plan_row(),
+)
 
 
 def record_event(journal: Journal, message: str) -> None:

@@ -1,12 +1,17 @@
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message
 
 from cpsr.errors import ConfigError
-from cpsr.service.access import TOKEN_VARIABLE, Access, is_loopback, read_token
+from cpsr.service import access
+from cpsr.service.access import TOKEN_VARIABLE, Access, Gate, is_loopback, read_token
 from cpsr.service.app import create_app
 from tests.service.conftest import BASE_URL
 from tests.service.journals import error_of, new_run
@@ -64,10 +69,10 @@ def test_a_page_of_another_site_changes_nothing(tmp_path: Path, writing: TestCli
 
 
 def test_the_token_is_never_shown() -> None:
-    access = Access(TOKEN)
-    refusal = access.refusal("x", f"Bearer {TOKEN}!")
+    own = Access(TOKEN)
+    refusal = own.refusal("x", f"Bearer {TOKEN}!")
     assert refusal is not None
-    assert TOKEN not in repr(access) + str(access) + refusal.error.model_dump_json() + repr(refusal)
+    assert TOKEN not in repr(own) + str(own) + refusal.error.model_dump_json() + repr(refusal)
 
 
 def test_a_token_beside_writes_for_everybody_is_refused() -> None:
@@ -100,11 +105,62 @@ def test_a_token_that_is_none_is_refused_and_not_printed(tmp_path: Path, content
 
 @given(st.text(min_size=16, alphabet=st.characters(min_codepoint=33, max_codepoint=126)), st.text())
 def test_only_the_token_itself_opens(token: str, given: str) -> None:
-    access = Access(token)
-    assert access.refusal("any", f"Bearer {token}") is None
-    assert (access.refusal("any", f"Bearer {given}") is None) == (given.strip() == token)
+    own = Access(token)
+    assert own.refusal("any", f"Bearer {token}") is None
+    assert (own.refusal("any", f"Bearer {given}") is None) == (given.strip() == token)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "localhost.example.org"])
 def test_other_hosts_are_no_loopback(host: str) -> None:
     assert not is_loopback(host)
+
+
+def test_a_body_that_is_too_large_is_refused(
+    tmp_path: Path, writing: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_run(tmp_path)
+    monkeypatch.setattr(access, "BODY_BYTES", 100)
+
+    def in_pieces() -> Iterator[bytes]:
+        for _ in range(20):
+            yield b" " * 10
+
+    assert writing.post("/failures", json={"description": "x" * 40}).status_code == 201
+    assert error_of(writing.post("/failures", json={"description": "x" * 101}), 413)["code"] == "body_too_large"
+    kind = {"content-type": "application/json"}
+    assert error_of(writing.post("/failures", content=in_pieces(), headers=kind), 413)["code"] == "body_too_large"
+    assert writing.get("/failures").json()["total"] == 1
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight at the gate: no client of the tests sends half a body."""
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.1)
+    sent: list[Message] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("a request without its body must not arrive")
+
+    async def receive() -> Message:
+        if not sent:
+            await asyncio.sleep(5)
+        return {"type": "http.request", "body": b"{", "more_body": True}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"host", b"localhost")], "client": ("x", 1)}
+    asyncio.run(Gate(app, Access())(scope, receive, send))
+    assert sent[0]["status"] == 408
+    assert b"body_too_slow" in sent[1]["body"]
+
+
+@pytest.mark.parametrize("path", ["/plan", "/nothing"])
+def test_no_answer_is_kept_or_guessed_at_and_no_other_site_may_read_it(
+    tmp_path: Path, client: TestClient, path: str
+) -> None:
+    new_run(tmp_path)
+    headers = client.get(path, headers={"origin": "http://evil.example"}).headers
+    assert (headers["cache-control"], headers["x-content-type-options"]) == ("no-store", "nosniff")
+    asked = {"origin": "http://evil.example", "access-control-request-method": "PUT"}
+    for answer in (headers, client.options(path, headers=asked).headers):
+        assert not [name for name in answer if name.startswith("access-control")]

@@ -1,6 +1,5 @@
 """The dashboard in a real Chromium, over a journal that the job's own writer wrote."""
 
-import json
 import os
 import shutil
 import socket
@@ -15,14 +14,11 @@ from typing import Any
 import pytest
 import uvicorn
 
-from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.journal import (
     CheckpointRow,
-    EventRow,
     FailureRow,
     FitRow,
     Journal,
-    LearningRow,
     PhaseRow,
     PlanOverride,
     RecoverySource,
@@ -31,9 +27,7 @@ from cpsr.journal import (
 )
 from cpsr.service.access import Access
 from cpsr.service.app import create_app
-from tests.journal.timeline import START, Timeline
 from tests.service.journals import (
-    bubble_row,
     flushed,
     measured_plan,
     new_run,
@@ -148,7 +142,6 @@ def record_run(journal: Journal) -> None:
     for iteration in (30, 60, 90):
         journal.record(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=4_200_000))
     journal.record(CheckpointRow(life=0, iteration=110, status="skipped", reason="the disk was busy"))
-    journal.record(LearningRow(life=0, iteration=60, first_iteration=0, checkpoints=2, updates=16))
     journal.record(FailureRow(life=0, iteration=92, checkpoint_iteration=90, description="<b>killed</b>"))
     guard = {
         "loss": {"accepted": True, "excess_nats": -0.0127, "tolerance_nats": 0.3},
@@ -156,7 +149,11 @@ def record_run(journal: Journal) -> None:
     }
     sources = [RecoverySource(rank=rank, source="predicted", iteration=92) for rank in (0, 1, 2, 4)]
     sources.append(RecoverySource(rank=3, source="departure", iteration=92))
-    journal.record(recovery_row(method="vitp", guard=guard, sources=tuple(sources), reason="one sentence"))
+    journal.record(
+        recovery_row(
+            life=1, origin="predicted", method="vitp", guard=guard, sources=tuple(sources), reason="one sentence"
+        )
+    )
     journal.record(
         PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=70, xi=1.0, last_xi=1.1, ended_by="change")
     )
@@ -179,9 +176,7 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         opened(page, service)
         now = section(page, "Now")
         expect(now).to_contain_text("120")
-        expect(now).to_contain_text("a predicted state")
-        expect(now).to_contain_text("learned from 2 of 3 checkpoints")
-        expect(now).to_contain_text("16 gradient steps")
+        expect(now).to_contain_text("predicted state")
         loss = section(page, "Training loss")
         expect(loss).to_contain_text("120 iterations, 1 failure. Fitted at iteration 100 (power law)")
         expect(loss.get_by_text("95% of single losses")).to_be_visible()
@@ -207,67 +202,6 @@ def test_it_shows_both_tiers_and_what_failures_leave(page: Any, journal: Journal
         picture = os.environ.get("CPSR_TEST_PICTURES")
         if picture:
             page.screenshot(path=f"{picture}/tiers.png", full_page=True)
-
-
-def test_it_shows_numbers_of_ranks_over_time(page: Any, tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal.db")
-    for life, (ranks, first, last) in enumerate([(4, 0, 60), (3, 50, 90), (3, 90, 100), (2, 95, 130), (4, 130, 150)]):
-        journal.start_life("auto", ranks=ranks)
-        journal.record(*losses(first + 1, last, life))
-        at = {"restored_iteration": first, "checkpoint_iteration": first, "failure_iteration": None}
-        if life:
-            journal.record(recovery_row(life=life, method="exact", sources=(), **at))
-    journal.record(plan_row(measured_plan(), from_iteration=30))
-    flushed(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        lines = "4since iteration 130before: 2 since 95before: 3 since 50before: 4 since 0"
-        expect(section(page, "Now")).to_contain_text(f"Ranks{lines}")
-        loss = section(page, "Training loss")
-        expect(loss.get_by_text("other number of ranks")).to_be_visible()
-        picture = os.environ.get("CPSR_TEST_PICTURES")
-        if picture:
-            section(page, "Now").screenshot(path=f"{picture}/sizes-now.png")
-            loss.screenshot(path=f"{picture}/sizes.png")
-        loss.get_by_text("The plot as tables").click()
-        expect(loss.get_by_role("row", name="2 ranks, before 3")).to_contain_text("95")
-    journal.close()
-
-
-def test_it_shows_where_the_time_went(page: Any, tmp_path: Path) -> None:
-    with Timeline(tmp_path / "journal.db") as timeline:
-        timeline.record(0, [plan_row(two_tier_plan())])
-        timeline.begin(0, -40)
-        timeline.train(0, 1, 720, begins=0, seconds=10)
-        timeline.save(0, 100, stall=300)
-        timeline.remember(900, stall=90)
-        timeline.begin(1, 7250)
-        timeline.train(1, 701, 750, begins=7350, seconds=10)
-        timeline.begin(2, 7900)
-        timeline.train(2, 731, 800, begins=8000, seconds=10)
-        timeline.fail(1, 750, at=7990)
-        timeline.record(7990, [recovery_row(expected_end_cost_iterations=4.0, created_unix_seconds=START + 7990)])
-        timeline.record(8700, [EventRow(life=2, rank=0, kind="test", message="a test")])
-    with served(tmp_path) as service:
-        page.goto(service.url)
-        time_section = section(page, "Where the time went")
-        expect(time_section).to_contain_text("Effective training time is")
-        expect(time_section).to_contain_text("1 predicted recovery cost 4 iterations at the end")
-        expect(time_section.get_by_role("row", name="Last hour")).to_be_visible()
-        widths = (
-            time_section.locator("svg.bar")
-            .first.locator("rect")
-            .evaluate_all("parts => parts.map(part => Number(part.getAttribute('width')))")
-        )
-        assert (len(widths), sum(widths)) == (6, pytest.approx(100))
-        expect(section(page, "Now")).to_contain_text("Effective time")
-        picture = os.environ.get("CPSR_TEST_PICTURES")
-        if picture:
-            page.screenshot(path=f"{picture}/time.png", full_page=True)
-            page.emulate_media(color_scheme="dark")
-            time_section.screenshot(path=f"{picture}/time-dark.png")
-            page.set_viewport_size(NARROW)
-            time_section.screenshot(path=f"{picture}/time-narrow.png")
 
 
 def test_a_recovery_shows_every_shard_the_lag_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
@@ -353,112 +287,6 @@ def test_what_happens_is_shown_without_being_asked(page: Any, journal: Journal, 
         assert page.evaluate("marked.isConnected"), "what is the same as before is left alone"
 
 
-def test_a_plot_is_walked_through_by_keys(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        expect(section(page, "Training loss")).to_contain_text("Fitted")
-        plot = page.get_by_role("slider", name="Training loss: place in the plot")
-        plot.focus()
-        page.keyboard.press("Home")
-        expect(page.locator("#loss-readout")).to_contain_text("Iteration 1 \u00b7 loss 5 \u00b7 fit 5")
-        page.keyboard.press("ArrowRight")
-        page.keyboard.press("Shift+ArrowRight")
-        expect(page.locator("#loss-readout")).to_contain_text("Iteration 12 ")
-        assert "Iteration 12 " in plot.get_attribute("aria-valuetext")
-        assert plot.get_attribute("aria-valuenow") == "12"
-        page.keyboard.press("Escape")
-        expect(page.locator("#loss-readout")).to_contain_text("Iteration 120 ")
-
-
-def shown(page: Any) -> tuple[float, float]:
-    """First and last iteration in the plot of the loss, from its status line."""
-    words = page.locator("#loss-figure .zoom [role=status]").text_content().split()
-    return float(words[1]), float(words[3])
-
-
-def test_a_part_of_a_plot_is_shown_by_dragging_and_stays_while_the_run_goes_on(
-    page: Any, journal: Journal, tmp_path: Path
-) -> None:
-    record_run(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        figure = page.locator("#loss-figure")
-        expect(section(page, "Training loss")).to_contain_text("Fitted")
-        whole = figure.get_by_role("button", name="Show the whole run")
-        expect(whole).to_be_hidden()
-        area = page.locator("#loss-plot .u-over").bounding_box()
-        assert area is not None
-        height = area["y"] + area["height"] / 2
-        page.mouse.move(area["x"] + 0.4 * area["width"], height)
-        page.mouse.down()
-        page.mouse.move(area["x"] + 0.6 * area["width"], height, steps=4)
-        page.mouse.up()
-        expect(whole).to_be_visible()
-        first, last = shown(page)
-        assert first == pytest.approx(1 + 0.4 * 149, abs=2)
-        assert last == pytest.approx(1 + 0.6 * 149, abs=2)
-        journal.record(*losses(LAST + 1, LAST + 15))
-        flushed(journal)
-        expect(section(page, "Now")).to_contain_text("135")
-        assert shown(page) == (first, last)
-        page.locator("#loss-plot .u-over").dblclick()
-        expect(whole).to_be_hidden()
-        figure.get_by_role("button", name="Zoom in").click()
-        expect(whole).to_be_visible()
-        whole.click()
-        expect(figure.locator(".zoom [role=status]")).to_be_empty()
-
-
-def test_a_plot_is_zoomed_by_keys_about_the_cursor(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        expect(section(page, "Training loss")).to_contain_text("Fitted")
-        page.get_by_role("slider", name="Training loss: place in the plot").focus()
-        page.keyboard.press("Home")
-        page.keyboard.press("+")
-        page.keyboard.press("=")
-        assert shown(page) == (1, 38)
-        page.keyboard.press("-")
-        assert shown(page)[1] > 70
-        page.keyboard.press("+")
-        page.keyboard.press("End")  # goes there
-        expect(page.locator("#loss-readout")).to_contain_text("Iteration 150 ")
-        assert shown(page) == (113, 150)
-        page.keyboard.press("Escape")
-        expect(page.locator("#loss-figure .zoom [role=status]")).to_be_empty()
-        expect(page.locator("#loss-readout")).to_contain_text("Iteration 150 ")
-        for _ in range(20):
-            page.keyboard.press("+")
-        first, last = shown(page)
-        assert 0 < last - first <= 5, "a plot of nothing is none"
-
-
-def test_a_part_of_a_long_run_is_shown_in_more_detail(page: Any, journal: Journal, tmp_path: Path) -> None:
-    journal.record(*losses(1, 3000))
-    flushed(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        expect(section(page, "Training loss")).to_contain_text("3,000 iterations")
-        page.get_by_role("slider", name="Training loss: place in the plot").focus()
-        readout = page.locator("#loss-readout")
-        page.keyboard.press("Home")
-        page.keyboard.press("ArrowRight")
-        expect(readout).to_contain_text("Iteration 6 ")  # of so long a run every fifth iteration is there
-        page.keyboard.press("Home")
-        with page.expect_response(lambda response: "first_iteration=1&last_iteration=188" in response.url):
-            for _ in range(4):
-                page.keyboard.press("+")
-        page.keyboard.press("Home")
-        page.keyboard.press("ArrowRight")
-        expect(readout).to_contain_text("Iteration 2 ")
-        page.keyboard.press("Escape")
-        page.keyboard.press("Home")
-        page.keyboard.press("ArrowRight")
-        expect(readout).to_contain_text("Iteration 6 ")
-
-
 def test_a_run_that_has_ended_is_not_live(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
@@ -477,43 +305,6 @@ def test_a_run_that_has_ended_is_not_live(page: Any, journal: Journal, tmp_path:
         expect(page.locator("#connection")).to_have_text("The run has ended")
 
 
-def test_the_use_of_waits_is_shown_for_each_rank(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        panel = section(page, "Waits of training, and their use")
-        expect(panel).to_contain_text("No waits are recorded")
-        for rank, life in ((0, 0), (1, 0), (1, 1), (3, 1), (3, 1)):
-            journal.record(bubble_row(rank=rank, life=life))
-        flushed(journal)
-        expect(panel).to_contain_text(
-            "Training waited 40% of the time; the predictor worked in 25% of that, and snapshots were copied in 12.5%"
-        )
-        rows = panel.get_by_role("row")
-        expect(rows).to_have_count(3)
-        cells = rows.nth(2).get_by_role("cell").all_text_contents()
-        assert cells == ["3", "", "16 s (40%)", "4 s (25%)", "1 s, 6 of 80", "500 ms", "2 s: 6 kB, 75% of all"]
-        drawn = rows.nth(2).locator("svg rect.waited").bounding_box()
-        around = rows.nth(2).locator("svg").bounding_box()
-        assert drawn is not None
-        assert around is not None
-        assert drawn["width"] / around["width"] == pytest.approx(0.4, abs=0.02)
-
-
-def test_a_checkpoint_shows_where_it_is(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    step = tmp_path / "checkpoints" / step_name(90)
-    step.mkdir(parents=True)
-    (step / COMMIT).write_bytes(b"x" * 2000)
-    journal.record(EventRow(life=0, rank=0, kind="target copied", message="", iteration=60))
-    flushed(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        table = section(page, "Newest checkpoints").get_by_role("table")
-        expect(table).to_contain_text("disk, 2 kB, verified")
-        expect(table).to_contain_text("target, 4.2 MB, verified, 20")
-
-
 def test_focus_is_seen_and_reaches_everything(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
@@ -529,9 +320,7 @@ def test_focus_is_seen_and_reaches_everything(page: Any, journal: Journal, tmp_p
                 )
             )
         names = [name for name, _ in reached]
-        zoom = ["\u2212", "+"]
-        order = ["Skip to the figures", "loss-plot", *zoom, "The plot as tables", "interval-plot", *zoom]
-        order += ["mtbf", "The job's own rate"]
+        order = ["Skip to the figures", "The plot as tables", "mtbf", "The job's own rate"]
         assert [name for name in names if name in order] == order
         assert {style for name, style in reached if name in order} == {"solid"}
 
@@ -587,27 +376,6 @@ def test_a_journal_that_is_begun_anew_leaves_nothing_of_the_old_one(
         followed.unlink()
         followed.symlink_to(anew)
         expect(section(page, "Now")).not_to_contain_text("120")
-
-
-@pytest.mark.parametrize(("last_event_kept", "stays"), [(3, True), (0, False)])
-def test_a_reset_of_the_stream_forgets_only_where_nothing_is_kept(
-    page: Any, journal: Journal, tmp_path: Path, last_event_kept: int, stays: bool
-) -> None:
-    record_run(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        expect(section(page, "Now")).to_contain_text("120")
-        service.stop()
-        expect(page.locator("#connection")).to_contain_text("No connection since")
-        for asked in ("**/losses?**", "**/plan?**"):
-            page.route(asked, lambda route: route.abort())
-        kept = json.dumps({"event": last_event_kept, "plan": 0})
-        reset = f'event: reset\ndata: {{"reason": "a test", "kept": {kept}}}\n\n'
-        page.route("**/events?**", lambda route: route.fulfill(content_type="text/event-stream", body=reset))
-        with page.expect_request("**/plan?**"):  # follows upon the reset
-            service.start()
-        now = expect(section(page, "Now"))
-        (now.to_contain_text if stays else now.not_to_contain_text)("120")
 
 
 def test_a_run_that_has_not_begun_is_waited_for(page: Any, tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""The stream of events, over a real server."""
+
 import asyncio
 import json
 import shutil
@@ -12,25 +14,30 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 
 from cpsr.errors import ServiceError
-from cpsr.journal import Journal
+from cpsr.journal import CheckpointRow, Journal
+from cpsr.service import events as events_module
 from cpsr.service.app import create_app
 from cpsr.service.client import Client
-from cpsr.service.events import Streams, follow_events
-from cpsr.service.follow import FOLLOWED
-from cpsr.service.gate import Limits
-from tests.service.journals import error_of, flushed, new_run, record_event, record_steps
-from tests.service.test_follow import after_a_power_cut
+from cpsr.service.events import Place, Streams, follow_events
+from tests.service.journals import ROWS, error_of, flushed, new_run, record_event, record_steps
 
 WAIT_SECONDS = 20.0
 
 
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "POLL_SECONDS", 0.02)
+
+
 @contextmanager
-def served(run_dir: Path, **limits: Any) -> Iterator[str]:
+def served(run_dir: Path) -> Iterator[str]:
     """A real server in a thread of this process; its address."""
-    app = create_app(run_dir, limits=Limits(**{"poll_seconds": 0.02, **limits}))
+    app = create_app(run_dir)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -45,6 +52,29 @@ def served(run_dir: Path, **limits: Any) -> Iterator[str]:
 
 def take(events: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     return [next(events) for _ in range(count)]
+
+
+@given(st.integers(0, 10**18 - 1), st.from_regex(r"[0-9a-f]{0,16}", fullmatch=True))
+def test_a_place_survives_its_text(number: int, row_hash: str) -> None:
+    place = Place(number, row_hash)
+    assert Place.parse(str(place)) == place
+
+
+def test_every_row_is_sent_once_in_the_order_of_recording(tmp_path: Path, journal: Journal) -> None:
+    journal.record(*ROWS)
+    record_event(journal, "last")
+    count = 3 * events_module.ROWS_AT_ONCE // 2
+    journal.record(*[CheckpointRow(life=0, iteration=at, status="skipped") for at in range(count)])
+    flushed(journal)
+    with served(tmp_path) as url, Client(url) as client:
+        _, life, *sent = take(client.events(after="start"), 2 + len(ROWS) + 1 + count)
+        kinds = ["checkpoint", "failure", "recovery", "phase", "fit", "bubble", "plan", "event"]
+        assert [one["event"] for one in (life, *sent)] == ["life", *kinds, *["checkpoint"] * count]
+        assert "explanation" not in sent[6]["data"]
+        assert [one["data"]["row"] for one in sent] == list(range(2, len(sent) + 2))
+        assert [one["data"]["iteration"] for one in sent[8:]] == list(range(count))
+        resumed = take(client.events(after=sent[6]["id"]), 2)
+        assert resumed[1]["data"]["message"] == "last"
 
 
 def test_a_stream_is_taken_up_where_it_was_left(tmp_path: Path, journal: Journal) -> None:
@@ -63,8 +93,8 @@ def test_a_stream_is_taken_up_where_it_was_left(tmp_path: Path, journal: Journal
         flushed(journal)
         again = take(client.events(after=first["id"]), 3)
         assert [one["data"].get("message") for one in again] == [None, "while nobody looked", "second"]
-        everything = take(client.events(after="start"), 5)
-        assert [one["data"].get("message") for one in everything[1:]] == [
+        everything = take(client.events(after="start"), 6)
+        assert [one["data"].get("message") for one in everything[2:]] == [
             "before",
             "first",
             "while nobody looked",
@@ -86,18 +116,17 @@ def test_the_newest_step_is_sent_without_an_id(tmp_path: Path, journal: Journal)
     assert (progress["event"], progress["id"], progress["data"]["iteration"]) == ("progress", None, 7)
 
 
-@pytest.mark.parametrize("after", ["0-0-" + ".".join(["7"] * len(FOLLOWED)), "nonsense", "ff-1-1.2"])
+@pytest.mark.parametrize("after", ["1-0123456789abcdef", "99-", "nonsense"])
 def test_an_id_of_another_journal_begins_anew_and_says_so(tmp_path: Path, journal: Journal, after: str) -> None:
     record_event(journal, "before")
     flushed(journal)
     with served(tmp_path) as url, Client(url) as client:
         events = client.events(after=after)
-        hello, reset = take(events, 2)
-        assert (hello["event"], reset["event"]) == ("hello", "reset")
-        assert reset["data"]["kept"] == dict.fromkeys(FOLLOWED, 0), "nothing stays"
+        hello, reset, life = take(events, 3)
+        assert [one["event"] for one in (hello, reset, life)] == ["hello", "reset", "life"]
         record_event(journal, "now")
         sent = [one["data"] for one in take(events, 2)]
-        assert [(one["row"], one["message"]) for one in sent] == [(1, "before"), (2, "now")]
+        assert [(one["row"], one["message"]) for one in sent] == [(2, "before"), (3, "now")]
 
 
 def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> None:
@@ -112,51 +141,55 @@ def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> 
         new_run(run_dir)
         # A journal that is being made is none yet, which may be sent as well.
         reset = next(one for one in events if one["event"] != "unavailable")
-        assert (reset["event"], set(reset["data"]["kept"].values())) == ("reset", {0})
-        (plan,) = take(events, 1)
-        assert plan["event"] == "plan", "what the new journal holds was not sent yet"
+        assert reset["event"] == "reset"
+        assert [one["event"] for one in take(events, 2)] == ["life", "plan"]
         shutil.rmtree(run_dir)
         with pytest.raises(ServiceError) as refused:
             next(client.events())
         assert refused.value.code == "journal_unavailable"
 
 
-def test_a_stream_goes_on_where_a_journal_that_a_power_cut_has_shortened_agrees(
-    tmp_path: Path, journal: Journal
-) -> None:
-    run_dir = tmp_path.with_name(f"{tmp_path.name}-followed")
-    run_dir.symlink_to(tmp_path)
-    copied = after_a_power_cut(tmp_path, journal)
-    with served(run_dir) as url, Client(url) as client:
+def test_rows_that_a_power_cut_took_are_sent_anew_under_their_numbers(tmp_path: Path, journal: Journal) -> None:
+    record_event(journal, "kept")
+    flushed(journal)
+    left = (tmp_path / "journal.db-wal").stat().st_size
+    for message in ("lost", "lost too"):
+        record_event(journal, message)
+        flushed(journal)
+    followed, copied = (tmp_path.with_name(f"{tmp_path.name}-{name}") for name in ("followed", "after-the-cut"))
+    followed.symlink_to(tmp_path)
+    copied.mkdir()
+    shutil.copy(tmp_path / "journal.db", copied)
+    log = (tmp_path / "journal.db-wal").read_bytes()
+    (copied / "journal.db-wal").write_bytes(log[: left + 100])  # torn within the next record
+    with served(followed) as url, Client(url) as client:
         events = client.events(after="start")
-        sent = take(events, 4)
-        assert [one["data"].get("message") for one in sent] == [None, "kept", "lost", "lost too"]
-        run_dir.unlink()
-        run_dir.symlink_to(copied)
+        sent = take(events, 5)
+        assert [one["data"].get("message") for one in sent[2:]] == ["kept", "lost", "lost too"]
+        followed.unlink()
+        followed.symlink_to(copied)
         again = Journal.open(copied / "journal.db")
-        again.start_life("auto", after=0)
-        record_event(again, "again")
+        for message in ("new", "newer"):
+            record_event(again, message)
         again.close()
-        followed = [one for one in take(events, 2) if one["event"] != "progress"]
-        resumed = take(client.events(after=sent[-1]["id"]), 3)[1:]
-        for reset, event in (followed, resumed):
-            assert (reset["event"], event["data"]["message"]) == ("reset", "again")
-            kept = [one["data"] for one in sent[1:] if one["data"]["row"] <= reset["data"]["kept"][one["event"]]]
-            assert [one["message"] for one in kept] == ["kept"]
-            assert event["data"]["row"] == reset["data"]["kept"]["event"] + 1
-        # Who comes back with the id of the reset has missed nothing.
-        assert take(client.events(after=resumed[0]["id"]), 2)[1]["data"]["message"] == "again"
+        for anew in (take(events, 5), take(client.events(after=sent[-1]["id"]), 6)[1:]):
+            assert anew[0]["event"] == "reset"
+            assert [one["data"].get("message") for one in anew[2:]] == ["kept", "new", "newer"]
 
 
-def test_a_stream_with_nothing_to_say_shows_that_it_is_alive(tmp_path: Path, journal: Journal) -> None:
-    with served(tmp_path, quiet_seconds=0.05) as url, httpx.stream("GET", f"{url}/events") as reply:
+def test_a_stream_with_nothing_to_say_shows_that_it_is_alive(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "QUIET_SECONDS", 0.05)
+    with served(tmp_path) as url, httpx.stream("GET", f"{url}/events") as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
         assert any(line == ": still here" for _, line in zip(range(50), lines, strict=False))
 
 
-def test_so_many_streams_and_no_more(tmp_path: Path, journal: Journal) -> None:
-    with served(tmp_path, streams=1) as url:
+def test_so_many_streams_and_no_more(tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "STREAMS_MAX", 1)
+    with served(tmp_path) as url:
         with httpx.stream("GET", f"{url}/events") as first:
             lines = first.iter_lines()
             next(lines)
@@ -164,11 +197,15 @@ def test_so_many_streams_and_no_more(tmp_path: Path, journal: Journal) -> None:
         until_there_is_room(url)
 
 
-def test_a_client_that_takes_nothing_is_let_go_and_holds_up_nobody(tmp_path: Path, journal: Journal) -> None:
+def test_a_client_that_takes_nothing_is_let_go_and_holds_up_nobody(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "SEND_SECONDS", 0.3)
+    monkeypatch.setattr(events_module, "STREAMS_MAX", 2)
     for number in range(3000):
         record_event(journal, f"{number} " + "x" * 2000)
     flushed(journal)
-    with served(tmp_path, send_seconds=0.3, streams=2) as url:
+    with served(tmp_path) as url:
         host, port = url.removeprefix("http://").split(":")
         slow = socket.socket()
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -177,7 +214,7 @@ def test_a_client_that_takes_nothing_is_let_go_and_holds_up_nobody(tmp_path: Pat
         assert slow.recv(1)
         with Client(url) as client:
             events = client.events(after="start")
-            sent = take(events, 3001)  # another one gets all of it meanwhile
+            sent = take(events, 3002)  # another one gets all of it meanwhile
             assert sent[-1]["data"]["message"].startswith("2999 ")
             until_there_is_room(url)  # for a third one, once the first is let go
         received = drained(slow)
@@ -205,8 +242,11 @@ def drained(connection: socket.socket) -> int:
     return received
 
 
-def test_nothing_waits_in_memory_for_a_client_that_takes_nothing(tmp_path: Path, journal: Journal) -> None:
+def test_nothing_waits_in_memory_for_a_client_that_takes_nothing(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Straight at the operation: what was read of the journal when the first pieces were not taken yet."""
+    monkeypatch.setattr(events_module, "SEND_SECONDS", 0.2)
     for number in range(1000):
         record_event(journal, str(number))
     flushed(journal)
@@ -223,7 +263,6 @@ def test_nothing_waits_in_memory_for_a_client_that_takes_nothing(tmp_path: Path,
     async def run() -> int:
         app = create_app(tmp_path)
         streams: Streams = app.state.streams
-        streams.limits = Limits(send_seconds=0.2)
         scope = {"type": "http", "app": app, "headers": [], "method": "GET", "path": "/events"}
         response = await follow_events(Request(scope), tmp_path, after="start")
         await response(scope, receive, send)

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import pytest
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -7,7 +8,6 @@ from cpsr.journal import CheckpointRow, FailureRow, Journal, ReportedFailure, re
 from cpsr.service.app import create_app
 from tests.service.conftest import BASE_URL
 from tests.service.journals import (
-    bubble_row,
     flushed,
     measured_plan,
     new_run,
@@ -46,8 +46,6 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
         )
     journal.record(FailureRow(life=0, iteration=1, checkpoint_iteration=None, description="x"))
     journal.record(recovery_row())
-    for rank in (0, 1, 1):
-        journal.record(bubble_row(rank=rank))
     flushed(journal)
     report_failure(tmp_path, ReportedFailure(description="y", failed_unix_seconds=1.0))
     found, run = samples(client), tmp_path.name
@@ -66,9 +64,8 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
     assert (value("checkpoint_iteration"), value("checkpoint_timestamp_seconds")) == (100, 100)
     assert (value("failures_total", reported="false"), value("failures_total", reported="true")) == (1, 1)
     assert value("recoveries_total", method="line", outcome="kept") == 1
-    assert (value("bubble_seconds_total", rank="0"), value("bubble_seconds_total", rank="1")) == (8.0, 16.0)
-    assert (value("bubble_used_seconds_total", rank="1"), value("bubble_late_slices_total", rank="1")) == (4.0, 6)
-    assert (value("bubble_copied_bytes_total", rank="0"), value("bubble_copied_seconds_total", rank="1")) == (3000, 2.0)
+    assert value("ettr_ratio") == pytest.approx(0.95, abs=0.1)
+    assert value("time_seconds", part="useful") == 10.0
     assert all(name.startswith("cpsr_") for name, _ in found)
 
 

@@ -9,11 +9,9 @@ from typer.testing import CliRunner
 
 from cpsr.checkpoint.owner import mark_owner
 from cpsr.cli.main import app
-from cpsr.journal import CheckpointRow, EventRow, Journal, LearningRow, PlanOverride, override_plan
+from cpsr.journal import CheckpointRow, EventRow, Journal, PlanOverride, StepRow, override_plan
 from cpsr.service.access import TOKEN_VARIABLE
-from tests.journal.timeline import Timeline
 from tests.service.journals import (
-    bubble_row,
     flushed,
     measured_plan,
     new_run,
@@ -46,10 +44,7 @@ def run_dir(tmp_path: Path) -> Path:
     journal.record(plan_row(measured_plan()))
     record_steps(journal)
     journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=2_500_000))
-    journal.record(LearningRow(life=0, iteration=None, first_iteration=0, checkpoints=0, updates=0))
-    journal.record(recovery_row())
-    for rank, life in ((0, 0), (1, 0), (1, 0)):
-        journal.record(bubble_row(rank=rank, life=life))
+    journal.record(recovery_row(life=1, origin="predicted"))
     flushed(journal)
     journal.close()
     override_plan(
@@ -76,11 +71,8 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
         "others would choose: young 139, checkfreq",
         "newest checkpoint: iteration 50, 2.5 MB",
-        "predictor: learned from 0 of 1 checkpoints, 0 gradient steps",
         "last recovery: line from a failure at 92, continued at 92, kept",
         "the state descends from a predicted one, or from one that was restored in part",
-        "bubbles: training waited 40.0% of the time on 2 ranks, the predictor worked in 25.0% of that, "
-        "snapshots were copied in 12.5%; 1.5 s past",
     ):
         assert words in output, words
 
@@ -102,29 +94,28 @@ def test_both_tiers_and_what_failures_leave(tmp_path: Path) -> None:
 
 
 def test_numbers_of_ranks_in_turn(tmp_path: Path) -> None:
-    with Timeline(tmp_path / "journal.db") as timeline:
-        timeline.record(0, [plan_row()])
-        for life, (ranks, at) in enumerate([(8, 0), (4, 50), (3, 80), (4, 90), (2, 90)]):
-            timeline.begin(life, life, ranks)
-            timeline.restore(life, at)
+    for life, (ranks, at) in enumerate([(8, 0), (4, 50), (3, 80), (4, 90), (2, 90)]):
+        journal = Journal.open(tmp_path / "journal.db")
+        journal.start_life("auto", ranks=ranks)
+        journal.record(plan_row(), recovery_row(life=life, restored_iteration=at))
+        journal.close()
     assert ", 2 ranks since iteration 90 (before: 4 since 50, 3 since 80, 4 since 90)\n" in status(tmp_path)[1]
 
 
 def test_where_the_time_went(tmp_path: Path) -> None:
-    with Timeline(tmp_path / "journal.db") as timeline:
-        timeline.record(0, [plan_row()])
-        timeline.begin(0, -6000)
-        timeline.train(0, 1, 500, begins=-6000, seconds=10)
-        timeline.save(0, 100, stall=50)
-        timeline.begin(1, -900)
-        timeline.train(1, 481, 520, begins=-800, seconds=10)
-        timeline.end(1, -400, "clean")
-    output = status(tmp_path)[1]
-    assert (
-        "effective training time: 92.0% of 1.6 h, 87.5% in the last hour; overhead on other steps: not measured\n"
-        "the rest: stalls of checkpoints 0.9%, recomputed 3.6%, restarts 3.6%; in the last hour: "
-        "stalls of checkpoints 1.4%, recomputed 5.6%, restarts 5.6%\n" in output
-    )
+    journal = Journal.open(tmp_path / "journal.db")
+    journal.start_life("auto")
+    journal.record(plan_row())
+    for first, last in ((1, 80), (61, 80)):
+        steps = [
+            StepRow(life=0, iteration=at, loss=None, learning_rate=None, seconds=10) for at in range(first, last + 1)
+        ]
+        journal.record(*steps)
+    journal.record(CheckpointRow(life=0, iteration=100, status="committed", stall_seconds=50))
+    journal.end_life("clean")
+    journal.close()
+    expected = "effective training time: 75.0% of 16.7 min\nthe rest: stalls of checkpoints 5.0%, recomputed 20.0%\n"
+    assert expected in status(tmp_path)[1]
 
 
 def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) -> None:
@@ -137,7 +128,6 @@ def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) ->
     assert (own.pop("memory")["bytes"], asked.pop("memory")) == (0, None)  # a service may be on another machine
     for found in (own, asked):  # these grow
         found["health"].pop("journal_age_seconds")
-        found["plan"].pop("age_seconds")
     assert own == asked
     assert own["plan"]["override"]["reason"] == "[repairs]"
 
@@ -173,20 +163,6 @@ def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         assert status(url)[1] == output
         assert json.loads(status(url, "--json")[1])["plan"] is None
-
-
-def test_bubbles_are_of_the_newest_life_and_an_end_is_shown(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal.db")
-    journal.start_life("auto")
-    journal.record(bubble_row(life=0))
-    journal.record(bubble_row(life=1, rank=2, used_seconds=4.0))
-    journal.end_life("clean")
-    journal.close()
-    _, output, _ = status(tmp_path)
-    assert output.splitlines()[0] == "run: ok, it has ended, no step yet"
-    assert "on 1 rank, the predictor worked in 50.0% of that" in output
-    (bubble,) = json.loads(status(tmp_path, "--json")[1])["bubbles"]
-    assert (bubble["rank"], bubble["used_seconds"]) == (2, 4.0)
 
 
 def spoil(path: Path) -> None:

@@ -1,7 +1,6 @@
 """A loop whose model returns no loss reports it itself; the journal then has the loss of each step."""
 
 import signal
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.journal import JournalReader
 from tests.situations.lives import Life, alone_and_cut, backward, digest, live
 
 STEPS = 32
@@ -51,13 +51,13 @@ def reporting(life: Life) -> Any:
 
 
 def recorded(run_dir: Path) -> dict[int, float | None]:
-    with sqlite3.connect(run_dir / "journal.db") as journal:
-        return dict(journal.execute("SELECT iteration, loss FROM steps ORDER BY row"))
+    with JournalReader(run_dir / "journal.db") as journal:
+        return {step.iteration: step.loss for step in journal.losses()}
 
 
 def events(run_dir: Path, kind: str) -> list[str]:
-    with sqlite3.connect(run_dir / "journal.db") as journal:
-        return [message for (message,) in journal.execute("SELECT message FROM events WHERE kind = ?", (kind,))]
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [event.message for event in journal.events(kind)]
 
 
 @pytest.mark.parametrize(

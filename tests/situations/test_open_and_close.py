@@ -1,12 +1,13 @@
 """A script without a `with` block: it opens and closes its run, or ends in another way."""
 
 import os
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from cpsr.journal import JournalReader
 
 # Imports once, and then is one script after the other, each in a fork that ends as Python ends.
 SCRIPT = """
@@ -81,8 +82,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def endings(run_dir: Path) -> list[str]:
-    with sqlite3.connect(run_dir / "journal.db") as journal:
-        return [ending for (ending,) in journal.execute("SELECT ending FROM lives ORDER BY life")]
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [life.ending for life in journal.lives()]
 
 
 def test_a_script_that_closes_its_run_ends_it_in_order(folder: Path) -> None:

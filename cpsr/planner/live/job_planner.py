@@ -11,7 +11,7 @@ from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import JournalError
 from cpsr.fitter.phases import Phase, PhaseDetector
-from cpsr.journal import BacktestRow, FitRow, JournalReader, PhaseRow, PlanOverride, RankJournal, reported_failures
+from cpsr.journal import FitRow, JournalReader, PhaseRow, PlanOverride, RankJournal, reported_failures
 from cpsr.planner.bounds import Limits
 from cpsr.planner.inputs import Origin, PlannerInputs
 from cpsr.planner.live.curves import Curves, fit_curves, prior_curves
@@ -50,8 +50,9 @@ class JobPlanner:
     Phases follow the mean second moment of all ranks. For the newest checkpoint rank 0 knows only its own mean. It
     scales that by the ratio of the two means in the last checkpoint that it has read.
 
-    An override of the interval (`cpsr.journal.overrides`) is seen within a second. The plan follows at once if the run
-    has measured its first checkpoint, or has a fixed interval. When the override expires, a plan without it follows.
+    An override of the interval (`cpsr.journal.PlanOverride`) is seen within a second. The plan follows at once if the
+    run has measured its first checkpoint, or has a fixed interval. When the override expires, a plan without
+    it follows.
 
     Args:
         config: of the run.
@@ -322,7 +323,6 @@ class JobPlanner:
         span = lengths[-1] if lengths else self._phases.min_iterations
         journal.flush(FLUSH_SECONDS)  # or losses of a branch that was given up would still be the newest
         accuracy, self._path_straightness = self._accuracy(), self._straightness()
-        journal.record(*(_backtest(journal.life, one) for one in accuracy))
         try:
             reported = reported_failures(run_dir)
             with JournalReader(run_dir / "journal.db") as reader:
@@ -418,8 +418,3 @@ class JobPlanner:
         return replace(
             limits, predictable_interval_iterations=longest.interval_iterations, predictable_by=longest.because
         )
-
-
-def _backtest(life: int, one: Mapping[str, Any]) -> BacktestRow:
-    result = {name: value for name, value in one.items() if name not in ("iteration", "checkpoints")}
-    return BacktestRow(life=life, iteration=one["iteration"], checkpoints=one["checkpoints"], result=result)

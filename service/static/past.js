@@ -1,15 +1,76 @@
-// Recoveries of the run: sources, guard, outcome and cost.
+// What the run has gone through: where its time went, its recoveries and its newest checkpoints.
 
-import { byId, element, empty, table } from "./dom.js";
-import { clock, duration, number, ranks, signed } from "./format.js";
+import { known } from "./loss.js";
+import { byId, bytes, clock, duration, element, empty, number, percent, plural, ranks, signed, table, update } from "./page.js";
 
+const SVG = "http://www.w3.org/2000/svg";
+const PARTS = [
+  ["useful", "useful"],
+  ["checkpoint_stall", "checkpoint stalls"],
+  ["memory_stall", "memory stalls"],
+  ["recompute", "recomputed"],
+  ["restart", "restarts"],
+  ["other", "other"],
+];
+const STATES = {
+  training: "up to the newest reported step",
+  starting: "up to now: no step yet in this life",
+  down: "up to now: the job is down",
+  ended: "up to the end of the run",
+};
 const SOURCES = { departure: "emergency dump" };
 const WHOLE = new Set(["exact", "departure", "stale", "scratch"]); // the other methods predict
 const OUTCOMES = { kept: "kept", watching: "in probation", vetoed: "vetoed", rolled_back: "rolled back" };
+const CHECKPOINTS = 6;
+
+// Where the time went
+
+export function showTime(store) {
+  store.watch(["plan"], ({ plan }) => {
+    const ettr = plan?.ettr ?? null;
+    byId("time-section").hidden = ettr === null;
+    if (ettr === null) return;
+    const share = (part) => (ettr.wall_seconds > 0 ? ettr[`${part}_seconds`] / ettr.wall_seconds : 0);
+    const signs = PARTS.map(([part, name]) =>
+      element("li", { class: `sign-time ${part}` }, `${name} ${percent(share(part))}`),
+    );
+    update(byId("time"), element("p", { class: "summary" }, spent(ettr)), bar(share), element("ul", { class: "legend" }, ...signs));
+  });
+}
+
+function spent({ state, ettr, wall_seconds: wall, lost_iterations: lost, predicted_recoveries: predicted, ...more }) {
+  const parts = [`Effective training time is ${percent(ettr)} of ${duration(wall)}, ${STATES[state] ?? state}.`];
+  if (lost) parts.push(`${plural(lost, "iteration")} lost and not trained again yet.`);
+  if (predicted) {
+    const cost = `${number(more.end_cost_iterations)} iterations at the end, as expected then`;
+    parts.push(`Beside this time, predictions cost ${cost}.`);
+  }
+  return parts.join(" ");
+}
+
+// Attributes, and no style: the page's policy allows none.
+function bar(share) {
+  const made = document.createElementNS(SVG, "svg");
+  const attributes = { class: "bar", viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true" };
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  let from = 0;
+  for (const [part] of PARTS) {
+    const rectangle = document.createElementNS(SVG, "rect");
+    const width = 100 * share(part);
+    for (const [name, value] of Object.entries({ class: part, x: from, height: 1, width })) {
+      rectangle.setAttribute(name, String(value));
+    }
+    made.append(rectangle);
+    from += width;
+  }
+  return made;
+}
+
+// Recoveries
 
 export function showRecoveries(store) {
   store.watch(["recoveries"], ({ recoveries }, { recoveries: problem }) => {
-    const rows = recoveries?.recoveries ?? [];
+    const rows = known(recoveries);
     const none = problem ? "Unknown: the journal cannot be read." : "None: the run has not failed so far.";
     byId("recoveries").replaceChildren(rows.length ? recoveryTable(rows) : empty(none));
   });
@@ -100,4 +161,33 @@ function outcome({ method, outcome: end, reason }) {
 function took({ load_seconds: load, predict_seconds: predict, inject_seconds: inject }) {
   const known = [load, predict, inject].filter((seconds) => seconds !== null);
   return known.length ? duration(known.reduce((sum, seconds) => sum + seconds)) : number(null);
+}
+
+// Checkpoints
+
+export function showCheckpoints(store) {
+  store.watch(["checkpoints"], ({ checkpoints }, { checkpoints: problem }) => {
+    const rows = (checkpoints?.rows ?? []).slice(0, CHECKPOINTS);
+    const none = problem ? "Unknown: the journal cannot be read." : "None has been due so far.";
+    update(byId("checkpoints"), rows.length ? checkpointTable(rows, checkpoints.total) : empty(none));
+  });
+}
+
+function checkpointTable(rows, total) {
+  const origin = { predicted: "descends from a predicted one, or one restored in part", trained: "trained" };
+  const durable = ({ write_seconds: write, commit_seconds: commit }) =>
+    write === null || commit === null ? null : write + commit;
+  return table(
+    `${rows.length} of ${number(total, 9)}, newest first`,
+    [
+      { title: "Iteration", numeric: true, value: (one) => number(one.iteration, 9) },
+      { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
+      { title: "Status", value: (one) => (one.reason ? `${one.status}: ${one.reason}` : one.status) },
+      { title: "State", value: (one) => origin[one.origin] },
+      { title: "Size", numeric: true, value: (one) => bytes(one.bytes) },
+      { title: "Training waited", numeric: true, value: (one) => duration(one.stall_seconds) },
+      { title: "Durable after", numeric: true, value: (one) => duration(durable(one)) },
+    ],
+    rows,
+  );
 }

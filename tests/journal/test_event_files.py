@@ -1,0 +1,178 @@
+"""Rows of other ranks, which rank 0 reads from their event files."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from cpsr.journal import BubbleRow, EventFile, EventRow, Journal, JournalReader
+
+FLUSH_SECONDS = 20.0
+BUBBLES = BubbleRow(
+    life=0,
+    rank=1,
+    iteration=50,
+    iterations=49,
+    seconds=10.0,
+    bubble_seconds=4.0,
+    used_seconds=1.5,
+    late_seconds=0.01,
+    outside_seconds=0.0,
+    slices=300,
+    late_slices=2,
+    created_unix_seconds=2.0,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "journal.db"
+
+
+@pytest.fixture
+def journal(path: Path) -> Iterator[Journal]:
+    journal = Journal.open(path)
+    yield journal
+    journal.close()
+
+
+def event(number: int, rank: int = 1) -> EventRow:
+    return EventRow(
+        life=0, rank=rank, kind="note", message=f"line {number}", iteration=number, created_unix_seconds=number
+    )
+
+
+def test_event_lines_arrive_exactly_once(path: Path, journal: Journal) -> None:
+    directory = path.parent / "events"
+    files = [EventFile(directory / f"rank-{rank:05}.jsonl") for rank in (1, 2)]
+    recorded = []
+    for round_ in range(3):
+        for rank, file in enumerate(files, 1):
+            row = event(round_, rank)
+            file.record(row)
+            recorded.append(row)
+        journal.import_events(directory)
+        journal.import_events(directory)
+        assert journal.flush(FLUSH_SECONDS)
+    for file in files:
+        file.close()
+    with JournalReader(path) as reader:
+        assert reader.events() == recorded
+    journal.close()
+    again = Journal.open(path)
+    again.import_events(directory)
+    again.close()
+    with JournalReader(path) as reader:
+        assert reader.events() == recorded
+
+
+def test_other_ranks_leave_word_of_their_bubbles_among_their_events(path: Path, journal: Journal) -> None:
+    file = EventFile(path.parent / "events" / "rank-00001.jsonl")
+    file.record(event(0), BUBBLES, event(1))
+    file.close()
+    data = b'phase {"life": 0}'
+    with file.path.open("ab") as lines:  # no rank's to write
+        lines.write(f"{xxhash.xxh3_64_hexdigest(data)} ".encode() + data + b"\n")
+    journal.import_events(file.path.parent)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.newest(BubbleRow, 9) == [BUBBLES]
+        first, second, damage = reader.events()
+    assert [first, second] == [event(0), event(1)]
+    assert "line 4 is damaged" in damage.message
+
+
+def test_a_torn_tail_waits_and_a_damaged_line_is_named(path: Path, journal: Journal) -> None:
+    file = EventFile(path.parent / "events" / "rank-00007.jsonl")
+    file.record(*map(event, range(3)))
+    file.close()
+    lines = file.path.read_bytes().splitlines(keepends=True)
+    file.path.write_bytes(lines[0] + lines[1].replace(b"line 1", b"line 9") + lines[2][:-10])
+    journal.import_events(file.path.parent)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        first, damage = reader.events()
+    assert first == event(0)
+    assert (damage.kind, damage.rank) == ("event_file_damaged", 7)
+    assert "rank-00007.jsonl line 2" in damage.message
+    with file.path.open("ab") as tail:
+        tail.write(lines[2][-10:])
+    journal.import_events(file.path.parent)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        assert reader.events()[2:] == [event(2)]
+
+
+def test_a_line_after_a_torn_one_is_kept(path: Path, journal: Journal) -> None:
+    file_path = path.parent / "events" / "rank-00001.jsonl"
+    file_path.parent.mkdir()
+    file_path.write_bytes(b"0123456789abcdef {torn by a ki")
+    file = EventFile(file_path)
+    file.record(event(1))
+    file.close()
+    journal.import_events(file_path.parent)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        damage, kept = reader.events()
+    assert "line 1 is damaged" in damage.message
+    assert kept == event(1)
+
+
+def test_an_event_file_that_lost_its_tail_is_reported_and_not_imported_twice(path: Path, journal: Journal) -> None:
+    file = EventFile(path.parent / "events" / "rank-00001.jsonl")
+    file.record(*map(event, range(3)))
+    journal.import_events(file.path.parent)
+    assert journal.flush(FLUSH_SECONDS)
+    os.truncate(file.path, len(file.path.read_bytes().splitlines(keepends=True)[0]))
+    journal.import_events(file.path.parent)
+    assert journal.flush(FLUSH_SECONDS)
+    file.record(event(3))
+    file.close()
+    journal.import_events(file.path.parent)
+    assert journal.flush(FLUSH_SECONDS)
+    with JournalReader(path) as reader:
+        messages = [row.message for row in reader.events()]
+    assert messages[:3] == ["line 0", "line 1", "line 2"]
+    assert "lost its tail" in messages[3]
+    assert messages[4:] == ["line 3"]
+
+
+def test_an_event_file_on_a_full_disk_reports_once_and_never_raises() -> None:
+    file = EventFile(Path("/dev/full"))
+    file.record(*map(event, range(3)))
+    file.close()
+    assert file.failed_appends == 3
+    (failure,) = file.failures()
+    assert "No space left" in failure
+
+
+def test_an_event_file_is_made_once_there_is_room_for_it(tmp_path: Path) -> None:
+    """Where the disk can have no more files."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=32", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system may be mounted here")
+    try:
+        made: list[Path] = []
+        with suppress(OSError):
+            for number in count():
+                made.append(disk / str(number))
+                made[-1].touch()
+        file = EventFile(disk / "events" / "rank-00001.jsonl")
+        file.record(event(1))
+        (failure,) = file.failures()
+        assert "No space left" in failure
+        assert file.failed_appends == 2
+        for path in made[:2]:
+            path.unlink()
+        file.record(event(1))
+        file.close()
+        assert file.path.read_text().count("\n") == 1
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,153 @@
+"""What the journal holds of the past: rows of each kind, failures, and the loss curve."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from cpsr.journal import FailureRow, Journal, StepRow, commands
+from tests.service.journals import ROWS, error_of, flushed, plan_row
+
+
+def test_the_newest_rows_of_each_kind(client: TestClient, journal: Journal) -> None:
+    journal.record(*ROWS, plan_row(from_iteration=70))
+    flushed(journal)
+    for row in ROWS:
+        body = client.get("/history", params={"kind": row.KIND}).json()
+        assert body["rows"][-1]["life"] == 0
+        assert body["total"] == len(body["rows"]) == (2 if row.KIND == "plan" else 1)
+    one = client.get("/history", params={"kind": "plan", "limit": 1}).json()
+    assert ([row["from_iteration"] for row in one["rows"]], one["total"]) == ([70], 2)
+    assert client.get("/history", params={"kind": "life"}).json()["rows"][0]["ending"] == "running"
+    assert client.get("/history", params={"kind": "fit"}).json()["rows"][0]["result"] == {"alpha2": "inf"}
+    for query in ("", "?kind=event", "?kind=plan&limit=0", "?kind=plan&limit=1001"):
+        assert error_of(client.get(f"/history{query}"), 422)["code"] == "bad_request"
+
+
+def test_a_reported_failure_is_listed_beside_those_that_the_job_saw(writing: TestClient, journal: Journal) -> None:
+    journal.record(
+        FailureRow(life=0, iteration=92, checkpoint_iteration=50, description="killed", created_unix_seconds=100.0)
+    )
+    flushed(journal)
+    reply = writing.post("/failures", json={"description": "node 17", "failed_unix_seconds": 200.0})
+    assert reply.status_code == 201
+    assert reply.json()["reported"] is True
+    assert writing.post("/failures", json={"description": "now"}).json()["failed_unix_seconds"] > 1e9
+    body = writing.get("/failures").json()
+    assert [one["description"] for one in body["failures"]] == ["now", "node 17", "killed"]
+    assert (body["failures"][2]["iteration"], body["failures"][1]["iteration"]) == (92, None)
+    limited = writing.get("/failures", params={"limit": 1}).json()
+    assert (len(limited["failures"]), limited["total"]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"description": ""},
+        {"description": "x" * 1001},
+        {"description": "x", "failed_unix_seconds": -1.0},
+        {"d": 1},
+        {"description": "x", "failed_unix_seconds": 9e15},
+    ],
+)
+def test_a_report_that_makes_no_sense_is_refused(writing: TestClient, journal: Journal, body: dict[str, Any]) -> None:
+    error_of(writing.post("/failures", json=body), 422)
+    assert writing.get("/failures").json()["total"] == 0
+
+
+def test_only_who_may_write_can_report(tmp_path: Path, client: TestClient, writing: TestClient) -> None:
+    Journal.open(tmp_path / "journal.db").close()
+    assert error_of(client.post("/failures", json={"description": "x"}), 403)["code"] == "writes_off"
+    foreign = writing.post("/failures", json={"description": "x"}, headers={"host": "evil.example"})
+    assert error_of(foreign, 403)["code"] == "foreign_host"
+    # What a page of another site can send without being asked first has no JSON type.
+    text = {"content-type": "text/plain"}
+    error_of(writing.post("/failures", content='{"description": "x"}', headers=text), 422)
+    assert writing.get("/failures").json()["total"] == 0
+
+
+def test_a_flood_is_refused_with_when_to_come_again(
+    writing: TestClient, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed(journal)
+    monkeypatch.setattr(commands, "REPORTS_PER_HOUR_MAX", 1)
+    report = {"description": "x"}
+    assert writing.post("/failures", json=report).status_code == 201
+    flood = writing.post("/failures", json=report)
+    assert error_of(flood, 429)["code"] == "too_many_reports"
+    assert 3500 < int(flood.headers["retry-after"]) <= 3600
+    monkeypatch.setattr(commands, "MAX_REPORTED_FAILURES", 1)
+    assert error_of(writing.post("/failures", json=report), 409)["code"] == "reports_full"
+    assert writing.get("/failures").json()["total"] == 1
+
+
+def test_a_failure_cannot_be_reported_to_no_run(writing: TestClient) -> None:
+    error_of(writing.post("/failures", json={"description": "x"}), 503)
+
+
+def steps(life: int, first: int, last: int) -> list[StepRow]:
+    return [
+        StepRow(life=life, iteration=i, loss=10.0 * life + 1 / i, learning_rate=1e-3, seconds=0.1)
+        for i in range(first, last + 1)
+    ]
+
+
+def asked(client: TestClient, **parameters: int) -> dict[str, Any]:
+    response = client.get("/losses", params=parameters)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def test_a_short_run_is_returned_whole(client: TestClient, journal: Journal) -> None:
+    journal.record(*steps(0, 1, 7))
+    flushed(journal)
+    assert asked(client) == {"iterations": list(range(1, 8)), "losses": [1 / i for i in range(1, 8)]}
+
+
+@pytest.mark.parametrize("limit", [2, 3, 10, 499, 500])
+def test_a_long_one_is_thinned_evenly(client: TestClient, journal: Journal, limit: int) -> None:
+    journal.record(*steps(0, 1, 500))
+    flushed(journal)
+    iterations = asked(client, limit=limit)["iterations"]
+    assert (len(iterations), iterations[0], iterations[-1]) == (limit, 1, 500)
+    gaps = {later - earlier for earlier, later in pairwise(iterations)}
+    assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("limit", [10, 1000])
+def test_what_was_given_up_is_left_out(client: TestClient, journal: Journal, limit: int) -> None:
+    journal.record(*(steps(0, 1, 100) + steps(1, 61, 80)))
+    flushed(journal)
+    found = asked(client, limit=limit)
+    assert found["iterations"] == sorted(set(found["iterations"]))
+    assert found["iterations"][-1] == 80
+    assert {loss > 9 for i, loss in zip(found["iterations"], found["losses"], strict=True) if i > 60} == {True}
+
+
+def test_a_loss_that_is_none_is_null(client: TestClient, journal: Journal) -> None:
+    losses = [1.5, math.nan, math.inf, None]
+    journal.record(
+        *[StepRow(life=0, iteration=i, loss=loss, learning_rate=1e-3, seconds=0.1) for i, loss in enumerate(losses, 1)]
+    )
+    flushed(journal)
+    assert asked(client)["losses"] == [1.5, None, None, None]
+
+
+def test_a_run_without_a_step_has_an_empty_curve(client: TestClient, journal: Journal) -> None:
+    flushed(journal)
+    assert asked(client) == {"iterations": [], "losses": []}
+
+
+def test_without_a_journal_it_says_so(client: TestClient, tmp_path: Path) -> None:
+    assert error_of(client.get("/losses"), 503)["code"] == "journal_unavailable"
+
+
+def test_a_curve_of_steps_that_were_thinned_out(client: TestClient, journal: Journal) -> None:
+    journal.record(*[row for row in steps(0, 1, 400) if row.iteration % 4 == 0])
+    flushed(journal)
+    assert asked(client)["iterations"] == list(range(4, 401, 4))
