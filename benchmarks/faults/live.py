@@ -125,11 +125,6 @@ class _Stage:
                 "shared_memory": scenario.shared_memory,
                 "replicated": scenario.replicated,
             },
-<<<<<<< HEAD
-            "journal": {"flush_iterations": 4},
-=======
-            "predictor": {"window_iterations": 100},
->>>>>>> 63e6e83 (The journal is two tables, steps and events; the service has one history; the dashboard is seven files)
             "ranks": {
                 "heartbeat_timeout_seconds": SILENCE_SECONDS,
                 "sigterm_grace_seconds": SIGTERM_GRACE_SECONDS,

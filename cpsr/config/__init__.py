@@ -7,11 +7,6 @@ from cpsr.config.sections import (
     CheckpointConfig,
     ElasticConfig,
     EnginesConfig,
-<<<<<<< HEAD
-    JournalConfig,
-=======
-    FitterConfig,
->>>>>>> 63e6e83 (The journal is two tables, steps and events; the service has one history; the dashboard is seven files)
     LearningConfig,
     PeersConfig,
     PlannerConfig,
@@ -29,11 +24,6 @@ __all__ = [
     "ElasticConfig",
     "EnginesConfig",
     "ExpertsConfig",
-<<<<<<< HEAD
-    "JournalConfig",
-=======
-    "FitterConfig",
->>>>>>> 63e6e83 (The journal is two tables, steps and events; the service has one history; the dashboard is seven files)
     "LearningConfig",
     "PeersConfig",
     "PlannerConfig",

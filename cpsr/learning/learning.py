@@ -8,14 +8,8 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.job import Ending, Job, Part, Rewind
-<<<<<<< HEAD
-from cpsr.journal import LearningRow, RankJournal
-from cpsr.learning.bubbles import BubbleLog
-=======
 from cpsr.journal import RankJournal
-from cpsr.learning.assignment import OperatorAssignment
-from cpsr.learning.bubble_log import BubbleLog
->>>>>>> 63e6e83 (The journal is two tables, steps and events; the service has one history; the dashboard is seven files)
+from cpsr.learning.bubbles import BubbleLog
 from cpsr.learning.exchange import Exchange
 from cpsr.learning.learner import Learner
 from cpsr.learning.memory import Use, choose_use

@@ -20,7 +20,6 @@ from cpsr.journal import CheckpointRow, FailureRow, Journal, ReportedFailure, re
 from cpsr.service.access import TOKEN_VARIABLE
 from tests.launch.jobs import BIN
 from tests.service.journals import (
-    bubble_row,
     flushed,
     plan_row,
     record_steps,
@@ -38,7 +37,6 @@ QUERIES = [
     for target in panel["targets"]
 ]
 RESTARTS = DASHBOARD["annotations"]["list"][0]
-NOT_SHOWN = {"cpsr_bubble_slices_total", "cpsr_bubble_late_slices_total", "cpsr_bubble_copied_seconds_total"}
 START_SECONDS = 60.0
 
 
@@ -50,8 +48,7 @@ def record_everything(journal: Journal, run_dir: Path) -> None:
     for iteration in (2, 4):
         journal.record(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=1000, stall_seconds=0.25))
     journal.record(FailureRow(life=0, iteration=6, checkpoint_iteration=4, description="x"))
-    for row in (recovery_row(), bubble_row()):
-        journal.record(row)
+    journal.record(recovery_row())
     flushed(journal)
     report_failure(run_dir, ReportedFailure(description="y", failed_unix_seconds=1.0))
 
@@ -168,7 +165,7 @@ def test_rates_are_of_counters(expression: str, legend: str) -> None:
 
 def test_every_metric_is_shown(exposed: dict[str, list[dict[str, str]]]) -> None:
     shown = {one.name for target in QUERIES for one in selectors(parsed(str(target.values[0])))}
-    assert set(exposed) - shown == NOT_SHOWN
+    assert set(exposed) == shown
 
 
 def test_panels_stand_beside_each_other_and_have_a_description() -> None:

@@ -65,7 +65,7 @@ def test_figures_of_a_run(tmp_path: Path, client: TestClient, journal: Journal) 
     assert (value("failures_total", reported="false"), value("failures_total", reported="true")) == (1, 1)
     assert value("recoveries_total", method="line", outcome="kept") == 1
     assert value("ettr_ratio") == pytest.approx(0.95, abs=0.1)
-    assert value("time_seconds", part="useful") == 10.0
+    assert value("time_seconds", part="useful") == 9.75
     assert all(name.startswith("cpsr_") for name, _ in found)
 
 
