@@ -28,7 +28,7 @@ from cpsr.fitter.lag import Lag, Transient, paired_lag, transient
 from cpsr.journal import JournalReader, RecoveryRow
 from cpsr.ranks.exits import BEGAN
 
-__all__ = ["DemoResult", "Kill", "failure_iteration", "measure", "table", "validation_curve", "write_report"]
+__all__ = ["DemoResult", "Kill", "failure_iteration", "measure", "table", "write_report"]
 
 ZOOM_BEFORE_ITERATIONS = 60
 ZOOM_AFTER_ITERATIONS = 200
@@ -154,7 +154,7 @@ def measure(fault_free: Path, killed: Path, kill: Kill, device: str) -> DemoResu
         ValueError: the loss is too flat, or was taken too seldom, for a lag in iterations.
     """
     f, recovery = failure_iteration(killed), _predicted(killed)
-    reference, recovered = validation_curve(fault_free), validation_curve(killed)
+    reference, recovered = _validation_curve(fault_free), _validation_curve(killed)
     with JournalReader(killed / "journal.db") as journal:
         committed = [row for row in journal.checkpoints() if row.status == "committed"]
         failed = next(life for life in journal.lives() if life.life == recovery.life - 1)
@@ -186,7 +186,7 @@ def _predicted(run_dir: Path) -> RecoveryRow:
     return recovery
 
 
-def validation_curve(run_dir: Path) -> LossCurve:
+def _validation_curve(run_dir: Path) -> LossCurve:
     """Validation losses that a run has written; of an iteration that was reached twice, the later ones."""
     rows = map(json.loads, (run_dir / "validation.jsonl").read_text().splitlines())
     losses = {row["iteration"]: row["losses"] for row in rows}

@@ -100,7 +100,7 @@ class Life:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins: it changes buffers and random states."""
         self.boundary.sign()
-        self.loop.losses.begin()
+        self.loop.losses.begin_micro_batch()
         self.loop.tail.finish()
         if self.experts is not None:
             self.experts.begin_forward()

@@ -310,7 +310,7 @@ class WindowSnapshots:
         send = windows.ends_after(iteration) and self._turns.may_send(iteration)
 
         def take() -> None:
-            sent = windows.take(iteration, capture, send=send)
+            sent = windows.capture(iteration, capture, send=send)
             if sent is not None:
                 self._turns.sent(iteration, sent.is_pending, sent.first)
 

@@ -253,11 +253,11 @@ class Witnessing(Part):
         """Compare a repeated step with its first execution, which the ring still has."""
         assert self._ring is not None
         step = again.iteration
-        first = self._ring.get(step)
+        first = self._ring.find(step)
         if self._verdict is None and first is not None and first.trajectory == self._trajectory:
             self._checked += 1
             slack = 2.0 ** min(step - self._rounded, 60) if self._rounded else 1.0
-            before = self._ring.get(step - 1)
+            before = self._ring.find(step - 1)
             found = difference(first, again, None if self._rounded else before, slack)
             if found is not None and not (self._rounded and found.rounding):
                 self._report(found)

@@ -151,8 +151,8 @@ class Mark:
     how: Literal["batches", "block", "error"]
     error: str = ""
 
-    def of(self, rank: int) -> str:
-        """A clause."""
+    def clause(self, rank: int) -> str:
+        """What a rank of this mark has done."""
         if self.how == "error":
             return f"rank {rank} has left its loop after iteration {self.iteration} with {self.error}"
         if self.how == "block":
@@ -219,11 +219,11 @@ class Attendance:
 
     def _error(self, rank: int, mark: Mark) -> UnevenRanksError:
         if mark.how == "error":
-            return UnevenRanksError(f"{mark.of(rank)}, and rank {self._rank} would wait for it without end")
+            return UnevenRanksError(f"{mark.clause(rank)}, and rank {self._rank} would wait for it without end")
         return UnevenRanksError(
-            f"{mark.of(rank)}, and rank {self._rank} is at iteration {self._iteration}. A checkpoint needs the state "
-            "of all ranks after the same iteration, so CPSR cannot follow ranks that take different numbers of steps, "
-            "also inside torch's Join. The run is as it was last saved. Give all ranks the same number of batches: "
+            f"{mark.clause(rank)}, and rank {self._rank} is at iteration {self._iteration}. A checkpoint needs the "
+            "state of all ranks after the same iteration, so CPSR cannot follow ranks that take different numbers of "
+            "steps, also inside torch's Join. The run is as it was last saved. Give all ranks the same number of batches: "
             "DistributedSampler does, drop_last=True of the loader may be needed, too; or let all ranks leave the loop "
             "at the same step"
         )

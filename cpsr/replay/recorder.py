@@ -202,19 +202,19 @@ class Recorder:
             if file is None:
                 self._open(slot, layout.bytes)
 
-    def begin(
-        self, layout: WindowLayout, iteration: int, capture: Callable[[], Any], *, send: bool = False
+    def begin_window(
+        self, layout: WindowLayout, iteration: int, small_state: Callable[[], Any], *, send: bool = False
     ) -> Window | None:
         """Begin a window after this iteration, with its first snapshot.
 
         Args:
             layout: of the window.
             iteration: the finished one.
-            capture: gives the whole small state.
-            send: as for `take`.
+            small_state: gives it whole.
+            send: as for `capture`.
 
         Returns:
-            As `take`.
+            As `capture`.
         """
         self.finish()
         slot = self._free()
@@ -224,12 +224,12 @@ class Recorder:
             file = self._open(slot, layout.bytes)
             file.unseal()
             layout.copy_others(self._shard(), file.bytes)
-            window = Window(slot, layout, file, layout.held(file.bytes), iteration, SmallState(capture()))
+            window = Window(slot, layout, file, layout.held(file.bytes), iteration, SmallState(small_state()))
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._report(f"the window that begins at iteration {iteration} is not kept: {error}")
             return None
         self._window, self._firsts[slot] = window, iteration
-        return self.take(0, iteration, send=send)
+        return self.capture(0, iteration, send=send)
 
     def _free(self) -> int:
         """The file to be overwritten next: never that of the window before, which may not be sealed everywhere."""
@@ -238,11 +238,11 @@ class Recorder:
         slots = (slot for slot in range(len(self._files)) if slot != before)
         return min(slots, key=lambda slot: (self._firsts[slot] in kept, self._firsts[slot]))
 
-    def take(self, step: int, iteration: int, *, send: bool = False) -> Window | None:
+    def capture(self, step: int, iteration: int, *, send: bool = False) -> Window | None:
         """Begin the snapshot of one iteration; the window ends with that of its last.
 
         Args:
-            step: place in the window; 0 is taken by `begin`.
+            step: place in the window; 0 is captured by `begin_window`.
             iteration: the finished one.
             send: whether the window goes to the peers if it ends here.
 

@@ -147,12 +147,12 @@ class Windows:
         step = self._step(iteration)
         return self._iterations_from(iteration) == 1 if step == 0 else step + 1 == len(self._layout.turns)
 
-    def take(self, iteration: int, capture: Callable[[], Any], *, send: bool = False) -> Window | None:
-        """At the end of an iteration: take its snapshot, or check what was repeated.
+    def capture(self, iteration: int, small_state: Callable[[], Any], *, send: bool = False) -> Window | None:
+        """At the end of an iteration: capture its snapshot, or check what was repeated.
 
         Args:
             iteration: the finished one.
-            capture: gives the whole small state.
+            small_state: gives it whole.
             send: whether a window that ends here goes to the peers; the same on all ranks.
 
         Returns:
@@ -170,12 +170,12 @@ class Windows:
             return None
         step = self._step(iteration)
         if step > 0:
-            return self._recorder.take(step, iteration, send=send)
+            return self._recorder.capture(step, iteration, send=send)
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
             self._logs.keep(self._recorder.files * len(self._layout.turns))
         self._first = iteration
-        return self._recorder.begin(self._layout, iteration, capture, send=send)
+        return self._recorder.begin_window(self._layout, iteration, small_state, send=send)
 
     def order(self, popularity: Mapping[str, float]) -> None:
         """Let the popular experts have their turns last, in windows that begin later; of this rank alone.

@@ -88,7 +88,7 @@ class _Encoder:
             raise UnsupportedEngineError(
                 f"cannot save {path}: a tensor that is no block of memory ({why}); keep plain tensors in its place"
             )
-        index = self._later.take(value) if self._later is not None else None
+        index = self._later.accept(value) if self._later is not None else None
         if index is not None:
             return {_TAG: "later", "index": index}
         # A copy: the caller may change the original while the tree is written in the background.
@@ -121,7 +121,7 @@ class _Encoder:
                 f"cannot save {path}: the number is still on {value.value.device}; pass the tree to a SmallState, "
                 "which waits for it"
             )
-        index = self._later.take(value.value)
+        index = self._later.accept(value.value)
         return value.value.item() if index is None else {_TAG: "later", "index": index, "number": True}
 
     def _mapping(self, value: dict[Any, Any], path: str) -> Any:

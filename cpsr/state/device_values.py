@@ -118,7 +118,7 @@ class DeviceValues:
         self._hosts: dict[int, torch.Tensor] = {}
         self._pack: torch.Tensor | None = None
 
-    def take(self, tensor: torch.Tensor) -> int | None:
+    def accept(self, tensor: torch.Tensor) -> int | None:
         """Its index in `values`; None: copy it at once.
 
         It is on the host, on another device, too large, or no block of memory (sparse, distributed).

@@ -43,9 +43,9 @@ class _Mark(NamedTuple):
     version: int
     address: int
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> "_Mark":
-        return _Mark(0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+
+def _mark_of(tensor: torch.Tensor) -> _Mark:
+    return _Mark(0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class FrozenWeights:
         self._tensors = dict(self._source())
         known = {} if anew else self._settled
         self._settled = {
-            name: known[name] if name in known and known[name].mark == _Mark.of(tensor) else _settled(tensor)
+            name: known[name] if name in known and known[name].mark == _mark_of(tensor) else _settled(tensor)
             for name, tensor in self._tensors.items()
         }
         self._told, self._last, self._resting = frozenset(), {}, {}
@@ -129,7 +129,7 @@ class FrozenWeights:
         return [
             name
             for name, tensor in self._tensors.items()
-            if name not in settled or settled[name].mark != _Mark.of(tensor)
+            if name not in settled or settled[name].mark != _mark_of(tensor)
         ]
 
     def present(self, names: Iterable[str]) -> dict[str, str]:
@@ -154,7 +154,7 @@ class FrozenWeights:
             self._told = self._told.union(moved)
             self.on_moved({name: self._tensors[name] for name in moved})
         if whole:
-            marks = {name: _Mark.of(self._tensors[name]) for name in moved}
+            marks = {name: _mark_of(self._tensors[name]) for name in moved}
             self._resting = {name: mark for name, mark in marks.items() if self._last.get(name) == mark}
             self._last = marks
         return {"word": self.word_without(tuple(moved)), "moved": {name: self._tensors[name] for name in moved}}
@@ -162,7 +162,7 @@ class FrozenWeights:
     def resting(self, names: Collection[str]) -> list[str]:
         """Those of these moved parameters that have rested since the checkpoint before the last; from any thread."""
         resting = self._resting
-        return [name for name in names if name in resting and resting[name] == _Mark.of(self._tensors[name])]
+        return [name for name in names if name in resting and resting[name] == _mark_of(self._tensors[name])]
 
     def altered(self, names: Collection[str]) -> list[str]:
         """Those of these settled parameters that were changed unseen; reads all of them, from any thread.
@@ -174,7 +174,7 @@ class FrozenWeights:
             name
             for name in names
             if name in settled
-            and settled[name].mark == _Mark.of(self._tensors[name])
+            and settled[name].mark == _mark_of(self._tensors[name])
             and not _is_as_settled(self._tensors[name], settled[name])
         ]
         self.forget(found)
@@ -205,14 +205,14 @@ def word_of(hashes: Mapping[str, str]) -> str:
 
 
 def _settled(tensor: torch.Tensor, xxh3_128: str | None = None) -> _Settled:
-    mark = _Mark.of(tensor)  # before: what is written meanwhile counts as moved
+    mark = _mark_of(tensor)  # before: what is written meanwhile counts as moved
     return _Settled(mark, hash_of(tensor) if xxh3_128 is None else xxh3_128, _sum_of_bits(tensor))
 
 
 def _is_as_settled(tensor: torch.Tensor, settled: _Settled) -> bool:
     """Whether it has the bytes that it was settled with, or was written to meanwhile in a way that torch counts."""
     same = hash_of(tensor) == settled.xxh3_128 if settled.bits is None else _sum_of_bits(tensor) == settled.bits
-    return same or _Mark.of(tensor) != settled.mark
+    return same or _mark_of(tensor) != settled.mark
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int | None:

@@ -65,7 +65,7 @@ class LossRecorder:
         """Add the detached loss of one micro-batch."""
         self._micro.append(loss.clone())  # a loop may change its own in place, and a CUDA graph writes the next there
 
-    def begin(self) -> None:
+    def begin_micro_batch(self) -> None:
         """A micro-batch begins: what the script logs from here on is of the open iteration."""
         if self._closed:
             self._logged, self._closed = [], False
@@ -91,7 +91,7 @@ class LossRecorder:
 
     def close_iteration(self) -> None:
         """The micro-batches so far are all of the iteration: `newest` is their mean."""
-        self.begin()
+        self.begin_micro_batch()
         self._latest = _mean(self._logged or self._micro)
         self._micro, self._closed = [], True
 

@@ -298,7 +298,7 @@ class Witnesses:
             if witness is not None:
                 yield witness
 
-    def get(self, iteration: int) -> Witness | None:
+    def find(self, iteration: int) -> Witness | None:
         """The last witness of this step, if it is still there."""
         at = iteration % STEPS * RECORD_BYTES
         witness = _unpacked(self._map[at : at + RECORD_BYTES])

@@ -48,7 +48,7 @@ class Rank:
     def is_pending(self) -> bool:
         return self.iteration < self.sealed_at
 
-    def take(self, iteration: int, capture: Callable[[], Any], *, send: bool) -> Any:
+    def capture(self, iteration: int, small_state: Callable[[], Any], *, send: bool) -> Any:
         if not send:
             return None
         assert self.iteration >= self.until, "the link has not sent the one before"

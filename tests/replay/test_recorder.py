@@ -53,13 +53,13 @@ class Rank:
 
     def begin(self, first: int) -> None:
         self.iteration = first
-        begun = self.recorder.begin(self.layout, first, lambda: {"place": first}, send=True)
+        begun = self.recorder.begin_window(self.layout, first, lambda: {"place": first}, send=True)
         assert begun is None  # it does not end here
 
     def end(self, *, send: bool = False) -> None:
         self.iteration += 1
         self._sealed.clear()
-        window = self.recorder.take(1, self.iteration, send=send)
+        window = self.recorder.capture(1, self.iteration, send=send)
         assert (window is not None) == send
         self.recorder.finish()
         assert self._sealed.wait(30)
@@ -149,7 +149,7 @@ def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_fi
         rank.recorder.finish()
         with monkeypatch.context() as patch:
             patch.setattr(recorder_module, "copy_beside_training", refuse)
-            rank.recorder.take(1, first + 1)
+            rank.recorder.capture(1, first + 1)
             rank.recorder.finish()
     rank.recorder.close(remove=False)
     assert rank.whole == {1, 3}
