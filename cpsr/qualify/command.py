@@ -3,30 +3,41 @@
 import json
 import os
 import platform
-from collections.abc import Mapping
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cpsr.demo.device import CUDA, describe_device, find_device, rank_environment
 from cpsr.errors import ConfigError
-from cpsr.qualify.job import follow
-from cpsr.qualify.records import read_records
-from cpsr.qualify.report import print_result
-from cpsr.qualify.result import Qualification, qualification_of
-from cpsr.ranks.link import REFUSED_STATUS, report
+from cpsr.qualify.records import clear, read_records, release_memory
+from cpsr.qualify.result import Qualification, print_result, qualification_of
+from cpsr.ranks.link import EXPECTS_ERRORS, REFUSED_STATUS, report
 
-__all__ = ["finish", "run_qualify", "write_so_far"]
+__all__ = ["finish", "follow", "run_qualify", "write_so_far"]
 
 PACKAGES = ("cpsr", "torch", "deepspeed")
 RANKS = 2  # on the CPU, and where there are fewer GPUs: they share one
 FAILED = 1
 JSON_NAME = "qualify.json"  # in the work folder
 LAUNCHERS_LOG = "the output of your launcher"
+WORKER = "cpsr.qualify.worker"
+RESTARTS = 1000  # failures without a new iteration: each check that breaks the group is one
+POLL_SECONDS = 0.2
+# Longer than the deadline of any check: only a launcher that hangs itself records nothing for so long.
+SILENCE_SECONDS = 900.0
+LEAVE_SECONDS = 20.0  # after SIGTERM
 
 
 def run_qualify(device: str, ranks: int | None, only: str, json_path: Path | None, workdir: Path) -> int:
@@ -134,3 +145,88 @@ def _processor() -> str:
 
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def follow(console: Console, folder: Path, log: Path, device: str, ranks: int, only: str, worker: str = WORKER) -> None:
+    """Run the checks to their end, or until they are interrupted; shows a progress bar on a terminal.
+
+    Args:
+        console: for the progress bar.
+        folder: work folder, which exists.
+        log: takes the ranks' output.
+        device: `cpu` or `cuda`.
+        ranks: of the job.
+        only: text that names of checks contain.
+        worker: module that is a rank.
+    """
+    command = [sys.executable, "-m", "cpsr", "run", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}"]
+    command += ["--monitor-interval=0.1", "-m", worker, str(folder), f"--device={device}", f"--only={only}"]
+    # After a check that fails, hangs or kills, the ranks start again with the next one.
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(LEAVE_SECONDS / 2)), EXPECTS_ERRORS: "1"}
+    environment = {**os.environ, **rank_environment(device), **variables}
+    clear(folder)
+    with log.open("wb") as file, _interrupted_by_sigterm():
+        job = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)  # noqa: S603
+        try:
+            _watch(console, job, folder)
+        finally:
+            _end(job)
+            release_memory(folder)
+
+
+def _watch(console: Console, job: "subprocess.Popen[bytes]", folder: Path) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    count, heard = 0, time.monotonic()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting the ranks", total=None)
+        while job.poll() is None and time.monotonic() - heard < SILENCE_SECONDS:
+            lines = read_records(folder)
+            if len(lines) > count:
+                count, heard = len(lines), time.monotonic()
+                total = next((len(line["trials"]) for line in lines if line["event"] == "planned"), None)
+                ended = {line["trial"] for line in lines if line["event"] == "ended" and line["rank"] == 0}
+                newest = next((line["trial"] for line in reversed(lines) if line["event"] == "began"), "")
+                progress.update(task, total=total, completed=len(ended), description=newest)
+            time.sleep(POLL_SECONDS)
+
+
+def _end(job: "subprocess.Popen[bytes]") -> None:
+    """Ask the launcher to leave with its ranks, and kill what is left of them."""
+    processes = _family(job.pid)
+    if job.poll() is None:
+        job.send_signal(signal.SIGTERM)
+        try:
+            job.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            processes += _family(job.pid)
+            job.kill()
+            job.wait()
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, LEAVE_SECONDS)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """The processes that this one has started, and those that they have."""
+    try:
+        children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return children
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM is as Ctrl-C: the ranks must be ended in any case."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,15 +1,22 @@
-"""The result of `cpsr qualify`: what became of each check of each cell, over all ranks."""
+"""The result of `cpsr qualify`: what became of each check of each cell, over all ranks, as JSON and as a table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal
 
-from cpsr.qualify.cells import Cell
+from rich.console import Console
+from rich.table import Table
 
-__all__ = ["CheckResult", "Qualification", "qualification_of"]
+from cpsr.demo.device import device_text
+from cpsr.qualify.cells import Cell
+from cpsr.tables import print_table
+
+__all__ = ["CheckResult", "Qualification", "print_result", "qualification_of"]
 
 FORMAT = 1  # of the JSON
+WORDS = {"passed": "passed", "failed": "[bold red]FAILED[/]", "not applicable": "-"}
 
 Status = Literal["passed", "failed", "not applicable"]
 
@@ -79,14 +86,8 @@ class Qualification:
         return not self.failed and any(one.status == "passed" for one in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; see `from_json`."""
+        """Plain data."""
         return {"format": FORMAT, "passed": self.passed} | asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Qualification":
-        """What `to_json` gave."""
-        fields = {name: value for name, value in data.items() if name not in ("format", "passed")}
-        return cls(**fields | {"checks": [CheckResult(**one) for one in data["checks"]]})
 
 
 def qualification_of(
@@ -136,3 +137,58 @@ def _checked(place: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], ranks
         else 0.0,
         figures=next((line["figures"] for line in ended if line["rank"] == 0), {}),
     )
+
+
+def print_result(console: Console, result: Qualification, json_path: Path) -> None:
+    """Print the table, the figures, and one line for each check that failed."""
+    print_table(console, _table(result))
+    for one in result.checks:
+        if one.status == "passed" and (text := _figures(one)):
+            console.print(f"{one.cell}, {one.check}: {text}", highlight=False, soft_wrap=True)
+    for one in result.failed:
+        why = (one.reason.strip().splitlines() or ["no reason"])[-1]
+        console.print(
+            f"FAILED {one.cell}, {one.check}: {why} | send us {json_path} and {result.log}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    count = sum(one.status == "passed" for one in result.checks)
+    console.print(f"{count} checks passed, {len(result.failed)} failed; {json_path}", highlight=False, soft_wrap=True)
+
+
+def _machine_text(result: Qualification) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    machine = result.machine
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {device_text(machine['device'])}; "
+        f"{result.ranks} ranks over {result.backend}; {versions}; {result.seconds:.0f} s"
+    )
+
+
+def _table(result: Qualification) -> Table:
+    columns = list(dict.fromkeys(one.check for one in result.checks))
+    rows: dict[str, dict[str, str]] = {}
+    for one in result.checks:
+        rows.setdefault(one.cell, dict.fromkeys(columns, "-"))[one.check] = WORDS[one.status]
+    table = Table("combination", *columns, title="cpsr qualify", caption=_machine_text(result))
+    for cell, words in rows.items():
+        table.add_row(cell, *words.values())
+    return table
+
+
+def _figures(one: CheckResult) -> str:
+    """What a reader compares; empty for checks without."""
+    figures: Mapping[str, Any] = one.figures
+    if "stall_ratio" in figures:
+        return (
+            f"stall {_ratio(figures['stall_ratio'])} of a copy of {figures['copied_bytes'] / 1e6:.0f} MB, "
+            f"steps {_ratio(figures['step_ratio'])} of those without CPSR"
+        )
+    if "guard" in figures:
+        return f"{figures['outcome']} ({figures['method']}); guard: {figures['guard']['reason']}"
+    return ""
+
+
+def _ratio(spread: Mapping[str, float]) -> str:
+    return f"{spread['median']:.2f} ({spread['min']:.2f} to {spread['max']:.2f})"

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from cpsr.qualify.cells import Cell, cells_of
+from cpsr.qualify.environment import no_cpu_sharding, no_muon
 from cpsr.qualify.kill_checks import (
     check_dump,
     check_prediction,
@@ -14,7 +15,6 @@ from cpsr.qualify.kill_checks import (
     check_return_from_disk,
     check_return_from_memory,
 )
-from cpsr.qualify.older_torch import no_cpu_sharding, no_muon
 from cpsr.qualify.restart_check import check_restart
 from cpsr.qualify.scene import Scene
 from cpsr.qualify.side_group_check import check_side_group

@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 
 from cpsr.demo.device import CPU, CUDA, join_ranks
-from cpsr.qualify.adam_kernels import kernel_problem, no_kernel
-from cpsr.qualify.process_globals import own_process_globals
-from cpsr.qualify.records import Records, read_records
-from cpsr.qualify.remains import clear, folder_name, release_memory
+from cpsr.qualify.environment import kernel_problem, no_kernel, own_process_globals
+from cpsr.qualify.records import Records, clear, folder_name, read_records, release_memory
 from cpsr.qualify.scene import Scene
 from cpsr.qualify.trials import NotApplicable, Trial, trials_of, without
 from cpsr.ranks.group import Group

@@ -15,8 +15,8 @@ from cpsr.engines import adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import AFTER, BEFORE, assert_bitwise, check_resume, seed
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
+from cpsr.qualify.environment import own_process_globals
 from cpsr.qualify.models import BATCH, TinyLM, token_batch
-from cpsr.qualify.process_globals import own_process_globals
 from tests.engines.deepspeed_cases import Case, skipped_steps
 
 __all__ = ["FEATURES"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from cpsr.qualify.conformance import check_early_state, check_resume
-from cpsr.qualify.older_torch import no_muon
+from cpsr.qualify.environment import no_muon
 from cpsr.qualify.torch_cases import CASES, one_thread
 from tests.device import DEVICE
 from tests.engines.groups import GROUPS, LACKING, RANKS, SLOW

@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from cpsr.qualify.process_globals import own_process_globals
+from cpsr.qualify.environment import own_process_globals
 from tests.device import ON_CUDA
 from tests.engines.groups import GROUPS, LACKING
 

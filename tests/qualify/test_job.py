@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cpsr.qualify.command import finish
-from cpsr.qualify.job import follow
+from cpsr.qualify.command import finish, follow
 from cpsr.qualify.result import CheckResult
 from tests.device import DEVICE
 from tests.qualify import jobs

@@ -1,7 +1,6 @@
-"""What became of each check, from the records of the ranks; the JSON; and the page that is made of it."""
+"""What became of each check, from the records of the ranks, and how it is printed."""
 
 import io
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from cpsr.qualify.records import Records, read_records
-from cpsr.qualify.report import page, print_result
-from cpsr.qualify.result import Qualification, qualification_of
+from cpsr.qualify.result import Qualification, print_result, qualification_of
 
 MACHINE: Mapping[str, Any] = {
     "processor": "a processor",
@@ -64,26 +62,11 @@ def test_nothing_at_all_is_no_success() -> None:
     assert not qualification_of([], MACHINE, {}, "the.log").passed
 
 
-def test_json_keeps_everything(tmp_path: Path) -> None:
-    result = found(tmp_path)
-    data = json.loads(json.dumps(result.to_json()))
-    assert data["format"] == 1
-    assert data["passed"] is False
-    assert Qualification.from_json(data) == result
-
-
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     Records(tmp_path, 0).began("restart")
     with (tmp_path / "rank-00000.jsonl").open("a") as file:
         file.write('{"event": "end')
     assert [line["event"] for line in read_records(tmp_path)] == ["began"]
-
-
-def test_the_page_has_a_row_per_combination_and_says_that_no_gpu_ran(tmp_path: Path) -> None:
-    text = page(found(tmp_path))
-    assert "| deepspeed zero1 bf16 adamw | passed | FAILED | FAILED | FAILED | - |" in text
-    assert "No GPU has run these checks yet." in text
-    assert "stall 1.25 (1.00 to 2.00) of a copy of 10 MB" in text
 
 
 def test_failures_are_printed_in_one_line_each(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from cpsr.qualify.adam_kernels import no_kernel
-from cpsr.qualify.cells import OF_TORCH, cells_of
+from cpsr.qualify.cells import cells_of
+from cpsr.qualify.environment import no_kernel
 from cpsr.qualify.trials import CHECKS, trials_of, without
 
 
@@ -22,22 +22,6 @@ def test_every_place_of_the_table_is_a_check_or_has_a_reason() -> None:
     here = {cell for cell in cells if not cell.package or find_spec(cell.package)} - absent
     assert {trial.cell for trial in trials if trial.check.name == "restart"} == here
     assert {trial.check.name for trial in trials} == {check.name for check in CHECKS}
-
-
-def test_kills_follow_and_pipelines_are_the_last() -> None:
-    trials, _ = trials_of("cpu", "", 2, True, True)
-    names = [(trial.cell.engine == "pipeline", trial.check.kills) for trial in trials]
-    assert names == sorted(names)
-
-
-@pytest.mark.parametrize(("device", "more"), [("cpu", set()), ("cuda", {"fused", "adamw-fused", "adamw-capturable"})])
-def test_optimizers_are_those_of_the_device(device: str, more: set[str]) -> None:
-    usual = {"adamw", "sgd", "muon", "json", "adafactor", "muon+adamw", "lion", "adamw-8bit", "adamw-schedulefree"}
-    assert {cell.optimizer for cell in cells_of(device, 2, True)} == usual | more | set(OF_TORCH)
-
-
-def test_gloo_sends_no_cuda_tensors_from_stage_to_stage() -> None:
-    assert all(cell.engine != "pipeline" for cell in cells_of("cuda", 2, False))
 
 
 def test_a_single_rank_has_what_needs_no_other() -> None:
