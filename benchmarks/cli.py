@@ -1,15 +1,13 @@
 """The `cpsr bench` commands; everything heavy is imported inside its own command."""
 
-import signal
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from cpsr.demo.device import Device, find_device
 from cpsr.errors import ConfigError
+from cpsr.ranks.exits import exiting_at_sigterm
 
 __all__ = ["DeviceOption", "bench"]
 
@@ -24,17 +22,15 @@ Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; 
 @bench.callback()
 def end_together(context: typer.Context) -> None:
     """Measure what checkpoints and failures cost."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        context.call_on_close(partial(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _end)))
+    context.with_resource(exiting_at_sigterm(_end_children))
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """End the processes that a benchmark has started, which SIGTERM to this one does not reach; then this one."""
+def _end_children() -> None:
+    """End the processes that a benchmark has started, which SIGTERM to this one does not reach."""
     import psutil
 
     for process in psutil.Process().children(recursive=True):
         process.kill()
-    raise SystemExit(128 + number)
 
 
 @bench.command()

@@ -24,7 +24,7 @@ def functions_of(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("document", "least"),
     [
-        ("docs/protocol.md", 30),
+        ("docs/protocol.md", 20),
         ("docs/promises.md", 20),
         ("docs/memory.md", 20),
         ("docs/replicas.md", 12),

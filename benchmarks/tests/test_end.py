@@ -13,7 +13,8 @@ import typer
 from cpsr.benchmarks.cli import bench, end_together
 
 if __name__ == "__main__":
-    end_together(typer.Context(typer.main.get_command(bench)))
+    context = typer.Context(typer.main.get_command(bench))
+    end_together(context)
     other = subprocess.Popen(["sleep", "600"])
     own = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     own.start()

@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
@@ -23,6 +21,7 @@ from cpsr.demo.device import CUDA, describe_device, find_device, rank_environmen
 from cpsr.errors import ConfigError
 from cpsr.qualify.records import clear, read_records, release_memory
 from cpsr.qualify.result import Qualification, print_result, qualification_of
+from cpsr.ranks.exits import exiting_at_sigterm
 from cpsr.ranks.link import EXPECTS_ERRORS, REFUSED_STATUS, report
 
 __all__ = ["finish", "follow", "run_qualify", "write_so_far"]
@@ -165,7 +164,7 @@ def follow(console: Console, folder: Path, log: Path, device: str, ranks: int, o
     variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(LEAVE_SECONDS / 2)), EXPECTS_ERRORS: "1"}
     environment = {**os.environ, **rank_environment(device), **variables}
     clear(folder)
-    with log.open("wb") as file, _interrupted_by_sigterm():
+    with log.open("wb") as file, exiting_at_sigterm():
         job = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)  # noqa: S603
         try:
             _watch(console, job, folder)
@@ -216,17 +215,3 @@ def _family(pid: int) -> list[psutil.Process]:
     except psutil.NoSuchProcess:
         return []
     return children
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C: the ranks must be ended in any case."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

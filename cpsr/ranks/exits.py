@@ -14,9 +14,11 @@ import logging
 import re
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 
 __all__ = [
     "BEGAN",
@@ -24,6 +26,7 @@ __all__ = [
     "SIGTERM_STATUS",
     "Exit",
     "cause_of",
+    "exiting_at_sigterm",
     "exits_of",
     "first_of",
     "forget_exits",
@@ -181,3 +184,22 @@ def ranks_named(ranks: Iterable[int]) -> str:
 def _were(ranks: Iterable[int]) -> str:
     named = ranks_named(ranks)
     return f"{named} {'was' if named.startswith('rank ') else 'were'}"
+
+
+@contextmanager
+def exiting_at_sigterm(first: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """SIGTERM raises `SystemExit` on the main thread, as Ctrl-C raises: a command then ends what it has started.
+
+    Args:
+        first: is called before.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        first()
+        raise SystemExit(SIGTERM_STATUS)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

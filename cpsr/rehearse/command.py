@@ -2,12 +2,10 @@
 
 import json
 import shutil
-import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cpsr.errors import ConfigError
 from cpsr.life.rehearsed import Cut, RehearsedJob
-from cpsr.ranks.exits import SIGTERM_STATUS
+from cpsr.ranks.exits import exiting_at_sigterm
 from cpsr.rehearse.jobs import STEPS_MIN, Ran, ends_of_passes, interval_of, plan_cuts, run
 from cpsr.rehearse.verdict import Reference, Tried, Verdict, compare, failed, judge, undisturbed
 
@@ -49,15 +47,14 @@ def rehearse(arguments: Sequence[str], steps: int, json_path: Path | None, workd
     folder = Path(tempfile.mkdtemp(prefix="cpsr-rehearse-", dir=workdir))
     rehearsal = Rehearsal(Console(), folder, partial(run, arguments), steps)
     kept = False
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        verdict = rehearsal.verdict()
+        with exiting_at_sigterm():
+            verdict = rehearsal.verdict()
         kept = verdict.status != 0
     except (KeyboardInterrupt, SystemExit):
         rehearsal.say(f"Interrupted: all jobs have ended, and {folder} is removed. There is no verdict.")
         raise
     finally:
-        signal.signal(signal.SIGTERM, before)
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
     rehearsal.show(verdict)
@@ -65,11 +62,6 @@ def rehearse(arguments: Sequence[str], steps: int, json_path: Path | None, workd
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(verdict.to_json(), indent=1) + "\n", encoding="utf-8")
     return verdict.status
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End as after Ctrl-C, the jobs first: SIGTERM reaches this process alone."""
-    raise SystemExit(SIGTERM_STATUS)
 
 
 class Rehearsal:
