@@ -29,7 +29,7 @@ class GlobalBatch:
         self._resized = False
         self.size: int | None = None
 
-    def take(self, size: int | None, *, resized: bool) -> None:
+    def continue_from(self, size: int | None, *, resized: bool) -> None:
         """Continue the run with what a checkpoint says.
 
         Args:

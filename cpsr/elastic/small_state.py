@@ -1,17 +1,28 @@
-"""The small state of a rank, made of what the ranks of another number saved."""
+"""The small state of a rank, made of what the ranks of another number saved.
 
+Rank r takes the random states of rank r. Where the run had no rank r, it takes states that are drawn from those of rank
+r modulo the old number and from r itself. So no two ranks have the same ones, and a restart from the same checkpoint
+with the same number of ranks always gets the same.
+"""
+
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cpsr.elastic.random_states import random_states_of
+import numpy
+import torch
+import xxhash
+
 from cpsr.engines.optimizer_restore import shared_scalars
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.predictor.vitp import without_slices
 from cpsr.state.codec import same
 from cpsr.state.scalars import Scalars
 
-__all__ = ["differing", "require_alike", "small_state_at_dump", "small_state_of"]
+__all__ = ["differing", "random_states_of", "require_alike", "small_state_at_dump", "small_state_of"]
+
+_OFFSET = 0  # of a fresh generator of a GPU
 
 
 def small_state_of(
@@ -107,3 +118,25 @@ def differing(trees: Sequence[Mapping[str, Any]]) -> list[str]:
     names = sorted({name for tree in trees for name in tree["registered"]})
     first = trees[0]["registered"]
     return [name for name in names if not all(same(first.get(name), tree["registered"].get(name)) for tree in trees)]
+
+
+def random_states_of(rank: int, saved_by: int, states: dict[str, Any]) -> dict[str, Any]:
+    """The random states of a rank, as `cpsr.engines.evaluation` captures them.
+
+    Args:
+        rank: that is to take them.
+        saved_by: the rank that saved `states`: the same one, or `rank` modulo the number of ranks then.
+        states: of that rank.
+    """
+    if rank == saved_by:
+        return states
+    drawn = xxhash.xxh3_64_intdigest(states["host"]["torch"].numpy().tobytes(), seed=rank)
+    host = {
+        "python": random.Random(drawn).getstate(),  # noqa: S311 - of a training, not of a secret
+        "numpy": numpy.random.RandomState(drawn & 0xFFFFFFFF).get_state(),
+        "torch": torch.Generator().manual_seed(drawn).get_state(),
+    }
+    # A CUDA generator's state is its seed and its offset.
+    signed = drawn - (1 << 64) if drawn >= 1 << 63 else drawn
+    cuda = [torch.tensor([signed, _OFFSET], dtype=torch.int64, device="cpu").view(torch.uint8) for _ in states["cuda"]]
+    return {**states, "host": host, "cuda": cuda}

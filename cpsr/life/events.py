@@ -106,7 +106,7 @@ class EventCallbacks(Part):
         if self._first is not None:
             self._call(callback, self._first)
 
-    def begin(self, job: Job, saved_iteration: int | None, defer: Callable[[Callable[[], None]], None]) -> None:
+    def begin_life(self, job: Job, saved_iteration: int | None, defer: Callable[[Callable[[], None]], None]) -> None:
         """A life begins.
 
         Args:

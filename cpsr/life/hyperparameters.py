@@ -35,7 +35,7 @@ class Hyperparameters:
         self._run: dict[str, Any] = {}
         self.since: list[int] = []
 
-    def begin(self) -> None:
+    def note_script(self) -> None:
         """Note what the script has set; before anything is restored."""
         self._script = settings_of(self._adapter)
         self._run = {} if self._script is None else {**self._script, "registered": {}}
@@ -44,7 +44,7 @@ class Hyperparameters:
         """As plain data, for the checkpoint."""
         return {**self._run, "since": list(self.since)} if self._run else {}
 
-    def take(self, saved: dict[str, Any]) -> str | None:
+    def compare(self, saved: dict[str, Any]) -> str | None:
         """Called once the engine has been restored.
 
         Args:
@@ -79,7 +79,7 @@ class Hyperparameters:
             restored: loads its state and the learning rates; None: there is none.
 
         Returns:
-            As `take`.
+            As `compare`.
         """
         now = schedule_settings(schedule)
         then = self._run.get("registered", {}).get(name, now)

@@ -196,7 +196,7 @@ class Leaving:
         elif self._job.config.checkpoint.final and iteration > 0:
             self._ending.last_state_is_safe = self._saver.save_now(iteration)
 
-    def begin(self, step_seconds: float) -> None:
+    def leave_together(self, step_seconds: float) -> None:
         """Leave once the loop has finished this iteration, and all steps on its batch; a collective.
 
         If it evaluates for longer than launchers wait, the emergency dump remains.

@@ -147,7 +147,7 @@ class Life:
         self._save_if_due(iteration)
         self._probation.lag.report_if_due(iteration)
         if self._votes.exchange(iteration, stop=self._leaving.asked):
-            self._leaving.begin(self._steps.median_seconds)
+            self._leaving.leave_together(self._steps.median_seconds)
 
     def before_external_load(self) -> None:
         """The user's load_checkpoint is about to overwrite state that a snapshot may still be copying."""
@@ -198,7 +198,7 @@ class Life:
             else:
                 due = not watched and saver.is_memory_due(iteration)
                 if due and (turn := saver.turn_in_memory(iteration)) is not None:
-                    tail.defer_here(partial(saver.begin_in_memory, turn), saves=True)
+                    tail.defer_here(partial(saver.capture_in_memory, turn), saves=True)
                 if iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
                     self._plan(iteration)  # a failure has changed the rate
         if not watched and (end := saver.end_of(iteration)) is not None:
@@ -206,7 +206,7 @@ class Life:
 
     def _begin_checkpoint(self) -> None:
         iteration = self.job.adapter.iteration  # a later one than it was due at if the loop repeats a batch
-        self.saver.begin(iteration)
+        self.saver.begin_checkpoint(iteration)
         self.loop.at_checkpoint(iteration)
         self._plan(iteration)
 
@@ -233,7 +233,7 @@ class Life:
             self.restored = adopted(restored, self.loop, self.experts, self.job.group)
             scalars = restored.scalars
             if scalars is not None:  # the loop will still finish the discarded iteration
-                self.loop.tail.defer(partial(self.loop.state.take_again, scalars))
+                self.loop.tail.defer(partial(self.loop.state.adopt_again, scalars))
         loop = self.loop
         for part in (
             loop.learning,

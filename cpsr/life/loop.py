@@ -141,7 +141,7 @@ class Loop:
         probe_batches: the user's held-out batches; None keeps recent inputs.
 
     Attributes:
-        tail: work deferred to the end of the loop's iteration; from `begin` on.
+        tail: work deferred to the end of the loop's iteration; from `begin_life` on.
     """
 
     tail: LoopTail
@@ -173,7 +173,7 @@ class Loop:
             exact=config.mode == "exact",
         )
 
-    def begin(self, job: Job) -> None:
+    def begin_life(self, job: Job) -> None:
         """A life begins."""
         self.tail = LoopTail(job.group, self.state, pipeline=job.adapter.pipeline is not None)
         self._warnings = DrawWarnings(job, self.state.draws)

@@ -187,7 +187,7 @@ class MemorySnapshots:
         self._late, self._last = False, iteration
         return Turn(contents(), self.turns.may_send(iteration))
 
-    def begin(self, iteration: int, turn: Turn, scalars: Callable[[], dict[str, Any]]) -> None:
+    def capture(self, iteration: int, turn: Turn, scalars: Callable[[], dict[str, Any]]) -> None:
         """Start the snapshot of a finished iteration; returns while it is being copied.
 
         Args:
@@ -309,12 +309,12 @@ class WindowSnapshots:
             self._note(windows.iterations)
         send = windows.ends_after(iteration) and self._turns.may_send(iteration)
 
-        def take() -> None:
+        def capture_part() -> None:
             sent = windows.capture(iteration, capture, send=send)
             if sent is not None:
                 self._turns.sent(iteration, sent.is_pending, sent.first)
 
-        return take
+        return capture_part
 
     def before_update(self) -> None:
         """The state is about to change."""

@@ -167,7 +167,7 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
     left = MemorySources(run.run_id, group, shard, job.config.peers, (life, branch), held, windows)
     prediction = StatePrediction(job, store, loop.learning.predictor, loop.probes)
     restorer = Restorer(job, store, target, memory.pool, left, prediction, inexact=config.mode != "exact")
-    loop.state.hyperparameters.begin()
+    loop.state.hyperparameters.note_script()
     restored = adopted(restorer.restore(job.config.mode), loop, experts, group)
     iteration = restored.restored_iteration
     store.abandon_after(iteration, f"the run continues from iteration {iteration}")
@@ -181,7 +181,7 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
     cause = cause_of_failure(job)
     probation = Probation(job, restored, loop.losses, memory.pool, loop.learning.learner, cause)
     boundary.no_dump = DISCARDABLE if probation.active else None
-    witnessing.begin(iteration)
+    witnessing.compare_after(iteration)
     announce(job, restored, cause, restorer.damaged, witnessing.outlook(restored.lost_iterations))
     if loop.state.notice is not None and group.rank == 0:
         journal.event("hyperparameters", loop.state.notice, iteration, logging.WARNING)
@@ -201,8 +201,8 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
     loop.learning.start(job, store, memory.pool)
     planner.start(config.run_dir, group.size, journal)
     memory.follow_replicas(planner.note_replica)
-    loop.begin(job)
-    loop.events.begin(job, saver.saved_iteration, loop.tail.defer_here)
+    loop.begin_life(job)
+    loop.events.begin_life(job, saver.saved_iteration, loop.tail.defer_here)
     steps.followers += [probation.lag.on_steps, saver.memory.on_steps]
     votes = Votes(job, planner, saver)
     leaving = Leaving(job, ending, stop, loop, boundary, saver, witnessing)
@@ -217,7 +217,7 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
     opened.enter_context(prepared_workers())
     if stop.watch(handlers):
         boundary.emergency_dump.watch_sigterm(stop.note)
-    steps.begin()
+    steps.start_clock()
     parts = restored, restorer, memory, experts, steps, witnessing, boundary, probation, planner, saver, votes, leaving
     return OpenLife(job, ending, stop, *parts)
 
@@ -225,7 +225,7 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
 def adopted(restored: Restored, loop: Loop, experts: ExpertSaving | None, group: Group) -> Restored:
     """Continue the loop and the account of experts from the state in the engine; a collective."""
     restored = with_lost_tokens(restored, experts, group)
-    loop.state.take(restored)
+    loop.state.adopt(restored)
     return restored
 
 

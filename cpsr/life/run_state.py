@@ -369,14 +369,14 @@ class RunState(Part):
             "script": self.hyperparameters.state(),
         }
 
-    def take(self, restored: Restored) -> None:
+    def adopt(self, restored: Restored) -> None:
         """Continue from a restored state; the engine has its own already."""
         scalars = restored.scalars
         self.frozen.settle()
         self._data = restored.data
         if scalars is None:
             return
-        self._global_batch.take(scalars.global_batch_size, resized=restored.data.resized is not None)
+        self._global_batch.continue_from(scalars.global_batch_size, resized=restored.data.resized is not None)
         self._cumulative_learning_rate = restored.cumulative_learning_rate
         self._peak_learning_rate = scalars.peak_learning_rate
         self.history_start = scalars.history_start
@@ -392,7 +392,7 @@ class RunState(Part):
                 self._registered[name].load_state_dict(state)
             else:
                 self._unclaimed[name] = state
-        self.notice = self.hyperparameters.take(scalars.script)
+        self.notice = self.hyperparameters.compare(scalars.script)
         self._keep_rates()
         not_restored = restore_random_states(self._adapter, scalars.rng)
         if not_restored is not None:
@@ -427,8 +427,8 @@ class RunState(Part):
         if random_states:
             restore_random_states(self._adapter, scalars.rng)
 
-    def take_again(self, scalars: Scalars) -> None:
-        """Undo all changes since `take`, also those of a registered schedule to the parameter groups."""
+    def adopt_again(self, scalars: Scalars) -> None:
+        """Undo all changes since `adopt`, also those of a registered schedule to the parameter groups."""
         self.put_back(scalars, random_states=self._held is None)  # else the next batch is drawn from them already
         self._put_back_rates()
 

@@ -39,8 +39,8 @@ Origin = Literal["trained", "predicted"]
 class Saver(Part):
     """Takes snapshots when they are due, passes them to the writer, and reports their costs to the planner.
 
-    All of it runs on the training thread. All ranks call `begin` at the same iterations, because the interval
-    changes only by agreement.
+    All of it runs on the training thread. All ranks call `begin_checkpoint` at the same iterations, because the
+    interval changes only by agreement.
 
     Args:
         job: this rank's.
@@ -144,9 +144,9 @@ class Saver(Part):
         """What the snapshot that is due copies, alike on all ranks, right after the step; None: all ranks wait."""
         return self.memory.turn(iteration, self._contents_in_memory)
 
-    def begin_in_memory(self, turn: Turn) -> None:
+    def capture_in_memory(self, turn: Turn) -> None:
         """Start a snapshot to host memory alone, as returned by `turn_in_memory`."""
-        self.memory.begin(self._adapter.iteration, turn, self._small)
+        self.memory.capture(self._adapter.iteration, turn, self._small)
 
     def _small(self) -> dict[str, Any]:
         experts = {} if self._experts is None else self._experts.state_dict()
@@ -169,7 +169,7 @@ class Saver(Part):
         """Count the iterations to the next checkpoint from this one, at which one was due."""
         self._counted_from = iteration
 
-    def begin(self, iteration: int, *, whole: bool = False) -> None:
+    def begin_checkpoint(self, iteration: int, *, whole: bool = False) -> None:
         """Start the snapshot of a checkpoint; returns while it is being copied; a collective.
 
         Args:
@@ -329,7 +329,7 @@ class Saver(Part):
 
     def _save_whole(self, iteration: int) -> bool:
         self.count_from(iteration)
-        self.begin(iteration, whole=True)
+        self.begin_checkpoint(iteration, whole=True)
         self.finish()
         return self._committed_at(iteration) == "whole"
 

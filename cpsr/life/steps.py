@@ -42,7 +42,7 @@ class Steps:
         # Iterations of this life without a loss; None once one has come, or was reported missing.
         self._without_loss: int | None = 0 if journal.rank == 0 else None
 
-    def begin(self) -> None:
+    def start_clock(self) -> None:
         """Training begins: the time before does not count to its first step."""
         self._ended = time.perf_counter()
         self.learning_rate = self._adapter.learning_rate()

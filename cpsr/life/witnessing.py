@@ -134,7 +134,7 @@ class Witnessing(Part):
             job.journal.event("no witnesses", message, level=logging.WARNING)
             return None
 
-    def begin(self, iteration: int) -> None:
+    def compare_after(self, iteration: int) -> None:
         """The state is that after `iteration`; later steps that this run has executed before will be compared."""
         self._pending.clear()
         self._checked = self._rounded = self._expected = 0
@@ -310,7 +310,7 @@ class Witnessing(Part):
 
     def rewound(self, to: Rewind) -> None:
         """The run continues from another state."""
-        self.begin(to.iteration)
+        self.compare_after(to.iteration)
 
     def close(self, ending: Ending) -> None:
         """Record what has arrived, and close the file, which keeps its content."""

@@ -223,9 +223,9 @@ class Attendance:
         return UnevenRanksError(
             f"{mark.clause(rank)}, and rank {self._rank} is at iteration {self._iteration}. A checkpoint needs the "
             "state of all ranks after the same iteration, so CPSR cannot follow ranks that take different numbers of "
-            "steps, also inside torch's Join. The run is as it was last saved. Give all ranks the same number of batches: "
-            "DistributedSampler does, drop_last=True of the loader may be needed, too; or let all ranks leave the loop "
-            "at the same step"
+            "steps, also inside torch's Join. The run is as it was last saved. Give all ranks the same number of "
+            "batches: DistributedSampler does, drop_last=True of the loader may be needed, too; or let all ranks leave "
+            "the loop at the same step"
         )
 
     def _marks(self) -> dict[int, Mark]:

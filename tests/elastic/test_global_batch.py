@@ -29,7 +29,7 @@ def test_the_first_life_decides() -> None:
 
 def test_on_as_many_ranks_it_may_change() -> None:
     batch = GlobalBatch(adapter(3), None)
-    batch.take(10, resized=False)
+    batch.continue_from(10, resized=False)
     batch.require(loader(4))
     assert batch.size == 12
 
@@ -37,7 +37,7 @@ def test_on_as_many_ranks_it_may_change() -> None:
 @pytest.mark.parametrize(("asked", "saved"), [(10, None), (None, 10), (10, 12)])
 def test_on_another_number_of_ranks_it_may_not(asked: int | None, saved: int | None) -> None:
     batch = GlobalBatch(adapter(3), asked)
-    batch.take(saved, resized=True)
+    batch.continue_from(saved, resized=True)
     with pytest.raises(RecoveryError, match=r"batches of 4 x 3 accumulated\), the run trains on 10"):
         batch.require(loader(4))
     with pytest.raises(RecoveryError, match="take batches of 2 and 5 accumulation steps"):
@@ -56,7 +56,7 @@ def test_batches_of_all_ranks_are_compared_where_their_samples_are_known() -> No
 
 def test_what_gives_no_batches_of_one_size_is_not_compared() -> None:
     batch = GlobalBatch(adapter(3), 10)
-    batch.take(10, resized=True)
+    batch.continue_from(10, resized=True)
     batch.require([1, 2])
     batch.require(loader(None))
     assert batch.size == 10

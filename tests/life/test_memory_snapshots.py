@@ -58,7 +58,7 @@ class Rank:
         turn = self.snapshots.turn(iteration)
         if turn is None:
             return
-        self.snapshots.begin(iteration, turn, lambda: scalars or {"iteration": iteration})
+        self.snapshots.capture(iteration, turn, lambda: scalars or {"iteration": iteration})
         snapshot = self.pool.finish()
         if snapshot is not None:
             self.snapshots.complete(snapshot)
