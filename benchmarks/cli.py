@@ -235,14 +235,12 @@ def service(
     checkpoints: Annotated[int, typer.Option(min=1, help="Rows of the journal.")] = 100_000,
     clients: Annotated[int, typer.Option(min=1, max=200, help="Each asks once a second.")] = 50,
     seconds: Annotated[float, typer.Option(min=1, help="For which they do.")] = 60.0,
-    cache: Annotated[Path | None, typer.Option(help="Keeps the journal; by default runs/bench-service.")] = None,
     workdir: Workdir = None,
 ) -> None:
     """How fast the service says what the plan is over a long run's journal beside training, and its memory."""
-    from cpsr.benchmarks.service.run import CACHE
     from cpsr.benchmarks.service.run import main as run_service_benchmark
 
-    run_service_benchmark(json_path, steps, checkpoints, clients, seconds, workdir, CACHE if cache is None else cache)
+    run_service_benchmark(json_path, steps, checkpoints, clients, seconds, workdir)
 
 
 @bench.command()

@@ -1,7 +1,5 @@
 """The journal of a run of many months, as its job would have left it."""
 
-import os
-import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.recovery_curve import EndCostCurve
 
-__all__ = ["copied", "journal_of", "thin_out"]
+__all__ = ["fill", "thin_out"]
 
 ROWS_AT_ONCE = 200_000
 PHASE_ITERATIONS = 1_000  # the longest that a phase may be: the most phases that a run can have
@@ -26,34 +24,18 @@ CURVE = EndCostCurve.with_independent_prior((-40.0, 0.6, 0.05), (20.0, 0.3, 0.1)
 JOB = PlannerInputs(ITERATION_SECONDS, 0.9, 5.0, 1 / 43200, CURVE)
 
 
-def journal_of(cache: Path, steps: int, checkpoints: int, on_rows: Callable[[int], None]) -> Path:
-    """A journal with so many steps and checkpoints, every one of them kept; built where the cache has none.
+def fill(run_dir: Path, steps: int, checkpoints: int, on_rows: Callable[[int], None]) -> None:
+    """Write a run's journal with so many steps and checkpoints, every one of them kept.
 
     Args:
-        cache: directory that keeps it.
+        run_dir: is made.
         steps: number of rows.
         checkpoints: number of rows, evenly among the steps.
         on_rows: called with the number of rows that are there.
     """
-    path = cache / f"journal-{steps}-{checkpoints}.db"
-    if not path.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        try:
-            _record_plans(unfinished, steps)
-            _fill(unfinished, steps, checkpoints, on_rows)
-            unfinished.replace(path)
-        finally:
-            for part in cache.glob(f"{unfinished.name}*"):  # with what SQLite keeps beside it
-                part.unlink()
-    on_rows(steps)
-    return path
-
-
-def copied(journal: Path, run_dir: Path) -> Path:
-    """The journal as that of a run, which may write on."""
     run_dir.mkdir(parents=True)
-    return Path(shutil.copyfile(journal, run_dir / "journal.db"))
+    _record_plans(run_dir / "journal.db", steps)
+    _fill(run_dir / "journal.db", steps, checkpoints, on_rows)
 
 
 def thin_out(path: Path, full_steps: int, on_slice: Callable[[], None]) -> int:

@@ -1,19 +1,99 @@
 """`cpsr bench service`: how fast `GET /plan` is over a long run's journal, and what memory the service takes."""
 
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy
+import psutil
 
 from cpsr.benchmarks.harness.measurement import measuring
-from cpsr.benchmarks.service.long_journal import copied, journal_of, thin_out
-from cpsr.benchmarks.service.plot import draw
-from cpsr.benchmarks.service.processes import measure
-from cpsr.benchmarks.service.report import show
-from cpsr.benchmarks.service.result import AIM_BYTES, AIM_SECONDS
+from cpsr.benchmarks.harness.processes import in_own_process
+from cpsr.benchmarks.harness.ranks import end_ranks, log_tail, start_job
+from cpsr.benchmarks.service.long_journal import fill, thin_out
+from cpsr.errors import CPSRError
+from cpsr.journal import JournalReader
 from cpsr.journal.writer import FULL_STEPS
 
-__all__ = ["CACHE", "main"]
+__all__ = ["Answers", "Result", "main", "poll"]
 
-CACHE = Path("runs/bench-service")
-NAME = "old steps thinned out"
+AIM_SECONDS, AIM_BYTES = 0.020, 150e6
+MILLISECONDS, MEGABYTE = 1e3, 1e6
+PERIOD_SECONDS = 1.0
+TIMEOUT_SECONDS = 30.0
+START_SECONDS = 300.0  # reading ten million steps once, beside others, included
+END_SECONDS = 60.0
+LOOK_SECONDS = 0.2
+WARM_UP_SECONDS = 5.0  # the first answers of a process import and connect
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What became of the requests.
+
+    Attributes:
+        seconds: of each request that was answered with 200, from when it was meant to be sent.
+        late_seconds: how much later than that these clients came to send it.
+        refused: requests that were answered otherwise, or not at all.
+        bytes: of the last answer.
+    """
+
+    seconds: list[float]
+    late_seconds: list[float]
+    refused: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured over one journal.
+
+    Attributes:
+        step_rows: that it had when the clients began.
+        journal_bytes: of its file then.
+        requests: that were answered.
+        refused: others.
+        p50_seconds: from when a request was meant to be sent to its answer.
+        p99_seconds: the same.
+        longest_seconds: the same.
+        late_p99_seconds: of that, the clients' own delay in sending.
+        answer_processor_seconds: of the service, for one answer: what other processes do does not lengthen it much.
+        answer_bytes: of one answer.
+        service_bytes: the most memory that the service had.
+        trained_iterations: of the training job meanwhile.
+    """
+
+    step_rows: int
+    journal_bytes: int
+    requests: int
+    refused: int
+    p50_seconds: float
+    p99_seconds: float
+    longest_seconds: float
+    late_p99_seconds: float
+    answer_processor_seconds: float
+    answer_bytes: int
+    service_bytes: int
+    trained_iterations: int
+
+    def aims(self) -> dict[str, bool]:
+        """Each aim and whether it is met."""
+        return {
+            f"99 of 100 answers within {MILLISECONDS * AIM_SECONDS:.0f} ms": not self.refused
+            and self.p99_seconds < AIM_SECONDS,
+            f"below {AIM_BYTES / MEGABYTE:.0f} MB": self.service_bytes < AIM_BYTES,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self) | {"aims": self.aims()}
 
 
 def main(
@@ -23,36 +103,181 @@ def main(
     clients: int = 50,
     seconds: float = 60.0,
     workdir: Path | None = None,
-    cache: Path = CACHE,
 ) -> None:
-    """Measure, print the table, and write the JSON file with its plot.
+    """Measure, print the table, and write the JSON file.
 
     Args:
-        json_path: where the figures go; the plot is put beside it.
-        steps: rows of the journal.
+        json_path: where the figures go.
+        steps: rows of the journal, whose old ones are thinned out then.
         checkpoints: rows of the journal.
         clients: each asks once a second.
-        seconds: for which they do, over each journal.
+        seconds: for which they do.
         workdir: on the file system to be measured; by default the one for temporary files.
-        cache: keeps the journal that was built.
 
     Raises:
         CPSRError: the job or the service ended, or no request was answered.
     """
     with measuring("service", json_path, workdir) as call:
         building = call.progress.add_task("rows of the journal", total=steps)
-        whole = journal_of(cache, steps, checkpoints, lambda rows: call.progress.update(building, completed=rows))
         run_dir = call.directory / "run"
-        rows = thin_out(copied(whole, run_dir), FULL_STEPS, call.bar("slices thinned out"))
-        answers, result = measure(NAME, run_dir, rows, clients, seconds)
-        show(call.console, [result], clients)
-        figures = {
-            "steps": steps,
-            "checkpoints": checkpoints,
-            "clients": clients,
-            "seconds": seconds,
-            "aim_seconds": AIM_SECONDS,
-            "aim_bytes": AIM_BYTES,
-            "results": [result.to_json()],
+        fill(run_dir, steps, checkpoints, lambda rows: call.progress.update(building, completed=rows))
+        rows = thin_out(run_dir / "journal.db", FULL_STEPS, call.bar("slices thinned out"))
+        result = _measured(run_dir, rows, clients, seconds)
+        table = {
+            "step rows": f"{result.step_rows:,}",
+            "journal, MB": f"{result.journal_bytes / MEGABYTE:.0f}",
+            "answers (refused)": f"{result.requests} ({result.refused})",
+            "p50, ms": f"{MILLISECONDS * result.p50_seconds:.1f}",
+            "p99, ms": f"{MILLISECONDS * result.p99_seconds:.1f}",
+            "longest, ms": f"{MILLISECONDS * result.longest_seconds:.0f}",
+            "of p99 the clients' own delay, ms": f"{MILLISECONDS * result.late_p99_seconds:.1f}",
+            "processor time of one answer, ms": f"{MILLISECONDS * result.answer_processor_seconds:.1f}",
+            "one answer, bytes": f"{result.answer_bytes:,}",
+            "memory of the service, MB": f"{result.service_bytes / MEGABYTE:.0f}",
+            "iterations trained meanwhile": str(result.trained_iterations),
         }
-        call.leave(figures, draw({NAME: answers.seconds}, call.machine))
+        call.table(f"GET /plan, {clients} clients, beside training", ("", "old steps thinned out"), table.items())
+        for aim, met in result.aims().items():
+            call.judge(aim, met)
+        asked = {"steps": steps, "checkpoints": checkpoints, "clients": clients, "seconds": seconds}
+        call.leave(asked | {"result": result.to_json()})
+
+
+def poll(url: str, clients: int, seconds: float) -> Answers:
+    """Let clients ask once a second each, evenly spread over the second; connections are kept."""
+    return asyncio.run(_poll(url, clients, seconds))
+
+
+async def _poll(url: str, clients: int, seconds: float) -> Answers:
+    taken: list[float] = []
+    late: list[float] = []
+    size = refused = 0
+
+    async def ask(at: float) -> None:
+        nonlocal size, refused
+        await asyncio.sleep(at - time.perf_counter())
+        sent = time.perf_counter()
+        try:
+            answer = await connections.get(url)
+        except httpx.HTTPError:
+            refused += 1
+            return
+        answered = time.perf_counter()
+        if answer.status_code != httpx.codes.OK:
+            refused += 1
+            return
+        taken.append(answered - at)
+        late.append(sent - at)
+        size = len(answer.content)
+
+    # One pool for all: each AsyncClient reads the certificates of the machine once more, which takes seconds for 50.
+    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(limits=unlimited, timeout=TIMEOUT_SECONDS) as connections:
+        start = time.perf_counter() + PERIOD_SECONDS
+        requests = round(clients * seconds / PERIOD_SECONDS)
+        async with asyncio.TaskGroup() as asking:
+            # All at once: a request that is not answered yet does not keep the next one back.
+            for number in range(requests):
+                asking.create_task(ask(start + number / clients * PERIOD_SECONDS))
+    return Answers(taken, late, refused, size)
+
+
+@contextmanager
+def _serving(run_dir: Path) -> Iterator[tuple[str, int]]:
+    """`cpsr serve` over a run; its address and its process.
+
+    Raises:
+        CPSRError: it ended instead.
+    """
+    command = [sys.executable, "-m", "cpsr", "serve", "--run-dir", str(run_dir), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if " on http" not in line:
+                raise CPSRError(f"the service did not start, its first line is {line!r}; its log is above")
+            yield line.split(" on ")[1].strip(), process.pid
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextmanager
+def _training(run_dir: Path) -> Iterator[None]:
+    """The training job, which has recorded its first steps; `run_dir` is called `run`, as of every job.
+
+    Raises:
+        CPSRError: it ended, or recorded nothing in time; the message ends with its last lines.
+    """
+    directory, before = run_dir.parent, _steps(run_dir)
+    processes = start_job("service.job", directory, 1)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while _steps(run_dir) == before:
+            if processes[0].exitcode is not None or time.monotonic() > deadline:
+                raise CPSRError(f"the training job recorded no step\n{log_tail(directory)}")
+            time.sleep(LOOK_SECONDS)
+        yield
+        if processes[0].exitcode is not None:
+            raise CPSRError(f"the training job ended meanwhile\n{log_tail(directory)}")
+    finally:
+        end_ranks(processes)
+
+
+def _newest_iteration(run_dir: Path) -> int:
+    """The iteration that was recorded last."""
+    with JournalReader(run_dir / "journal.db") as reader:
+        return reader.recent_steps(1)[0].iteration
+
+
+def _peak_resident_bytes(pid: int) -> int:
+    """The most memory that a process has had so far; where the system does not report it, what it has now."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return int(psutil.Process(pid).memory_info().rss)
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def _processor_seconds(pid: int) -> float:
+    """Processor time that a process has taken so far."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def _steps(run_dir: Path) -> tuple[int, int]:
+    """Changes with every step that is recorded, in any life."""
+    with JournalReader(run_dir / "journal.db") as reader:
+        step = reader.recent_steps(1)[0]
+        return step.life, step.iteration
+
+
+def _measured(run_dir: Path, step_rows: int, clients: int, seconds: float) -> Result:
+    """Ask the service over the journal in `run_dir`, beside training."""
+    journal_bytes = (run_dir / "journal.db").stat().st_size
+    with _training(run_dir), _serving(run_dir) as (url, pid):
+        in_own_process(poll, url, clients, WARM_UP_SECONDS)
+        began, used = _newest_iteration(run_dir), _processor_seconds(pid)
+        answers = in_own_process(poll, url, clients, seconds)
+        trained, used = _newest_iteration(run_dir) - began, _processor_seconds(pid) - used
+        service_bytes = _peak_resident_bytes(pid)
+    if not answers.seconds:
+        raise CPSRError(f"none of {answers.refused} requests to {url} was answered with 200")
+    p50, p99 = numpy.quantile(answers.seconds, [0.5, 0.99])
+    return Result(
+        step_rows=step_rows,
+        journal_bytes=journal_bytes,
+        requests=len(answers.seconds),
+        refused=answers.refused,
+        p50_seconds=float(p50),
+        p99_seconds=float(p99),
+        longest_seconds=max(answers.seconds),
+        late_p99_seconds=float(numpy.quantile(answers.late_seconds, 0.99)),
+        answer_processor_seconds=used / len(answers.seconds),
+        answer_bytes=answers.bytes,
+        service_bytes=service_bytes,
+        trained_iterations=trained,
+    )

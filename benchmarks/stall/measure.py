@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cpsr.benchmarks.stall.job import Job, Size
 from cpsr.benchmarks.stall.methods import Memcpy, Method
-from cpsr.benchmarks.stall.roster import Entry
+from cpsr.benchmarks.stall.rivals import Entry
 
 __all__ = ["Block", "SizeSamples", "measure_methods", "measure_size"]
 
