@@ -15,8 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Rows
 
 from cpsr.benchmarks.harness.ranks import join_ranks
-from cpsr.benchmarks.reshard.cold import forget_files, measured
-from cpsr.benchmarks.reshard.values import KINDS, MOMENTS, fill, holds, parameter_shapes
+from cpsr.benchmarks.reshard.values import (
+    KINDS,
+    MOMENTS,
+    fill,
+    forget_files,
+    holds,
+    measured,
+    parameter_shapes,
+)
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.resharding import load_resharded
 from cpsr.checkpoint.snapshot import Snapshot

@@ -1,19 +1,13 @@
 """`cpsr bench reshard`: loading on another number of ranks, beside as many as before, torch's DCP and DeepSpeed."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-from rich.table import Table
-
 from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
-from cpsr.benchmarks.harness.measurement import interval_text, machine_text, measuring, verdict
+from cpsr.benchmarks.harness.measurement import interval_text, measuring
 from cpsr.benchmarks.harness.ranks import run_ranks
-from cpsr.tables import print_table
 
 __all__ = ["main"]
 
@@ -39,7 +33,7 @@ def main(
     width: int = WIDTH,
     layers: int = LAYERS,
 ) -> None:
-    """Measure, print the table, and write the JSON file with its plot.
+    """Measure, print the table, and write the JSON file.
 
     Args:
         json_path: where the figures go.
@@ -56,27 +50,27 @@ def main(
         found = {}
         for saved_by, ranks in CASES:
             found[saved_by, ranks] = _case(call.directory, saved_by, ranks, rounds, (width, layers), advance)
-        table = Table(title="seconds of the slowest rank, from a cold page cache", title_justify="left")
-        for heading in ("ranks", *COLUMNS.values(), "memory, MB"):
-            table.add_column(heading)
         rows: list[dict[str, Any]] = []
+        table = []
         for (saved_by, ranks), loads in found.items():
             row = _row(loads)
             rows.append({"saved_by": saved_by, "ranks": ranks, **{name: asdict(one) for name, one in row.items()}})
             texts = [interval_text(row[name]) for name in COLUMNS]
-            table.add_row(f"{saved_by} to {ranks}", *texts, interval_text(row["peak_bytes"], 1e-6, 0))
-        print_table(call.console, table)
-        aims = [
-            all(row["over_same"]["value"] <= AIM for row in rows),
-            all(row["over_dcp"]["value"] < 1 for row in rows),
-            all(row["over_universal"]["value"] < 1 for row in rows),
-        ]
-        call.console.print(f"{verdict(aims[0])}  at most {AIM} times a load on as many ranks as saved")
-        call.console.print(f"{verdict(aims[1])}  faster than torch's DCP")
-        call.console.print(f"{verdict(aims[2])}  faster than DeepSpeed's ds_to_universal and its load")
-        call.console.print(f"{machine_text(call.machine)}; medians with 95% bootstrap intervals of {rounds} rounds")
-        figures = {"width": width, "layers": layers, "rounds": rounds, "cases": rows, "aims_met": aims}
-        call.leave(figures, _draw(found))
+            table.append((f"{saved_by} to {ranks}", *texts, interval_text(row["peak_bytes"], 1e-6, 0)))
+        title = f"seconds of the slowest rank, from a cold page cache; medians of {rounds} with 95% intervals"
+        call.table(title, ("ranks", *COLUMNS.values(), "memory, MB"), table)
+        aims = {
+            f"at most {AIM} times a load on as many ranks as saved": all(
+                row["over_same"]["value"] <= AIM for row in rows
+            ),
+            "faster than torch's DCP": all(row["over_dcp"]["value"] < 1 for row in rows),
+            "faster than DeepSpeed's ds_to_universal and its load": all(
+                row["over_universal"]["value"] < 1 for row in rows
+            ),
+        }
+        for aim, met in aims.items():
+            call.judge(aim, met)
+        call.leave({"width": width, "layers": layers, "rounds": rounds, "cases": rows, "aims": aims})
 
 
 Loads = dict[str, list[list[dict[str, Any]]]]  # by kind: for each round, what each rank has found
@@ -131,23 +125,3 @@ def _row(loads: Loads) -> dict[str, Estimate]:
         "peak_bytes": median_interval(peak),
         "dcp_peak_bytes": median_interval([float(max(one["peak_bytes"] for one in found)) for found in loads[DCP]]),
     }
-
-
-def _draw(found: dict[tuple[int, int], Loads]) -> Figure:
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots()
-    colours = {OTHER: "#1f6f8b", SAME: "#9bb8c4", DCP: "#d08c2f", UNIVERSAL: "#7a4b94"}
-    for offset, name in enumerate(colours):
-        rows: Sequence[Estimate] = [_row(loads)[name] for loads in found.values()]
-        places = [index + (offset - 1.5) * 0.21 for index in range(len(rows))]
-        errors = [[row.value - row.low for row in rows], [row.high - row.value for row in rows]]
-        axes.bar(places, [row.value for row in rows], 0.2, yerr=errors, color=colours[name], label=name)
-    axes.set_xticks(range(len(found)), [f"{saved_by} to {ranks} ranks" for saved_by, ranks in found])
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("seconds of the slowest rank")
-    axes.set_title("Loading a checkpoint on another number of ranks", loc="left", fontsize=10)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 
 from cpsr.benchmarks.harness.ranks import join_ranks
-from cpsr.benchmarks.reshard.cold import forget_files, measured
-from cpsr.benchmarks.reshard.values import fill, holds, parameter_shapes
+from cpsr.benchmarks.reshard.values import fill, forget_files, holds, measured, parameter_shapes
 
 __all__ = ["main"]
 

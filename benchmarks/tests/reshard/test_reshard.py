@@ -11,4 +11,3 @@ def test_every_case_loads_what_was_saved(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "reshard.json").read_text())
     assert [(row["saved_by"], row["ranks"]) for row in found["cases"]] == [(2, 3), (4, 2), (1, 4)]
     assert all(row["read_over_held"]["value"] > 0 for row in found["cases"])
-    assert (tmp_path / "reshard.png").exists()
