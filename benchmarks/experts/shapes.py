@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cpsr.engines.moe.operators import Expert, ExpertLayer, NonExpert, Operator
+from cpsr.engines.moe.operators import Expert, ExpertLayer
 
 __all__ = ["MOETION_EXPERTS", "SPREAD_OF_64", "Shape", "moetion_shape", "pec_shape"]
 
@@ -46,14 +46,13 @@ class Shape:
         """The whole state."""
         return self.non_expert_bytes + sum(layer.experts * layer.expert_bytes for layer in self.layers)
 
-    def snapshot_bytes(self, chosen: Iterable[Operator]) -> int:
+    def snapshot_bytes(self, chosen: Iterable[Expert]) -> int:
         """Non-expert parts and the experts that were chosen."""
-        experts = (operator for operator in chosen if isinstance(operator, Expert))
-        return self.non_expert_bytes + sum(self.layers[expert.layer].expert_bytes for expert in experts)
+        return self.non_expert_bytes + sum(self.layers[expert.layer].expert_bytes for expert in chosen)
 
-    def operators(self) -> dict[Operator, tuple[float, float]]:
+    def operators(self) -> dict[Expert | str, tuple[float, float]]:
         """Every operator, saved whole or frozen; gates count among the parts."""
-        sizes: dict[Operator, int] = {NonExpert(name): size for name, size in self.parts.items()}
+        sizes: dict[Expert | str, int] = dict(self.parts)
         for place, layer in enumerate(self.layers):
             sizes |= {Expert(place, index): layer.expert_bytes for index in range(layer.experts)}
         share = FROZEN_BYTES / self.state_bytes

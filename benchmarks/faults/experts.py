@@ -20,7 +20,7 @@ __all__ = ["ALL", "EXPERTS", "SparseSave", "chain", "open_sparse", "sparse_scala
 # The second has no element on either rank; the fourth operator is what every token passes.
 EXPERTS = tuple(f"layers.{index}.weight" for index in range(3))
 ALL = range(len(EXPERTS))
-_NAMING = PatternNaming(re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])\."), re.compile(r"(?P<layer>gate)"))
+_NAMING = PatternNaming(re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])\."))
 _WRONG: Missing = partial(wrong_experts, naming=_NAMING)
 
 

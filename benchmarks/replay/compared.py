@@ -126,7 +126,7 @@ def _dense(interval: int) -> dict[str, Any]:
 
 def _stale(interval: int) -> dict[str, Any]:
     """One expert of each layer in a checkpoint, in turn; too few checkpoints are kept to predict from."""
-    experts = {"policy": "sequential", "experts_per_layer": 1, "stale": "stale"}
+    experts = {"policy": "sequential", "experts_per_layer": 1}
     return {"mode": "auto", "checkpoint": {**_DISK, "interval_iterations": interval}, "experts": experts}
 
 

@@ -34,7 +34,6 @@ from cpsr.engines.deepspeed_masters import (
 from cpsr.engines.deepspeed_support import UNMANAGED, require_supported, warn_of_kept_gradients
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import loss_of, preserved_training_state
-from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.deepspeed import EngineMixture, expert_names
 from cpsr.engines.naming import (
@@ -91,7 +90,6 @@ class DeepSpeedAdapter:
         renew_powers(torch_optimizer(engine))
         warn_of_kept_gradients(engine.optimizer, torch_optimizer(engine))
         self._state = OptimizerState([torch_optimizer(engine)])
-        self._views = FlatViews(self._state)
         self._masters: list[torch.Tensor] = []  # that `_named` is of
         self._named: list[tuple[str, MasterSlice]] = []
         self._whole: dict[int, str] = {}  # by the id of a master that is one parameter
@@ -181,7 +179,7 @@ class DeepSpeedAdapter:
         operators = {}
         for name, piece in self._named:
             owned = slice(piece.start, piece.start + piece.numel)
-            values, moments = self._views.of(name, updated[id(piece.master)], owned, to_fill=to_fill)
+            values, moments = self._state.views(name, updated[id(piece.master)], owned, to_fill=to_fill)
             parameter = ParamSlice(values, piece.global_shape, piece.offset)
             operators[name] = OperatorState(name, parameter, moments, iteration)
         return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())

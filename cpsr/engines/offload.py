@@ -23,6 +23,9 @@ GATHERING_STAGE = 3  # the ZeRO stage that gathers weights for one layer at a ti
 # Activations take at most this share of the host memory that is left; torch rounds pinned blocks up to a power of two.
 MAX_SHARE = 0.5
 
+# A saved tensor with its version, or its copy in host memory with the device that it returns to.
+_Saved = tuple[torch.Tensor, int, torch.device | None]
+
 
 @contextmanager
 def offloaded_activations(
@@ -112,56 +115,31 @@ class ActivationOffload:
         if self._contexts:  # none where another hook raised before ours
             self._contexts.pop().__exit__(None, None, None)
 
-    def _pack(self, tensor: torch.Tensor) -> "_Stayed | _Moved":
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
         dense = tensor.layout == torch.strided and torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
         fits = MIN_BYTES <= tensor.nbytes <= self._limit_bytes - self.held_bytes
         if not (dense and fits) or tensor.untyped_storage().data_ptr() in self._weights:
-            return _Stayed(tensor)
-        moved = _Moved(tensor)
+            return tensor.detach(), tensor._version, None  # the graph would hold itself by its own output
+        host = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+        with torch.no_grad():
+            host.copy_(tensor, non_blocking=tensor.is_cuda)  # the backward runs on the same stream
         self.held_bytes += tensor.nbytes
         self.moved_bytes += tensor.nbytes
-        weakref.finalize(moved, self._let_go, tensor.nbytes)
-        return moved
+        weakref.finalize(host, self._let_go, tensor.nbytes)
+        return host, 0, tensor.device
 
     def _let_go(self, count: int) -> None:
         self.held_bytes -= count
 
 
-class _Moved:
-    """A saved tensor in host memory."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._device = tensor.device
-        self._host = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
-        with torch.no_grad():
-            self._host.copy_(tensor, non_blocking=tensor.is_cuda)  # the backward runs on the same stream
-
-    def unpacked(self) -> torch.Tensor:
-        """A copy on its device."""
-        back = torch.empty_like(self._host, device=self._device, pin_memory=False)
-        return back.copy_(self._host, non_blocking=self._host.is_pinned())
-
-
-class _Stayed:
-    """A saved tensor that is not moved."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # the graph would hold itself by its own output, and never be freed
-        self._version = tensor._version
-
-    def unpacked(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: it was changed meanwhile. Autograd looks after that itself only where no hooks are.
-        """
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self._tensor.shape)} that the backward needs was changed in place after the "
-                "forward had saved it: its gradients would be wrong. Change a copy of it in your model instead"
-            )
-        return self._tensor
-
-
-def _unpack(saved: _Stayed | _Moved) -> torch.Tensor:
-    return saved.unpacked()
+def _unpack(saved: _Saved) -> torch.Tensor:
+    tensor, version, device = saved
+    if device is not None:
+        back = torch.empty_like(tensor, device=device, pin_memory=False)
+        return back.copy_(tensor, non_blocking=tensor.is_pinned())
+    if tensor._version != version:  # autograd looks after that itself only where no hooks are
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after the forward "
+            "had saved it: its gradients would be wrong. Change a copy of it in your model instead"
+        )
+    return tensor

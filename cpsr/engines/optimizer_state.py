@@ -32,6 +32,7 @@ __all__ = [
     "second_moment_decay",
 ]
 
+_ALL = slice(None)
 STEP = "step"  # what the optimizers below call the count of their steps
 
 # Optimizers of which a later state is known, by package: beside weights, only counts called `step` change in a way
@@ -78,6 +79,19 @@ class Updated:
         return self.name or f"a flat tensor of {self.master.numel()} elements"
 
 
+@dataclass(frozen=True)
+class _Views:
+    """1-D views of a tensor and of its state, and what they were made of: addresses, shape, strides and range.
+
+    An address is of the same memory as before: the views keep that from being freed and given to another tensor.
+    """
+
+    tree: StateTree
+    made_of: tuple[Any, ...]
+    values: torch.Tensor
+    moments: dict[str, torch.Tensor]
+
+
 class Known:
     """What is known of one tensor.
 
@@ -95,6 +109,7 @@ class Known:
         self.updated, self.leaves = updated, leaves
         self.room: dict[str, torch.Tensor] = {}
         self._nothing: dict[str, torch.Tensor] = {}
+        self._views: dict[str, _Views] = {}
         self.look()
 
     def look(self) -> None:
@@ -114,6 +129,20 @@ class Known:
             else:
                 found[path] = self.room_for(path) if to_fill else self._nothing_for(path, leaf)
         return found
+
+    def views(self, name: str, owned: slice, *, to_fill: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `OptimizerState.views`."""
+        master, tensors = self.updated.master, self.tree.tensors
+        addresses = [local(one).data_ptr() for one in (master, *tensors.values())]
+        kept, made_of = self._views.get(name), (addresses, tuple(master.shape), master.stride(), owned)
+        if to_fill or kept is None or kept.tree is not self.tree or kept.made_of != made_of:
+            part = _ALL if self.updated.whole else owned
+            found = self.tensors(to_fill=to_fill).items()
+            moments = {path: _flat(one, f"{path} of {name}")[part] for path, one in found}
+            kept = _Views(self.tree, made_of, flat_view(master, name)[owned], moments)
+            if not to_fill:
+                self._views[name] = kept
+        return kept.values, dict(kept.moments)
 
     def has_place(self, path: str) -> bool:
         """Whether the buffers of snapshots have a place for the state's tensor at this path."""
@@ -164,14 +193,6 @@ class OptimizerState:
         self._described: _Described | None = None
         self._leaves: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Leaf]]] = {}
 
-    def tree(self, updated: Updated) -> StateTree:
-        """The state for one tensor as it is now, taken apart.
-
-        Raises:
-            UnsupportedEngineError: it holds what is not plain data; the message names it.
-        """
-        return self.known(updated).tree
-
     def tensors(self, updated: Updated, *, to_fill: bool = False) -> dict[str, torch.Tensor]:
         """The tensors that snapshots have a place for, by path: the same ones at every call.
 
@@ -183,6 +204,29 @@ class OptimizerState:
             to_fill: memory of its own for absent ones: loading makes it the optimizer's, where they were saved.
         """
         return self.known(updated).tensors(to_fill=to_fill)
+
+    def views(
+        self, name: str, updated: Updated, owned: slice = _ALL, *, to_fill: bool = False
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Weights and optimizer state of one operator, made anew only where a tensor was replaced.
+
+        Making them takes tens of microseconds for each operator, on the training thread at every snapshot; to see that
+        they still are the engine's tensors takes a few.
+
+        Args:
+            name: of the operator.
+            updated: the tensor that the optimizer updates.
+            owned: the operator's elements in that tensor, flattened, where it is of several operators.
+            to_fill: see `tensors`; such views are made anew each time.
+
+        Returns:
+            1-D views into the engine's tensors: the weights `(numel,)`, and the state by path, in the order of its own
+            memory.
+
+        Raises:
+            UnsupportedEngineError: state that is not plain data, or a tensor without a flat view; the message names it.
+        """
+        return self.known(updated).views(name, owned, to_fill=to_fill)
 
     def scalars(self, every: Sequence[Updated], *, on_device: bool = False) -> dict[str, Any]:
         """Everything beside these tensors, as plain data.
@@ -219,7 +263,7 @@ class OptimizerState:
 
         A tensor that has never been updated stays at zero while others moved, and one without state stays without.
         """
-        trees = [(updated, self.tree(updated)) for updated in every]
+        trees = [(updated, self.known(updated).tree) for updated in every]
         moved = any(tree.scalar(STEP) for _, tree in trees)
         rises = {key: rise for one in optimizers_of(every) for key, rise in _rises(one).items()}
         for updated, tree in trees:
@@ -328,6 +372,11 @@ def group_sizes(every: Sequence[Updated], optimizer: torch.optim.Optimizer) -> l
     """How many tensors are updated in each of the optimizer's groups; engines may keep the groups empty."""
     counts = Counter(id(one.group) for one in every)
     return [counts[id(group)] for group in optimizer.param_groups]
+
+
+def _flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`flat_view`, also of what stands for a tensor that is still absent."""
+    return tensor if tensor.dim() == 1 and tensor.stride() == (0,) else flat_view(tensor, name)
 
 
 def _strides(every: Sequence[Updated]) -> dict[str, list[int]]:

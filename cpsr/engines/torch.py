@@ -12,7 +12,6 @@ from cpsr.engines import optimizer_state
 from cpsr.engines.adam_kernels import renew_powers
 from cpsr.engines.adapter import Mixture, Pipeline, StepObserver
 from cpsr.engines.evaluation import loss_of, preserved_training_state
-from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.gradient_buckets import GradientBuckets
 from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.token_counts import MixtureOfExperts, ModuleMixture
@@ -100,7 +99,6 @@ class TorchAdapter:
         # Of FSDP2's modules the sharded ones, in whose place they have gathered ones at times.
         self._parameters = list(self._module.parameters())
         self._state = OptimizerState(optimizers)
-        self._views = FlatViews(self._state)
         self._module_state = ModuleState(self._module)
         self._every: tuple[list[int], list[torch.Tensor], list[Updated]] | None = None
         require_supported(self._module, optimizers, self._names)
@@ -200,7 +198,7 @@ class TorchAdapter:
         operators = {}
         for updated in self._held():
             name, part = updated.name, self._parts[id(updated.master)]
-            values, moments = self._views.of(name, updated, to_fill=to_fill)
+            values, moments = self._state.views(name, updated, to_fill=to_fill)
             piece = ParamSlice(values, part.global_shape, part.offset, part.block)
             operators[name] = OperatorState(name, piece, moments, self._loop.iteration)
         return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())

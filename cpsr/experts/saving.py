@@ -328,10 +328,10 @@ def unit_name(expert: Expert) -> str:
 def units_of(operators: ModelOperators, shard: Shard) -> dict[str, str]:
     """Operator name in the shard -> `unit_name` of its expert, for experts' parameters alone."""
     return {
-        name: unit_name(operator)
-        for operator, names in operators.parameters.items()
+        name: unit_name(expert)
+        for expert, names in operators.parameters.items()
         for name in names
-        if isinstance(operator, Expert) and name in shard.operators
+        if name in shard.operators
     }
 
 
@@ -349,10 +349,9 @@ def sized_layers(operators: ModelOperators, shard: Shard, group: Group) -> tuple
     """
     layers = operators.layers({name: 1 for names in operators.parameters.values() for name in names})
     sizes = [torch.zeros(layer.experts, dtype=torch.int64, device="cpu") for layer in layers]
-    for operator, names in operators.parameters.items():
-        if isinstance(operator, Expert):
-            trained = (shard.operators[name] for name in names if name in shard.operators)
-            sizes[operator.layer][operator.index] = sum(one.state_bytes for one in trained)
+    for expert, names in operators.parameters.items():
+        trained = (shard.operators[name] for name in names if name in shard.operators)
+        sizes[expert.layer][expert.index] = sum(one.state_bytes for one in trained)
     table = group.reduce(torch.cat(sizes), "max")
     by_layer = numpy.split(table.numpy(), numpy.cumsum([layer.experts for layer in layers])[:-1])
     return tuple(

@@ -15,7 +15,6 @@ from torch import nn
 
 from cpsr.engines import EngineAdapter
 from cpsr.engines.evaluation import capture_random_states, restore_random_states
-from cpsr.engines.moe.operators import Expert
 from cpsr.engines.sharded import local
 from cpsr.qualify.recorder import Recorder
 from cpsr.state.codec import SmallState, decode, encode, same
@@ -219,12 +218,10 @@ def check_experts(adapter: EngineAdapter) -> None:
     naming, operators, counts = adapter.mixture.naming, adapter.mixture.operators(), adapter.mixture.token_counts()
     assert operators.layer_names == counts.layer_names
     assert operators.layer_names
-    named = [name for names in operators.parameters.values() for name in names]
-    assert set(adapter.shard().operators) <= set(named)
-    for operator, names in operators.parameters.items():
-        index = operator.index if isinstance(operator, Expert) else None
-        for place in map(naming.place, names):
-            assert index == (None if place is None else place.expert)
+    named = {name for names in operators.parameters.values() for name in names}
+    assert {name for name in adapter.shard().operators if naming.place(name) is not None} <= named
+    for expert, names in operators.parameters.items():
+        assert {place.expert for name in names if (place := naming.place(name)) is not None} == {expert.index}
     counts.remove()
     for layer in operators.layer_names:
         adapter.mixture.scale_capacity(layer, 1.5)

@@ -32,7 +32,7 @@ NAMES = [f"layers.{index}/weight é" for index in range(len(SIZES))]
 EXPERTS = frozenset(NAMES[2:])
 
 
-NAMED = PatternNaming(re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])/"), re.compile(r"(?P<layer>gate)"))
+NAMED = PatternNaming(re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])/"))
 
 
 def whole(part: ParamSlice) -> ParamSlice:

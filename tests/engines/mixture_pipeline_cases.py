@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cpsr.engines import adapt
-from cpsr.engines.moe.operators import Expert, check_shared
+from cpsr.engines.moe.operators import check_shared
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import check_early_state, check_resume, run, seed
 from cpsr.qualify.deepspeed_jobs import PipelineJob, pipeline_engine
@@ -61,7 +61,7 @@ def every_rank_knows_the_layers_of_all_stages(of_stages: tuple[int, int]) -> Non
     assert list(operators.layer_names) == names
     check_shared(operators, group.gather)
     stage = torch.distributed.get_rank() // 2
-    own = {operators.layer_names[one.layer] for one in operators.parameters if isinstance(one, Expert)}
+    own = {operators.layer_names[one.layer] for one in operators.parameters}
     assert own == set(layers_of(of_stages)[stage])
     sizes = {name: 1 for parameters in operators.parameters.values() for name in parameters}
     assert [layer.experts for layer in operators.layers(sizes)] == [EXPERTS] * len(names)

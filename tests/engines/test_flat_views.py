@@ -6,7 +6,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cpsr.engines.flat_views import FlatViews
 from cpsr.engines.optimizer_state import OptimizerState, Updated
 
 NAME = "weight"
@@ -24,7 +23,6 @@ class _Trained:
             else torch.optim.SGD([self.parameter], lr=0.1, momentum=momentum)
         )
         self.state = OptimizerState([self.optimizer])
-        self.views = FlatViews(self.state)
         self.step()
 
     def step(self) -> None:
@@ -32,14 +30,14 @@ class _Trained:
         self.optimizer.step()
 
     def taken(self, owned: slice = slice(None)) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        values, moments = self.views.of(NAME, self.updated()[0], owned)
+        values, moments = self.state.views(NAME, self.updated()[0], owned)
         self.kept = values, moments
         return values, moments
 
     def unchanged(self) -> bool:
         """Whether the views are those of the last time."""
         values, moments = self.kept
-        again, moments_again = self.views.of(NAME, self.updated()[0])
+        again, moments_again = self.state.views(NAME, self.updated()[0])
         return again is values and all(moments_again[key] is moment for key, moment in moments.items())
 
     def updated(self) -> list[Updated]:

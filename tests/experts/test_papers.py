@@ -119,7 +119,7 @@ def at_risk(policy: Policy, layers: tuple[ExpertLayer, ...], saved_per_layer: in
     for step in range(200):
         ledger.observe([generator.multinomial(4096, share) for share in popular])
         chosen = policy.select(step, ledger.load, Budget(experts_per_layer=saved_per_layer))
-        ledger.saved(operator for operator in chosen if isinstance(operator, Expert))
+        ledger.saved(chosen)
         risks.append(sum(layer.sum() for layer in ledger.tokens))
     return float(numpy.mean(risks))
 

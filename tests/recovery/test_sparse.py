@@ -211,7 +211,7 @@ def plain_life(
 def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) -> None:
     kept = {"interval_iterations": 5, "fsync": False, "shared_memory": False}
     config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "mode": "auto"}
-    config["experts"] = {"policy": policy, "stale": "stale"}
+    config["experts"] = {"policy": policy}
     with pytest.raises(RuntimeError, match="the end of this life"):
         plain_life(config, 40)
     history = DiskHistory(tmp_path / "checkpoints", 0)

@@ -135,7 +135,7 @@ def test_what_is_not_predicted_is_recomputed_and_said(tmp_path: Path) -> None:
 
     Life(tmp_path, make).until(20, fails=True)
     message = events(tmp_path)["predicting is off"]
-    assert "NAdam keeps mu_product, which its steps change by a rule of its own" in message
+    assert "steps of NAdam" in message
     again = Life(tmp_path, make).until(22)
     assert again.recovery.config.mode == "exact"
     assert (again.recovery.restored.method, again.recovery.restored.restored_iteration) == ("exact", 18)

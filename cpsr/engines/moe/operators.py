@@ -1,4 +1,4 @@
-"""Layers of experts: how parameters are named, which ranks own which experts, and the operators that result."""
+"""Layers of experts: how parameters are named, which experts there are, and which ranks own them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +13,8 @@ __all__ = [
     "Expert",
     "ExpertLayer",
     "ExpertParallel",
-    "Gate",
     "ModelOperators",
     "Naming",
-    "NonExpert",
-    "Operator",
     "PatternNaming",
     "Place",
     "check_shared",
@@ -28,22 +25,22 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a layer of experts a parameter belongs.
+    """The expert to which a parameter belongs.
 
     Attributes:
         layer: name of the layer's module; empty where the model is the layer.
-        expert: the expert's number in the name; None for the layer's gate.
+        expert: the expert's number in the name.
     """
 
     layer: str
-    expert: int | None
+    expert: int
 
 
 class Naming(Protocol):
     """What a model with layers of its own has to provide."""
 
     def place(self, parameter: str) -> Place | None:
-        """Where a parameter belongs; None for what every token passes: attention, norms, shared experts."""
+        """Where a parameter belongs; None for what every token passes: attention, norms, gates, shared experts."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +49,14 @@ class PatternNaming:
 
     Attributes:
         expert: matches from the start of an expert's parameter; its groups are `layer` and `index`.
-        gate: matches from the start of a gate's parameter; its group is `layer`.
     """
 
     expert: re.Pattern[str]
-    gate: re.Pattern[str]
 
     def place(self, parameter: str) -> Place | None:
-        """The expert's pattern goes first: experts may hold a gate of their own."""
-        if found := self.expert.match(parameter):
-            return Place(found["layer"] or "", int(found["index"]))
-        if found := self.gate.match(parameter):
-            return Place(found["layer"] or "", None)
-        return None
+        """See `Naming.place`."""
+        found = self.expert.match(parameter)
+        return None if found is None else Place(found["layer"] or "", int(found["index"]))
 
 
 class Named(Protocol):
@@ -76,27 +68,17 @@ class Named(Protocol):
 def experts_of(mixture: Named | None, parameters: Iterable[str]) -> dict[str, str]:
     """Parameter -> its expert, as layer and number, of experts' parameters alone; none without a mixture."""
     places = {} if mixture is None else {name: mixture.naming.place(name) for name in parameters}
-    return {
-        name: f"{place.layer}/{place.expert}"
-        for name, place in places.items()
-        if place is not None and place.expert is not None
-    }
+    return {name: f"{place.layer}/{place.expert}" for name, place in places.items() if place is not None}
 
 
-# DeepSpeed's MoE; its residual branch (`mlp`, `coefficient`) is a shared expert and matches neither.
+# DeepSpeed's MoE; its residual branch (`mlp`, `coefficient`) is a shared expert and does not match.
 DEEPSPEED = PatternNaming(
-    re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.experts\.deepspeed_experts\.(?P<index>\d+)\."),
-    re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.gate\."),
+    re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.experts\.deepspeed_experts\.(?P<index>\d+)\.")
 )
 
 # A `torch.nn.ModuleList` called `experts`, as most MoE models in plain torch have it, but for those in a module whose
-# name ends in `shared`. A `gate` or `router` beside it is its gate; there may be none, as gates have other names too,
-# or no parameters. What is not known as a gate is a part that every token passes, and so are experts that are stacked
-# in one tensor, which have no names of their own.
-MODULE_LIST = PatternNaming(
-    re.compile(r"(?:(?P<layer>.+?)\.)?(?<!shared\.)experts\.(?P<index>\d+)\."),
-    re.compile(r"(?:(?P<layer>.+?)\.)?(?:gate|router)(?:\.|$)"),
-)
+# name ends in `shared`. Experts that are stacked in one tensor have no names of their own: every token passes them.
+MODULE_LIST = PatternNaming(re.compile(r"(?:(?P<layer>.+?)\.)?(?<!shared\.)experts\.(?P<index>\d+)\."))
 
 
 @dataclass(frozen=True)
@@ -186,43 +168,18 @@ class Expert:
 
 
 @dataclass(frozen=True)
-class Gate:
-    """What routes the tokens of a layer; every rank holds it.
-
-    Attributes:
-        layer: place of its layer among the model's layers of experts.
-    """
-
-    layer: int
-
-
-@dataclass(frozen=True)
-class NonExpert:
-    """A module that every token passes; shared experts are such modules.
-
-    Attributes:
-        name: of the module that holds the parameters, or of a parameter of the model itself.
-    """
-
-    name: str
-
-
-Operator = Expert | Gate | NonExpert
-
-
-@dataclass(frozen=True)
 class ModelOperators:
-    """The operators of which one rank holds parameters.
+    """The experts of which one rank holds parameters.
 
     Attributes:
         layer_names: of the layers of experts, in the model's order.
-        parameters: names of each operator's parameters, in the model's order.
+        parameters: names of each expert's parameters, in the model's order.
         expert_parallel: who owns which experts.
         elsewhere: layer -> its experts, of the layers that other stages of a pipeline have.
     """
 
     layer_names: tuple[str, ...]
-    parameters: dict[Operator, tuple[str, ...]]
+    parameters: dict[Expert, tuple[str, ...]]
     expert_parallel: ExpertParallel
     elsewhere: Mapping[str, int] = field(default_factory=dict)
 
@@ -237,10 +194,7 @@ class ModelOperators:
         """
         place = {name: position for position, name in enumerate(layers)}
         own = [place[name] for name in self.layer_names]
-        moved = {
-            replace(one, layer=own[one.layer]) if isinstance(one, Expert | Gate) else one: names
-            for one, names in self.parameters.items()
-        }
+        moved = {replace(one, layer=own[one.layer]): names for one, names in self.parameters.items()}
         elsewhere = {name: experts for name, experts in layers.items() if name not in self.layer_names}
         return ModelOperators(tuple(layers), moved, self.expert_parallel, elsewhere)
 
@@ -248,18 +202,9 @@ class ModelOperators:
     def experts(self) -> dict[str, list[int]]:
         """Layer -> numbers, ascending, of the experts of which this rank has parameters; none elsewhere."""
         found: dict[str, list[int]] = {name: [] for name in self.layer_names}
-        for operator in self.parameters:
-            if isinstance(operator, Expert):
-                found[self.layer_names[operator.layer]].append(operator.index)
+        for expert in self.parameters:
+            found[self.layer_names[expert.layer]].append(expert.index)
         return {name: sorted(numbers) for name, numbers in found.items()}
-
-    def bytes_of(self, parameter_bytes: Mapping[str, int]) -> dict[Operator, int]:
-        """What each operator takes when each of its parameters takes so much.
-
-        Raises:
-            KeyError: a parameter is not in `parameter_bytes`.
-        """
-        return {operator: sum(parameter_bytes[name] for name in names) for operator, names in self.parameters.items()}
 
     def layers(self, parameter_bytes: Mapping[str, int]) -> tuple[ExpertLayer, ...]:
         """The layers of experts, each expert as large as the largest that this rank owns; of other stages one byte.
@@ -274,14 +219,11 @@ class ModelOperators:
         """
         group = self.expert_parallel
         for name, numbers in self.experts.items():
-            if name in self.elsewhere:
-                continue
-            _check_begin(name, numbers, group)
-            _check_own(name, numbers, range(group.rank * len(numbers), (group.rank + 1) * len(numbers)), group)
+            if name not in self.elsewhere:
+                _require_own(name, numbers, range(group.rank * len(numbers), (group.rank + 1) * len(numbers)), group)
         owned: list[list[int]] = [[] for _ in self.layer_names]
-        for operator, size in self.bytes_of(parameter_bytes).items():
-            if isinstance(operator, Expert):
-                owned[operator.layer].append(size)
+        for expert, names in self.parameters.items():
+            owned[expert.layer].append(sum(parameter_bytes[name] for name in names))
         return tuple(
             ExpertLayer(name, self.elsewhere.get(name, len(sizes) * group.size), max(sizes, default=1), group)
             for name, sizes in zip(self.layer_names, owned, strict=True)
@@ -291,35 +233,27 @@ class ModelOperators:
 def operators_of(
     parameters: Iterable[str], naming: Naming, expert_parallel: ExpertParallel | None = None
 ) -> ModelOperators:
-    """Reads the operators from the names of a model's parameters.
+    """The experts by the names of a model's parameters; layers may have different numbers of them.
 
-    Layers may have different numbers of experts. A gate whose layer has no experts is an ordinary module. Whether the
-    experts are those of this rank is looked at by `check_shared` and `ModelOperators.layers`.
+    `check_shared` and `ModelOperators.layers` check that the experts are those of this rank.
 
     Args:
         parameters: all names that the model on this rank has, in its own order, so that all ranks count its layers
             alike. Experts have their numbers over all ranks in them, as engine adapters name them. The names of a shard
             will not do: a rank may own no part of some layer.
-        naming: how names mark experts and gates.
+        naming: how names mark experts.
         expert_parallel: the group that shares the experts of every layer; None where each rank holds all.
-
-    Raises:
-        ValueError: a name comes twice.
     """
-    places = _places(parameters, naming)
-    layers = dict.fromkeys(place.layer for place in places.values() if place is not None and place.expert is not None)
-    order = {layer: position for position, layer in enumerate(layers)}
-    found: dict[Operator, list[str]] = {}
-    for name, place in places.items():
-        if place is None or place.layer not in order:
-            operator: Operator = NonExpert(name.rpartition(".")[0] or name)
-        elif place.expert is None:
-            operator = Gate(order[place.layer])
-        else:
-            operator = Expert(order[place.layer], place.expert)
-        found.setdefault(operator, []).append(name)
-    parts = {operator: tuple(names) for operator, names in found.items()}
-    return ModelOperators(tuple(layers), parts, expert_parallel or ExpertParallel())
+    found: dict[str, dict[int, list[str]]] = {}
+    for name in parameters:
+        if (place := naming.place(name)) is not None:
+            found.setdefault(place.layer, {}).setdefault(place.expert, []).append(name)
+    parts = {
+        Expert(position, number): tuple(names)
+        for position, experts in enumerate(found.values())
+        for number, names in experts.items()
+    }
+    return ModelOperators(tuple(found), parts, expert_parallel or ExpertParallel())
 
 
 def check_shared(operators: ModelOperators | None, gather: Callable[[Any], list[Any]]) -> None:
@@ -359,44 +293,19 @@ def check_shared(operators: ModelOperators | None, gather: Callable[[Any], list[
     for layer in ranks[0]:
         # Ranks of other stages of a pipeline have none: a layer is listed only where some rank has an expert of it.
         there = [(experts[layer], group) for experts, group in zip(ranks, groups, strict=True) if experts[layer]]
-        _check_layer(layer, [experts for experts, _ in there], [group for _, group in there])
+        experts = len({number for own, _ in there for number in own})
+        for own, group in there:
+            _require_own(layer, own, ExpertLayer(layer, experts, 1, group).owned, group)
 
 
-def _check_layer(layer: str, numbers: Sequence[list[int]], groups: Sequence[ExpertParallel]) -> None:
-    """Whether these experts, which ranks have, are each rank's own."""
-    for own, group in zip(numbers, groups, strict=True):
-        _check_begin(layer, own, group)
-    experts = len({number for own in numbers for number in own})
-    for own, group in zip(numbers, groups, strict=True):
-        _check_own(layer, own, ExpertLayer(layer, experts, 1, group).owned, group)
-
-
-def _check_begin(layer: str, numbers: Sequence[int], group: ExpertParallel) -> None:
-    if group.rank and numbers[0] == 0:
-        raise UnsupportedEngineError(
-            f"layer {layer!r} has parameters of experts {_listed(numbers)} on rank {group.rank} of {group.size} "
-            "expert-parallel ranks, where a name would stand for another expert than on rank 0: give experts their "
-            f"numbers over all ranks in their names, so that those of {len(numbers)} on each rank begin at "
-            f"{group.rank * len(numbers)} there; or, where each rank holds all experts, leave expert_parallel out"
-        )
-
-
-def _check_own(layer: str, numbers: Sequence[int], own: range, group: ExpertParallel) -> None:
+def _require_own(layer: str, numbers: Sequence[int], own: range, group: ExpertParallel) -> None:
     if list(numbers) != list(own):
         raise UnsupportedEngineError(
             f"layer {layer!r} has parameters of experts {_listed(numbers)} on rank {group.rank} of {group.size} "
-            f"expert-parallel ranks, and so many shared equally would be {_listed(own)}; nothing was read: give every "
-            "parameter of the model, frozen ones too, and experts their numbers over all ranks"
+            f"expert-parallel ranks, whose own would be {_listed(own)}; nothing was read: give experts their numbers "
+            "over all ranks in their names, and every parameter of the model, frozen ones too; or, where each rank "
+            "holds all experts, leave expert_parallel out"
         )
-
-
-def _places(parameters: Iterable[str], naming: Naming) -> dict[str, Place | None]:
-    places: dict[str, Place | None] = {}
-    for name in parameters:
-        if name in places:
-            raise ValueError(f"the parameter {name!r} is named twice")
-        places[name] = naming.place(name)
-    return places
 
 
 def _listed(numbers: Iterable[int]) -> str:

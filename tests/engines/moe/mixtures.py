@@ -68,7 +68,7 @@ def selections(
     ledger, found = Ledger(layers), []
     for step in range(steps):
         ledger.observe(tokens)
-        chosen = {one for one in policy.select(step, ledger.load, budget) if isinstance(one, Expert)}
+        chosen = set(policy.select(step, ledger.load, budget))
         ledger.saved(chosen)
         found.append(chosen)
     return found
