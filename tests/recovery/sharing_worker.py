@@ -1,12 +1,11 @@
 """The job of `worker.py`, in which one rank's learning ends early.
 
-Further faults: `killed:rank:iteration` kills the process while it learns of that checkpoint or a later one. It leaves
-a file with the result's name and `.killed`. `failed:rank:iteration` lets it learn nothing and kills it at that step.
+A further fault, `killed:rank:iteration`, kills the process while it learns of that checkpoint or a later one. It leaves
+a file with the result's name and `.killed`.
 """
 
 import os
 import signal
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +22,6 @@ def main(options: Options, rank: int, ranks: int) -> None:
     if how == "killed" and rank == int(victim):
         marker = options.result.with_suffix(".killed")
         worker.before(VITPPredictor, "learn", partial(_knows, int(at)), partial(_kill, marker))
-    if how == "failed":
-        options = replace(options, fault=f"step:{victim}:{at}")
-        if rank == int(victim):
-            worker.before(VITPPredictor, "learn", lambda *_: True, _fail)
     worker.main(options, rank, ranks)
 
 
@@ -37,7 +32,3 @@ def _knows(iteration: int, _: VITPPredictor, history: History) -> bool:
 def _kill(marker: Path) -> None:
     marker.touch()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _fail() -> None:
-    raise RuntimeError("no more memory for this rank's share")

@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.manifest import Manifest, RankManifest, holds_frozen, rank_manifest_name, step_name
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.store import verify_run
-from cpsr.errors import RunMismatchError, UnsupportedEngineError
 from cpsr.journal import JournalReader
 from tests.recovery.job import Ended, Job
 
@@ -110,19 +105,6 @@ def test_after_a_kill_they_are_as_they_were_whatever_the_script_loads(
     assert {one.st_ino for one in frozen.files(12).values()} == {one.st_ino for one in before.values()}
 
 
-def test_nothing_is_read_where_the_script_has_loaded_the_same(frozen: FrozenJob, left_alone: Any) -> None:
-    """Then damage in the file is not met; the next checkpoint does not link it, and has a whole one."""
-    _, expected = left_alone()
-    frozen.run(fault=10, committed=8, fails=True)
-    (name,) = frozen.files(8)
-    path = frozen.run_dir / "checkpoints" / step_name(8) / name
-    path.write_bytes(b"\0" * path.stat().st_size)
-    ended = frozen.run()
-    assert same_end(ended, expected)
-    assert {problem.iteration for problem in verify_run(frozen.run_dir)} <= {4, 8}
-    assert list(frozen.files(12)) == [name]
-
-
 def test_a_damaged_file_that_is_needed_is_refused(frozen: FrozenJob) -> None:
     frozen.run(fault=10, committed=8, fails=True)
     (name,) = frozen.files(8)
@@ -200,32 +182,6 @@ def test_what_is_written_past_the_version_count_is_never_committed_as_it_was(
     ended = frozen.run(base_seed=OTHER_BASE)
     assert ended.result()["started"] == 12
     assert same_end(ended, expected)
-
-
-def test_one_that_begins_to_train_ends_the_job_at_the_checkpoint(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1))
-    optimizer = torch.optim.AdamW(module[1].parameters())
-    checkpoint = {"interval_iterations": 2, "fsync": False, "shared_memory": False}
-    config = {"run_dir": str(tmp_path), "mode": "exact", "checkpoint": checkpoint}
-
-    def train() -> None:
-        with CPSRRecovery(TorchAdapter(module, optimizer), config) as recovery:
-            for batch in recovery.resume([torch.ones(2, 3)] * 8):
-                module(batch).sum().backward()
-                optimizer.step()
-                assert recovery.life.saver.drain(60.0)
-                if recovery.iteration == 5:
-                    module[0].requires_grad_(True)
-                    optimizer.add_param_group({"params": list(module[0].parameters())})
-
-    with pytest.raises(UnsupportedEngineError, match=r"no checkpoint can be taken .*: param/0\.weight is new"):
-        train()
-    assert [info.iteration for info in scan(tmp_path / "checkpoints").checkpoints] == [2, 4]
-    with (
-        pytest.raises(RunMismatchError, match="A weight that begins or ceases to train makes another run"),
-        CPSRRecovery(TorchAdapter(module, optimizer), config),
-    ):
-        pass
 
 
 def test_ranks_that_hold_the_same_share_them_out(frozen: FrozenJob, left_alone: Any) -> None:

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.journal import JournalReader
 from tests.recovery.engines import EXPERTS
-from tests.recovery.job import INTERVAL, OF_THE_START, RANKS, Job
+from tests.recovery.job import INTERVAL, OF_THE_START, Job
 
 CHECKPOINT, FAILURE = 20, 22
 SIGKILLED = -9
@@ -77,24 +76,3 @@ def test_experts_shared_by_other_ranks_are_refused(job: Job) -> None:
     assert 0 not in refused.statuses
     assert "another split over ranks" in refused.output[0]
     assert f"param/{EXPERT}." in refused.output[0]
-
-
-def test_replicas_are_predicted_alike(job: Job) -> None:
-    """Each rank predicts its own experts; what both hold stays the same on both."""
-    options: dict[str, Any] = {"expert_parallel": 2, "zero": 0}
-    killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, **options)
-    assert killed.statuses[1] == SIGKILLED, killed.output
-    back = job.launch(mode="predict", began=True, **options)
-    assert back.statuses == [0, 0], back.output[0][-3000:]
-    began = []
-    for rank in range(RANKS):
-        assert (back.result(rank)["started"]["iteration"], back.result(rank)["started"]["method"]) == (FAILURE, "line")
-        began.append(load_file(job.directory / f"life-2.{rank}.safetensors"))
-    shared = began[0].keys() & began[1].keys()
-    assert {name for name in began[0] if name not in shared} == {
-        f"{EXPERT}.{index}.{layer}.{kind}"
-        for index in range(EXPERTS // RANKS)
-        for layer in (0, 2)
-        for kind in ("weight", "bias")
-    }
-    assert all(began[0][name].equal(began[1][name]) for name in shared)

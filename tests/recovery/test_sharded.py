@@ -6,16 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
-from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
-from cpsr.errors import UnsupportedEngineError
-from cpsr.export.state_dict import state_dict
-from cpsr.export.universal import require_universal
-from cpsr.export.whole import open_whole
 from cpsr.journal import JournalReader
 from tests.device import cpu_only
 from tests.recovery.job import ITERATIONS, RANKS, Ended, Job
@@ -135,29 +129,6 @@ def test_what_ranks_hold_alike_is_predicted_alike(job: Job, victims: str) -> Non
     assert first["state"] != second["state"]
     noted = "the dumps of the ranks that did not fail are not used: rank 1 has lost its state" in back.output[0]
     assert noted == (victims == "1")
-
-
-@pytest.mark.parametrize("kind", ["fsdp2", "tp"])
-def test_an_export_has_the_whole_parameters(reference: Reference, kind: str) -> None:
-    job, ended = reference(kind)
-    state = open_whole(job.run_dir, NEWEST, moments=True)
-    wanted = ended.result()["final"]["whole"]
-    for name in state.parameters:
-        assert state.weights(name).reshape(-1).tolist() == wanted[name], name
-        assert state.moment(name, "exp_avg_sq").reshape(-1).tolist() == wanted[f"exp_avg_sq/{name}"], name
-    exported = state_dict(state, "fp32")
-    assert exported["layers.3.weight"].shape == torch.Size((1, 16))
-    assert exported.keys() == {"seen", *(f"layers.{layer}.{part}" for layer in (0, 3) for part in ("weight", "bias"))}
-    with pytest.raises(UnsupportedEngineError, match="has no DeepSpeed engine"):
-        require_universal(state)
-
-
-def test_a_rank_with_nothing_of_a_parameter_does_not_list_it(reference: Reference) -> None:
-    job, _ = reference("fsdp2")
-    step = job.run_dir / "checkpoints" / f"step-{NEWEST:010d}"
-    manifest = read_manifest(step)
-    listed = [read_rank_manifest(step, manifest, rank).operators.keys() for rank in range(RANKS)]
-    assert listed[0] - listed[1] == {"layers.3.weight", "layers.3.bias"}
 
 
 def test_another_split_is_refused_and_nothing_is_touched(job: Job) -> None:

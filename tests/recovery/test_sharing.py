@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.loading import load_branch
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.journal import JournalReader
-from tests.device import NO_STAGES, cpu_only
 from tests.recovery.job import RANKS, Job
 
 CHECKPOINT, FAILURE = 20, 23
@@ -59,40 +56,8 @@ def test_each_rank_learns_from_its_share(job: Job) -> None:
     comes_back(job)
 
 
-@cpu_only(NO_STAGES)
-@pytest.mark.slow
-def test_in_a_pipeline_the_ranks_of_each_stage_share(job: Job) -> None:
-    """Two stages of two ranks, which learn while they wait for the other stage, or not at all."""
-    stages: dict[str, Any] = {"ranks": 4, "stages": 2, "micro_batches": 2}
-    killed = job.launch(fault=f"step:3:{FAILURE}", committed=CHECKPOINT, **SHARED | stages)
-    assert killed.statuses[3] == -9, killed.output
-    found = learned(job, ranks=4)
-    assert not found[0] & found[1]
-    assert not found[2] & found[3]
-    comes_back(job, copies=((0, 1), (2, 3)), **stages)
-
-
-@pytest.mark.slow
-def test_at_higher_stages_nothing_is_shared(job: Job) -> None:
-    ended = job.launch(**SHARED | {"zero": 1})
-    assert ended.statuses == [0, 0], ended.output
-    first, second = learned(job)
-    assert first & second  # what ZeRO has cut in two both learn from, each from its slice
-
-
 def test_a_rank_killed_while_it_learns(job: Job) -> None:
     killed = job.launch(fault="killed:1:16", iterations=10_000, **SHARED)
     assert (job.directory / "life-1.killed").exists(), killed.output
     assert killed.statuses[1] == -9
-    comes_back(job)
-
-
-def test_a_rank_that_learns_nothing_costs_its_share_alone(job: Job) -> None:
-    """Its operators are read at the recovery."""
-    killed = job.launch(fault=f"failed:1:{FAILURE}", committed=CHECKPOINT, **SHARED)
-    assert killed.statuses[1] == -9, killed.output
-    first, second = learned(job)
-    assert first
-    assert not second
-    assert "no more memory for this rank's share" in killed.output[1]
     comes_back(job)

@@ -149,13 +149,6 @@ def test_mode_exact_goes_behind_experts_of_other_ages(job: Job) -> None:
     assert set(taken_at(job, 0, END - 2).values()) == {END - 2}
 
 
-def test_mode_exact_says_where_no_such_checkpoint_is_left(failed: Job) -> None:
-    refused = failed.launch(mode="exact", settings=settings(), **SHARED)
-    assert 0 not in refused.statuses
-    assert "no older checkpoint is left whose experts are all of one iteration" in refused.output[0].replace("\n", " ")
-    assert len(list((failed.run_dir / "checkpoints").glob("damaged-*"))) == 0
-
-
 def test_host_memory_holds_what_the_disk_does_not(job: Job) -> None:
     sections = {**settings(), "checkpoint": {"shared_memory": True, **SHORT}}
     killed_at(job, CHECKPOINT + 1, sections, in_memory=CHECKPOINT)
@@ -228,29 +221,6 @@ def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) ->
     assert bool(stale) or policy == "moetion"  # which saves all where the disk takes it
     for name, values in saved.items():
         assert torch.equal(start[name].reshape(-1), values)
-
-
-def test_experts_that_are_saved_too_rarely_to_be_predicted_are_reported(tmp_path: Path) -> None:
-    kept = {"interval_iterations": 50, "fsync": False, "shared_memory": False, "history_span_iterations": 400}
-    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "experts": {"policy": "sequential"}}
-    plain_life(config, 0)
-    with JournalReader(tmp_path / "journal.db") as journal:
-        messages = [event.message for event in journal.events() if event.kind == "experts saved rarely"]
-    assert len(messages) == 1
-    assert "history_span_iterations must be 450 and is 400" in messages[0]
-
-
-def test_the_last_checkpoint_holds_all_experts_where_one_is_due_there_too(tmp_path: Path) -> None:
-    kept = {"interval_iterations": 5, "fsync": False}
-    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "experts": {"policy": "sequential"}}
-    plain_life(config, 20, ends=True)
-    history = DiskHistory(tmp_path / "checkpoints", 0)
-    newest = len(history.entries) - 1
-    assert {history.taken_at(name, newest) for name in history.operators} == {20}
-    assert any(history.taken_at(name, newest - 1) < 15 for name in history.operators)
-    history.close()
-    restored, _ = plain_life(config, 20)
-    assert (restored.method, restored.restored_iteration) == ("exact", 20)
 
 
 def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:

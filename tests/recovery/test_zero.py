@@ -33,14 +33,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "offloaded parameters": {"precision": "bf16", "optimizer": offloading(3, "optimizer", "param")},
     "Adam of the JSON": {"optimizer": in_json("Adam", torch_adam=True, adam_w_mode=False), "zero": 3},
 }
-KERNELS: dict[str, dict[str, Any]] = {
-    "FusedAdam": {"zero": 2, "precision": "bf16", "optimizer": in_json("AdamW")},
-    "DeepSpeedCPUAdam": {
-        "zero": 2,
-        "precision": "bf16",
-        "optimizer": {**in_json("AdamW", betas=[0.9, 0.95]), **offloading(2, "optimizer")},
-    },
-}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -56,31 +48,6 @@ def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, engine: str) -
         mine, reference = back.result(rank), uninterrupted(**options).result(rank)
         assert mine["started"]["iteration"] == CHECKPOINT
         assert mine["batches"] == reference["batches"][CHECKPOINT * options.get("micro_batches", 1) :]
-        assert {**mine, **OF_THE_START} == {**reference, **OF_THE_START}
-
-
-@pytest.mark.slow  # DeepSpeed compiles its kernels first: minutes on two cores
-@pytest.mark.parametrize("in_memory", [False, True], ids=["disk", "memory"])
-@pytest.mark.parametrize("engine", KERNELS)
-def test_kernels_for_processors_are_bitwise(
-    job: Job, uninterrupted: Uninterrupted, engine: str, in_memory: bool
-) -> None:
-    """Killed twice, so that powers of the betas that were brought back are saved and brought back again."""
-    options = {**KERNELS[engine], "seconds": 1500.0}
-    lost: dict[str, Any] = {"fault": f"step:1:{FAILURE}", "committed": CHECKPOINT}
-    if in_memory:  # the second time before the checkpoint is on the disk
-        options["settings"] = {"checkpoint": {"shared_memory": True}}
-        lost = {"fault": f"persist:0:{CHECKPOINT}", "committed": CHECKPOINT - 4, "in_memory": CHECKPOINT}
-    first = job.launch(fault="step:1:10", committed=8, **options)
-    second = job.launch(**lost, **options)
-    assert -9 in first.statuses, first.output
-    assert -9 in second.statuses, second.output
-    back = job.launch(**options)
-    assert back.statuses == [0, 0], back.output[0][-3000:]
-    for rank in range(RANKS):
-        mine, reference = back.result(rank), uninterrupted(**options).result(rank)
-        assert mine["started"]["iteration"] == CHECKPOINT
-        assert mine["batches"] == reference["batches"][CHECKPOINT:]
         assert {**mine, **OF_THE_START} == {**reference, **OF_THE_START}
 
 

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from cpsr import CPSRRecovery, Leaving, TorchAdapter
 from cpsr.journal import JournalReader
-from cpsr.life import leaving
 from tests.situations.lives import Ended, Life, alone_and_cut, backward, digest, live
 
 ROWS, BATCH, PASSES = 64, 8, 4
@@ -245,33 +244,6 @@ def in_the_steps_to_compare(life: Life) -> str:
                     time.sleep(60)
             life.step(recovery.iteration)
     return digest(net)
-
-
-def goes_on_after_an_error(life: Life) -> bool:
-    """The script catches what ended its block in a step to compare, and works on for longer than that may take."""
-    leaving.COMPARED_SECONDS, leaving.LATE_SECONDS = 2.0, 0.5
-    torch.manual_seed(0)
-    net = nn.Linear(12, 4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    data = TensorDataset(torch.randn(ROWS * PASSES, 12))
-    try:
-        with CPSRRecovery(TorchAdapter(net, optimizer), life.config()) as recovery:
-            for (x,) in recovery.resume(DataLoader(data, batch_size=BATCH), epochs=1):
-                if recovery.iteration == CUT_AT + 2:
-                    raise ValueError("in a step to compare")
-                optimizer.zero_grad()
-                backward(net(x).square().mean())
-                optimizer.step()
-                life.step(recovery.iteration)
-    except ValueError:
-        time.sleep(4)
-        return True
-    return False
-
-
-def test_a_script_that_catches_an_error_of_these_steps_has_time(tmp_path: Path) -> None:
-    ended = live(goes_on_after_an_error, Life(tmp_path, CUT_AT, signal.SIGTERM))
-    assert (list(ended.statuses), ended.result) == ([0], True)
 
 
 def note(path: Path, event: object) -> None:

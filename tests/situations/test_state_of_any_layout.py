@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.errors import UnsupportedEngineError
-from cpsr.journal import JournalReader
 from tests.engines.optimizer_cases import Stacked
 from tests.situations.lives import Life, alone_and_cut, backward, digest, live
 
@@ -260,15 +259,6 @@ def test_a_job_whose_state_cannot_be_saved_ends_at_the_checkpoint(tmp_path: Path
     assert ended.statuses == [1]
     assert "no checkpoint can be taken of iteration 10 or later (the newest is of 5)" in ended.output
     assert "trained tensors has changed since the start of this life: param/late is new" in ended.output
-
-
-def test_other_modes_report_it_at_every_checkpoint(tmp_path: Path) -> None:
-    ended = live(with_a_new_parameter, Life(tmp_path, options={"mode": "auto"}))
-    assert ended.result == 20
-    with JournalReader(tmp_path / "run" / "journal.db") as journal:
-        skipped = {row.iteration: row.reason for row in journal.checkpoints() if row.status == "skipped"}
-    assert skipped.keys() == {10, 15, 20}
-    assert all("param/late is new" in reason for reason in skipped.values())
 
 
 def pruning(life: Life) -> str:
