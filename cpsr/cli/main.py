@@ -189,19 +189,17 @@ def doctor(
     state_bytes: Annotated[
         int | None, typer.Option(min=1, help="Weights and moments of a rank, for other optimizers than Adam.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Of the job on this machine, without a launcher.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
-    """Check a machine for a job: packages, GPUs, memory, disk, limits, ports, launcher; exit status 1 for an error.
+    """Check a machine for a job: GPUs, memory, limits, disk, shared directory; exit status 1 for an error.
 
     Under your launcher it checks all machines, and whether the ranks share the run directory:
     cpsr run --nproc-per-node=8 -m cpsr doctor --config cpsr.yaml
     """
     from cpsr.doctor.command import needs_of, run_doctor
 
-    has_run_dir = config is not None or run_dir is not None
-    needs = needs_of(config, run_dir, state_bytes, parameters, ranks)
-    raise typer.Exit(run_doctor(needs, has_run_dir=has_run_dir, as_json_text=as_json))
+    needs = needs_of(config, run_dir, state_bytes, parameters)
+    raise typer.Exit(run_doctor(needs, as_json_text=as_json))
 
 
 @app.command()

@@ -1,1 +1,1 @@
-"""Checks of a machine and of the job on it: `cpsr doctor`, and the cheap part of it when a job starts."""
+"""`cpsr doctor`, and the cheap checks of a machine that every job makes when it starts."""

@@ -1,14 +1,12 @@
-"""The disk of the run directory, tried out in a folder that is removed afterwards."""
+"""The disk of the run directory, tried out in a folder that is removed afterwards, and shared among the ranks."""
 
 import fcntl
-import mmap
 import os
 import shutil
-import sqlite3
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cpsr.checkpoint.direct_file import (
@@ -20,26 +18,21 @@ from cpsr.checkpoint.direct_file import (
     read_pieces,
     write_piece,
 )
-from cpsr.checkpoint.files import sync_directory, write_bytes
+from cpsr.checkpoint.files import write_bytes
 from cpsr.checkpoint.resources import existing_part
-from cpsr.doctor.finding import FULL, Finding, error, ok, size, warning
-from cpsr.doctor.needs import Needs
-from cpsr.errors import JournalError
-from cpsr.journal import Journal
+from cpsr.checkpoint.run_directory import checkpoint_bytes
+from cpsr.doctor.machine import Finding, size
+from cpsr.ranks.group import Group
 
-__all__ = ["FOLDER", "check_bandwidth", "check_direct", "check_durable", "check_journal", "check_operations"]
+__all__ = ["check_bandwidth", "check_durable", "check_locks", "check_shared", "check_space"]
 __all__ += ["scratch_folder"]
 
-FOLDER = ".cpsr-doctor-"  # and a name of its own
 FILE_BYTES = 4 * PIECE_BYTES
-_FIRST_BYTES = 1 << 20
-_SECONDS = 5.0  # that a check takes at most on a slow disk, while the other ranks wait
 _FREE_SHARE = 8  # at most this part of the free space is written
-_DURABLE_WRITES = 20
+_DURABLE_WRITES = 10
 _SLOW_SECONDS = 0.1  # a commit forces four files and two folders in a row
-_JOURNAL_SECONDS = 10.0
-_LINKS = "hard links"
-_LOCKS = "use a file system with locks and room (NFS: lockd, or NFS 4)"
+_LOOK_SECONDS = 10.0  # a network file system may show another machine's file late
+_PAUSE_SECONDS = 0.05
 
 
 @contextmanager
@@ -48,12 +41,12 @@ def scratch_folder(run_dir: Path, name: str) -> Iterator[Path]:
 
     Args:
         run_dir: of the run; is not made.
-        name: of this call; ranks that use one folder give the same.
+        name: the same on all ranks, and no other call's.
 
     Raises:
         OSError: it cannot be made.
     """
-    folder = existing_part(run_dir) / f"{FOLDER}{name}"
+    folder = existing_part(run_dir) / f".cpsr-doctor-{name}"
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         yield folder
@@ -61,125 +54,55 @@ def scratch_folder(run_dir: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_operations(folder: Path) -> Finding:
-    """What the files of a run need: appends, renames, links, exclusive folders, mappings, locks.
+def check_durable(folder: Path) -> Finding:
+    """How long a small file takes until it is on the disk, as the commit record of a checkpoint does.
 
     Raises:
-        OSError: there is no room.
+        OSError: the file system failed, or is full.
     """
-    refused = {}
-    for name, attempt in _OPERATIONS.items():
-        place = folder / name.replace(" ", "-")
-        place.mkdir()
-        try:
-            attempt(place)
-        except OSError as problem:
-            if problem.errno in FULL:
-                raise
-            refused[name] = f"{name} ({problem.strerror or problem})"
-    if set(refused) == {_LINKS}:
-        advice = "what a checkpoint could share with an older one is copied; nothing else depends on them"
-        return warning("operations", f"it refuses: {refused[_LINKS]}", advice, refused=[_LINKS])
-    if refused:
-        advice = "use a file system that has them (a disk, NFS, Lustre), and checkpoint.target for an object store"
-        return error("operations", f"it refuses: {', '.join(refused.values())}", advice, refused=list(refused))
-    return ok("operations", f"{', '.join(_OPERATIONS)} work")
-
-
-def check_direct(folder: Path) -> Finding:
-    """Whether files can be written past the page cache (O_DIRECT)."""
-    path, block = folder / "direct", block_buffer(BLOCK_BYTES)
-    descriptor = open_direct(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
-    try:
-        write_piece(descriptor, block, path)
-        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
-    finally:
-        os.close(descriptor)
-        path.unlink()
-    if direct:
-        return ok("direct I/O", "O_DIRECT works", direct=True)
-    advice = "files take the page cache, which costs processor time; a local disk or another mount option has it"
-    return warning("direct I/O", "the file system refuses O_DIRECT", advice, direct=False)
-
-
-def check_durable(folder: Path) -> Finding:
-    """How long a small file takes until it is on the disk, as the commit record of a checkpoint does."""
     taken: list[float] = []
     for number in range(_DURABLE_WRITES):
-        if sum(taken) > _SECONDS:
-            break
         began = time.perf_counter()
         write_bytes(folder / f"durable-{number}", b"x" * BLOCK_BYTES, fsync=True)
         taken.append(time.perf_counter() - began)
-    median, most = statistics.median(taken), max(taken)
-    figures = {"median_seconds": median, "max_seconds": most}
-    text = f"a small file is on the disk after {1e3 * median:.3g} ms ({1e3 * min(taken):.3g} to {1e3 * most:.3g})"
+    median = statistics.median(taken)
+    text = f"a small file is on the disk after {1e3 * median:.3g} ms (at most {1e3 * max(taken):.3g})"
     if median > _SLOW_SECONDS:
         advice = "each checkpoint waits for several; a faster disk, or checkpoint less often"
-        return warning("fsync", text, advice, **figures)
-    return ok("fsync", text, **figures)
+        return Finding("warning", "fsync", text, advice)
+    return Finding("ok", "fsync", text)
 
 
-def check_bandwidth(folder: Path, needs: Needs) -> Finding:
-    """Bytes a second of one process, and what they mean for a checkpoint of this machine's ranks.
+def check_bandwidth(folder: Path, state_bytes: int | None, save_timeout_seconds: float) -> Finding:
+    """Bytes a second of one process past the page cache, and what they mean for a checkpoint of this machine's ranks.
 
-    Its figure `commit_seconds` is None where the job's size is not given.
+    Args:
+        folder: of the disk.
+        state_bytes: of all ranks on this machine; None: not known.
+        save_timeout_seconds: configured.
 
     Raises:
         OSError: the file system failed, or is full.
     """
     disk = os.statvfs(folder)
     room = disk.f_bavail * disk.f_frsize // _FREE_SHARE
-    slowest = min(_rates(folder / "bandwidth", _blocks(min(_FIRST_BYTES, room))))
-    count = _blocks(int(min(FILE_BYTES, room, max(_FIRST_BYTES, _SECONDS * slowest))))
-    write, read = _rates(folder / "bandwidth", count)
-    seconds = needs.commit_seconds(write, read)
-    figures = {
-        "write_bytes_per_second": write,
-        "read_bytes_per_second": read,
-        "measured_bytes": count,
-        "commit_seconds": seconds,
-    }
+    count = max(1, min(FILE_BYTES, room) // BLOCK_BYTES) * BLOCK_BYTES
+    direct, write, read = _measured(folder / "bandwidth", count)
     text = f"{size(write)}/s written and forced to the disk, {size(read)}/s read back ({size(count)})"
-    if seconds is None:
-        return ok("bandwidth", text, **figures)
-    text += f"; a checkpoint of this machine's ranks takes about {seconds:.3g} s"
-    limit = needs.config.checkpoint.save_timeout_seconds
-    if seconds > limit:
-        advice = f"checkpoint.save_timeout_seconds is {limit:g}: raise it, or take a faster disk"
-        return warning("bandwidth", text, advice, **figures)
-    return ok("bandwidth", text, **figures)
+    if state_bytes is not None:
+        seconds = state_bytes / write + state_bytes / read
+        text += f"; a checkpoint of this machine's ranks takes about {seconds:.3g} s"
+        if seconds > save_timeout_seconds:
+            advice = f"checkpoint.save_timeout_seconds is {save_timeout_seconds:g}: raise it, or take a faster disk"
+            return Finding("warning", "bandwidth", text, advice)
+    if not direct:
+        advice = "the file system refuses O_DIRECT, so that files take the page cache, which costs processor time"
+        return Finding("warning", "bandwidth", text, advice)
+    return Finding("ok", "bandwidth", text)
 
 
-def check_journal(folder: Path) -> Finding:
-    """Whether the journal (SQLite) can be made and written there, in the mode that its file system permits."""
-    began, path = time.perf_counter(), folder / "journal.db"
-    try:
-        journal = Journal.open(path)
-    except JournalError as problem:
-        return error("journal", f"SQLite cannot be used there ({problem})", _LOCKS)
-    try:
-        journal.start_life("exact")
-        written = journal.flush(_JOURNAL_SECONDS)
-        failures = journal.failures()
-    finally:
-        journal.close(_JOURNAL_SECONDS)
-    seconds = time.perf_counter() - began
-    if failures or not written:
-        why = "; ".join(failures) or f"nothing was written in {_JOURNAL_SECONDS:g} s"
-        return error("journal", f"SQLite cannot write there ({why})", _LOCKS)
-    with closing(sqlite3.connect(path)) as connection:
-        (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-    return ok("journal", f"SQLite writes there in mode {mode}, opened in {1e3 * seconds:.3g} ms", mode=mode)
-
-
-def _blocks(count: int) -> int:
-    """Bytes of whole blocks, one at least."""
-    return max(1, count // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _rates(path: Path, count: int) -> tuple[float, float]:
-    """Bytes a second, written and forced to the disk, and read back; past the page cache where that is permitted.
+def _measured(path: Path, count: int) -> tuple[bool, float, float]:
+    """Whether O_DIRECT works, and bytes a second written and forced to the disk, and read back.
 
     The file has no name while it is used, so that nothing is left however this ends.
     """
@@ -194,6 +117,7 @@ def _rates(path: Path, count: int) -> tuple[float, float]:
             left -= min(left, len(piece))
         os.fsync(descriptor)
         written = time.perf_counter()
+        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # where it went through the page cache
         os.lseek(descriptor, 0, os.SEEK_SET)
         for _ in read_pieces(descriptor):
@@ -201,61 +125,74 @@ def _rates(path: Path, count: int) -> tuple[float, float]:
         ended = time.perf_counter()
     finally:
         os.close(descriptor)
-    return count / (written - began), count / (ended - written)
+    return direct, count / (written - began), count / (ended - written)
 
 
-def _append(place: Path) -> None:
-    for _ in range(2):
-        with (place / "file").open("ab") as file:
-            file.write(b"line\n")
-    if (place / "file").read_bytes() != b"line\nline\n":
-        raise OSError("an append did not go to the end")
+def check_space(run_dir: Path, needed_bytes: int | None) -> Finding:
+    """Free space against the most that the run's checkpoints take. Quotas are not seen."""
+    found = os.statvfs(existing_part(run_dir))
+    free, own = found.f_bavail * found.f_frsize, checkpoint_bytes(run_dir)
+    text = f"{size(free)} are free" + (f", and {size(own)} hold the run's checkpoints" if own else "")
+    if needed_bytes is None:
+        return Finding("ok", "disk space", f"{text}; not compared with a job")
+    text += f"; checkpoints take up to {size(needed_bytes)}"
+    if needed_bytes > free + own:
+        advice = (
+            "the job refuses to start, unless its ranks hold the same; make room, choose another run_dir, "
+            "checkpoint less often, or set checkpoint.disk_limit_bytes"
+        )
+        return Finding("warning", "disk space", text, advice)
+    return Finding("ok", "disk space", text)
 
 
-def _rename(place: Path) -> None:
-    (place / "old").write_bytes(b"old")
-    (place / "new").write_bytes(b"new")
-    (place / "new").replace(place / "old")
-    sync_directory(place)
-    if (place / "old").read_bytes() != b"new":
-        raise OSError("the older file is still there")
+def check_shared(group: Group, folder: Path | None, run_dir: Path) -> Finding:
+    """Whether every rank sees what every rank writes in the run directory; a collective.
+
+    Args:
+        group: the ranks.
+        folder: of the same name on all ranks, in the run directory; None: this rank could not make it.
+        run_dir: as this rank was given it.
+    """
+    if folder is not None:
+        with suppress(OSError):  # then no rank sees it
+            (folder / f"token-{group.rank}").write_text(str(group.rank), encoding="ascii")
+    below = None  # the part that is not made yet, below the scratch folder's; None: this rank cannot look
+    with suppress(OSError):
+        below = str(run_dir.absolute().relative_to(existing_part(run_dir)))
+    given = group.gather([str(run_dir.absolute()), below])  # every rank has written by then
+    until = time.monotonic() + _LOOK_SECONDS
+    while (seen := _tokens(folder, group.size)) < group.size and folder and time.monotonic() < until:
+        time.sleep(_PAUSE_SECONDS)
+    counts = group.gather(seen)
+    blind = [rank for rank, count in enumerate(counts) if count < group.size]
+    blind = blind or [rank for rank, (_, below) in enumerate(given) if below != given[0][1]]
+    if not blind:
+        return Finding("ok", "shared directory", f"all {group.size} ranks see each other's files in {run_dir}")
+    paths = sorted({path for path, _ in given})
+    text = f"ranks {', '.join(map(str, blind))} do not see the files of all ranks in {' and '.join(paths)}"
+    advice = "run_dir must be one directory, on storage that all machines mount"
+    return Finding("error", "shared directory", text, advice)
 
 
-def _link(place: Path) -> None:
-    (place / "file").write_bytes(b"file")
-    os.link(place / "file", place / "other")
+def _tokens(folder: Path | None, ranks: int) -> int:
+    return 0 if folder is None else sum((folder / f"token-{rank}").exists() for rank in range(ranks))
 
 
-def _claim(place: Path) -> None:
-    (place / "claim").mkdir()
-    try:
-        (place / "claim").mkdir()
-    except FileExistsError:
-        return
-    raise OSError("a folder was made twice")
-
-
-def _map(place: Path) -> None:
-    with (place / "file").open("w+b") as file:
-        file.write(bytes(BLOCK_BYTES))
-        file.flush()
-        with mmap.mmap(file.fileno(), BLOCK_BYTES) as mapped:
-            mapped[0] = 1
-            mapped.flush()
-    if (place / "file").read_bytes()[0] != 1:
-        raise OSError("a mapped byte is not in the file")
-
-
-def _lock(place: Path) -> None:
-    with (place / "file").open("w+b") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-_OPERATIONS: dict[str, Callable[[Path], None]] = {
-    "appends": _append,
-    "renames": _rename,
-    _LINKS: _link,
-    "exclusive folders": _claim,
-    "shared mappings": _map,
-    "locks": _lock,
-}
+def check_locks(group: Group, folder: Path) -> Finding:
+    """Whether a lock of rank 0 holds for the other ranks; a collective, where `check_shared` was ok."""
+    with (folder / "lock").open("ab") as file:
+        if group.rank == 0:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        group.barrier()
+        given = group.rank != 0
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            given = False
+        ignored = [rank for rank, one in enumerate(group.gather(given)) if one]  # rank 0 holds it until then
+    if ignored:
+        advice = "readers on those machines may disturb the journal: mount it without nolock or local_lock"
+        return Finding(
+            "warning", "locks", f"ranks {', '.join(map(str, ignored))} were given a lock that rank 0 holds", advice
+        )
+    return Finding("ok", "locks", f"a lock of rank 0 holds for all {group.size} ranks")

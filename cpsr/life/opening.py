@@ -21,7 +21,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.config import CPSRConfig, ExpertsConfig
-from cpsr.doctor.start import report_machine
+from cpsr.doctor.machine import report_machine
 from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
 from cpsr.engines.adapter import EngineAdapter, StepObserver

@@ -1,0 +1,147 @@
+"""What is found without writing, of file systems that are really mounted, and what a job says of it at its start."""
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cpsr import CPSRRecovery
+from cpsr.doctor import machine
+from cpsr.doctor.machine import EVENT, check_devices, check_lifetime, check_memory, check_open_files, report_machine
+from cpsr.journal import JournalReader
+from cpsr.journal.schema import filesystem_of
+from tests.doctor.mounts import mounted
+from tests.recovery.test_faults import Loop, config
+
+QUICK_SECONDS = 0.05
+
+
+@contextmanager
+def files_limited(soft: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def levels_on(place: Path, options: str, expression: str) -> list[str]:
+    """Levels of the findings of an expression, with a tmpfs at the place."""
+    script = (
+        "from pathlib import Path; from cpsr.doctor.machine import *; "
+        f"place = Path({str(place)!r}); print(*[one.level for one in ({expression})])"
+    )
+    ended = mounted(place, options, [sys.executable, "-c", script])
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout.splitlines()[-1].split()
+
+
+def test_shared_memory_must_hold_the_buffers_and_be_writable_memory(tmp_path: Path) -> None:
+    sizes = "[one for size in (None, 30_000_000, 120_000_000) for one in check_memory(size, place)]"
+    assert levels_on(tmp_path, "size=64m", sizes) == ["ok", "ok", "ok", "ok", "ok", "warning"]
+    assert levels_on(tmp_path, "size=1m", "[check_memory_kind(place)]") == ["ok"]
+    if filesystem_of(tmp_path) != "tmpfs":
+        assert machine.check_memory_kind(tmp_path).level == "warning"
+    absent = list(check_memory(None, tmp_path / "absent"))
+    assert [one.level for one in absent] == ["ok", "warning"]
+
+
+def test_the_machine_must_hold_the_buffers() -> None:
+    first, *_ = check_memory(1 << 50)
+    assert (first.subject, first.level) == ("host memory", "error")
+
+
+@pytest.mark.parametrize(
+    ("setting", "drop_in", "level"),
+    [
+        ("", "", "warning"),
+        ("RemoveIPC=no", "", "ok"),
+        ("#RemoveIPC=no", "", "warning"),
+        ("RemoveIPC=no", "RemoveIPC=yes", "warning"),
+    ],
+)
+def test_systemd_may_remove_it_at_a_logout(tmp_path: Path, setting: str, drop_in: str, level: str) -> None:
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "logind.conf").write_text(f"[Login]\n{setting}\n")
+    (tmp_path / "conf.d" / "10-site.conf").write_text(f"[Login]\n{drop_in}\n")
+    files = [str(tmp_path / "logind.conf"), str(tmp_path / "conf.d" / "*.conf")]
+    user = 54321  # without a name
+    assert check_lifetime(user, tmp_path, tmp_path, files).level == level
+    assert check_lifetime(0, tmp_path, tmp_path, files).level == "ok"
+    assert check_lifetime(user, tmp_path / "no-systemd", tmp_path, files).level == "ok"
+
+
+def test_too_few_open_files_are_told_before_they_are_an_error() -> None:
+    found = []
+    for soft in (2000, 400, 65):
+        with files_limited(soft):
+            found.append(check_open_files(2).level)
+    assert found == ["ok", "warning", "error"]
+
+
+def test_a_driver_without_a_gpu_for_torch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    assert check_devices(2, tmp_path / "absent").level == "ok"
+    (tmp_path / "version").touch()
+    assert check_devices(2, tmp_path / "version").level == "warning"
+
+
+def events(run_dir: Path) -> list[str]:
+    with JournalReader(run_dir / "journal.db") as journal:
+        return [row.message for row in journal.events() if row.kind == EVENT]
+
+
+def test_a_job_says_each_finding_in_one_line_and_one_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run_dir = tmp_path / "run"
+    with caplog.at_level(logging.WARNING, "cpsr"), files_limited(400), CPSRRecovery(Loop().adapter, config(run_dir)):
+        pass
+    told = [message for message in events(run_dir) if message.startswith("open files")]
+    assert len(told) == 1
+    assert [one.getMessage() for one in caplog.records].count(told[0]) == 1
+
+
+def test_a_job_says_nothing_where_nothing_is_wrong_and_that_takes_milliseconds(tmp_path: Path) -> None:
+    if filesystem_of(tmp_path) in ("tmpfs", "overlay"):
+        pytest.skip(f"the folder of tests is on {filesystem_of(tmp_path)}, which is a finding")
+    with CPSRRecovery(Loop().adapter, config(tmp_path / "run")) as recovery:
+        taken = []
+        for _ in range(5):
+            began = time.perf_counter()
+            report_machine(recovery.life.job)
+            taken.append(time.perf_counter() - began)
+    assert min(taken) < QUICK_SECONDS
+    assert events(tmp_path / "run") == []
+
+
+def test_a_run_in_memory_is_told(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from cpsr import CPSRRecovery
+from tests.doctor.test_machine import events
+from tests.recovery.test_faults import Loop, config
+run_dir = Path({str(tmp_path)!r}) / "run"
+with CPSRRecovery(Loop().adapter, config(run_dir)):
+    pass
+print(*events(run_dir), sep="\\n")
+"""
+    ended = mounted(tmp_path, "size=64m", [sys.executable, "-c", script])
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert sum("is on tmpfs" in line for line in ended.stdout.splitlines()) == 1
+
+
+def test_what_cannot_be_looked_at_does_not_stop_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(machine, "check_file_system", fails)
+    with caplog.at_level(logging.WARNING, "cpsr"), CPSRRecovery(Loop().adapter, config(tmp_path / "run")):
+        pass
+    assert any("could not be looked at" in one.getMessage() for one in caplog.records)
