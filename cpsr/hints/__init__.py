@@ -1,4 +1,4 @@
-"""Which of the places where a program could take a checkpoint should be checkpoints, and functions that take them."""
+"""Functions that go on after a kill from one of their hints, and the placement of checkpoints among hints."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

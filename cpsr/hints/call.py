@@ -1,27 +1,34 @@
 """One call of a resumable function: what the rewritten function asks at its loops and hints."""
 
 import builtins
-import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import length_hint
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy
+import torch
+
 from cpsr.errors import NotResumableError
-from cpsr.hints.liveness import Liveness
 from cpsr.hints.pace import Pace
-from cpsr.hints.positions import one_way, positions_of
-from cpsr.hints.restoring import restored
-from cpsr.hints.settings import require_unchanged, settings_of_blocks, settings_of_process
 from cpsr.hints.source import FunctionSource
-from cpsr.hints.values import Arguments, Encoder
+from cpsr.hints.values import Arguments, Encoder, decoded, is_stateful
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
 __all__ = ["Call", "Keeper"]
 
-_log = logging.getLogger(__name__)
+_VIEWS = ("keys", "values", "items")
+_SEQUENCES = (list, tuple, range, str, bytes, numpy.ndarray, torch.Tensor)
+_SETTINGS: dict[str, Callable[[], Any]] = {  # of the process, which no checkpoint has
+    "torch's default dtype": torch.get_default_dtype,
+    "torch's default device": lambda: str(torch.get_default_device()),
+    "torch's grad mode": torch.is_grad_enabled,
+    "torch's threads": torch.get_num_threads,
+    "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "numpy's treatment of errors": lambda: dict(numpy.geterr()),
+    "the working directory": os.getcwd,
+}
 
 
 class Keeper(Protocol):
@@ -31,126 +38,162 @@ class Keeper(Protocol):
         """Keep one more; whether it is safe now."""
 
 
+class Loop:
+    """What a `for` loop with hints goes over, by position.
+
+    Args:
+        kind: `iter`, the view of a dict (`keys`, `values`, `items`), or `enumerate`, `zip` or `reversed`.
+        sources: sequences, dicts, or a loader that goes on from its own state.
+        start: of `enumerate`; of `reversed` the length at the begin.
+        position: of the next item.
+    """
+
+    def __init__(self, kind: str, sources: Sequence[Any], start: int = 0, position: int = 0) -> None:
+        self.kind, self.sources, self.start, self.position = kind, sources, start, position
+        self._keys = [list(one) if type(one) is dict else None for one in sources]
+
+    @property
+    def length(self) -> int | None:
+        """Items in all, as far as they are known."""
+        return None if is_stateful(self.sources[0]) else min(map(len, self.sources))
+
+    def __iter__(self) -> Iterator[Any]:
+        loaded = iter(self.sources[0]) if is_stateful(self.sources[0]) else None  # may draw random numbers, now
+        return self._items() if loaded is None else self._counted(loaded)
+
+    def _counted(self, loaded: Iterator[Any]) -> Iterator[Any]:
+        for item in loaded:
+            self.position += 1
+            yield item
+
+    def _items(self) -> Iterator[Any]:
+        while True:
+            try:
+                item = self._item(self.position)
+            except IndexError:
+                return
+            self.position += 1
+            yield item
+
+    def _item(self, index: int) -> Any:
+        match self.kind:
+            case "zip":
+                return tuple(self._at(number, index) for number in range(len(self.sources)))
+            case "reversed":
+                if index >= self.start:
+                    raise IndexError
+                return self._at(0, self.start - 1 - index)
+            case "enumerate":
+                return self.start + index, self._at(0, index)
+            case "values":
+                return self.sources[0][self._at(0, index)]
+            case "items":
+                return (key := self._at(0, index)), self.sources[0][key]
+        return self._at(0, index)
+
+    def _at(self, number: int, index: int) -> Any:
+        source, keys = self.sources[number], self._keys[number]
+        if keys is None:
+            return source[index]
+        if len(source) != len(keys):
+            raise RuntimeError("dictionary changed size during iteration")
+        return keys[index]
+
+
 class Call:
     """A call, from its begin or from a checkpoint.
 
     Args:
         source: of the function.
-        live: what is saved at each hint.
         arguments: of the call.
         keeper: of its checkpoints.
         pace: which hints are checkpoints.
+        identity: of code and arguments, for the checkpoints.
         saved: content of the checkpoint to go on from; None: from the begin.
-        identity: of code and arguments, for the checkpoints; raises where the call has changed a global.
 
     Attributes:
         target: number of the hint to go on from, until the function has come there; else 0.
     """
 
     locals = staticmethod(builtins.locals)  # of the function that calls it
-    view = staticmethod(positions_of)
 
     def __init__(
         self,
         source: FunctionSource,
-        live: Liveness,
         arguments: Arguments,
         keeper: Keeper,
         pace: Pace,
+        identity: Mapping[str, Any],
         saved: Mapping[str, Any] | None = None,
-        identity: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        self._source, self._live, self._arguments = source, live, arguments
-        self._keeper, self._pace, self._saved, self._identity = keeper, pace, saved, identity
+        self._source, self._arguments, self._keeper, self._pace = source, arguments, keeper, pace
+        self._identity, self._saved = identity, saved
         self._checked: set[int] = set()
-        self._settings, self._blocks = settings_of_process(), {0: settings_of_blocks()}
+        self._settings = {name: read() for name, read in _SETTINGS.items()}
+        self._loops: dict[int, Loop] = {}
         self._wanted = False
-        self.target = 0 if saved is None else int(saved["hint"])
         self._variables: dict[str, Any] = {}
+        self.target = 0 if saved is None else int(saved["hint"])
         if saved is not None:
-            self._variables = restored(saved["values"], saved["variables"], arguments)
-            pace.learn(saved["costs"])
+            value = decoded(saved["nodes"], saved["changes"], arguments)
+            self._variables = {name: value(one) for name, one in saved["variables"].items()}
+            for number, kind, sources, start, position in saved["loops"]:
+                self._loops[number] = Loop(kind, [value(one) for one in sources], start, position)
+            pace.learn(saved["cost_seconds"])
 
     def has(self, name: str) -> bool:
         """Whether a variable is restored."""
         return name in self._variables
 
-    def take(self, name: str) -> Any:
+    def restored(self, name: str) -> Any:
         """The value of a variable, once."""
         return self._variables.pop(name)
 
-    def lacks(self, name: str) -> bool:
-        """Whether an argument was deleted before the hint."""
-        return self._saved is not None and name in self._saved["lacks"]
-
-    def inside(self, first: int, last: int) -> bool:
-        """Whether the hint to go on from is one of these."""
-        return first <= self.target <= last
-
-    def enters(self, first: int, last: int) -> bool:
-        """Whether the function runs here: from its begin, or because the hint to go on from is one of these."""
-        return not self.target or first <= self.target <= last
-
-    def iterate(self, iterable: Any, loop: int) -> Iterator[Any]:
-        """The iterator of a loop with hints in it.
+    def begin_loop(self, number: int, kind: str, *sources: Any, start: int = 0) -> None:
+        """A loop with hints begins.
 
         Raises:
-            NotResumableError: it cannot be begun in the middle.
+            NotResumableError: it cannot be begun in the middle; names its line and what it goes over.
         """
-        iterator: Iterator[Any] = iter(iterable)
-        # What its own `iter` returns may be one of Python's, and still not go over the thing itself.
-        found = one_way(iterable if iterator is not iterable else iterator)
-        if found is not None:
-            file, kind = self._source.function.__code__.co_filename, type(found)
-            line = self._source.loops[loop - 1].lineno
-            raise NotResumableError(
-                f"{file}:{line}: the loop over a {kind.__module__}.{kind.__qualname__} cannot begin in the middle; "
-                "nothing was saved. Make it a list first, or loop over range(len(...))"
-            )
-        self._pace.entered(loop, length_hint(iterator, 0))
-        return iterator
+        for one in sources:
+            known = isinstance(one, _SEQUENCES) and kind not in _VIEWS
+            known = known or (type(one) is dict and kind != "reversed")
+            if not known and not (kind == "iter" and is_stateful(one) and id(one) in self._arguments.places):
+                raise NotResumableError(
+                    f"{self._place(self._source.loops[number - 1])}: the loop over a {type(one).__qualname__} cannot "
+                    "begin in the middle; nothing was saved. Go over a list, a tuple, a dict, a tensor or range(...), "
+                    "or over an argument with state_dict and load_state_dict, as a StatefulDataLoader"
+                )
+        self._loops[number] = Loop(kind, sources, len(sources[0]) if kind == "reversed" else start)
 
-    def loop(self, iterator: Iterator[Any], first: int, last: int) -> Iterator[Any]:
+    def items(self, number: int, first: int, last: int) -> Iterator[Any]:
         """What a loop goes over; where it goes on in its body, one item more, which is not used."""
-        return chain((None,), iterator) if first <= self.target <= last else iterator
-
-    def entering(self, depth: int) -> None:
-        """A `with` with hints in it is entered, inside so many others.
-
-        Raises:
-            NotResumableError: the call has changed a setting that the `with` may set.
-        """
-        try:
-            require_unchanged(self._blocks[depth], settings_of_blocks())
-        except NotResumableError as error:
-            file, line = self._source.function.__code__.co_filename, sys._getframe(1).f_lineno
-            raise NotResumableError(f"{file}:{line}: no checkpoint is possible in this `with`: {error}") from None
-
-    def entered(self, depth: int) -> None:
-        """It was, and so many are around now."""
-        self._blocks[depth] = settings_of_blocks()
+        loop = self._loops[number]
+        if not first <= self.target <= last:
+            return iter(loop)
+        items = iter(loop)
+        return chain((None,), items)
 
     def due(self, hint: int) -> bool:
         """Whether `save` is to be called at this hint."""
         if self.target:
             assert self.target == hint, (self.target, hint)
+            assert self._saved is not None
             self.target = 0
-            if self._saved is not None:
-                restore_host_rng(self._saved["random"])
+            restore_host_rng(self._saved["random"])
             self._saved = None
-            self._variables.clear()
             self._checked.add(hint)
             self._pace.begin()
             return False
-        self._wanted = self._pace.due(hint)
+        loops = [self._loops[number] for number in self._source.loops_around(hint)]
+        self._wanted = self._pace.due(hint, [(loop.position, loop.length) for loop in loops])
         return self._wanted or hint not in self._checked
 
-    def save(self, hint: int, depth: int, variables: dict[str, Any]) -> None:
+    def save(self, hint: int, variables: dict[str, Any]) -> None:
         """Make a checkpoint; at the first arrival at a hint at least find out whether it is possible.
 
         Args:
             hint: its number.
-            depth: how many `with` are around it.
             variables: of the function, by name.
 
         Raises:
@@ -158,36 +201,41 @@ class Call:
         """
         started = perf_counter()
         try:
-            identity = self._identity()
-            require_unchanged(self._settings, settings_of_process())
-            require_unchanged(self._blocks[depth], settings_of_blocks())
-            encoder = Encoder(self._arguments)
-            names = sorted(self._live.at[hint])
-            roots = {name: encoder.add(variables[name], self._named(name)) for name in names if name in variables}
-            lacks = [name for name in names if name not in variables]
-            variables.clear()  # Python keeps it with the function, and everything in it
-            if self._wanted:
-                content = {
-                    "hint": hint,
-                    "variables": roots,
-                    "lacks": lacks,
-                    "values": encoder.changed(),
-                    "random": capture_host_rng(),
-                    "identity": dict(identity),
-                    "costs": self._pace.costs(),
-                }
-                self._keeper.save(content)
-            else:
-                encoder.nodes()
-                encoder.check_memory()
+            content = self._content(hint, variables)
         except (NotResumableError, RecursionError) as error:
-            place = f"{self._source.function.__code__.co_filename}:{self._source.hints[hint - 1].lineno}"
-            too_deep = "the state_dict of an argument holds values too deep within each other: keep them flat"
-            why = too_deep if isinstance(error, RecursionError) else error
+            why = "a value holds others too deep within each other" if isinstance(error, RecursionError) else error
+            place = self._place(self._source.hints[hint - 1])
             raise NotResumableError(f"{place}: no checkpoint is possible at this hint: {why}") from None
+        finally:
+            variables.clear()  # Python keeps it with the function, and everything in it
+        if self._wanted:
+            self._keeper.save(content)
         self._checked.add(hint)
-        self._pace.took(hint, perf_counter() - started, checkpoint=self._wanted)
+        self._pace.took(perf_counter() - started, checkpoint=self._wanted)
 
-    def _named(self, name: str) -> str:
-        loops = {self._source.iterator(loop): loop.lineno for loop in self._source.loops}
-        return f"the iterator of the loop in line {loops[name]}" if name in loops else f"the variable '{name}'"
+    def _content(self, hint: int, variables: Mapping[str, Any]) -> dict[str, Any]:
+        for name, read in _SETTINGS.items():
+            if read() != self._settings[name]:
+                raise NotResumableError(f"the call has changed {name}: set it before the call")
+        encoder = Encoder(self._arguments)
+        names = sorted(self._source.live[hint] & variables.keys())
+        roots = {name: encoder.add(variables[name], f"the variable '{name}'") for name in names}
+        loops = []
+        for number in self._source.loops_around(hint):
+            loop, line = self._loops[number], self._source.loops[number - 1].lineno
+            sources = [encoder.add(one, f"what the loop in line {line} goes over") for one in loop.sources]
+            loops.append([number, loop.kind, sources, loop.start, loop.position])
+        changes = self._arguments.changes(encoder)
+        return {
+            "hint": hint,
+            "variables": roots,
+            "loops": loops,
+            "changes": changes,
+            "nodes": encoder.nodes,
+            "random": capture_host_rng(),
+            "identity": dict(self._identity),
+            "cost_seconds": self._pace.recent_seconds(),
+        }
+
+    def _place(self, node: Any) -> str:
+        return f"{self._source.function.__code__.co_filename}:{node.lineno}"

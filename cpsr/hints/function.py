@@ -1,32 +1,42 @@
 """`@resumable`: a function that goes on after a kill from one of its hints."""
 
+import ast
+import dis
 import functools
+import hashlib
 import inspect
 import logging
 import math
+import platform
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import numpy
+import torch
+from torch import nn
+
 from cpsr.errors import ConfigError, NotResumableError, RunMismatchError
-from cpsr.hints.arguments import read_arguments
 from cpsr.hints.call import Call
-from cpsr.hints.identity import difference, identity_of, name_of
 from cpsr.hints.kept import KeptCheckpoints
-from cpsr.hints.liveness import live_variables
-from cpsr.hints.pace import Pace, rounds_of
-from cpsr.hints.refusals import refuse_live
+from cpsr.hints.pace import Pace
 from cpsr.hints.rewriting import rewritten
-from cpsr.hints.source import read_source
-from cpsr.hints.used import Used
+from cpsr.hints.source import FunctionSource, read_source
+from cpsr.hints.values import Arguments
 
 __all__ = ["Report", "Resumable", "resumable"]
 
-Arguments = ParamSpec("Arguments")
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+_CHANGEABLE = (
+    *(list, dict, set, bytearray, torch.Tensor, numpy.ndarray, nn.Module, torch.optim.Optimizer, Iterator),
+    *(torch.Generator, numpy.random.Generator, random.Random),
+)
 _running = threading.Lock()  # random states and checkpoints are of one call at a time
 _log = logging.getLogger(__name__)
 
@@ -48,29 +58,26 @@ class Report:
     checkpoints: tuple[float, ...]
 
 
-class Resumable(Generic[Arguments, Result]):
+class Resumable(Generic[Parameters, Result]):
     """A function with hints; called like the function itself, which is its `__wrapped__`.
 
     Attributes:
         report: of the newest call; None before the first one ends.
     """
 
-    def __init__(self, function: Callable[Arguments, Result], run_dir: Path, allowance: float) -> None:
+    def __init__(self, function: Callable[Parameters, Result], run_dir: Path, allowance: float) -> None:
         self._source = read_source(function)
-        self._live = live_variables(self._source)
-        refuse_live(self._source, self._live)
-        self._rounds = rounds_of(self._source)
-        self._function = rewritten(self._source, self._live.everywhere)
+        self._function = rewritten(self._source)
         self._signature = inspect.signature(function)
         self._run_dir, self._allowance = run_dir, allowance
         self.report: Report | None = None
         functools.update_wrapper(self, function)
 
-    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         """Call the function; go on from the newest checkpoint if an earlier call has not returned.
 
         Raises:
-            NotResumableError: an argument or a variable cannot be saved; names it. Or another call runs.
+            NotResumableError: an argument, a global or a variable cannot be saved; names it. Or another call runs.
             RunMismatchError: the checkpoints are of other code, or of other arguments; nothing was changed.
             RunDirectoryError: the run directory cannot be written.
             SupersededError: a newer call has begun in the run directory.
@@ -88,45 +95,38 @@ class Resumable(Generic[Arguments, Result]):
             _running.release()
 
     def _call(self, bound: inspect.BoundArguments) -> Result:
-        name = name_of(self._source.function)
-        used = Used(self._source.function)
-        arguments = read_arguments(bound.arguments, used.values(self._function))
-        used.watch(arguments.objects)
-        identity = identity_of(self._source, used.texts, arguments)
+        name = f"{self._source.function.__module__}.{self._source.function.__qualname__}"
+        arguments = Arguments(bound.arguments)
+        identity = _identity(name, self._source, arguments)
         kept = KeptCheckpoints(self._run_dir, name, functools.partial(self._refuse_other, identity))
         number, saved = kept.newest() or (None, None)
-        if saved is not None:  # an older one than that whose identity was looked at before, perhaps
+        if saved is not None:  # perhaps an older one than that whose identity was looked at before
             self._refuse_other(identity, saved["identity"])
-        pace = Pace(self._allowance, self._rounds, len(self._source.hints), kept.first_seconds)
-
-        def identity_now() -> dict[str, Any]:
-            used.require_unchanged()
-            return identity
-
-        call = Call(self._source, self._live, arguments, kept, pace, saved, identity_now)
+        pace = Pace(self._source, self._allowance, kept.first_seconds)
+        call = Call(self._source, arguments, kept, pace, identity, saved)
         if saved is not None:
             line = self._source.hints[call.target - 1].lineno
             _log.info("%s goes on from checkpoint %d, at the hint in line %d", name, number, line)
         try:
             result: Result = self._function(call, *bound.args, **bound.kwargs)
         finally:
-            own, spent = pace.own_seconds(), pace.spent_seconds
-            self.report = Report(number, own, spent, tuple(pace.taken_seconds))
+            self.report = Report(number, pace.own_seconds(), pace.spent_seconds, tuple(pace.taken_seconds))
         kept.clear()
         return result
 
-    def _refuse_other(self, identity: dict[str, Any], saved: Any) -> None:
-        if (other := difference(saved, identity)) is not None:
+    def _refuse_other(self, identity: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        differing = [key for key in identity if saved.get(key) != identity[key]]
+        if differing:
             raise RunMismatchError(
-                f"{self._run_dir} holds a checkpoint of {identity['function']}, but this differs: {other}. No "
-                "checkpoint was changed. Call it as before to go on, or remove the directory or use another run_dir to "
-                "begin anew"
+                f"{self._run_dir} holds a checkpoint of {identity['function']}, but this differs: "
+                f"{', '.join(differing)}. No checkpoint was changed. Call it as before to go on, or remove the "
+                "directory or use another run_dir to begin anew"
             )
 
 
 def resumable(
     run_dir: str | Path, allowance: float = 0.05
-) -> Callable[[Callable[Arguments, Result]], Resumable[Arguments, Result]]:
+) -> Callable[[Callable[Parameters, Result]], Resumable[Parameters, Result]]:
     """Make a function with `hint()` in it go on after a kill, where it is called again with the same arguments.
 
     Args:
@@ -135,8 +135,75 @@ def resumable(
 
     Raises:
         ConfigError: the allowance is not positive.
-        NotResumableError: the function could not go on after a kill; names the line and the variable.
+        NotResumableError: the function could not go on after a kill; names the line and the feature.
     """
     if math.isnan(allowance) or allowance <= 0:
         raise ConfigError(f"allowance is {allowance}: give a positive fraction of the time, 0.05 say, or math.inf")
     return lambda function: Resumable(function, Path(run_dir).absolute(), allowance)
+
+
+def _identity(name: str, source: FunctionSource, arguments: Arguments) -> dict[str, Any]:
+    """What must be the same for a call to go on from a checkpoint; keys are words of a message.
+
+    Raises:
+        NotResumableError: the function, or one of its module that it uses, reads a global that a call could change.
+    """
+    code = "\n".join([ast.dump(source.tree), *sorted(_used(source.function, {}))])
+    versions = [platform.python_version(), numpy.__version__, torch.__version__]
+    identity = {
+        "function": name,
+        "its code, or that of its module that it uses": hashlib.sha256(code.encode()).hexdigest(),
+        "the version of Python, NumPy or torch": versions,
+        "the global random states at its begin": _random_states(),
+    }
+    return identity | {f"the argument '{one}'": digest for one, digest in arguments.identity.items()}
+
+
+def _used(function: FunctionType, known: dict[str, str]) -> list[str]:
+    """Text of every global that a function reads: functions and classes of its module, and constants."""
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        if name in known or value is None:
+            continue
+        known[name] = ""
+        if isinstance(value, _CHANGEABLE):
+            raise NotResumableError(
+                f"{function.__code__.co_filename}: {function.__qualname__} uses the global '{name}', a "
+                f"{type(value).__qualname__}, of which no checkpoint knows: pass it as an argument"
+            )
+        if isinstance(value, FunctionType | type) and value.__module__ == function.__module__:
+            known[name] = f"{name} {_text(value)}"
+            for inner in [value] if isinstance(value, FunctionType) else vars(value).values():
+                if isinstance(inner, FunctionType):
+                    _used(inner, known)
+        elif isinstance(value, int | float | str | bytes | tuple | frozenset):
+            known[name] = f"{name} {value!r}"
+    return list(known.values())
+
+
+def _text(value: Any) -> str:
+    try:
+        return inspect.getsource(value)
+    except (OSError, TypeError):
+        return repr(value)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Global names in code, and in functions and comprehensions within."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    own = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return own.union(*map(_names, inner))
+
+
+def _random_states() -> list[str]:
+    """Hashes; but those without a seed or a draw, which differ from start to start, are all alike."""
+    return ["as at the start" if now == then else now for now, then in zip(_hashes(), _AT_START, strict=True)]
+
+
+def _hashes() -> list[str]:
+    state: Any = numpy.random.get_state()
+    drawn = [repr(random.getstate()).encode(), state[1].tobytes() + repr((state[0], *state[2:])).encode()]
+    return [hashlib.sha256(one).hexdigest() for one in (*drawn, torch.get_rng_state().numpy().tobytes())]
+
+
+_AT_START = _hashes()

@@ -1,20 +1,19 @@
-"""Variables as plain data for the codec, with everything that two of them share.
+"""The values of a call that a checkpoint holds: variables, what loops go over, and what the call changed in arguments.
 
-Every value has a number, by which others refer to it: two names of one list are two names of one list after a restart,
-and a NaN is found again in a list that holds it. Objects that may change, and tuples, have numbers from 0 on. The rest
-are leaves, with numbers from -1 down. Nothing is nested in what is written, however deep the values are. The memory
-under tensors and arrays is saved in blocks (see `cpsr.hints.memory`), so that views stay views.
+Values are numbers, text, bytes, ranges, lists, tuples, dicts, dense tensors and arrays in host memory, freely nested.
+Modules, optimizers, random generators and whatever else has `state_dict` and `load_state_dict` must be arguments: the
+caller makes them again, and their state is restored in place. Everything else is refused by name.
 
-What the call was given comes first (see `cpsr.hints.arguments`). Objects of it that are as they were when it began are
-not saved: the call after a kill is given the same ones again. Others are restored in place.
+An object that is an argument, or part of one, is saved as the place where it is there. Any other object is saved once,
+as a node that all who hold it refer to.
 """
 
+import builtins
 import json
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from operator import is_
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -22,315 +21,418 @@ import torch
 import xxhash
 from torch import nn
 
-from cpsr.errors import NotResumableError
-from cpsr.hints.attributes import Attributes
-from cpsr.hints.memory import Block, Memory, UnsavableError
-from cpsr.hints.plain import OBJECT, plain_value
-from cpsr.hints.positions import Positions, is_iterator
-from cpsr.hints.stateful import GENERATORS, GLOBAL_GENERATORS, bits_of, is_stateful, seeds_of, state_of, tensors_of
+from cpsr.errors import NotResumableError, UnsupportedEngineError
 from cpsr.state.codec import encode
-from cpsr.state.stateful import stateful
+from cpsr.state.stateful import Stateful, stateful
 
-__all__ = ["Arguments", "Encoder", "text_of"]
+__all__ = ["Arguments", "Encoder", "decoded", "is_stateful"]
 
-_ARRAY_KINDS = "biufcSUmM"
-_KEYS_MAX, _KEY_MAX = 8, 80  # keys in the name of an object, and characters of each
+_GENERATORS = (torch.Generator, numpy.random.Generator, random.Random)
+_LEAVES = (type(None), bool, int, float, complex, str, bytes)
+Path = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """What a call was given, and what it finds in its module, as they were when it began.
+class _Part:
+    """An argument, or something within one, that the call may change.
 
     Attributes:
-        objects: every object that can be reached.
-        owners: of them, for messages: a name, or another object's number, and a key in it.
-        leaves: what never changes, and tuples, at each place where they were met.
-        blocks: memory of the objects.
-        digests: hash of each block.
-        identity: hash of each argument, by name.
-        places: hash of everything else, with what of it is in the arguments.
-        before: of each object, its items, text or attributes, which tell whether it has changed; None: it cannot.
+        path: the argument's name, then keys and indices.
+        value: the object.
+        before: how it was when the call began: a copy of a container, or a hash.
     """
 
-    objects: list[Any]
-    owners: list[tuple[str | int, Any]]
-    leaves: list[Any]
-    blocks: list[Block]
-    digests: list[str]
-    identity: dict[str, str]
-    places: list[str]
-    before: list[Any] = field(default_factory=list)
+    path: Path
+    value: Any
+    before: Any
 
-    @cached_property
-    def numbers(self) -> dict[int, int]:
-        """By identity, the numbers of leaves and objects."""
-        return {id(one): -1 - place for place, one in enumerate(self.leaves)} | {
-            id(one): number for number, one in enumerate(self.objects)
-        }
+
+class Arguments:
+    """The arguments of a call, as they are when it begins.
+
+    Args:
+        values: by name.
+
+    Attributes:
+        identity: hash of each, by name: a call goes on only with the same ones.
+        places: of every object within the arguments, by its `id`: the path there.
+
+    Raises:
+        NotResumableError: one cannot be saved, or not be told from another; names it.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self.places: dict[int, Path] = {}
+        self._parts: list[_Part] = []
+        self._attributes: dict[str, Any] = {}
+        self.identity = {}
+        for name, value in values.items():
+            text = json.dumps(list(self._walk(value, (name,))), default=str)
+            self.identity[name] = xxhash.xxh3_128(text.encode()).hexdigest()
+
+    def _walk(self, value: Any, path: Path) -> Iterator[Any]:
+        """What tells a value from another one; notes every object in it."""
+        if type(value) in _LEAVES or isinstance(value, numpy.generic | range):
+            yield [type(value).__name__, repr(value)]
+            return
+        if id(value) in self.places:
+            yield ["same as", self.places[id(value)]]
+            return
+        if _is_fixed(value):
+            yield [type(value).__name__, getattr(value, "__module__", ""), getattr(value, "__qualname__", repr(value))]
+            return
+        self.places[id(value)] = path
+        yield f"{type(value).__module__}.{type(value).__qualname__}"
+        if type(value) in (list, tuple, dict):
+            self._parts.append(_Part(path, value, value if type(value) is tuple else value.copy()))
+            for key, one in value.items() if type(value) is dict else enumerate(value):
+                yield repr(key)
+                yield from self._walk(one, (*path, key))
+        else:
+            before = self._tensor_or_state(value, path)
+            self._parts.append(_Part(path, value, before if isinstance(value, torch.Tensor | numpy.ndarray) else None))
+            yield before
+
+    def _tensor_or_state(self, value: Any, path: Path) -> str:
+        """Hash of what it holds."""
+        if isinstance(value, torch.Tensor | numpy.ndarray):
+            return _digest(value, _said(path))
+        if not isinstance(value, _GENERATORS) and not is_stateful(value):
+            raise NotResumableError(f"{_said(path)} is a {type(value).__qualname__}, which no checkpoint can hold")
+        if isinstance(value, nn.Module):
+            self._note_module(value, path)
+        return _digest(_state(value), _said(path))
+
+    def _note_module(self, module: nn.Module, path: Path) -> None:
+        for name, one in module.named_modules():
+            self.places.setdefault(id(one), (*path, ("module", name)))
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if tensor.device.type != "cpu":
+                raise NotResumableError(f"{_said(path)} has tensors on {tensor.device}: only host memory is saved")
+            self.places.setdefault(id(tensor), (*path, ("tensor", name)))
+        self._attributes[_said(path)] = _attributes(module)
+
+    def at(self, path: Path) -> Any:
+        """The object at a place, in the arguments as the caller gave them."""
+        value = self._values[path[0]]
+        for step in path[1:]:
+            if isinstance(step, list | tuple):
+                value = dict([*value.named_modules(), *value.named_parameters(), *value.named_buffers()])[step[1]]
+            else:
+                value = value[step]
+        return value
+
+    def tensors(self) -> Iterator[tuple[Path, torch.Tensor | numpy.ndarray[Any, Any]]]:
+        """Every tensor and array within the arguments, parameters and buffers of modules as well."""
+        for part in self._parts:
+            if isinstance(part.value, torch.Tensor | numpy.ndarray):
+                yield part.path, part.value
+            elif isinstance(part.value, nn.Module):
+                for name, tensor in [*part.value.named_parameters(), *part.value.named_buffers()]:
+                    yield (*part.path, ("tensor", name)), tensor
+
+    def changes(self, encoder: "Encoder") -> list[Any]:
+        """What the call has changed, as pairs of a path and the content.
+
+        Raises:
+            NotResumableError: a module was changed beside its state, or a content cannot be saved.
+        """
+        found: list[Any] = []
+        for part in self._parts:
+            value, name = part.value, _said(part.path)
+            if isinstance(value, tuple):
+                continue
+            if isinstance(value, list) and not _alike(value, part.before):
+                found.append([list(part.path), [encoder.add(one, name) for one in value]])
+            elif isinstance(value, dict) and not _alike(_pairs(value), _pairs(part.before)):
+                found.append([list(part.path), [[encoder.add(one, name) for one in pair] for pair in value.items()]])
+            elif isinstance(value, torch.Tensor | numpy.ndarray) and _digest(value, name) != part.before:
+                found.append([list(part.path), _content(value, name)])
+            elif part.before is None:
+                found.append([list(part.path), _state(value)])
+                if isinstance(value, nn.Module):
+                    self._require_attributes(value, name)
+        return found
+
+    def _require_attributes(self, module: nn.Module, name: str) -> None:
+        before, now = self._attributes[name], _attributes(module)
+        if changed := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
+            raise NotResumableError(f"the call has changed {name}.{changed[0]}, which its state_dict does not hold")
+
+    def restore(self, changes: list[Any], nodes: "_Nodes") -> None:
+        """Put the changed content into the caller's own objects."""
+        targets = [(self.at(tuple(path)), content) for path, content in changes]
+        for value, content in targets:
+            if isinstance(value, list):
+                value[:] = [nodes.get(one) for one in content]
+            elif isinstance(value, dict):
+                pairs = [(nodes.get(key), nodes.get(one)) for key, one in content]
+                value.clear()
+                value.update(pairs)
+            elif isinstance(value, torch.Tensor):
+                with torch.no_grad():
+                    value.copy_(content["data"])
+                value.grad = content["grad"]
+            elif isinstance(value, numpy.ndarray):
+                value[...] = content["data"]
+            elif isinstance(value, nn.Module):
+                _load_module(value, content)
+            else:
+                stateful("argument", value).load_state_dict(content)
 
 
 class Encoder:
-    """Numbers values, and describes each by plain data.
+    """Encodes values that share objects, for one checkpoint.
 
     Args:
-        arguments: of the call, whose objects, leaves and blocks come first.
+        arguments: of the call, whose objects are saved as their places.
 
     Attributes:
-        objects: in the order of their numbers.
-        owners: what refers to each object first.
-        leaves: in the order of their numbers, from -1 down; without those of the arguments.
-        memory: under tensors and arrays.
+        nodes: plain data and tensors; each object once.
     """
 
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
-        self.objects: list[Any] = list(arguments.objects)
-        self.leaves: list[Any] = []
-        self._plain: list[Any] = []  # the same, for the codec
-        self.memory = Memory(arguments.blocks)
-        self._known = len(self.objects)
-        self.owners = list(arguments.owners)
-        self._given = arguments.numbers
         self._index: dict[int, int] = {}
-        self._bits = {id(bits_of(one)): -1 for one in GLOBAL_GENERATORS}  # what draws from what
-        # Memory of objects with a state of their own, which goes on elsewhere after a restart.
-        self._foreign = {
-            tensor.untyped_storage().data_ptr(): f"the argument of type {type(one).__name__}"
-            for one in self.objects
-            if is_stateful(one)
-            for tensor in tensors_of(one)
-        }
+        self.nodes: list[Any] = []
+        self._memory: dict[int, Any] = {}  # address of tensors' and arrays' memory -> who has it: a node, or a place
+        for path, value in arguments.tensors():
+            self._memory.setdefault(_flat(value, _said(path))[0], {"place": list(path)})
 
-    def add(self, value: Any, name: str) -> int:
-        """The number of a value.
+    def add(self, value: Any, name: str) -> Any:
+        """A value as plain data that `_Nodes.get` takes.
 
         Raises:
-            NotResumableError: it cannot be saved; names it.
+            NotResumableError: it is of no kind that can be saved; says so of `name`.
         """
-        try:
-            number: int = self._references([value], name, [None])[0]
-        except UnsavableError as error:
-            raise NotResumableError(f"{name} cannot be saved: {error}") from None
-        return number
+        if type(value) in _LEAVES and not isinstance(value, complex):
+            return {"value": value}
+        if isinstance(value, numpy.generic):
+            return {"value": value}
+        if isinstance(value, range):
+            return {"range": [value.start, value.stop, value.step]}
+        if (place := self._arguments.places.get(id(value))) is not None:
+            return {"place": list(place)}
+        if (known := self._index.get(id(value))) is not None:
+            if self.nodes[known] is None:
+                raise NotResumableError(f"{name} holds itself: no checkpoint can hold that")
+            return {"node": known}
+        index = self._index[id(value)] = len(self.nodes)
+        self.nodes.append(None)
+        self.nodes[index] = self._node(value, name)
+        return {"node": index}
 
-    def name(self, number: int) -> str:
-        """How the program comes to an object, for messages: `the argument 'rows'[3]`."""
-        keys: list[str] = []
-        owner: str | int = number
-        while isinstance(owner, int):
-            owner, key = self.owners[owner]
-            keys += [] if key is None else [f"[{str(key)[:_KEY_MAX]}]"]
-        keys = keys if len(keys) <= _KEYS_MAX else [*keys[: _KEYS_MAX - 1], "[...]", keys[-1]]
-        return owner + "".join(reversed(keys))
-
-    def nodes(self) -> list[Any]:
-        """What describes each object; None: it is of the arguments, and as it was.
-
-        Raises:
-            NotResumableError: one cannot be saved; names it.
-        """
-        made: list[Any] = []
-        while len(made) < len(self.objects):
-            number = len(made)
-            try:
-                new = number >= self._known
-                made.append(self._node(self.objects[number], number) if new else self._changed(number))
-            except UnsavableError as error:
-                raise NotResumableError(f"{self.name(number)} cannot be saved: {error}") from None
-        return made
-
-    def changed(self) -> dict[str, Any]:
-        """All objects, leaves and blocks, but for what is of the arguments and as it was.
-
-        Raises:
-            NotResumableError: one cannot be saved; names it.
-        """
-        nodes = self.nodes()
-        self.check_memory()
-        blocks: list[Any] = [block.bytes for block in self.memory.blocks]
-        for number, digest in enumerate(self._arguments.digests):
-            if self.memory.blocks[number].digest() == digest:
-                blocks[number] = None
-        return {
-            "objects": nodes,
-            "leaves": self._plain,
-            "blocks": [None if one is None else numpy.array(one) for one in blocks],
-        }
-
-    def check_memory(self) -> None:
-        """Refuse memory that two values share in part alone, without being views of the same one."""
-        if self.memory.overlapping() is not None:
-            raise NotResumableError(
-                "two of the variables or arguments share a part of their memory, as views of different things: copy one"
-            )
-
-    def snapshot(self, number: int) -> Any:
-        """What tells an object of the arguments from what it may become.
-
-        Raises:
-            NotResumableError: it cannot be saved; names it.
-        """
-        value = self.objects[number]
-        if (items := _items(value)) is not None:
-            return items
-        if is_stateful(value):
-            return Attributes(value)
-        try:
-            return text_of(self._node(value, number))
-        except UnsavableError as error:
-            raise NotResumableError(f"{self.name(number)} cannot be saved: {error}") from None
-
-    def _changed(self, number: int) -> Any:
-        """The node of an object of the arguments; None if it is as it was."""
-        value, before = self.objects[number], self._arguments.before[number]
-        if before is None:
-            return None
-        if is_stateful(value):
-            before.require_same()
-            return ("stateful", state_of(value))
-        if (items := _items(value)) is not None:
-            same = len(items) == len(before) and all(map(is_, items, before))
-            return None if same else self._node(value, number)
-        node = self._node(value, number)
-        if (text := text_of(node)) == before:
-            return None
-        if node[0] in ("tensor", "array"):
-            self._require_same_memory(number, text, before)
-        return node
-
-    def _require_same_memory(self, number: int, text: str, before: str) -> None:
-        """An argument is restored in the memory that it has."""
-        now, then = (json.loads(one)[0]["items"][1] for one in (text, before))
-        if any(now[key] != then[key] for key in ("block", "dtype", "shape", "strides", "offset")):
-            raise NotResumableError(
-                f"{self.name(number)} was given other memory or another shape in place, which the caller's own will "
-                "not have after a restart: work on a copy"
-            )
-
-    def _references(self, values: Sequence[Any], owner: str | int, keys: Sequence[Any]) -> list[Any]:
-        """The numbers of values, to which a name or an object refers by keys."""
-        found: list[Any] = list(map(self._given.get, map(id, values)))
-        for place, number in enumerate(found):
-            if number is None:
-                value = values[place]
-                known = self._index.get(id(value))
-                found[place] = self._number(value, owner, keys[place]) if known is None else known
-        return found
-
-    def _number(self, value: Any, owner: str | int, key: Any) -> int:
-        """The number of a value that had none yet."""
-        plain = OBJECT if type(value) is tuple else plain_value(value)
-        if plain is OBJECT:
-            number = len(self.objects)
-            self.objects.append(value)
-            self.owners.append((owner, key))
-        else:
-            self.leaves.append(value)
-            self._plain.append(plain)
-            number = -len(self._arguments.leaves) - len(self.leaves)
-        self._index[id(value)] = number
-        return number
-
-    def _node(self, value: Any, number: int) -> Any:
-        kind = type(value)
-        if kind in (list, tuple):
-            return (kind.__name__, self._references(value, number, range(len(value))))
-        if kind in (dict, OrderedDict):
-            keys = list(value)
-            held = self._references(list(value.values()), number, keys)
-            return (
-                "dict" if kind is dict else "ordered",
-                [self._references(keys, number, ["a key"] * len(keys)), held],
-            )
-        if kind in (torch.Tensor, nn.Parameter):
-            return ("tensor", self._tensor(value, number))
-        if kind is numpy.ndarray:
-            return ("array", self._array(value))
-        if kind in GENERATORS:
-            if self._bits.setdefault(id(bits_of(value)), number) != number:
-                raise UnsavableError(
-                    "it draws from the bit generator of another random generator, and would have its own after a "
-                    "restart: give each its own, by spawn() say"
-                )
-            bits = type(value.bit_generator).__name__ if kind is numpy.random.Generator else ""
-            return ("generator", [kind.__name__, bits, stateful("", value).state_dict(), seeds_of(value)])
-        if is_iterator(value):
-            return self._iterator(value, number)
-        return self._other(value)
-
-    def _other(self, value: Any) -> Any:
-        """The node of an object that is no plain data."""
-        if is_stateful(value):
-            raise UnsavableError(f"a {type(value).__name__} has to be an argument of the function: pass it")
-        name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise UnsavableError(
-            f"{name} is not plain data (numbers, strings, bytes, lists, tuples, dicts, tensors, arrays, random "
-            f"generators). {_advice(value)}"
+    def _node(self, value: Any, name: str) -> Any:
+        if type(value) in (list, tuple):
+            return {type(value).__name__: [self.add(one, name) for one in value]}
+        if type(value) is dict:
+            return {"dict": [[self.add(one, name) for one in pair] for pair in value.items()]}
+        if type(value) in (torch.Tensor, numpy.ndarray):
+            return {type(value).__name__: self._view(value, name)}
+        raise NotResumableError(
+            f"{name} is a {type(value).__qualname__}, which no checkpoint can hold: keep numbers, text, lists, tuples, "
+            "dicts, tensors and arrays; pass modules, optimizers and generators as arguments"
         )
 
-    def _tensor(self, value: torch.Tensor, number: int) -> dict[str, Any]:
-        if value.device.type != "cpu" or value.layout != torch.strided or value.is_quantized:
-            raise UnsavableError(f"it is of {value.device}, {value.layout}: only dense ones in host memory are saved")
-        if value.grad_fn is not None:
-            raise UnsavableError("it still has the graph of a backward: detach() it, or del it before the hint")
-        if value.is_conj() or value.is_neg():
-            raise UnsavableError("it is a lazy conjugate: resolve_conj() or resolve_neg() first")
-        block = self._own(self.memory.of_tensor(value.detach()))
-        return {
-            "block": block,
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": list(value.shape),
-            "strides": list(value.stride()),
-            "offset": value.storage_offset(),
-            "trained": value.requires_grad,
-            "parameter": type(value) is nn.Parameter,
-            "gradient": self._references([value.grad], number, ["its gradient"]),
-        }
-
-    def _array(self, value: Any) -> dict[str, Any]:
-        if value.dtype.kind not in _ARRAY_KINDS:
-            raise UnsavableError(f"it is of {value.dtype}: only numbers, dates and strings of one length are saved")
-        block, offset = self.memory.of_array(value)
-        return {
-            "block": self._own(block),
-            "dtype": value.dtype.str,
-            "shape": list(value.shape),
-            "strides": list(value.strides),
-            "offset": offset,
-            "writeable": bool(value.flags.writeable),
-        }
-
-    def _own(self, number: int) -> int:
-        """The number of a block that is nobody else's."""
-        block = self.memory.blocks[number]
-        if len(block.bytes) and block.address in self._foreign:
-            raise UnsavableError(
-                f"it shares its memory with {self._foreign[block.address]}: take it from there after each hint"
-            )
-        return number
-
-    def _iterator(self, value: Any, number: int) -> Any:
-        if type(value) is Positions:
-            return ("positions", [self._references([value.source], number, [None]), value.view, value.state()])
-        maker, arguments, *state = value.__reduce__()
-        made = self._references(arguments, number, [None] * len(arguments))
-        return ("iterator", [maker.__name__, made, state[0] if state else None])
+    def _view(self, value: torch.Tensor | numpy.ndarray[Any, Any], name: str) -> dict[str, Any]:
+        """A tensor or an array as a view of its memory, which others may share."""
+        address, memory = _flat(value, name)
+        if address not in self._memory:
+            self._memory[address] = {"node": len(self.nodes)}
+            self.nodes.append({"memory": memory})
+        view = {"memory": self._memory[address], "shape": list(value.shape)}
+        if isinstance(value, numpy.ndarray):
+            offset = value.__array_interface__["data"][0] - address if value.size else 0
+            return view | {"dtype": value.dtype.str, "strides": list(value.strides), "offset": offset}
+        view |= {"dtype": str(value.dtype).removeprefix("torch."), "strides": list(value.stride())}
+        gradient = self.add(value.grad if value.is_leaf else None, f"the gradient of {name}")
+        return view | {"offset": value.storage_offset(), "trained": value.requires_grad, "grad": gradient}
 
 
-def text_of(node: Any) -> str:
-    """A node as text; two are the same if their texts are."""
-    data, tensors = encode(node)
-    return json.dumps([data, {name: xxhash.xxh3_128(bytes(one.numpy())).hexdigest() for name, one in tensors.items()}])
+class _Nodes:
+    """The objects of a checkpoint, each made once."""
+
+    def __init__(self, nodes: list[Any], arguments: Arguments) -> None:
+        self._nodes, self._arguments = nodes, arguments
+        self._made: dict[int, Any] = {}
+
+    def get(self, reference: Mapping[str, Any]) -> Any:
+        """What `Encoder.add` was given."""
+        ((kind, content),) = reference.items()
+        match kind:
+            case "value":
+                return content
+            case "range":
+                return range(*content)
+            case "place":
+                return self._arguments.at(tuple(content))
+        if content not in self._made:
+            ((kind, inner),) = self._nodes[content].items()
+            self._made[content] = self._make(kind, inner)
+        return self._made[content]
+
+    def _make(self, kind: str, content: Any) -> Any:
+        match kind:
+            case "memory":
+                return content.clone()
+            case "Tensor" | "ndarray":
+                return self._tensor(kind, content)
+            case "dict":
+                return {self.get(key): self.get(one) for key, one in content}
+        return (list if kind == "list" else tuple)(self.get(one) for one in content)
+
+    def _tensor(self, kind: str, content: Any) -> Any:
+        memory = self.get(content["memory"])
+        if "place" in content["memory"]:
+            _, memory = _flat(memory, "an argument")
+        if kind == "ndarray":
+            given = content["shape"], content["dtype"], memory.numpy().data, content["offset"], content["strides"]
+            return numpy.ndarray(*given)
+        value = torch.empty(0, dtype=getattr(torch, content["dtype"]), device="cpu")
+        value.set_(memory.untyped_storage(), content["offset"], content["shape"], content["strides"])
+        value.requires_grad_(content["trained"]).grad = self.get(content["grad"])
+        return value
 
 
-def _items(value: Any) -> list[Any] | None:
-    """What a list or a mapping holds; None for anything else."""
-    if type(value) in (dict, OrderedDict):
-        return [*value, *value.values()]
-    return list(value) if type(value) is list else None
+def decoded(nodes: list[Any], changes: list[Any], arguments: Arguments) -> Callable[[Any], Any]:
+    """Restore what a call has changed in its arguments; returns what makes a value of what `Encoder.add` returned."""
+    found = _Nodes(nodes, arguments)
+    for index in range(len(nodes)):  # before an argument changes, and places in it with it
+        found.get({"node": index})
+    arguments.restore(changes, found)
+    return found.get
 
 
-def _advice(value: Any) -> str:
-    if isinstance(value, set | frozenset):
-        return "The order of a set differs from start to start: use dict.fromkeys(...)"
-    return "Keep plain data in its place, pass it as an argument, or make it anew after each hint"
+def is_stateful(value: Any) -> bool:
+    """Whether it has `state_dict` and `load_state_dict`."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _said(path: Path) -> str:
+    first, *rest = path
+    return f"the argument '{first}'" + "".join(f"[{one!r}]" for one in rest)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether it is a function, a class or a module of Python: nothing that a call changes."""
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    if isinstance(value, BuiltinFunctionType):
+        return value.__self__ is None or value.__self__ is builtins or isinstance(value.__self__, ModuleType)
+    return isinstance(value, type | ModuleType | numpy.ufunc | torch.dtype | torch.device)
+
+
+def _alike(now: Any, before: Any) -> bool:
+    """Whether a container holds the same objects, or equal numbers and texts, in the same order."""
+    return len(now) == len(before) and all(
+        one is other or (type(one) is type(other) and type(one) in _LEAVES and repr(one) == repr(other))
+        for one, other in zip(now, before, strict=True)
+    )
+
+
+def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
+    return [*mapping.keys(), *mapping.values()]
+
+
+def _content(value: torch.Tensor | numpy.ndarray[Any, Any], name: str) -> dict[str, Any]:
+    """The elements of a tensor or array, and a tensor's gradient."""
+    _flat(value, name)  # or it is refused
+    if isinstance(value, numpy.ndarray):
+        return {"data": value}
+    return {"data": value.detach(), "grad": value.grad if value.is_leaf else None}
+
+
+def _flat(value: torch.Tensor | numpy.ndarray[Any, Any], name: str) -> tuple[int, torch.Tensor]:
+    """Address and bytes of all the memory that a tensor or an array has, perhaps with others.
+
+    Raises:
+        NotResumableError: it is more than a view of host memory, or the memory belongs to something else.
+    """
+    if isinstance(value, numpy.ndarray):
+        root: Any = value
+        while isinstance(root.base, numpy.ndarray):
+            root = root.base
+        if isinstance(root.base, torch.Tensor):
+            return _flat(root.base, name)
+        if value.dtype.hasobject or root.base is not None or not (root.flags.c_contiguous or root.flags.f_contiguous):
+            raise NotResumableError(f"{name} is an array of {value.dtype} whose memory is not its own: copy() it")
+        data = root.reshape(-1, order="A").view(numpy.uint8) if root.size else numpy.zeros(0, numpy.uint8)
+        return root.__array_interface__["data"][0] if root.size else -id(root), torch.from_numpy(data)
+    if value.grad_fn is not None:
+        raise NotResumableError(f"{name} has the graph of a backward: use it before the hint, or detach() it")
+    special = value.is_quantized or value.is_conj() or value.is_neg()
+    if value.device.type != "cpu" or value.layout != torch.strided or special:
+        raise NotResumableError(f"{name} is of {value.device}, {value.layout}: only dense host memory is saved")
+    storage = value.untyped_storage()
+    return storage.data_ptr() or -id(value), torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _digest(tree: Any, name: str) -> str:
+    """Hash of plain data, tensors and arrays.
+
+    Raises:
+        NotResumableError: there is something else in it.
+    """
+    if isinstance(tree, torch.Tensor | numpy.ndarray):
+        tree = _content(tree, name)
+    try:
+        data, tensors = encode(tree)
+    except (UnsupportedEngineError, RecursionError) as error:
+        raise NotResumableError(f"{name} cannot be saved: {error}") from error
+    found = xxhash.xxh3_128(json.dumps(data).encode())
+    for key, one in tensors.items():
+        found.update(f"{key} {one.dtype} {tuple(one.shape)}".encode())
+        found.update(one.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _state(value: Any) -> Any:
+    """Everything of an object with a state that changes; of a module also what `state_dict` leaves out."""
+    if not isinstance(value, nn.Module):
+        known: Stateful = stateful("argument", value)
+        return known.state_dict()
+    return {
+        "state": dict(value.state_dict()),
+        "buffers": dict(value.named_buffers()),
+        "gradients": {name: one.grad for name, one in value.named_parameters()},
+        "trained": [one.requires_grad for one in value.parameters()],
+        "training": [one.training for one in value.modules()],
+    }
+
+
+def _load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
+    module.load_state_dict(state["state"])
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(state["buffers"][name])
+    for (name, parameter), trained in zip(module.named_parameters(), state["trained"], strict=True):
+        parameter.requires_grad_(trained)
+        parameter.grad = state["gradients"][name]
+    for one, training in zip(module.modules(), state["training"], strict=True):
+        one.training = training
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What modules hold beside parameters, buffers and modes: numbers and texts, hooks, names, and other objects."""
+    found: dict[str, Any] = {}
+    for name, one in module.named_modules():
+        for key, value in vars(one).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                found[f"{name}.{key}"] = list(value)
+            elif key != "training":
+                found[f"{name}.{key}"] = _token(value)
+        for key, tensor in one.named_parameters(recurse=False):
+            found[f"{name}.{key}"] = (tensor.dtype, tuple(tensor.shape))
+    return found
+
+
+def _token(value: Any) -> Any:
+    """Something that differs when a value is changed or replaced: in containers, the objects in them count."""
+    if type(value) in _LEAVES:
+        return repr(value)
+    if isinstance(value, dict):
+        return [[_token(key), _token(one)] for key, one in value.items()]
+    if isinstance(value, list | tuple | set):
+        return [_token(one) for one in value]
+    return id(value)

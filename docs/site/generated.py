@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.site import api, commands, configuration, messages
+from docs.site import api, commands, configuration
 
 __all__ = ["WRITERS", "current", "replaced"]
 
@@ -13,7 +13,6 @@ WRITERS: dict[str, Callable[[], str]] = {
     "api": api.names,
     "commands": commands.text,
     "configuration": configuration.text,
-    "messages": messages.text,
 }
 BEGIN, END = "<!-- `make pages` writes what follows -->", "<!-- end of what `make pages` writes -->"
 BLOCK = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)

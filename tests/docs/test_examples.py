@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cpsr import CPSRConfig, CPSRRecovery, TorchAdapter
 from cpsr.errors import ConfigError
-from cpsr.hints.spec import read_hints_spec
+from cpsr.hints.command import read_hints_spec
 from cpsr.planner.spec import read_plan_spec
 from cpsr.simulate.spec import read_spec
 

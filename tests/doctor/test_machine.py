@@ -86,7 +86,7 @@ def test_too_few_open_files_are_told_before_they_are_an_error() -> None:
 
 
 def test_a_driver_without_a_gpu_for_torch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert check_devices(2, tmp_path / "absent").level == "ok"
     (tmp_path / "version").touch()
     assert check_devices(2, tmp_path / "version").level == "warning"

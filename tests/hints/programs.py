@@ -17,18 +17,16 @@ import numpy
 import torch
 
 from cpsr.errors import NotResumableError
-from cpsr.hints.arguments import read_arguments
 from cpsr.hints.call import Call
-from cpsr.hints.liveness import live_variables
 from cpsr.hints.pace import Pace
-from cpsr.hints.refusals import refuse_live
 from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import read_source
-from cpsr.hints.used import Used
+from cpsr.hints.values import Arguments
 from cpsr.state.codec import decode, encode
+from cpsr.state.stateful import stateful
 
 HEAD = """
-import contextlib, math, random
+import math, random
 import numpy, torch
 from cpsr.hints import hint
 import cpsr.hints
@@ -95,27 +93,23 @@ class Program:
     def __init__(self, function: FunctionType) -> None:
         self.plain = function
         self.source = read_source(function)
-        self.live = live_variables(self.source)
-        refuse_live(self.source, self.live)
-        self.written = rewritten(self.source, self.live.everywhere)
+        self.written = rewritten(self.source)
 
     def call(self, arguments: dict[str, Any], keeper: InMemory, saved: Any = None) -> Any:
-        known = read_arguments(arguments, Used(self.plain).values(self.written))
-        pace = Pace(math.inf, [], len(self.source.hints), 0.0)
-        call = Call(self.source, self.live, known, keeper, pace, saved)
+        call = Call(self.source, Arguments(arguments), keeper, Pace(self.source, math.inf, 0.0), {}, saved)
         return self.written(call, **arguments)
 
     def interrupted(self, given: Callable[[], dict[str, Any]]) -> int:
         """Interrupt a call after each of its checkpoints, go on from there, and compare; how many there were."""
         seed()
         arguments = given()
-        wanted = outcome(lambda given: self.plain(**given), arguments), arguments, states()
+        wanted = outcome(lambda given: self.plain(**given), arguments), shown(arguments), states()
         for number in itertools.count(1):
             seed()
             keeper = InMemory(number)
             arguments = given()
             with suppress(Killed):
-                found = outcome(partial(self.call, keeper=keeper), arguments), arguments, states()
+                found = outcome(partial(self.call, keeper=keeper), arguments), shown(arguments), states()
             if not keeper.killed:
                 assert found[2] == wanted[2]
                 assert repr(found[:2]) == repr(wanted[:2])
@@ -123,7 +117,7 @@ class Program:
             random.seed(9)
             arguments, saved = given(), keeper.newest()
             go_on = partial(self.call, keeper=InMemory(), saved=saved)
-            found = outcome(go_on, arguments), arguments, states()
+            found = outcome(go_on, arguments), shown(arguments), states()
             assert found[2] == wanted[2], number
             assert repr(found[:2]) == repr(wanted[:2]), number
         raise AssertionError
@@ -136,6 +130,15 @@ def outcome(function: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]
         raise
     except Exception as error:  # noqa: BLE001 - a program may end so
         return repr(error)
+
+
+def shown(arguments: dict[str, Any]) -> Any:
+    """Arguments with the states of their objects."""
+    return {name: stateful(name, one).state_dict() if has_state(one) else one for name, one in arguments.items()}
+
+
+def has_state(value: Any) -> bool:
+    return hasattr(value, "state_dict") or isinstance(value, torch.Generator)
 
 
 def states() -> Any:

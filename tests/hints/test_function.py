@@ -1,6 +1,5 @@
 """Resumable functions in processes that are killed, and what happens to their run directory."""
 
-import json
 import math
 import os
 import random
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from cpsr.checkpoint.verify import verify_run
-from cpsr.errors import NotResumableError, RunDirectoryError, RunMismatchError
+from cpsr.errors import NotResumableError, RunMismatchError
 from cpsr.hints import resumable
 from tests.hints import programs
 from tests.hints.programs import module_of
@@ -192,45 +191,6 @@ def test_other_code_or_arguments_are_refused(
     assert made(("    total = 0", "    # a comment\n\n    total = 0")).f(6, []) == 45
 
 
-class Deep:
-    """Has a state of so many levels."""
-
-    def __init__(self, levels: int) -> None:
-        self.levels = levels
-
-    def state_dict(self) -> Any:
-        state: Any = []
-        for _ in range(self.levels):
-            state = [state]
-        return state
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
-
-
-def test_a_state_that_is_too_deep_is_refused(made: Made) -> None:
-    with pytest.raises(
-        NotResumableError, match=r"the argument 'rows' cannot be saved: its state_dict holds values too"
-    ):
-        made().f(6, Deep(9999))
-    module = made(("rows.append(total)", "rows.levels = 9999"))
-    with pytest.raises(
-        NotResumableError, match=r"no checkpoint is possible at this hint: the state_dict of an argument"
-    ):
-        module.f(6, Deep(1))
-
-
-def test_an_argument_that_was_a_global_has_to_be_one_again(made: Made, tmp_path: Path) -> None:
-    """What a checkpoint refers to by its place would be at another one."""
-    change = ("SCALE = 3", "SCALE, TABLE = 3, [7]"), ("total = 0", "total = 0 * len(TABLE)")
-    module = made(*change)
-    killed_at(module, 4, 6, [module.TABLE])
-    with pytest.raises(RunMismatchError, match="which of the arguments are globals"):
-        made(*change).f(6, [[7]])
-    module = made(*change)
-    assert module.f(6, [module.TABLE]) == 45
-
-
 def test_a_damaged_checkpoint_is_skipped_with_a_line(
     made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,19 +206,6 @@ def test_a_damaged_checkpoint_is_skipped_with_a_line(
     assert module.f.report.resumed_from == 3
     assert "checkpoint 4 is skipped, and the one before it is used" in caplog.text
     assert checkpoints(tmp_path) == []
-
-
-@pytest.mark.parametrize("name", ["COMMIT", "manifest.json", "rank-00000.json"])
-def test_a_torn_record_is_skipped(made: Made, tmp_path: Path, name: str) -> None:
-    killed_at(made(), 4, 6, [])
-    file = tmp_path / "run" / "checkpoints" / "step-0000000004" / name
-    file.write_bytes(file.read_bytes()[:-9])
-    module = made()
-    killed_at(module, 2, 6, [])  # of which the first is the hint of the restored one
-    assert module.f.report.resumed_from == 3
-    module = made()
-    assert module.f(6, []) == 45
-    assert module.f.report.resumed_from == 4
 
 
 def test_where_no_checkpoint_is_whole_it_begins_anew(
@@ -288,12 +235,6 @@ def test_a_directory_of_a_training_is_refused(made: Made, tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
 
 
-def test_a_directory_that_cannot_be_made_is_refused(made: Made, tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("")
-    with pytest.raises((RunDirectoryError, RunMismatchError), match="run"):
-        made().f(6, [])
-
-
 def test_a_newer_call_ends_the_older_one(made: Made, tmp_path: Path) -> None:
     """A job that was taken for dead goes on beside the one that took its place."""
     path = tmp_path / "old.py"
@@ -308,15 +249,6 @@ def test_a_newer_call_ends_the_older_one(made: Made, tmp_path: Path) -> None:
     assert old.returncode == 1
     assert "result" not in output
     assert module.f(2, []) == 3
-
-
-def test_a_refused_call_does_not_end_the_one_that_runs(made: Made, tmp_path: Path) -> None:
-    module = made()
-    killed_at(module, 2, 6, [])
-    before = sorted(str(path) for path in (tmp_path / "run").rglob("*"))
-    with pytest.raises(RunMismatchError):
-        made().f(5, [])
-    assert sorted(str(path) for path in (tmp_path / "run").rglob("*")) == before
 
 
 def test_an_error_keeps_the_checkpoints(made: Made, tmp_path: Path) -> None:
@@ -335,18 +267,6 @@ def test_two_at_once_in_a_process_are_refused(made: Made) -> None:
     assert fine.f(2, []) == 0
 
 
-def test_what_cannot_be_saved_is_refused_at_the_first_arrival_even_if_no_checkpoint_is_due(made: Made) -> None:
-    module = made(("    total = 0", "    total = 0\n    seen = dict.fromkeys('ab').keys()"), allowance=1e-9)
-    assert module.f(2, []) == 3  # not needed after the hint
-    module = made(
-        ("    total = 0", "    total = 0\n    seen = dict.fromkeys('ab').keys()"),
-        ("return total", "return total, seen"),
-        allowance=1e-9,
-    )
-    with pytest.raises(NotResumableError, match=r"the variable 'seen' cannot be saved: builtins\.dict_keys"):
-        module.f(2, [])
-
-
 def test_a_full_disk_costs_a_checkpoint_and_not_the_call(
     made: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,32 +278,18 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_call(
     assert "checkpoint 1 failed" in caplog.text
 
 
-def test_a_loop_over_what_goes_one_way_is_refused_when_it_begins(made: Made) -> None:
-    module = made(
-        ("for i in range(n)", "for i in reversed_of(n)"), ("left =", "def reversed_of(n):\n    yield n\nleft =")
-    )
-    with pytest.raises(NotResumableError, match=r"the loop over a builtins\.generator cannot begin in the middle"):
-        module.f(6, [])
-
-
-@pytest.mark.parametrize("over", ["enumerate(range(n))", "zip(range(n), range(n))", "enumerate(made_of(n))"])
-def test_inner_loops_of_unknown_length_run_with_a_finite_allowance(made: Made, over: str) -> None:
-    module = made(
-        ("        hint()", f"        for j, _ in {over}:\n            hint()"),
-        ("left =", "def made_of(n):\n    return list(range(n))\nleft ="),
-        allowance=0.05,
-    )
-    assert module.f(6, []) == 45
-
-
-@pytest.mark.parametrize(
-    "made_by",
-    ["torch.nn.Linear(1, 1)", "numpy.random.default_rng(1)", "iter('ab')", "torch.ones(1, requires_grad=True)"],
-)
-def test_a_global_with_a_state_is_refused_even_in_a_helper(made: Made, made_by: str) -> None:
+@pytest.mark.parametrize("made_by", ["torch.nn.Linear(1, 1)", "numpy.random.default_rng(1)", "iter('ab')", "{1: 2}"])
+def test_a_global_that_a_call_could_change_is_refused_even_in_a_helper(made: Made, made_by: str) -> None:
     module = made(("left =", f"STATE = {made_by}\nleft ="), ("    return SCALE * x", "    STATE\n    return SCALE * x"))
     with pytest.raises(NotResumableError, match="scaled uses the global 'STATE'"):
         module.f(6, [])
+
+
+def test_what_cannot_be_saved_is_refused_at_the_first_arrival_even_if_no_checkpoint_is_due(made: Made) -> None:
+    begin = ("    total = 0", "    total = 0\n    seen = {1}")
+    assert made(begin, allowance=1e-9).f(2, []) == 3  # not needed after the hint
+    with pytest.raises(NotResumableError, match="the variable 'seen' is a set"):
+        made(begin, ("return total", "return total, seen"), allowance=1e-9).f(2, [])
 
 
 SEVERAL = """
@@ -424,52 +330,3 @@ def test_one_of_several_calls_does_not_go_on_from_another_one(tmp_path: Path) ->
     random.seed(1)
     before = [module.score(4) for _ in range(2)]
     assert [*before, score(4)] == wanted
-
-
-def test_calls_with_a_directory_each_go_on(tmp_path: Path) -> None:
-    module = module_of(tmp_path, "from tests.hints import programs\n" + SEVERAL)
-
-    def scores() -> list[float]:
-        random.seed(1)
-        return [resumable(tmp_path / f"{i}", math.inf)(module.score)(4) for i in range(3)]
-
-    programs.left[0] = 10
-    with pytest.raises(module.Killed):
-        scores()
-    programs.left[0] = 10**9
-    random.seed(1)
-    wanted = [module.score(4) for _ in range(3)]
-    assert scores() == wanted
-
-
-def test_the_directory_stays_where_the_program_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = module_of(tmp_path, "from tests.hints import programs\n" + SEVERAL)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    score = resumable("run", math.inf)(module.score)
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    programs.left[0] = 10**9
-    score(1)
-    assert (tmp_path / "run" / "resumable.json").exists()
-
-
-def test_a_helper_that_changes_a_global_is_refused_at_the_next_hint(made: Made, tmp_path: Path) -> None:
-    module = made(
-        ("left =", "SEEN = {}\nleft ="), ("    return SCALE * x", "    SEEN[x % 3] = 1\n    return SCALE * x")
-    )
-    with pytest.raises(NotResumableError, match=r"no checkpoint is possible .* has changed the global 'SEEN'"):
-        module.f(6, [])
-    assert checkpoints(tmp_path) == []
-
-
-def test_it_is_called_like_the_function(made: Made) -> None:
-    module = made()
-    assert module.f.__name__ == "f"
-    with pytest.raises(TypeError, match="missing a required argument"):
-        module.f(1)
-    assert module.f.report is None
-
-
-def test_the_record_names_the_function(made: Made, tmp_path: Path) -> None:
-    made().f(1, [])
-    assert json.loads((tmp_path / "run" / "resumable.json").read_text()) == {"function": "program.f"}
