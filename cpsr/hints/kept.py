@@ -1,5 +1,6 @@
 """The checkpoints of a resumable function, in a run directory as of a training, of one rank without operators."""
 
+import hashlib
 import json
 import logging
 import threading
@@ -60,7 +61,8 @@ class KeptCheckpoints:
             claims.claim()
             claims.remove_earlier()
             self.first_seconds = _WRITES * min(_seconds_to_write(run_dir / _NAME, name) for _ in range(_TRIALS))
-            self._store = CheckpointStore(run_dir, 0, 1, name, life)
+            run_id = hashlib.sha256(name.encode()).hexdigest()[:32]
+            self._store = CheckpointStore(run_dir, 0, 1, run_id, life)
             self._store.prepare()
         except FileExistsError as error:
             raise RunDirectoryError(
