@@ -20,7 +20,7 @@ from cpsr.checkpoint.memory import shared_memory_left
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.job import Job
-from cpsr.journal.schema import filesystem_of, is_network
+from cpsr.journal.database import filesystem_of, is_network
 
 __all__ = ["EVENT", "Finding", "check_devices", "check_file_system", "check_lifetime", "check_open_files"]
 __all__ += ["check_memory", "check_memory_kind", "failed", "report_machine", "size"]

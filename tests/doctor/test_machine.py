@@ -14,7 +14,7 @@ from cpsr import CPSRRecovery
 from cpsr.doctor import machine
 from cpsr.doctor.machine import EVENT, check_devices, check_lifetime, check_memory, check_open_files, report_machine
 from cpsr.journal import JournalReader
-from cpsr.journal.schema import filesystem_of
+from cpsr.journal.database import filesystem_of
 from tests.doctor.mounts import mounted
 from tests.recovery.test_faults import Loop, config
 
