@@ -99,7 +99,7 @@ def _unlike(ages: Mapping[int, Mapping[str, int]], naming: Naming) -> str | None
 
 def _expert_of(name: str, naming: Naming) -> _Expert | None:
     place = naming.place(name)
-    return None if place is None or place.expert is None else (place.layer, place.expert)
+    return None if place is None else (place.layer, place.expert)
 
 
 def _pieces(parts: Mapping[int, Mapping[str, SavedSlice]], naming: Naming) -> _Pieces:

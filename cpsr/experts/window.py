@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy
-from numpy.typing import ArrayLike, NDArray
-
 __all__ = ["SparseWindow", "sparse_window"]
 
 
@@ -30,10 +27,6 @@ class SparseWindow:
     fits: bool
     largest_snapshot_bytes: float
 
-    def frozen(self, step: int) -> tuple[int, ...]:
-        """Operators of which an iteration of the window saves only the weights: those that are active after it."""
-        return tuple(place for active in self.schedule[step + 1 :] for place in active)
-
 
 def sparse_window(
     active_bytes: Sequence[float],
@@ -56,23 +49,13 @@ def sparse_window(
         iteration_seconds: mean time of one iteration.
         bandwidth_bytes_per_second: from device to host.
 
-    Raises:
-        ValueError: no operators, sequences of different length, or a number that is not usable.
-
     Source: moevement, section 3.5, Algorithm 1.
     """
-    active, frozen = _checked(active_bytes, "active_bytes"), _checked(frozen_bytes, "frozen_bytes")
-    if active.size != frozen.size:
-        raise ValueError(f"{active.size} operators have active_bytes and {frozen.size} have frozen_bytes")
-    if not (0 < iteration_seconds < numpy.inf and bandwidth_bytes_per_second > 0):
-        raise ValueError(
-            "the iteration's seconds and the bandwidth must be positive, and the seconds finite, "
-            f"not {iteration_seconds} and {bandwidth_bytes_per_second}"
-        )
-    all_frozen = float(frozen.sum())
+    all_frozen = float(sum(frozen_bytes))
     schedule: list[list[int]] = []
     sizes: list[float] = []
-    for place, more in enumerate((active - frozen).tolist()):
+    for place, (active, frozen) in enumerate(zip(active_bytes, frozen_bytes, strict=True)):
+        more = active - frozen
         if schedule and (sizes[-1] + more) / bandwidth_bytes_per_second <= iteration_seconds:
             schedule[-1].append(place)
             sizes[-1] += more
@@ -87,12 +70,3 @@ def sparse_window(
         fits=largest / bandwidth_bytes_per_second <= iteration_seconds,
         largest_snapshot_bytes=largest,
     )
-
-
-def _checked(sizes: ArrayLike, what: str) -> NDArray[numpy.float64]:
-    array = numpy.asarray(sizes, dtype=numpy.float64)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"{what} must hold one number for each operator, and at least one; it has shape {array.shape}")
-    if not numpy.isfinite(array).all() or (array < 0).any():
-        raise ValueError(f"{what} must be finite and not negative")
-    return array

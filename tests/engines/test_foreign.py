@@ -152,15 +152,6 @@ def test_parts_of_a_loop_that_are_none(kind: str) -> None:
         TorchAdapter(**(given | {name: make(module, optimizer) for name, make in changes.items()}))
 
 
-def test_what_the_advice_says_is_taken() -> None:
-    first, second = model(), model()
-    both = nn.Sequential(first, second)
-    groups: Any = [{"params": first.parameters()}, {"params": second.parameters(), "lr": 1e-4}]
-    optimizer = torch.optim.AdamW(groups)
-    chained = torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.StepLR(optimizer, 3)])
-    assert len(TorchAdapter(both, optimizer, chained).shard().operators) == 4
-
-
 LOADERS: dict[str, tuple[Callable[[], Any], str]] = {
     "accelerate": (
         lambda: named("accelerate.data_loader", "DataLoaderShard"),

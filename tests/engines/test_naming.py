@@ -35,11 +35,6 @@ def test_what_a_state_dict_has_beside_or_without_the_saved_names() -> None:
     }
 
 
-def test_a_plain_module_has_nothing_of_the_kind() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    assert not any(module_identity(module, set(), {}).values())
-
-
 def test_names_of_a_compiled_module_are_those_of_the_module() -> None:
     compiled = torch.compile(Odd())
     assert isinstance(compiled, nn.Module)

@@ -30,7 +30,6 @@ from tests.engines.optimizer_cases import (
     Untried,
     check_resumed,
     differences,
-    manifest_of,
     store_in,
     two_dimensional,
 )
@@ -200,17 +199,6 @@ def test_state_that_is_absent_stays_absent(tmp_path: Path) -> None:
     assert job.module.up.weight in state
 
 
-def test_what_is_not_per_element_is_in_the_file_of_moments(tmp_path: Path) -> None:
-    store = store_in(tmp_path)
-    job = Job(lambda module: torch.optim.Adafactor(module.parameters(), lr=0.01))
-    job.train(0, 1)
-    job.save(store)
-    operators = job.adapter.shard().operators
-    assert {key: len(one) for key, one in operators["up.weight"].moments.items()} == {"row_var": 8, "col_var": WIDTH}
-    assert manifest_of(store).world_size == 1
-    assert job.adapter.shard().others == {}
-
-
 WIDTH = 12
 
 
@@ -344,27 +332,6 @@ def test_a_mismatch_names_the_first_difference(case: str, tmp_path: Path) -> Non
     assert not any(one.state for one in job.optimizers)
 
 
-def test_another_size_of_a_tensor_by_row_is_named(tmp_path: Path) -> None:
-    """Of the same name and type, for a parameter of the same shape."""
-
-    class Rows(torch.optim.SGD):
-        size = 3
-
-        def step(self, closure: Any = None) -> Any:
-            for parameter in self.param_groups[0]["params"]:
-                self.state[parameter].setdefault("rows", parameter.new_zeros(self.size))
-
-    class Others(Rows):
-        size = 4
-
-    saved(tmp_path, lambda module: Rows(module.parameters(), lr=0.1))
-    with pytest.raises(RunMismatchError, match=r"rows float32\[3\], this job has .*rows float32\[4\]"):
-        Job(lambda module: Others(module.parameters(), lr=0.1)).restore(store_in(tmp_path), 2)
-
-
-# Earlier checkpoints
-
-
 # Prediction
 
 
@@ -383,21 +350,6 @@ def test_which_optimizers_of_torch_can_be_predicted(name: str) -> None:
     job.train(2, 3)
     steps = [[one.get("step") for one in two.adapter.scalars()["optimizer_steps"]] for two in (other, job)]
     assert steps[0] == steps[1]
-
-
-@pytest.mark.parametrize(
-    ("case", "obstacle"),
-    [
-        ("schedule-free AdamW", "AdamWScheduleFree"),
-        ("lion", None),
-        ("bitsandbytes Adam8bit", None),
-        ("transformers Adafactor", "has no learning rate (lr)"),
-    ],
-)
-def test_which_others_can_be_predicted(case: str, obstacle: str | None) -> None:
-    model, make = OF_OTHERS[case]
-    found = Job(make, model).adapter.prediction_obstacle()
-    assert found is None if obstacle is None else obstacle in str(found)
 
 
 # Several optimizers in a loop

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.engines.sharded import Part, local, part_of
 from tests.device import ON_CUDA
 from tests.rank_processes import become_rank, found_by, start_ranks
 
@@ -77,11 +76,3 @@ def test_ranks_that_split_a_batch_and_those_that_hold_the_same(found: list[dict[
     for rank, one in enumerate(found):  # each parameter is written by one of the two ranks that have it
         assert sorted([*one["writes"], *found[(rank + 2) % RANKS]["writes"]]) == ["bias", "weight"]
         assert one["portions"] == {"weight": 0.5, "bias": 0.5}
-
-
-def test_a_plain_tensor_is_whole() -> None:
-    tensor = torch.zeros(2, 3)
-    assert part_of(tensor, "plain") == Part((2, 3), (0, 0), (2, 3))
-    assert (part_of(tensor, "plain").offset, part_of(tensor, "plain").block) == (0, None)
-    assert local(tensor).data_ptr() == tensor.data_ptr()
-    assert part_of(torch.zeros(()), "scalar").numel == 1

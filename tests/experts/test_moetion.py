@@ -33,10 +33,6 @@ def test_layers_share_in_proportion_to_their_risk() -> None:
     assert counts([600, 300, 100], [64, 64, 64], 100) == [6, 3, 1]
 
 
-def test_what_a_small_layer_cannot_use_goes_to_the_others() -> None:
-    assert counts([900, 60, 40], [2, 8, 8], 100) == [2, 5, 3]
-
-
 def test_the_bytes_of_unequal_experts_are_kept() -> None:
     found = allocation([100, 100], [4, 4], [10, 40], Budget(snapshot_bytes=99))
     assert found.tolist() == [2, 1]  # 10 + 40 + 10, and the next 40 do not fit
@@ -121,12 +117,3 @@ def test_experts_to_which_nothing_is_routed_are_saved_again(ranks: int, places: 
     saved = selections(Moetion(layers, every_rank=True), layers, tokens, budget, steps=600)
     assert longest_wait(saved, layers) <= OVERDUE_ROUNDS * (8 // ranks) * -(-3 // places) + 16 // ranks
     assert all(len(chosen) == min(16, ranks * places) for chosen in saved)
-
-
-def test_one_expert_of_a_layer_goes_first_when_it_is_overdue_and_the_layer_takes_no_more_for_it() -> None:
-    budget, tokens = Budget(snapshot_bytes=3 * SIZE), ([9, 8, 7, 0, 0], [1, 0])
-    late = OVERDUE_ROUNDS * 2  # of the first layer's five experts three are taken at a time
-    young = load(*tokens, ages=[[0, 0, 0, late - 1, late - 1], [0, 0]])
-    assert Moetion(mixture(5, 2)).select(0, young, budget) == (Expert(0, 0), Expert(0, 1), Expert(0, 2))
-    old = load(*tokens, ages=[[0, 0, 0, late, late + 1], [0, 0]])
-    assert Moetion(mixture(5, 2)).select(0, old, budget) == (Expert(0, 4), Expert(0, 0), Expert(0, 1))

@@ -73,13 +73,6 @@ def test_one_expert_a_layer_makes_a_checkpoint_54_2_percent_smaller() -> None:
     assert round(percent_less(partial, whole), 1) == 54.2
 
 
-def test_without_sharding_a_rank_saves_only_15_percent_less() -> None:
-    """Section 4.2: every rank saves all non-expert parts, and its own experts or, in the mean, an eighth of them."""
-    non_expert = sum(non_expert_bytes().values())
-    own = len(LAYERS) * LAYERS[0].expert_bytes
-    assert round(percent_less(non_expert + own / EXPERTS, non_expert + own)) == 15
-
-
 def test_adaptive_sharding_leaves_a_rank_76_9_percent_less_to_save() -> None:
     """Abstract. What is left is the largest module, the embedding, which goes to a rank without an expert."""
     parts = non_expert_bytes()

@@ -172,15 +172,6 @@ class TestChoosing:
             saving.began(iteration)
         assert seen == set(saving.units.values())
 
-    @pytest.mark.parametrize("policy", POLICIES)
-    def test_experts_never_routed_to(self, policy: str) -> None:
-        """They hold no place that others need; in a round they have their turn all the same."""
-        job = Job((3, 3), policy=policy)
-        job.save(None, whole=True)
-        seen = [job.save(job.train([5, 3, 0], [5, 3, 0]) - 1) or [] for _ in range(8)]
-        assert all(1 <= len(units) <= 2 for units in seen)
-        assert any("00000-00002" in units for units in seen) == (policy == "sequential")
-
     def test_a_turn_that_was_not_committed_comes_again(self) -> None:
         job = Job((4,))
         job.save(None, whole=True)
@@ -191,16 +182,6 @@ class TestChoosing:
         first, second, third, fourth = chosen
         assert third == first != second
         assert fourth not in (first, second)
-
-    def test_tokens_of_an_expert_that_was_not_committed_are_unsaved_again(self) -> None:
-        job = Job((3,), policy="load_aware")
-        job.save(None, whole=True)
-        chosen = []
-        for committed, numbers in ((0, [6, 2, 1]), (0, [0, 3, 3]), (2, [0, 0, 1])):
-            job.train(numbers)
-            chosen.append(job.save(committed))
-        # When 3 begins 2 is committed, and 1 is not: 6 tokens of expert 0 are at risk again, and 5 of expert 2.
-        assert chosen == [["00000-00000"], ["00000-00001"], ["00000-00000"]]
 
 
 class TestBudgets:
@@ -265,22 +246,6 @@ class TestRecovery:
         assert [record.message.split(",")[0] for record in caplog.records] == [
             "layer 'layers.0' has experts that recover"
         ]
-
-    def test_what_was_undone_is_not_counted(self) -> None:
-        job = Job((2,), policy="load_aware")
-        job.save(None, whole=True)
-        job.train([5, 0])
-        job.saving.choose(None, whole=False)
-        job.train([7, 0])
-        job.saving.forget()
-        assert job.save(job.train([1, 2])) == ["00000-00001"]
-
-    def test_a_checkpoint_that_was_saved_without_begins_anew(self) -> None:
-        job = self.trained()
-        job.saving.restored({"00000-00000": 1}, 3)
-        job.saving.load_state_dict({})
-        assert job.saving.restored({"00000-00000": 1}, 3)["lost_portion"] == 0
-        assert sorted(layer["assigned_tokens"] for layer in job.saving.restored({}, 3)["layers"]) == [0, 0]
 
     def test_a_state_of_other_experts_is_refused(self) -> None:
         with pytest.raises(ValueError, match="tokens of 5 experts were saved, and the model has 4"):

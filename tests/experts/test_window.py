@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,13 +60,11 @@ def test_no_division_of_the_order_that_fits_is_shorter(operators: list[tuple[int
 
 
 @given(OPERATORS, st.floats(1, 200))
-def test_every_operator_is_active_once_and_frozen_until_then(operators: list[tuple[int, int]], budget: float) -> None:
+def test_every_operator_is_active_once(operators: list[tuple[int, int]], budget: float) -> None:
     found = window_of(operators, budget)
     assert [place for step in found.schedule for place in step] == list(range(len(operators)))
     assert len(found.schedule) == found.window
     assert found.active_per_step == max(len(step) for step in found.schedule)
-    for number, step in enumerate(found.schedule):
-        assert found.frozen(number) == tuple(range(step[-1] + 1, len(operators)))
 
 
 @given(OPERATORS, st.floats(1, 200))
@@ -90,19 +87,3 @@ def test_a_large_operator_does_not_set_the_window_of_small_ones() -> None:
     found = window_of([*experts[:50], (101, 1), *experts[50:]], 201)
     assert found.fits
     assert found.window == 11
-
-
-@pytest.mark.parametrize(
-    ("active", "frozen", "message"),
-    [
-        ([], [], "at least one"),
-        ([1, 2], [1], "2 operators have active_bytes and 1 have frozen_bytes"),
-        ([[1, 2]], [[1, 2]], "one number for each operator"),
-        ([1, -1], [1, 1], "active_bytes must be finite and not negative"),
-        ([1, 1], [1, math.nan], "frozen_bytes must be finite and not negative"),
-        ([1, math.inf], [1, 1], "active_bytes must be finite and not negative"),
-    ],
-)
-def test_sizes_that_make_no_sense_are_refused(active: list[float], frozen: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sparse_window(active, frozen, 1.0, 1.0)

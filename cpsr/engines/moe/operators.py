@@ -293,9 +293,9 @@ def check_shared(operators: ModelOperators | None, gather: Callable[[Any], list[
     for layer in ranks[0]:
         # Ranks of other stages of a pipeline have none: a layer is listed only where some rank has an expert of it.
         there = [(experts[layer], group) for experts, group in zip(ranks, groups, strict=True) if experts[layer]]
-        experts = len({number for own, _ in there for number in own})
+        count = len({number for own, _ in there for number in own})
         for own, group in there:
-            _require_own(layer, own, ExpertLayer(layer, experts, 1, group).owned, group)
+            _require_own(layer, own, ExpertLayer(layer, count, 1, group).owned, group)
 
 
 def _require_own(layer: str, numbers: Sequence[int], own: range, group: ExpertParallel) -> None:

@@ -89,17 +89,6 @@ def test_deepspeed_names_with_the_numbers_over_all_ranks(ranks: int, rank: int) 
     assert [layer.experts for layer in found.layers(dict.fromkeys(own, 1))] == [8, 4]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_layers_have_the_size_that_their_experts_have(ranks: int) -> None:
-    model = deepspeed_model(ranks)
-    sizes = {name: 12 * parameter.numel() for name, parameter in model.named_parameters()}
-    found = operators_of(sizes, DEEPSPEED, ExpertParallel(ranks))
-    layers = found.layers(sizes)
-    assert [layer.experts for layer in layers] == [8, 4]
-    expert = 12 * sum(parameter.numel() for parameter in feed_forward().parameters())
-    assert [layer.expert_bytes for layer in layers] == [expert, expert]
-
-
 def test_plain_torch_layers_with_shared_experts() -> None:
     model = nn.ModuleList([Block(PlainLayer(3, shared=2)), Block(feed_forward()), Block(PlainLayer(5))])
     found = operators_of(names(model), MODULE_LIST)
@@ -265,11 +254,6 @@ def test_ranks_of_a_stage_share_its_layers(last: int, problem: str | None) -> No
 def test_a_rank_that_the_group_does_not_have_is_refused(size: int, rank: int) -> None:
     with pytest.raises(ConfigError, match=f"has no rank {rank}"):
         ExpertParallel(size, rank)
-
-
-def test_a_group_that_cannot_share_the_experts_is_refused_with_the_sizes_that_can() -> None:
-    with pytest.raises(ConfigError, match=r"'blocks.1' has 6 experts, which 4 .* 1, 2, 3, 6"):
-        ExpertLayer("blocks.1", 6, 10, ExpertParallel(4))
 
 
 @pytest.mark.parametrize(("experts", "size"), [(0, 10), (-2, 10), (2, 0)])

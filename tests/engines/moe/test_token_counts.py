@@ -54,17 +54,6 @@ def counts_of(layer: nn.Module) -> torch.Tensor:
     return layer.counts
 
 
-def test_a_list_that_nothing_routes_to_is_named() -> None:
-    """As an ensemble that is called `experts`."""
-    layer = Layer(1)
-    counts = HookedTokenCounts([RoutingLayer("ensemble", layer, 1)], lambda layer: layer.routed)  # type: ignore[arg-type, return-value] # no layer has it
-    counts.begin_forward()
-    with pytest.raises(AttributeError) as raised:
-        layer(torch.zeros(3, 2))
-    assert "'ensemble'" in raised.value.__notes__[0]
-    assert "naming" in raised.value.__notes__[0]
-
-
 def counting(model: Model) -> HookedTokenCounts:
     layers = [
         RoutingLayer(f"layers.{place}", layer, experts)
@@ -120,16 +109,6 @@ def test_what_is_not_trained_on_is_not_counted() -> None:
     train(model, counts, 2, 4, applied=False)
     train(model, counts, 3, 1)
     assert as_lists(counts.take()) == [(1, [[1, 1, 0], [1, 1]]), (3, [[1, 0, 0], [1, 0]])]
-
-
-def test_layers_that_were_left_out_routed_nothing() -> None:
-    model = Model()
-    counts = counting(model)
-    model.leave_out = {0}
-    train(model, counts, 1, 2)
-    model.leave_out = {0, 1}
-    train(model, counts, 2, 2)
-    assert as_lists(counts.take()) == [(1, [[0, 0, 0], [1, 1]]), (2, [[0, 0, 0], [0, 0]])]
 
 
 def test_no_step_reads_what_was_counted() -> None:
