@@ -1,7 +1,5 @@
 // Elements, and figures as people read them. Text stays text: nothing of a journal is ever taken for HTML.
 
-const COLUMNS = 4; // that a narrow page has room for
-
 export const byId = (id) => document.getElementById(id);
 
 export function element(tag, attributes = {}, ...children) {
@@ -13,35 +11,13 @@ export function element(tag, attributes = {}, ...children) {
 
 // columns: {title, value: takes a row, gives text or an element; numeric: to the right; fixed: never broken}.
 export function table(caption, columns, rows) {
-  // Explicit roles: a narrow page lays out the rows of a wide table as cards, and browsers then drop the table role.
   const kind = ({ numeric, fixed }) => (numeric ? "numeric" : fixed ? "fixed" : "");
-  const head = element(
-    "tr",
-    { role: "row" },
-    ...columns.map((column) =>
-      element("th", { scope: "col", role: "columnheader", class: kind(column) }, column.title),
-    ),
-  );
+  const head = columns.map((column) => element("th", { scope: "col", class: kind(column) }, column.title));
   const body = rows.map((row) =>
-    element(
-      "tr",
-      { role: "row" },
-      ...columns.map((column) =>
-        element("td", { role: "cell", "data-title": column.title, class: kind(column) }, column.value(row)),
-      ),
-    ),
+    element("tr", {}, ...columns.map((column) => element("td", { class: kind(column) }, column.value(row)))),
   );
-  return element(
-    "div",
-    { class: "scroll" },
-    element(
-      "table",
-      { role: "table", class: columns.length > COLUMNS ? "wide" : "" },
-      element("caption", {}, caption),
-      element("thead", { role: "rowgroup" }, head),
-      element("tbody", { role: "rowgroup" }, ...body),
-    ),
-  );
+  const parts = [element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body)];
+  return element("div", { class: "scroll" }, element("table", {}, element("caption", {}, caption), ...parts));
 }
 
 export function empty(text) {

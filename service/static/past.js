@@ -32,7 +32,7 @@ export function showTime(store) {
     if (ettr === null) return;
     const share = (part) => (ettr.wall_seconds > 0 ? ettr[`${part}_seconds`] / ettr.wall_seconds : 0);
     const signs = PARTS.map(([part, name]) =>
-      element("li", { class: `sign-time ${part}` }, `${name} ${percent(share(part))}`),
+      element("li", {}, element("i", { class: part }, "\u2588"), ` ${name} ${percent(share(part))}`),
     );
     update(byId("time"), element("p", { class: "summary" }, spent(ettr)), bar(share), element("ul", { class: "legend" }, ...signs));
   });

@@ -1,15 +1,10 @@
 import dataclasses
-import errno
 import sqlite3
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpsr.errors import JournalError, TooManyReportsError
 from cpsr.journal import (
@@ -43,12 +38,6 @@ def test_what_was_reported_is_read_in_its_order(run_dir: Path) -> None:
     assert reported_failures(run_dir) == reports
 
 
-def test_many_may_report_at_once(run_dir: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda place: report_failure(run_dir, failure(str(place))), range(24)))
-    assert {one.description for one in reported_failures(run_dir)} == {str(place) for place in range(24)}
-
-
 def test_a_report_survives_the_death_of_its_process(run_dir: Path) -> None:
     script = (
         "import os, pathlib; from cpsr.journal import *;"
@@ -64,19 +53,6 @@ def test_without_a_run_nothing_is_written(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="no run in"):
         report_failure(tmp_path, failure())
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("begun", ["empty", "WAL only"])
-def test_a_file_that_was_only_begun_reports_nothing_and_can_be_used(run_dir: Path, begun: str) -> None:
-    path = run_dir / COMMANDS_FILE
-    path.touch()
-    if begun == "WAL only":
-        connection = sqlite3.connect(path)
-        connection.execute("PRAGMA journal_mode=wal")
-        connection.close()
-    assert reported_failures(run_dir) == []
-    report_failure(run_dir, failure())
-    assert reported_failures(run_dir) == [failure()]
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -106,28 +82,6 @@ def test_no_more_than_so_many_failures_are_taken(run_dir: Path, monkeypatch: pyt
     assert len(reported_failures(run_dir)) == 2
 
 
-def test_no_more_are_taken_of_many_that_report_at_once(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "MAX_REPORTED_FAILURES", 3)
-    report_failure(run_dir, failure())
-
-    def report(_: int) -> bool:
-        try:
-            report_failure(run_dir, failure())
-        except TooManyReportsError:
-            return False
-        return True
-
-    writing = sqlite3.connect(run_dir / COMMANDS_FILE, isolation_level=None)
-    writing.execute("BEGIN IMMEDIATE")  # until all of them wait to write
-    with ThreadPoolExecutor(8) as pool:
-        taken = pool.map(report, range(8))
-        time.sleep(0.5)
-        writing.execute("ROLLBACK")
-        assert sum(taken) == 2
-    writing.close()
-    assert len(reported_failures(run_dir)) == 3
-
-
 def test_a_flood_of_reports_is_refused_until_the_hour_is_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "REPORTS_PER_HOUR_MAX", 3)
     for reported in (0.0, 1000.0, 1200.0, 3700.0):  # the first is forgotten by then
@@ -137,23 +91,6 @@ def test_a_flood_of_reports_is_refused_until_the_hour_is_over(run_dir: Path, mon
     assert refused.value.retry_seconds == 600.0
     report_failure(run_dir, failure(reported=4600.0))
     assert len(reported_failures(run_dir)) == 5
-
-
-def test_an_error_of_the_disk_is_one_of_the_journal(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stale(path: Path) -> bool:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(Path, "is_file", stale)
-    with pytest.raises(JournalError, match="Stale file handle"):
-        reported_failures(run_dir)
-
-
-def test_a_torn_file_is_refused_and_left_alone(run_dir: Path) -> None:
-    path = run_dir / COMMANDS_FILE
-    path.write_bytes(b"x" * 4096)
-    with pytest.raises(JournalError, match="no SQLite file"):
-        reported_failures(run_dir)
-    assert path.read_bytes() == b"x" * 4096
 
 
 def override(low: int | None, high: int | None, reason: str = "x") -> PlanOverride:
@@ -178,23 +115,3 @@ def test_the_newest_override_is_the_one(run_dir: Path) -> None:
         False,
         False,
     )
-
-
-BOUND = st.none() | st.integers(1, 1000)
-
-
-@given(BOUND, BOUND, st.integers(1, 1000), st.integers(0, 1000))
-def test_what_is_left_of_bounds_lies_in_both_or_at_the_nearest_end(
-    low: int | None, high: int | None, minimum: int, span: int
-) -> None:
-    if low is not None and high is not None:
-        low, high = min(low, high), max(low, high)
-    maximum = minimum + span
-    least, most = override(low, high).within(minimum, maximum)
-    assert minimum <= least <= most <= maximum
-    wanted = [at for at in range(minimum, maximum + 1) if (low or 1) <= at <= (high or maximum)]
-    if wanted:
-        assert (least, most) == (wanted[0], wanted[-1])
-    else:
-        assert least == most
-        assert least in (minimum, maximum)

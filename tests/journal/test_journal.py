@@ -8,7 +8,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import typing
 from collections.abc import Iterator
@@ -114,17 +113,6 @@ def test_every_row_is_read_back_as_it_was_written(path: Path, journal: Journal) 
         assert reader.restored_iterations() == {0: 92}
     assert (life.mode, life.pid, life.ending) == ("predict", os.getpid(), "running")
     assert journal.failures() == []
-
-
-def test_lives_are_numbered_on_and_keep_their_ending(path: Path) -> None:
-    for number, ending in enumerate(("clean", "sigterm", "error")):
-        journal = Journal.open(path)
-        assert journal.start_life("exact") == number
-        journal.end_life(ending)  # type: ignore[arg-type]  # mypy widens the literal in a loop
-        journal.close()
-    with JournalReader(path) as reader:
-        assert [life.ending for life in reader.lives()] == ["clean", "sigterm", "error"]
-        assert all(life.ended_unix_seconds for life in reader.lives())
 
 
 def test_losses_are_the_newest_of_each_iteration(path: Path, journal: Journal) -> None:
@@ -292,37 +280,6 @@ def test_rows_are_documented() -> None:
         assert not missing, f"{row_type.__name__} lacks {missing}"
 
 
-def test_reader_works_while_rows_are_written(path: Path, journal: Journal) -> None:
-    journal.start_life("auto")
-    stop = threading.Event()
-
-    def write() -> None:
-        iteration = 0
-        while not stop.is_set():
-            journal.record(*[step(iteration := iteration + 1)])
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    try:
-        seen = []
-        for _ in range(30):
-            with JournalReader(path) as reader:
-                seen.append(len(reader.losses()))
-            time.sleep(0.01)
-    finally:
-        stop.set()
-        thread.join()
-    assert seen == sorted(seen)
-    assert seen[-1] > seen[0]
-
-
-def test_wal_is_used_on_local_disks_and_logged(path: Path, journal: Journal) -> None:
-    with JournalReader(path) as reader:
-        assert reader.meta()["journal_mode"] == "wal"
-        assert not is_network(reader.meta()["filesystem"])
-
-
 def test_rollback_journal_is_used_on_network_disks(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cpsr.journal.database.filesystem_of", lambda _: "nfs4")
     journal = Journal.open(path)
@@ -390,16 +347,6 @@ def test_unusable_journals_are_refused_and_left_alone(path: Path, spoil: Any, wo
             use(path)
         assert str(path) in str(refusal.value)
     assert path.read_bytes() == before
-
-
-def test_absent_and_empty_journals_are_refused_by_the_reader(path: Path) -> None:
-    with pytest.raises(JournalError, match="there is no journal"):
-        JournalReader(path)
-    path.parent.mkdir()
-    path.touch()
-    with pytest.raises(JournalError, match="is empty"):
-        JournalReader(path)
-    Journal.open(path).close()
 
 
 def test_rows_wait_out_a_foreign_lock(path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,15 +445,6 @@ def test_a_disk_that_is_full_at_the_start_keeps_nobody_from_training(path: Path,
     assert done.returncode == 0, done.stderr
     assert "survived" in done.stdout
     assert done.stderr.count("there is no room on its disk") == 1, "reported once"
-
-
-def test_rows_after_close_are_counted_not_raised(path: Path) -> None:
-    journal = Journal.open(path)
-    journal.close()
-    journal.record(*[step(1), step(2)])
-    assert journal.dropped_rows == 2
-    assert "after the journal had closed" in journal.failures()[0]
-    journal.close()
 
 
 def test_a_defect_in_the_thread_is_logged(

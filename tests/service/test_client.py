@@ -11,7 +11,7 @@ from cpsr.journal import CheckpointRow, Journal
 from cpsr.service.access import Access
 from cpsr.service.app import create_app
 from cpsr.service.client import Client, _events
-from tests.service.journals import ROWS, flushed, measured_plan, new_run, plan_row, record_steps
+from tests.service.journals import ROWS, flushed, measured_plan, plan_row, record_steps
 
 
 class InProcess(httpx.BaseTransport):
@@ -63,19 +63,6 @@ def test_a_refusal_has_the_services_word_for_it(tmp_path: Path) -> None:
         assert refused.value.status == 422
 
 
-def test_a_token_is_sent_and_a_run_is_named(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        new_run(tmp_path / name)
-    token = "a-token-that-is-long-enough"
-    with client_of(tmp_path, token, "b", Access(token)) as client:
-        assert client.plan()["from_iteration"] == 20
-    with client_of(tmp_path, "another-that-is-long-enough", "b", Access(token)) as client:
-        with pytest.raises(ServiceError) as refused:
-            client.plan()
-        assert refused.value.code == "token_needed"
-        assert "another-that" not in str(refused.value)
-
-
 def test_a_service_that_is_not_there_is_reported() -> None:
     with Client("http://127.0.0.1:1") as client:
         with pytest.raises(ServiceError, match="start it with `cpsr serve`") as refused:
@@ -85,16 +72,6 @@ def test_a_service_that_is_not_there_is_reported() -> None:
             next(client.events())
     with pytest.raises(ServiceError, match="no address"):
         Client("http://[::")
-
-
-@pytest.mark.parametrize("content", [b"<html>", b"[1]"])
-def test_an_answer_of_something_else_is_reported(content: bytes) -> None:
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, content=content))
-    with Client("http://example.org", transport=transport) as client, pytest.raises(ServiceError, match="cpsr serve"):
-        client.plan()
-    transport = httpx.MockTransport(lambda _: httpx.Response(502, content=content))
-    with Client("http://example.org", transport=transport) as client, pytest.raises(ServiceError, match="502"):
-        client.plan()
 
 
 def test_events_are_read_from_their_lines() -> None:

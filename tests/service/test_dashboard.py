@@ -43,13 +43,6 @@ def page() -> Page:
     return Page((PAGE / "index.html").read_text(encoding="utf-8"))
 
 
-def test_the_page_is_at_the_root(client: TestClient) -> None:
-    response = client.get("/")
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert response.content == (PAGE / "index.html").read_bytes()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_file_is_served_with_its_type(client: TestClient, name: str) -> None:
     response = client.get(f"/static/{name}")
@@ -67,11 +60,6 @@ def test_browsers_may_load_nothing_else(client: TestClient, path: str) -> None:
     assert "default-src 'self'" in policy
     assert "frame-ancestors 'none'" in policy
     assert not any("unsafe" in rule for rule in policy)
-
-
-def test_the_answers_of_the_service_are_no_pages(client: TestClient, tmp_path: Path) -> None:
-    new_run(tmp_path)
-    assert client.get("/plan").headers["content-type"] == "application/json"
 
 
 @pytest.mark.parametrize(
@@ -104,12 +92,6 @@ def test_under_a_foreign_name_not_even_the_page_opens(client: TestClient) -> Non
         error_of(client.get(path, headers={"host": "evil.example"}), 403)
 
 
-def test_it_stands_in_no_description_of_the_service(client: TestClient) -> None:
-    assert not [
-        path for path in client.get("/openapi.json").json()["paths"] if path == "/" or path.startswith("/static")
-    ]
-
-
 @pytest.mark.parametrize("name", OWN)
 def test_no_file_names_another_place(name: str) -> None:
     text = (PAGE / name).read_text(encoding="utf-8").replace('"http://www.w3.org/2000/svg"', "")
@@ -129,19 +111,6 @@ def test_every_file_that_is_named_is_there_and_none_is_idle(page: Page) -> None:
         found = IMPORT.findall((PAGE / name).read_text(encoding="utf-8"))
         named |= {target.removeprefix("./") for target in found}
     assert named | {"index.html", "vendor/README.md", "vendor/uPlot.LICENSE"} == set(NAMES)
-
-
-def test_every_element_that_a_module_looks_for_is_in_the_page(page: Page) -> None:
-    ids = page.values("id")
-    assert len(ids) == len(set(ids))
-    asked = {
-        name
-        for path in PAGE.glob("*.js")
-        for name in re.findall(r'byId\("([\w-]+)"\)', path.read_text(encoding="utf-8"))
-    }
-    assert asked
-    assert asked <= set(ids)
-    assert {part for value in page.values("aria-labelledby", "for") for part in value.split()} <= set(ids)
 
 
 def test_the_vendored_files_are_as_they_were_released() -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from tests.service.journals import (
     plan_row,
     record_event,
     recovery_row,
-    two_tier_plan,
 )
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -e '.[dev]'")
@@ -186,24 +184,6 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         expect(section(page, "Newest checkpoints")).to_contain_text("skipped: the disk was busy")
 
 
-def test_it_shows_both_tiers_and_what_failures_leave(page: Any, journal: Journal, tmp_path: Path) -> None:
-    journal.record(*losses(1, LAST))
-    plan = two_tier_plan()
-    journal.record(plan_row(plan, from_iteration=30))
-    flushed(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        every = plan.memory_interval_iterations
-        expect(section(page, "Now")).to_contain_text(f"In memory every{every} iterations")
-        expect(section(page, "Interval between checkpoints")).to_contain_text(f"In host memory every {every}.")
-        why = section(page, "Why this interval")
-        expect(why.get_by_role("row", name="replicas of what a machine held")).to_contain_text("a replica")
-        expect(why.get_by_role("row", name="every machine and its memory")).to_contain_text("20 h")
-        picture = os.environ.get("CPSR_TEST_PICTURES")
-        if picture:
-            page.screenshot(path=f"{picture}/tiers.png", full_page=True)
-
-
 def test_a_recovery_shows_every_shard_the_lag_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
@@ -305,26 +285,6 @@ def test_a_run_that_has_ended_is_not_live(page: Any, journal: Journal, tmp_path:
         expect(page.locator("#connection")).to_have_text("The run has ended")
 
 
-def test_focus_is_seen_and_reaches_everything(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        expect(section(page, "What if failures had another rate?").get_by_role("row")).to_have_count(4)
-        reached = []
-        for _ in range(6):
-            page.keyboard.press("Tab")
-            reached.append(
-                page.evaluate(
-                    "[document.activeElement.id || document.activeElement.textContent,"
-                    " getComputedStyle(document.activeElement).outlineStyle]"
-                )
-            )
-        names = [name for name, _ in reached]
-        order = ["Skip to the figures", "The plot as tables", "mtbf", "The job's own rate"]
-        assert [name for name in names if name in order] == order
-        assert {style for name, style in reached if name in order} == {"solid"}
-
-
 def test_the_slider_asks_what_if(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
@@ -378,45 +338,6 @@ def test_a_journal_that_is_begun_anew_leaves_nothing_of_the_old_one(
         expect(section(page, "Now")).not_to_contain_text("120")
 
 
-def test_a_run_that_has_not_begun_is_waited_for(page: Any, tmp_path: Path) -> None:
-    with served(tmp_path) as service:
-        page.goto(service.url)
-        expect(page.locator("#connection")).to_have_text("Waiting for the run")
-        expect(page.locator("#notices")).to_contain_text("There is no journal")
-        expect(section(page, "Now")).to_be_hidden()
-        journal = Journal.open(tmp_path / "journal.db")
-        try:
-            journal.start_life("auto")
-            flushed(journal)
-            expect(page.locator("#connection")).to_have_text("Live")
-            expect(section(page, "Training loss")).to_contain_text("No step has been recorded yet")
-            expect(page.locator("#loss-plot")).to_be_hidden()
-        finally:
-            journal.close()
-
-
-def test_a_run_without_a_loss_says_what_to_call(page: Any, tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal.db")
-    try:
-        life = journal.start_life("auto")
-        step = StepRow(life=life, iteration=1, loss=None, learning_rate=1e-3, seconds=0.1)
-        journal.record(*(replace(step, iteration=at) for at in range(1, 41)))
-        flushed(journal)
-        with served(tmp_path) as service:
-            page.goto(service.url)
-            loss = section(page, "Training loss")
-            expect(loss).to_contain_text("40 iterations, but no loss")
-            expect(loss).to_contain_text("recovery.log_loss(loss)")
-            expect(page.locator("#loss-plot")).to_be_hidden()
-            if picture := os.environ.get("CPSR_TEST_PICTURE"):
-                page.screenshot(path=picture, full_page=True)
-            journal.record(replace(step, iteration=41, loss=2.5))
-            flushed(journal)
-            expect(page.locator("#loss-plot")).to_be_visible()
-    finally:
-        journal.close()
-
-
 def test_what_is_amiss_is_shown_first(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     journal.record(CheckpointRow(life=0, iteration=119, status="failed", reason="the disk is full"))
@@ -454,21 +375,6 @@ def test_with_a_token_it_asks_for_it(page: Any, journal: Journal, tmp_path: Path
         expect(page.locator("#connection")).to_have_text("Live")
         expect(section(page, "Now")).to_contain_text("120")
         assert TOKEN not in page.url
-
-
-def test_of_several_runs_one_is_chosen(page: Any, tmp_path: Path) -> None:
-    for name, last in (("long", 40), ("short", 9)):
-        (tmp_path / name).mkdir()
-        journal = Journal.open(tmp_path / name / "journal.db")
-        journal.start_life("auto")
-        journal.record(*losses(1, last))
-        journal.close()
-    with served(tmp_path) as service:
-        opened(page, service)
-        expect(section(page, "Training loss")).to_contain_text("40 iterations")
-        page.get_by_role("combobox", name="Run").select_option("short")
-        expect(section(page, "Training loss")).to_contain_text("9 iterations")
-        assert page.url.endswith("?run=short")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

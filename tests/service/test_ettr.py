@@ -27,16 +27,6 @@ def check(found: Ettr, wall: float, **parts: float) -> None:
     assert found.ettr == pytest.approx(parts.get("useful", 0.0) / wall)
 
 
-def test_no_failure() -> None:
-    run = Timeline()
-    run.train(1, 100, begins=10)
-    run.save(50, 2.0)
-    run.account = run.account.with_memory_stalls(4, 1.0)
-    found = ettr(run, now=112)
-    check(found, 110, useful=97, checkpoint_stall=2, memory_stall=1, other=10)
-    assert (found.state, found.until_unix_seconds, found.lost_iterations) == ("training", START + 110, 0)
-
-
 def test_one_failure_is_recomputed() -> None:
     run = Timeline()
     run.train(1, 100, begins=10)
@@ -90,16 +80,6 @@ def test_a_prediction_recomputes_nothing_and_its_end_cost_is_no_time() -> None:
     found = ettr(run, recoveries=[*rows, recovery_row(method="exact")], failures=1)
     check(found, 210, useful=165, restart=45)
     assert (found.predicted_recoveries, found.end_cost_iterations, found.failures) == (2, 10.5, 1)
-
-
-def test_a_roll_back_in_a_life() -> None:
-    run = Timeline()
-    run.train(1, 100, begins=0)
-    run.train(61, 80, begins=103)  # three seconds for the roll-back
-    run.save(70, 1.5)
-    found = ettr(run)
-    check(found, 123, useful=100, recompute=18.5, checkpoint_stall=1.5, other=3)
-    assert found.lost_iterations == 20
 
 
 def test_it_is_in_the_plan(client: TestClient, journal: Journal) -> None:

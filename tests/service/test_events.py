@@ -1,7 +1,5 @@
 """The stream of events, over a real server."""
 
-import asyncio
-import json
 import shutil
 import socket
 import threading
@@ -16,15 +14,14 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.requests import Request
 
 from cpsr.errors import ServiceError
 from cpsr.journal import CheckpointRow, Journal
 from cpsr.service import events as events_module
 from cpsr.service.app import create_app
 from cpsr.service.client import Client
-from cpsr.service.events import Place, Streams, follow_events
-from tests.service.journals import ROWS, error_of, flushed, new_run, record_event, record_steps
+from cpsr.service.events import Place
+from tests.service.journals import ROWS, error_of, flushed, new_run, record_event
 
 WAIT_SECONDS = 20.0
 
@@ -105,15 +102,6 @@ def test_a_stream_is_taken_up_where_it_was_left(tmp_path: Path, journal: Journal
         with httpx.stream("GET", f"{url}/events?after=start", headers=headers) as reply:
             text = next(chunk for chunk in reply.iter_text() if "second" in chunk)
         assert "while nobody looked" not in text
-
-
-def test_the_newest_step_is_sent_without_an_id(tmp_path: Path, journal: Journal) -> None:
-    with served(tmp_path) as url, Client(url) as client:
-        events = client.events()
-        take(events, 1)
-        record_steps(journal)
-        (progress,) = take(events, 1)
-    assert (progress["event"], progress["id"], progress["data"]["iteration"]) == ("progress", None, 7)
 
 
 @pytest.mark.parametrize("after", ["1-0123456789abcdef", "99-", "nonsense"])
@@ -240,35 +228,3 @@ def drained(connection: socket.socket) -> int:
         received += len(data)
     connection.close()
     return received
-
-
-def test_nothing_waits_in_memory_for_a_client_that_takes_nothing(
-    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Straight at the operation: what was read of the journal when the first pieces were not taken yet."""
-    monkeypatch.setattr(events_module, "SEND_SECONDS", 0.2)
-    for number in range(1000):
-        record_event(journal, str(number))
-    flushed(journal)
-    sent: list[dict[str, Any]] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-        if len(sent) > 10:
-            await asyncio.sleep(60)
-
-    async def receive() -> Any:
-        await asyncio.sleep(60)
-
-    async def run() -> int:
-        app = create_app(tmp_path)
-        streams: Streams = app.state.streams
-        scope = {"type": "http", "app": app, "headers": [], "method": "GET", "path": "/events"}
-        response = await follow_events(Request(scope), tmp_path, after="start")
-        await response(scope, receive, send)
-        return streams.open
-
-    assert asyncio.run(run()) == 0
-    bodies = [json.loads(one["body"].split(b"data: ")[1]) for one in sent if b"event: event" in one.get("body", b"")]
-    assert [body["message"] for body in bodies] == [str(number) for number in range(len(bodies))]
-    assert len(bodies) <= 10

@@ -85,10 +85,6 @@ def test_a_flood_is_refused_with_when_to_come_again(
     assert writing.get("/failures").json()["total"] == 1
 
 
-def test_a_failure_cannot_be_reported_to_no_run(writing: TestClient) -> None:
-    error_of(writing.post("/failures", json={"description": "x"}), 503)
-
-
 def steps(life: int, first: int, last: int) -> list[StepRow]:
     return [
         StepRow(life=life, iteration=i, loss=10.0 * life + 1 / i, learning_rate=1e-3, seconds=0.1)
@@ -101,12 +97,6 @@ def asked(client: TestClient, **parameters: int) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found
-
-
-def test_a_short_run_is_returned_whole(client: TestClient, journal: Journal) -> None:
-    journal.record(*steps(0, 1, 7))
-    flushed(journal)
-    assert asked(client) == {"iterations": list(range(1, 8)), "losses": [1 / i for i in range(1, 8)]}
 
 
 @pytest.mark.parametrize("limit", [2, 3, 10, 499, 500])
@@ -136,15 +126,6 @@ def test_a_loss_that_is_none_is_null(client: TestClient, journal: Journal) -> No
     )
     flushed(journal)
     assert asked(client)["losses"] == [1.5, None, None, None]
-
-
-def test_a_run_without_a_step_has_an_empty_curve(client: TestClient, journal: Journal) -> None:
-    flushed(journal)
-    assert asked(client) == {"iterations": [], "losses": []}
-
-
-def test_without_a_journal_it_says_so(client: TestClient, tmp_path: Path) -> None:
-    assert error_of(client.get("/losses"), 503)["code"] == "journal_unavailable"
 
 
 def test_a_curve_of_steps_that_were_thinned_out(client: TestClient, journal: Journal) -> None:

@@ -90,15 +90,6 @@ def test_its_death_is_reported_once_and_nothing_else(tmp_path: Path) -> None:
     assert [kind for kind, _ in log.events] == ["service", "service ended"]
 
 
-def test_where_it_cannot_serve_its_log_says_why(tmp_path: Path) -> None:
-    log = EventLog()
-    process = process_of(new_run(tmp_path), log, host="0.0.0.0")
-    process.start()
-    assert "status 2" in log.wait("service ended")
-    assert "without a token" in (tmp_path / LOG_FILE).read_text()
-    process.close()
-
-
 def test_where_it_cannot_be_started_that_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
@@ -107,14 +98,6 @@ def test_where_it_cannot_be_started_that_is_reported(tmp_path: Path, monkeypatch
     process.close()
     assert [kind for kind, _ in log.events] == ["service ended"]
     assert "could not be started" in log.events[0][1]
-
-
-def test_it_is_off_unless_it_is_wanted(tmp_path: Path) -> None:
-    log = EventLog()
-    process = process_of(tmp_path, log, enabled=False)
-    process.start()
-    process.close()
-    assert (log.events, list(tmp_path.iterdir())) == ([], [])
 
 
 JOB = """

@@ -59,25 +59,6 @@ def test_no_name_leads_out(several: Path, name: str) -> None:
     assert refused.value.status == 404
 
 
-def test_one_run_is_found_with_and_without_its_name(tmp_path: Path) -> None:
-    run_dir = new_run(tmp_path / "gpt")
-    (run_dir / "inner").mkdir()
-    runs = Runs(run_dir)
-    assert (runs.names(), runs.find(None), runs.find("gpt")) == (["gpt"], run_dir, run_dir)
-    with pytest.raises(Problem):
-        runs.find("inner")
-    only = Runs(tmp_path)
-    assert (only.names(), only.find(None), only.find("gpt")) == (["gpt"], run_dir, run_dir)
-
-
-def test_a_directory_that_is_not_there_yet_is_one_run(tmp_path: Path) -> None:
-    runs = Runs(tmp_path / "later")
-    assert (runs.names(), runs.find(None)) == (["later"], tmp_path / "later")
-    client = TestClient(create_app(tmp_path / "later"), base_url=BASE_URL)
-    (summary,) = client.get("/runs").json()["runs"]
-    assert (summary["name"], summary["status"], summary["run_id"]) == ("later", "degraded", None)
-
-
 def test_health_of_a_running_job(client: TestClient, journal: Journal) -> None:
     record_steps(journal)
     flushed(journal)
@@ -119,14 +100,6 @@ def test_health_of_a_silent_job_depends_on_its_pace(tmp_path: Path, client: Test
     flushed(journal)
     ended = age(3000)
     assert (ended.status_code, ended.json()["life"]) == (200, "clean")
-
-
-def test_health_after_an_error(client: TestClient, journal: Journal) -> None:
-    journal.end_life("error")
-    flushed(journal)
-    body = client.get("/healthz").json()
-    assert "ended with an error" in body["reason"]
-    assert body["life"] == "error"
 
 
 def test_health_of_a_killed_job(tmp_path: Path, client: TestClient) -> None:

@@ -18,7 +18,6 @@ from tests.service.journals import (
     plan_row,
     record_steps,
     recovery_row,
-    two_tier_plan,
 )
 from tests.service.test_events import served
 
@@ -77,31 +76,6 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         assert words in output, words
 
 
-def test_both_tiers_and_what_failures_leave(tmp_path: Path) -> None:
-    plan = two_tier_plan()
-    journal = Journal.open(tmp_path / "journal.db")
-    journal.start_life("auto")
-    journal.record(plan_row(plan))
-    flushed(journal)
-    journal.close()
-    output = status(tmp_path)[1]
-    assert (
-        f"every {plan.interval_iterations} iterations, in memory every {plan.memory_interval_iterations}, by" in output
-    )
-    assert "expected failures: process every 20.0 h, 1 seen: " in output
-    ways = plan.explanation["classes"]["machine"]["ways"]
-    assert f"iterations, from replica (disk {ways[1]['loss_iterations']:.1f}); everything every 240.0 h: " in output
-
-
-def test_numbers_of_ranks_in_turn(tmp_path: Path) -> None:
-    for life, (ranks, at) in enumerate([(8, 0), (4, 50), (3, 80), (4, 90), (2, 90)]):
-        journal = Journal.open(tmp_path / "journal.db")
-        journal.start_life("auto", ranks=ranks)
-        journal.record(plan_row(), recovery_row(life=life, restored_iteration=at))
-        journal.close()
-    assert ", 2 ranks since iteration 90 (before: 4 since 50, 3 since 80, 4 since 90)\n" in status(tmp_path)[1]
-
-
 def test_where_the_time_went(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path / "journal.db")
     journal.start_life("auto")
@@ -142,15 +116,6 @@ def test_what_it_holds_of_this_machines_memory_is_shown_and_what_others_left(run
     assert others == "1 run whose directory is gone, or not in sight, left 4.0 MB of it as well: cpsr release --orphans"
     usage = json.loads(status(run_dir, "--json")[1])["memory"]
     assert (usage["bytes"] // 1_000_000, usage["orphaned_bytes"] // 1_000_000, usage["orphaned_runs"]) == (3, 4, 1)
-
-
-def test_one_run_of_several_is_named(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        new_run(tmp_path / name)
-    with served(tmp_path) as url:
-        code, _, errors = status(url)
-        assert (code, "run_needed" in errors or "name one of them" in errors) == (2, True)
-        assert status(url, "--run", "b")[0] == 0
 
 
 def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
