@@ -180,15 +180,14 @@ def prior(
 
 @bench.command()
 def network(
+    weights: Annotated[Path, typer.Option(help="Where the network's weights go.")],
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-prior.")] = None,
     workers: Workers = None,
-    weights: Annotated[Path | None, typer.Option(help="Write a network pretrained on all runs here.")] = None,
-    json_path: JsonPath = None,
 ) -> None:
-    """Pretrain the predictor's network on the prior's runs, and judge its directions on runs that were left out."""
+    """Pretrain the predictor's network on the prior's runs; `bench recovery --methods vitp-always` judges it."""
     from cpsr.benchmarks.recovery.network import main as run_network
 
-    run_network(cache, weights, json_path, workers)
+    run_network(weights, cache, workers)
 
 
 @bench.command()

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from matplotlib.figure import Figure
 
-from cpsr.benchmarks.harness.measurement import COLOURS, Measurement, measuring, where
+from cpsr.benchmarks.harness.measurement import Measurement, measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.ending import Ended, Training
 from cpsr.benchmarks.recovery.ending import ended as trained
@@ -33,7 +32,6 @@ RATE_OF_STEP_0: dict[OptimizerName, float] = {"adamw": 1e-3, "sgd": 0.1, "muon":
 FIRST_STEP = 2  # twice the rate of step 0
 AROUND = 2  # rates on either side of the best
 LIMIT = 14  # steps away from step 0: 110 times its rate, or a 110th
-PANEL_HEIGHT = 3.4
 
 
 @dataclass(frozen=True)
@@ -115,13 +113,13 @@ def main(
     workers: int | None = None,
     device: str = "cpu",
 ) -> None:
-    """Sweep, print, draw and write.
+    """Sweep, print and write.
 
     Args:
         chosen: what to tune.
         seeds: trainings at each rate.
         cache: keeps every training, where an interrupted call goes on; None: `runs/bench-tune`.
-        json_path: where the figures go, with the plot beside it.
+        json_path: where the figures go.
         workers: processes, of one thread each; None: up to two.
         device: `cpu` or `cuda`.
 
@@ -137,7 +135,7 @@ def main(
             found = sweep(chosen, seeds, kept, device, pool, tick)
         _show(call, found)
         figures = {"rate_step": RATE_STEP, "seeds": seeds, "settings": [_plain(one) for one in found]}
-        call.leave(figures, _draw(found, call.machine))
+        call.leave(figures)
 
 
 def settings(tasks: str | None, schedules: str, lengths: str, optimizers: str = "adamw") -> list[Setting]:
@@ -255,29 +253,3 @@ def _plain(sweep: Sweep) -> dict[str, Any]:
         for rate in sweep.rates
     ]
     return {**asdict(sweep.setting), "best_peak_learning_rate": sweep.best.peak, "rates": rates}
-
-
-def _draw(sweeps: Sequence[Sweep], machine: dict[str, Any]) -> Figure:
-    """A panel per task, optimizer and length, a line per schedule; a dot per seed, a ring around the best."""
-    panels: dict[str, list[Sweep]] = {}
-    for one in sweeps:
-        title = f"{one.setting.task}, {one.setting.optimizer}, {one.setting.iterations} iterations"
-        panels.setdefault(title, []).append(one)
-    figure = Figure(figsize=(8, 1.0 + PANEL_HEIGHT * len(panels)), layout="constrained")
-    axes_of = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axes, (title, mine) in zip(axes_of, panels.items(), strict=True):
-        for place, one in enumerate(mine):
-            colour = COLOURS[2 * place % len(COLOURS)]
-            known = [rate for rate in one.rates if numpy.isfinite(rate.loss)]
-            axes.plot([rate.peak for rate in known], [rate.loss for rate in known], color=colour, lw=1.2)
-            for rate in known:
-                losses = [end.loss for end in rate.ended]
-                axes.plot([rate.peak] * len(losses), losses, ".", color=colour, ms=4)
-            axes.plot(one.best.peak, one.best.loss, "o", mfc="none", color=colour, ms=10, label=one.setting.schedule)
-        axes.set_xscale("log")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_ylabel("final loss, nats")
-        axes.legend(fontsize=8, frameon=False)
-    axes_of[-1].set_xlabel("peak learning rate")
-    figure.suptitle(f"Final loss by peak learning rate ({where(machine)})", fontsize=11)
-    return figure
