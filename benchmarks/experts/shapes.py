@@ -52,7 +52,7 @@ class Shape:
 
     def operators(self) -> dict[Expert | str, tuple[float, float]]:
         """Every operator, saved whole or frozen; gates count among the parts."""
-        sizes: dict[Expert | str, int] = {**self.parts}
+        sizes = dict[Expert | str, int](self.parts.items())
         for place, layer in enumerate(self.layers):
             sizes |= {Expert(place, index): layer.expert_bytes for index in range(layer.experts)}
         share = FROZEN_BYTES / self.state_bytes
