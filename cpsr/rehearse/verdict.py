@@ -1,9 +1,9 @@
 """What a rehearsal has shown: two jobs of one script side by side, and in sentences whether the script comes back."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +16,13 @@ from cpsr.errors import CPSRError
 from cpsr.life.draws import NO_BATCHES
 from cpsr.life.witnessing import likely_causes
 from cpsr.rehearse.jobs import PlannedCut, Ran
-from cpsr.state.codec import same, same_bits
+from cpsr.state.codec import same
 from cpsr.state.scalars import DataPosition
 from cpsr.state.witness import Difference, Witness, difference
 
 __all__ = [
     "STATUS",
     "Compared",
-    "FinalState",
     "Reference",
     "StepDifference",
     "Tried",
@@ -40,78 +39,48 @@ POSITION = ("batches", "epoch", "batch")
 SLACK_MAX = 16.0  # growth of a rounding error within the few dozen steps of a rehearsal
 
 
-class FinalState:
-    """The newest checkpoint of a run, in parts with a name.
+def _final_differences(run_dir: Path, other: Path) -> list[str]:
+    """Names of the parts of two runs' newest checkpoints that differ: of tensors, and of the small state."""
+    own, its = (_newest_checkpoint(one) for one in (run_dir, other))
+    if own is None or its is None or own[0] != its[0]:
+        steps = [0 if one is None else one[0] for one in (own, its)]
+        return [f"the last checkpoint, of step {steps[1]} and not {steps[0]}"] if steps[0] != steps[1] else []
+    found = list[str]()
+    try:
+        for mine, theirs in zip_longest(_parts(own[1]), _parts(its[1])):
+            if mine is None or theirs is None or mine[0] != theirs[0] or not same(mine[1], theirs[1]):
+                found.append((mine or theirs or ("",))[0])
+    except CPSRError as error:
+        return [f"a checkpoint cannot be read: {error.one_line()}"]
+    return list(dict.fromkeys(found))
 
-    Args:
-        run_dir: of the run.
 
-    Attributes:
-        iteration: of the checkpoint; 0 without one.
-    """
+def _newest_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
+    found = scan(run_dir / "checkpoints").checkpoints
+    return (found[-1].iteration, found[-1].directory) if found else None
 
-    def __init__(self, run_dir: Path) -> None:
-        found = scan(run_dir / "checkpoints").checkpoints
-        self.iteration = found[-1].iteration if found else 0
-        self._directory = found[-1].directory if found else None
 
-    @cached_property
-    def small(self) -> dict[str, Any]:
-        """Name -> value, of everything beside tensors of the model and the optimizer."""
-        if self._directory is None:
-            return {}
-        manifest, found = read_manifest(self._directory), {}
-        for rank in range(manifest.world_size):
-            record = read_rank_manifest(self._directory, manifest, rank)
-            names = [name for name in record.files if name.split(".")[-2] == "extra"]
-            tensors = {
-                key: one for name in names for key, one in self._tensors(name).items() if key.startswith(SCALARS)
-            }
-            scalars = decoded_scalars(self._directory, record.scalars, tensors)
-            for part in ALIKE:
-                value = scalars.get(part)
-                inside = value if isinstance(value, Mapping) and part in ("rng", "registered") else {"": value}
-                for name, one in inside.items():
-                    found[f"rank {rank}: {_words(part, name)}"] = one
-            data = DataPosition(**scalars["data"])
-            found[f"rank {rank}: position in the data"] = [getattr(data, name) for name in POSITION]
-        return found
-
-    def differences(self, other: "FinalState") -> list[str]:
-        """Names of parts that differ."""
-        if self.iteration != other.iteration:
-            return [f"the last checkpoint, of step {other.iteration} and not {self.iteration}"]
-        try:
-            return self._differing_tensors(other) + [
-                name
-                for name, value in self.small.items()
-                if name not in other.small or not same(value, other.small[name])
-            ]
-        except CPSRError as error:
-            return [f"a checkpoint cannot be read: {error.one_line()}"]
-
-    def _differing_tensors(self, other: "FinalState") -> list[str]:
-        found = []
-        for name in self._files():
-            own, its = self._tensors(name), other._tensors(name)
-            for key in own:
-                if key.startswith(SCALARS):
-                    continue
-                if key not in its or not same_bits(own[key], its[key]):
-                    found.append(key.partition("/")[2])
-        return sorted(set(found))
-
-    def _files(self) -> list[str]:
-        if self._directory is None:
-            return []
-        manifest = read_manifest(self._directory)
-        return [name for rank in sorted(manifest.ranks) for name in manifest.ranks[rank].files]
-
-    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
-        if self._directory is None or not (self._directory / name).exists():
-            return {}
-        with open_tensors(self._directory / name) as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+def _parts(directory: Path) -> Iterator[tuple[str, Any]]:
+    """Name and value of each tensor of a checkpoint, and of each part of its ranks' small states."""
+    manifest = read_manifest(directory)
+    for rank in range(manifest.world_size):
+        record = read_rank_manifest(directory, manifest, rank)
+        small: dict[str, torch.Tensor] = {}
+        for name in record.files:
+            with open_tensors(directory / name) as file:
+                for key in file.keys():  # noqa: SIM118
+                    if key.startswith(SCALARS):
+                        small[key] = file.get_tensor(key)
+                    else:
+                        yield key.partition("/")[2], file.get_tensor(key)
+        scalars = decoded_scalars(directory, record.scalars, small)
+        for part in ALIKE:
+            value = scalars.get(part)
+            inside = value if isinstance(value, Mapping) and part in ("rng", "registered") else {"": value}
+            for name, one in inside.items():
+                yield f"rank {rank}: {_words(part, name)}", one
+        data = DataPosition(**scalars["data"])
+        yield f"rank {rank}: position in the data", [getattr(data, name) for name in POSITION]
 
 
 @dataclass(frozen=True)
@@ -183,7 +152,7 @@ def compare(reference: Reference, again: Ran, second: Ran | None = None) -> Comp
     """
     first, steps = _first_difference(reference, again)
     ignored = reference.unsteady
-    final = FinalState(reference.ran.run_dir).differences(FinalState(again.run_dir))
+    final = _final_differences(reference.ran.run_dir, again.run_dir)
     if reference.varies is not None and first is None:
         final = []  # the weights differ by rounding
     variables = [] if second is None else _lost_variables(reference.ran, second, again)
@@ -225,7 +194,7 @@ def undisturbed(ran: Ran, second: Ran) -> Reference:
     if found is not None and found.found.rounding:  # later steps may differ by more than that explains
         later, _ = _first_difference(reference, second)
         reference = Reference(ran, later or found)
-    unsteady = frozenset(FinalState(ran.run_dir).differences(FinalState(second.run_dir)))
+    unsteady = frozenset(_final_differences(ran.run_dir, second.run_dir))
     return replace(reference, spread=_spread(ran, second), unsteady=unsteady)
 
 
