@@ -43,6 +43,10 @@ class LoaderState:
         self._dataset = loader.dataset if isinstance(loader, DataLoader) else loader
         self.is_torchdata = is_a(loader, "torchdata", "StatefulDataLoader")
         self.was_loaded = False
+        self._holder = None
+        if is_a(self._dataset, "datasets", "IterableDataset"):
+            report_once("the state of a Hugging Face dataset leaves out what is in a shuffle buffer.")
+            return
         self._holder = _holder(loader)
         if self._holder is not None and (obstacle := self._obstacle()) is not None:
             self._give_up(obstacle)
@@ -146,8 +150,6 @@ class LoaderState:
     def _obstacle(self) -> str | None:
         """Why a state would not continue a pass exactly; None where it does."""
         loader = self._loader
-        if is_a(self._dataset, "datasets", "IterableDataset"):
-            return "the state of a Hugging Face dataset leaves out what is in a shuffle buffer."
         if not isinstance(loader, DataLoader):
             return None
         if loader.num_workers and not getattr(loader, "in_order", True):

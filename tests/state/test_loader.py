@@ -372,6 +372,18 @@ def test_a_loader_whose_state_cannot_be_saved_is_named_once_and_skipped(
     assert train(begun(make, position, rng), 5) == expected
 
 
+def test_the_state_of_a_hugging_face_dataset_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    loader_state.report_once.cache_clear()
+    kind = type("IterableDataset", (Stream,), {"__module__": "datasets.iterable_dataset"})
+    stream = begun(lambda: DataLoader(kind(), BATCH))
+    train(stream, 3)
+    position, rng = saved(stream)
+    assert position.loader is None
+    assert "leaves out what is in a shuffle buffer" in caplog.text
+    expected = train(stream, 5)
+    assert train(begun(lambda: DataLoader(kind(), BATCH), position, rng), 5) == expected
+
+
 def test_a_loader_that_does_not_take_its_state_is_an_error_that_says_what_to_do() -> None:
     position = stopped(lambda: StatefulDataLoader(Items(), BATCH), 2)
     assert position.loader is not None
