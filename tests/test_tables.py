@@ -1,13 +1,9 @@
 """Every table that a user sees fits a terminal of 80 columns, and leaves nothing out."""
 
 import io
-import re
 from pathlib import Path
-from typing import Any
 
-import numpy
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -16,11 +12,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from cpsr.cli.main import app
-from cpsr.demo.report import DemoResult, Kill, table
-from cpsr.demo.timeline import Part, Restart
-from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import Lag, Transient
-from cpsr.journal import CheckpointRow, Journal, RecoveryRow, RecoverySource
+from cpsr.journal import CheckpointRow, Journal, RecoveryRow
 from cpsr.tables import print_table
 
 ROOT = Path(__file__).parents[1]
@@ -30,20 +22,6 @@ REASON = (
     "[rank 1] the loss of 4 probe batches is 1.2345 nats, 0.0123 below the checkpoint's; rank 1's state was lost with "
     "/mnt/storage/experiments/llama-7b/run-2026-11-23/checkpoints/step-0001234567/rank-00001.params.safetensors"
 )
-PLAN: dict[str, Any] = {
-    "iteration_seconds": 0.6,
-    "checkpoint": {"state_bytes": 4e9, "snapshot_bytes_per_second": 5e9, "persist_bytes_per_second": 1e9},
-    "failures": {"mtbf_hours": 0.5, "restart_seconds": 120},
-    "recovery": {"predictable_interval_iterations": 200, "end_cost": {"per_horizon_iteration": 0.3}},
-    "fixed_interval_iterations": 1000,
-    "intervals": "per_rank",
-    "ranks": [{"count": 7}, {"state_bytes": 4e10}],
-}
-SIMULATION: dict[str, Any] = {
-    "policies": ["young", "daly", "checkfreq", "pccheck", "gemini", "theorem1", "untruncated", "cpsr"],
-    "systems": [{"name": "moevement-with-sparse-snapshots", "interval_iterations": 10000, "stall_seconds": 0.3}],
-    "runs": 3,
-}
 
 
 def printed(*tables: Table, width: int = WIDTH) -> str:
@@ -110,58 +88,6 @@ def test_inspect(tmp_path: Path) -> None:
         "[rank",
     )
     require_fit(run("inspect", str(written_run(tmp_path))), *words)
-
-
-def test_plan(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(PLAN), encoding="utf-8")
-    policies = [word for name in ("cpsr", "untruncated", "checkfreq", "fixed") for word in ("--policy", name)]
-    require_fit(run("plan", "--spec", str(path), *policies), "untruncated", "checkfreq", "predict", "theorem1")
-
-
-def test_simulate(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(PLAN | SIMULATION), encoding="utf-8")
-    require_fit(run("simulate", "--spec", str(path)), "checkfreq", "untruncated", "moevement-with", "10000", "fails")
-
-
-def test_demo() -> None:
-    losses = LossCurve(numpy.array([10, 20]), numpy.array([[2.0, 2.1], [1.0, 1.1]]))
-    result = DemoResult(
-        kill=Kill(rank=1, iteration=442, time=0.0),
-        recovery=RecoveryRow(
-            id="a",
-            life=1,
-            failure_iteration=442,
-            checkpoint_iteration=400,
-            restored_iteration=442,
-            method="line",
-            requested_mode="auto",
-            reason=REASON,
-            sources=(
-                RecoverySource(rank=0, source="departure", iteration=442),
-                RecoverySource(rank=1, source="predicted", iteration=442),
-            ),
-        ),
-        message=REASON,
-        lag=Lag(-12.3, 4.5, -12.0, -0.0123, 0.0045, 0.001, 9, (60, 160)),
-        transient=Transient(0.0123, 0.0045, 45, 0.01),
-        restart=Restart((Part("the other rank notices, closes the run", 1.23, ours=True), Part("first step", 4.56))),
-        stalls_seconds=[0.0123, 0.0456],
-        checkpoints=[200, 400],
-        fault_free=losses,
-        recovered=losses,
-        device={"kind": "cuda", "name": "NVIDIA H200", "count": 1, "cuda": "13.0", "driver": "580.82.07"},
-        date="2026-11-23 12:00 UTC",
-        machine="2 threads",
-    )
-    require_fit(printed(table(result)), "SIGKILL", "what happened", "from the kill to the first new step", "-12.3")
-
-
-def test_nothing_prints_a_table_any_other_way() -> None:
-    other = re.compile(r"\.print\((?:table\b|_\w+\()")
-    files = [*(ROOT / "cpsr").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    assert [str(file) for file in files if other.search(file.read_text(encoding="utf-8"))] == []
 
 
 cells = st.text(st.sampled_from("abc 0159.%±漢"), min_size=1, max_size=30).map(lambda text: text.strip() or "-")

@@ -1,6 +1,5 @@
 """One committed checkpoint with the ranks' slices put together."""
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
@@ -20,8 +20,7 @@ from cpsr.checkpoint.verify import (
     read_manifest,
     read_rank_manifest,
 )
-from cpsr.errors import CheckpointError, UnsupportedEngineError
-from cpsr.export.identity import RunIdentity, read_identity
+from cpsr.errors import CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.state.codec import decode
 
 __all__ = ["WholeState", "open_whole"]
@@ -29,8 +28,72 @@ __all__ = ["WholeState", "open_whole"]
 Kind = Literal["params", "moments", "extra"]
 _Place = tuple[int, tuple[int, ...] | None]  # of a rank's slice: its first element, and its shape if it is a block
 
+_PIPELINE = "PipelineEngine"
 # DeepSpeed's MoE layers put these into names. Its own checkpoints keep each expert in a file by itself.
 _EXPERTS = (".deepspeed_moe.", ".deepspeed_experts.")
+
+
+class ModuleIdentity(BaseModel):
+    """How the module's own state dict differs from what is saved by name.
+
+    Attributes:
+        aliases: further name of a tied tensor -> the name under which it is saved.
+        transient: buffers that the module keeps out of its state dict.
+        frozen: parameter that the optimizer does not move -> its shape, before it was split over ranks.
+        strides: trained parameter -> strides, where its elements are not in row-major order.
+        extra: entries of the state dict that are neither parameters nor buffers; they are not saved.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    aliases: dict[str, str]
+    transient: list[str]
+    frozen: dict[str, tuple[int, ...]]
+    strides: dict[str, tuple[int, ...]]
+    extra: list[str]
+
+
+class RunIdentity(BaseModel):
+    """`run.json`, as far as it matters here."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    engine: str
+    precision: str
+    optimizer: str
+    module: ModuleIdentity
+
+
+def read_identity(run_dir: Path) -> RunIdentity:
+    """The identity of a run, whose checkpoints can be put together.
+
+    Raises:
+        RunMismatchError: `run_dir` is no run directory.
+        UnsupportedEngineError: a pipeline.
+        CPSRError: `run.json` is damaged.
+    """
+    path = run_dir / "run.json"
+    try:
+        identity = RunIdentity.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise RunMismatchError(f"{run_dir} holds no run.json; name the directory that the run was given") from error
+    except (OSError, ValidationError) as error:
+        raise CPSRError(
+            f"{path} cannot be used ({_first_line(error)}): it is damaged. Restore it from a copy"
+        ) from error
+    if identity.engine == _PIPELINE:
+        raise UnsupportedEngineError(
+            f"{run_dir} is a run of a pipeline, whose layout no format of the export has. Nothing was exported"
+        )
+    return identity
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error)
 
 
 @dataclass(frozen=True)
@@ -154,19 +217,22 @@ class WholeState:
         """The flattened whole of the ranks' flat pieces: rank, place, and elements."""
         total = math.prod(shape)
         whole: torch.Tensor | None = None
-        covered: dict[_Place, int] = {}  # place -> elements
+        is_filled = torch.zeros(total, dtype=torch.bool, device="cpu")
+        fits = True
         for rank, place, piece in pieces:
             whole = piece.new_empty(total) if whole is None else whole
-            target = _target(whole, shape, place, piece.numel())
-            if covered.get(place) == piece.numel():
+            target, filled = (_target(one, shape, place, piece.numel()) for one in (whole, is_filled))
+            if target.numel() != piece.numel() or (filled.any() and not filled.all()):
+                fits = False
+            elif filled.numel() and filled.all():
                 self._require_replica(name, rank, target.contiguous().view(-1), piece)
-            elif target.numel() == piece.numel():
+            else:
                 target.copy_(piece.view(target.shape))
-                covered[place] = piece.numel()
-        if whole is None or not _tiles(covered, total, shape):
+                filled.fill_(True)
+        if whole is None or not fits or not is_filled.all():
             raise UnsupportedEngineError(
-                f"{self.info.directory}: the slices of {name} that the ranks saved, {_places(covered)}, do not make up "
-                f"its {total} elements. Nothing was exported"
+                f"{self.info.directory}: the slices of {name} that the ranks saved do not make up its {total} "
+                f"elements: {int(is_filled.sum())} are there, or some overlap. Nothing was exported"
             )
         return whole
 
@@ -219,7 +285,7 @@ class WholeState:
         return values.as_strided(described["shape"], described["stride"])
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Whole on every rank, or in parts; of an earlier version in consecutive ones, one a rank (ZeRO-3)."""
+        """Whole on every rank that has it, or in parts, each of which records where it lies."""
         ranks = [rank for rank, part in enumerate(self._parts) if name in _outside(part.manifest)]
         records = [(rank, self._parts[rank].manifest.frozen.get(name)) for rank in ranks]
         known = [(rank, one) for rank, one in records if one is not None]
@@ -227,24 +293,11 @@ class WholeState:
             places = ((rank, (one.offset or 0, one.block)) for rank, one in known)
             pieces = ((rank, place, self._other(rank, name).reshape(-1)) for rank, place in places)
             return self._joined(name, shape, pieces).view(shape)
-        first = self._other(ranks[0], name) if ranks else None
-        if first is not None and first.shape == shape:
+        if ranks and (first := self._other(ranks[0], name)).shape == shape:
             return first
-        if first is None or self.identity.engine == "torch":
-            raise self._refused_split(name)
-        joined = torch.cat([first, *(self._other(rank, name) for rank in ranks[1:])])
-        if joined.dim() != 1 or joined.numel() != math.prod(shape):
-            raise UnsupportedEngineError(
-                f"{self.info.directory}: the parts of the frozen parameter {name} hold {joined.numel()} elements, its "
-                f"shape is {shape}. Nothing was exported"
-            )
-        return joined.view(shape)
-
-    def _refused_split(self, name: str) -> UnsupportedEngineError:
-        return UnsupportedEngineError(
-            f"{self.info.directory}: the frozen parameter {name} is split over ranks by fully_shard or "
-            "parallelize_module, and an earlier version has not recorded where the parts lie; the checkpoint itself is "
-            "whole, and its job restarts from it and saves the next one with them. Nothing was exported"
+        raise UnsupportedEngineError(
+            f"{self.info.directory}: no rank saved the frozen parameter {name} whole, or where its part of the shape "
+            f"{shape} lies. Nothing was exported"
         )
 
     def _read(self, rank: int, kind: Kind, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
@@ -387,31 +440,6 @@ def _start(offset: int, shape: tuple[int, ...]) -> list[int]:
         offset, index = divmod(offset, max(1, size))
         found.insert(0, index)
     return found
-
-
-def _tiles(covered: dict[_Place, int], total: int, shape: tuple[int, ...]) -> bool:
-    """Whether the slices cover each element from 0 to `total` once."""
-    if sum(covered.values()) != total:
-        return False
-    if all(block is None for _, block in covered):
-        ends = itertools.accumulate((covered[place] for place in sorted(covered)), initial=0)
-        return all(offset == end for (offset, _), end in zip(sorted(covered), ends, strict=False))
-    if any(block is None for _, block in covered):
-        return False
-    blocks = [list(zip(_start(offset, shape), block or (), strict=True)) for offset, block in covered]
-    return not any(_overlap(first, second) for first, second in itertools.combinations(blocks, 2))
-
-
-def _overlap(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> bool:
-    """Whether two blocks, as start and size in each dimension, have an element in common."""
-    pairs = zip(first, second, strict=True)
-    return all(one < other + length and other < one + size for (one, size), (other, length) in pairs)
-
-
-def _places(covered: dict[_Place, int]) -> str:
-    slices = sorted((offset, numel) for (offset, block), numel in covered.items() if block is None)
-    blocks = [(offset, block) for offset, block in covered if block is not None]
-    return f"{slices} as (offset, elements)" + (f" and {blocks} as (offset, shape of a block)" if blocks else "")
 
 
 def _require_name(directory: Path, name: str) -> None:
