@@ -1,1 +1,1 @@
-"""CPSR in the training loops of other packages, and its events in loggers; each imports only its own package."""
+"""CPSR in the training loops of other packages; each imports only its own package."""

@@ -20,7 +20,6 @@ MODULES = (
     "cpsr.integrations.transformers",
     "cpsr.integrations.accelerate",
     "cpsr.integrations.lightning",
-    "cpsr.integrations.loggers",
     "cpsr.hints",
     "cpsr.hints.placement",
 )

@@ -19,7 +19,7 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 
-Passes: Any = importlib.import_module("cpsr.integrations.passes").Passes
+Passes: Any = importlib.import_module("cpsr.integrations.accelerate").Passes
 
 DATA = TensorDataset(torch.arange(96))
 

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 CPSRCallback: Any = importlib.import_module("cpsr.integrations.transformers").CPSRCallback
-TrainerProgress: Any = importlib.import_module("cpsr.integrations.trainer_state").TrainerProgress
+TrainerProgress: Any = importlib.import_module("cpsr.integrations.transformers").TrainerProgress
 
 VARYING = ("_runtime", "_per_second")
 STEPS = 24
