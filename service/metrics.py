@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from cpsr.errors import JournalError
 from cpsr.journal import FailureRow, JournalReader, reported_failures
+from cpsr.journal.account import CHECKPOINT_SUMS
 from cpsr.service.ettr import PARTS, read_ettr
 from cpsr.service.run import RECENT_STEPS, LifeState, Runs, health_of, iteration_seconds, open_journal
 
@@ -161,10 +162,10 @@ def _plan(families: _Families, run: str, reader: JournalReader) -> None:
 
 
 def _checkpoints(families: _Families, run: str, reader: JournalReader) -> None:
-    sums = ("bytes", "stall_seconds", "write_seconds", "commit_seconds")
-    for status, count, *totals in reader.checkpoint_sums(sums):
+    account = reader.account()
+    for status, (count, *totals) in ({} if account is None else account.checkpoints).items():
         families.counter("checkpoints", "Checkpoints that were due.", run, count, status=status)
-        for name, total in zip(sums, totals, strict=True):
+        for name, total in zip(CHECKPOINT_SUMS, totals, strict=True):
             text = f"Sum of {name} over checkpoints."
             families.counter(f"checkpoint_{name}", text, run, total, status=status)
     newest = reader.latest_checkpoint()

@@ -4,13 +4,14 @@ A step counts when it is recorded. It is a repeated one if its iteration was com
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from cpsr.journal.rows import CheckpointRow, LifeRow, StepRow
 
-__all__ = ["IN_ORDER", "Account"]
+__all__ = ["CHECKPOINT_SUMS", "IN_ORDER", "Account"]
 
+CHECKPOINT_SUMS = ("bytes", "stall_seconds", "write_seconds", "commit_seconds")
 IN_ORDER = ("clean", "sigterm")  # endings of a life after which no restart is due
 
 
@@ -26,6 +27,7 @@ class Account:
         training: whether the newest thing that was counted is a step of it.
         failed: whether a life has failed since the newest step, so that time since then is a restart.
         restarted_unix_seconds: when the first life after that failure began; None: none has.
+        checkpoints: of each status the number of checkpoints and the sums of CHECKPOINT_SUMS.
     """
 
     life: int
@@ -45,6 +47,7 @@ class Account:
     memory_snapshots: int = 0
     restart_seconds: float = 0.0
     paused_seconds: float = 0.0
+    checkpoints: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def with_life(self, life: LifeRow, before: LifeRow) -> "Account":
         """A life begins: the time since the one before it, if that ended in good order, is a pause."""
@@ -67,7 +70,7 @@ class Account:
 
     def with_steps(self, steps: Sequence[StepRow], at_unix_seconds: float) -> "Account":
         """Steps of one life, in their order, the last of which ended at that time."""
-        life, seconds = steps[-1].life, sum(known_seconds(step.seconds) for step in steps)
+        life, seconds = steps[-1].life, sum(known_amount(step.seconds) for step in steps)
         at = max(at_unix_seconds, self.until_unix_seconds)  # the clock may go back
         account = self
         if life != self.life or not self.training:
@@ -82,7 +85,7 @@ class Account:
                 restart_seconds=self.restart_seconds + restart,
             )
         for step in steps:
-            account = account._with_step(step.iteration, known_seconds(step.seconds))
+            account = account._with_step(step.iteration, known_amount(step.seconds))
         return replace(account, until_unix_seconds=at)
 
     def _with_step(self, iteration: int, seconds: float) -> "Account":
@@ -106,7 +109,7 @@ class Account:
             recent_seconds: of its last recorded steps.
         """
         reached, missing = max(self.reached_iteration, iteration), iteration - self.iteration
-        paces = [known_seconds(seconds) for seconds in recent_seconds]
+        paces = [known_amount(seconds) for seconds in recent_seconds]
         unreported = life == self.life and self.training and missing > 0
         if not unreported or self.restarted_unix_seconds is None or not paces:
             return replace(self, reached_iteration=reached)
@@ -124,19 +127,23 @@ class Account:
         )
 
     def with_checkpoint(self, checkpoint: CheckpointRow) -> "Account":
-        """What a checkpoint kept training from its work; it did so in the step after it."""
-        seconds = known_seconds(checkpoint.stall_seconds)
+        """A checkpoint, and what it kept training from its work; it did so in the step after it."""
+        seconds = known_amount(checkpoint.stall_seconds)
         until = self.repeated_until_iteration if self.life == checkpoint.life else self.reached_iteration
         again = seconds if checkpoint.iteration < until else 0.0
+        figures = [1.0, *(known_amount(getattr(checkpoint, name)) for name in CHECKPOINT_SUMS)]
+        before = self.checkpoints.get(checkpoint.status, [0.0] * len(figures))
+        sums = [one + other for one, other in zip(before, figures, strict=True)]
         return replace(
             self,
+            checkpoints={**self.checkpoints, checkpoint.status: sums},
             checkpoint_stall_seconds=self.checkpoint_stall_seconds + seconds,
             repeated_stall_seconds=self.repeated_stall_seconds + again,
         )
 
     def with_memory_stalls(self, snapshots: int, seconds: float) -> "Account":
         """What snapshots to host memory kept training from its work, in the steps that were reported last."""
-        seconds = known_seconds(seconds)
+        seconds = known_amount(seconds)
         again = seconds if self.iteration <= self.repeated_until_iteration else 0.0
         return replace(
             self,
@@ -146,6 +153,6 @@ class Account:
         )
 
 
-def known_seconds(seconds: float | None) -> float:
-    """The seconds; 0 where they are not known, or no duration."""
-    return seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else 0.0
+def known_amount(amount: float | None) -> float:
+    """A duration or size; 0 where it is not known, or none."""
+    return amount if amount is not None and math.isfinite(amount) and amount > 0 else 0.0

@@ -174,24 +174,15 @@ class JournalReader:
         found = self._events(f"{chosen} ORDER BY row", kinds)
         return [recorded.row for recorded in found if isinstance(recorded.row, EventRow)]
 
-    def newest(
-        self,
-        row_type: type[RowT],
-        limit: int,
-        since_unix_seconds: float | None = None,
-        until_unix_seconds: float | None = None,
-        **equal: str,
-    ) -> list[RowT]:
+    def newest(self, row_type: type[RowT], limit: int, **equal: str) -> list[RowT]:
         """The rows of a type that were recorded last, newest first.
 
         Args:
             row_type: of the table of events, but no EventRow.
             limit: of their number.
-            since_unix_seconds: only those of then and later.
-            until_unix_seconds: only those of before.
             equal: only those that have these values.
         """
-        chosen, values = _chosen(row_type, since_unix_seconds, until_unix_seconds, equal)
+        chosen, values = _chosen(row_type, equal)
         clause = f"{chosen} ORDER BY row DESC LIMIT :limit"
         return [recorded.row for recorded in self._events(clause, {**values, "limit": limit})]  # type: ignore[misc]
 
@@ -199,12 +190,6 @@ class JournalReader:
         """Number of rows of a type."""
         ((count,),) = self._query("SELECT COUNT(*) FROM events WHERE kind = ?", (row_type.KIND,))
         return int(count)
-
-    def checkpoint_sums(self, fields: Sequence[str]) -> list[tuple[Any, ...]]:
-        """For each status: the status, the number of checkpoints, and the sums of some fields over them."""
-        sums = [f"TOTAL({_field(name)})" for name in fields]
-        statement = f"SELECT {', '.join([_field('status'), 'COUNT(*)', *sums])} FROM events WHERE kind = ? GROUP BY 1"  # noqa: S608
-        return self._query(statement, (CheckpointRow.KIND,))
 
     def after(self, number: int, limit: int) -> list[Recorded]:
         """At most `limit` rows of the table of events that were recorded after this one, oldest first."""
@@ -255,7 +240,7 @@ class JournalReader:
         return [Account(**json.loads(content)) for (content,) in found]
 
     def _all(self, row_type: type[RowT]) -> list[RowT]:
-        chosen, values = _chosen(row_type, None, None, {})
+        chosen, values = _chosen(row_type, {})
         return [recorded.row for recorded in self._events(f"{chosen} ORDER BY row", values)]  # type: ignore[misc]
 
     def _events(self, clause: str, parameters: Parameters) -> list[Recorded]:
@@ -290,18 +275,11 @@ class JournalReader:
             raise unreadable(self.path, error) from error
 
 
-def _chosen(
-    row_type: type[Any], since: float | None, until: float | None, equal: Mapping[str, str]
-) -> tuple[str, dict[str, Any]]:
+def _chosen(row_type: type[Any], equal: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """The WHERE clause of the rows of one type, and its parameters."""
     conditions = ["kind = :kind", *(f"{_field(name)} = :equal_{name}" for name in equal)]
-    if since is not None:
-        conditions.append("unix_seconds >= :since")
-    if until is not None:
-        conditions.append("unix_seconds < :until")
     values: dict[str, Any] = {f"equal_{name}": value for name, value in equal.items()}
-    values |= {"since": since, "until": until, "kind": row_type.KIND}
-    return f"WHERE {' AND '.join(conditions)}", values
+    return f"WHERE {' AND '.join(conditions)}", {**values, "kind": row_type.KIND}
 
 
 def _field(name: str) -> str:

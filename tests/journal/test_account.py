@@ -78,6 +78,7 @@ def test_stalls_in_repeated_steps_are_known() -> None:
     account = run.account
     assert (account.checkpoint_stall_seconds, account.memory_stall_seconds) == (14, 0.75)
     assert (account.repeated_stall_seconds, account.memory_snapshots) == (4.25, 4)
+    assert account.checkpoints == {"committed": [3, 0, 14, 0, 0]}
 
 
 def test_steps_that_a_killed_life_did_not_report_count_up_to_the_restart() -> None:

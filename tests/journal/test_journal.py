@@ -191,7 +191,7 @@ def test_a_phase_that_ended_again_after_a_restart_counts_once(path: Path, journa
         assert reader.latest_phase() == second
 
 
-def test_the_newest_rows_of_a_time_and_a_kind(path: Path, journal: Journal) -> None:
+def test_the_newest_rows_of_a_kind(path: Path, journal: Journal) -> None:
     rows = [
         FitRow(life=0, iteration=1, kind=kind, result={}, created_unix_seconds=at)  # type: ignore[arg-type]
         for at, kind in ((1.0, "loss"), (2.0, "predictor"), (3.0, "loss"), (4.0, "predictor"))
@@ -201,22 +201,13 @@ def test_the_newest_rows_of_a_time_and_a_kind(path: Path, journal: Journal) -> N
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         assert reader.newest(FitRow, 2) == [rows[3], rows[2]]
-        assert reader.newest(FitRow, 9, since_unix_seconds=2.0, until_unix_seconds=4.0) == [rows[2], rows[1]]
         assert reader.newest(FitRow, 9, kind="loss") == [rows[2], rows[0]]
         assert (reader.count(FitRow), reader.count(PlanRow)) == (4, 0)
         assert [(one.number, one.row) for one in reader.after(1, 2)] == [(2, rows[1]), (3, rows[2])]
         assert reader.last_event() == 6
         assert [event.kind for event in reader.events("x")] == ["x"]
         with pytest.raises(ValueError, match="no field"):
-            reader.newest(FitRow, 9, None, None, **{"kind; DROP TABLE events": "x"})
-
-
-def test_checkpoints_are_summed_by_status(path: Path, journal: Journal) -> None:
-    for status, seconds in (("committed", 1.0), ("committed", 0.5), ("skipped", None)):
-        journal.record(CheckpointRow(life=0, iteration=1, status=status, stall_seconds=seconds))  # type: ignore[arg-type]
-    assert journal.flush(FLUSH_SECONDS)
-    with JournalReader(path) as reader:
-        assert reader.checkpoint_sums(("stall_seconds",)) == [("committed", 2, 1.5), ("skipped", 1, 0.0)]
+            reader.newest(FitRow, 9, **{"kind; DROP TABLE events": "x"})
 
 
 def test_a_bad_row_is_dropped_counted_and_reported_once(path: Path, journal: Journal) -> None:
