@@ -125,7 +125,7 @@ def test_what_differs_first_is_reported(tmp_path: Path, fault: str, differs: str
     assert iteration in FIRST
     assert f"this loop is not restored: in step {iteration}, which the restart repeats, {differs} first" in message
     # Batches are a cause unless the losses were equal.
-    assert ("the batches do not come from recovery.resume(loader)" in message) == ("batches" in fault)
+    assert ("not all batches come from one recovery.resume(loader)" in message) == ("batches" in fault)
     assert message in cut.output
     plan = plan_of(tmp_path / "cut" / "run")
     assert plan is not None
