@@ -47,7 +47,7 @@ def main(
     config: dict[str, Any] = {
         "run_dir": run,
         "mode": "exact",
-        "checkpoint": {"interval_iterations": checkpoint_iterations, "final": False},
+        "checkpoint": {"interval_iterations": checkpoint_iterations},
         # Longer than the run: no snapshot falls between two checkpoints.
         "memory": {"interval_iterations": 2**30 if interval_iterations is None else interval_iterations},
     }

@@ -22,7 +22,7 @@ def main(run_dir: Path, pairs: int, interval_iterations: int, alone: bool) -> di
         alone: one process of plain torch instead.
     """
     adapter, loader, step = torch_job(BATCH) if alone else zero_job(run_dir)
-    checkpoint = {"interval_iterations": NEVER_ITERATIONS, "final": False}
+    checkpoint = {"interval_iterations": NEVER_ITERATIONS}
     with CPSRRecovery(adapter, {"run_dir": run_dir, "mode": "exact", "checkpoint": checkpoint}) as recovery:
         batches = recovery.resume(loader, repeat=True)
         for _ in range(WARM_UP_STEPS):

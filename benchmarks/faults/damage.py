@@ -159,7 +159,7 @@ def damage_regions(
     shutil.rmtree(directory, ignore_errors=True)
     base, other, run_dir = directory / "base", directory / "other", directory / "run"
     prepare(base, RUN_ID)
-    prepare(other, "another run")
+    prepare(other, "another-run")
     checkpoints = base / "checkpoints"
     exchanges = [*exchange_files(checkpoints, other / "checkpoints"), *exchange_ages(checkpoints)]
     todo = [change for change in (*changes(checkpoints), *exchanges) if change.fault.startswith(among)]

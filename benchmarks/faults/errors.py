@@ -13,7 +13,7 @@ from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.saves import PLAIN, RETENTION, Saves
 from cpsr.benchmarks.faults.stage import Stage
 from cpsr.benchmarks.faults.tracing import NO_LINKS, READING, Call
-from cpsr.config import CheckpointConfig
+from cpsr.checkpoint.retention import Retention
 
 __all__ = ["FAULTS", "LINK_FAULTS", "Fault", "first_save", "inject_everywhere", "judge_saves", "save_all"]
 
@@ -44,7 +44,7 @@ class Fault:
     share: float = 1.0
     reads: bool = False
     lasting: bool = False
-    config: CheckpointConfig = KEEP_ALL
+    config: Retention = KEEP_ALL
     no_links: bool = False
     harmless: bool = False
 
@@ -83,7 +83,7 @@ LINK_FAULTS = (
 )
 
 
-def save_all(saves: Saves, run_dir: Path, gate: Gate, config: CheckpointConfig) -> None:
+def save_all(saves: Saves, run_dir: Path, gate: Gate, config: Retention) -> None:
     """Rank 0 saves one after the other; the other rank's parts are there."""
     rank_0 = saves.begin(run_dir, config, saves.iterations)
     gate.wait()

@@ -10,9 +10,9 @@ import torch
 
 from cpsr.benchmarks.faults.frozen import freeze, frozen_scalars
 from cpsr.checkpoint.commit import Missing
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.config import CheckpointConfig
 from cpsr.errors import CPSRError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -23,7 +23,7 @@ RANKS = 2
 RUN_ID = "faults"
 INTERVAL = 10
 COMMITTED = (10, 20, 30, 40)  # what a run holds before a fault
-KEEP_ALL = CheckpointConfig(full_checkpoints=100)
+KEEP_ALL = Retention(full_checkpoints=100)
 COMMIT_TIMEOUT_SECONDS = 20.0
 OTHER_SEED = 1_000_000  # the generator takes no more than 32 bits
 SIZES = (5, 0, 200, 9)  # elements of each operator's slice: none on this rank is among them

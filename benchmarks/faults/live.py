@@ -120,10 +120,7 @@ class _Stage:
             "mode": scenario.mode,
             "checkpoint": {
                 "interval_iterations": scenario.interval_iterations,
-                "exit_grace_seconds": 2.0,
-                "fsync": False,  # processes end here, not machines
                 "shared_memory": scenario.shared_memory,
-                "replicated": scenario.replicated,
             },
             "ranks": {
                 "heartbeat_timeout_seconds": SILENCE_SECONDS,

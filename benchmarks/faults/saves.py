@@ -17,18 +17,19 @@ from cpsr.benchmarks.faults.experts import (
 from cpsr.benchmarks.faults.frozen import frozen_scalars
 from cpsr.benchmarks.faults.job import COMMITTED, KEEP_ALL, scalars_of, shard_of, snapshot_of, write_run
 from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
-from cpsr.config import CheckpointConfig
 from cpsr.errors import CPSRError
 
 __all__ = ["CHAIN", "LIFE", "PLAIN", "RETENTION", "SPARSE", "RankWriter", "Saves"]
 
 LIFE = 2  # the first one wrote what the run holds
 DRAIN_SECONDS = 30.0
+SAVE_SECONDS = 600.0
 # Of the four checkpoints the newest two stay whole, 20 is thinned to its weights, 10 goes.
-RETENTION = CheckpointConfig(history_span_iterations=10, history_min_checkpoints=3, full_checkpoints=2)
+RETENTION = Retention(history_span_iterations=10, history_min_checkpoints=3, full_checkpoints=2)
 _NO_EXPERTS: Mapping[int, SparseSave] = {}
 
 
@@ -37,7 +38,7 @@ class RankWriter:
 
     Args:
         store: of the rank.
-        config: timeout and retention.
+        config: how many checkpoints stay.
         experts: the iterations whose checkpoints are sparse.
 
     Attributes:
@@ -47,11 +48,11 @@ class RankWriter:
     def __init__(
         self,
         store: CheckpointStore,
-        config: CheckpointConfig = KEEP_ALL,
+        config: Retention = KEEP_ALL,
         experts: Mapping[int, SparseSave] = _NO_EXPERTS,
     ) -> None:
         self.pool = SnapshotPool(shard_of(store.rank, 0))
-        self.writer = CheckpointWriter(store, self.pool, config)
+        self.writer = CheckpointWriter(store, self.pool, SAVE_SECONDS, config)
         self.handed_over_seconds = 0.0
         self._store = store
         self._experts = experts
@@ -110,7 +111,7 @@ class Saves:
         """Iterations of the checkpoints that are there before the fault, where none was removed."""
         return *COMMITTED, *self.before
 
-    def begin(self, run_dir: Path, config: CheckpointConfig, iterations: Sequence[int]) -> RankWriter:
+    def begin(self, run_dir: Path, config: Retention, iterations: Sequence[int]) -> RankWriter:
         """Rank 0 before the fault; the other rank's parts of what is to be saved are there."""
         stores = open_sparse(run_dir, LIFE)
         for iteration in (*self.before, *iterations):

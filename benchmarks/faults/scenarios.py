@@ -43,7 +43,6 @@ class Scenario:
             newest one.
         poison: a predicted state is trained on targets that make it diverge.
         asked: SIGTERM to all ranks once the first fault has happened, as a launcher sends it that is stopped.
-        replicated: what ranks hold alike is written by each of them, or shared out.
         nodes: each rank is a machine of its own, with replicas on the other. The memory that is `removed` is then that
             of the machine of rank 1.
         continued: the rank that was stopped goes on when the next life has begun.
@@ -61,7 +60,6 @@ class Scenario:
     asked: bool = False
     continued: bool = False
     nodes: bool = False
-    replicated: Literal["each", "shared"] = "each"
     iterations: int = ITERATIONS
     interval_iterations: int = INTERVAL
     window_iterations: int | None = None
@@ -72,9 +70,8 @@ class Scenario:
         lives = "; ".join(" and ".join(str(fault) for fault in life) for life in self.lives)
         memory = self.memory if self.shared_memory else "off"
         machines = ", each rank a machine" if self.nodes else ""
-        shared = ", writes shared out" if self.replicated == "shared" else ""
         windows = "" if self.window_iterations is None else f", windows of {self.window_iterations}"
-        return f"{lives} (mode {self.mode}, ZeRO-{self.zero}, memory {memory}{machines}{shared}{windows})"
+        return f"{lives} (mode {self.mode}, ZeRO-{self.zero}, memory {memory}{machines}{windows})"
 
 
 def in_step(signal: str, ranks: Sequence[int], at: int = FAILURE, delay_seconds: float = 0.0) -> tuple[Fault, ...]:
@@ -110,14 +107,13 @@ FIXED = (
     Scenario("one killed, its memory damaged", "exact", 1, (at_moment("commit", "SIGKILL", 0, 20),), memory="damaged"),
     Scenario("one killed, all memory gone", "predict", 1, (_LOST,), memory="removed"),
     Scenario("one killed, all ranks alike", "predict", 0, (_LOST,)),
-    Scenario("one killed, writes shared out", "predict", 0, (_LOST,), memory="removed", replicated="shared"),
+    Scenario("one killed, writes shared out", "predict", 0, (_LOST,), memory="removed"),
     Scenario(
         "killed in a commit, writes shared out",
         "exact",
         0,
         (at_moment("commit", "SIGKILL", 0, 20),),
         memory="removed",
-        replicated="shared",
     ),
     Scenario("killed while the other dumps", "predict", 1, ((*_LOST, Fault("dump", "SIGKILL", (0,), 1)),)),
     Scenario(

@@ -34,8 +34,8 @@ TAIL_ITERATIONS = 20  # of the end, over which losses are compared
 DENSE, STALE, WINDOWS, CONTROL = "dense, CheckFreq's interval", "stale experts", f"windows of {WINDOW}", "no failure"
 WAYS = (DENSE, STALE, WINDOWS)
 
-_RARELY = {"interval_iterations": 100_000, "final": False}
-_DISK = {"final": False, "shared_memory": False, "history_span_iterations": 0, "history_min_checkpoints": 2}
+_RARELY = {"interval_iterations": 100_000}
+_DISK = {"shared_memory": False}
 _PLAIN = {"learning": {"budget_fraction": 0.0}, "ranks": {"heartbeat_timeout_seconds": 30.0}}
 
 

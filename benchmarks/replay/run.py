@@ -27,7 +27,7 @@ DEFAULT = Shape()
 COMPARISON = Plan()
 
 
-_RARELY = {"interval_iterations": 100_000, "final": False, "fsync": False}
+_RARELY = {"interval_iterations": 100_000}
 _NO_MEMORY = {"checkpoint": {**_RARELY, "shared_memory": False}}
 _WHOLE = {"checkpoint": _RARELY, "memory": {"interval_iterations": 1}}
 

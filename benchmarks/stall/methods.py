@@ -126,8 +126,6 @@ def _configuration(directory: Path) -> dict[str, Any]:
         "run_dir": directory / "run",
         "checkpoint": {
             "interval_iterations": NEVER_ITERATIONS,
-            "final": False,
-            "history_span_iterations": 0,  # as many as a real run would keep would only fill the disk
         },
     }
 

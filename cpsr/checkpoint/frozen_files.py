@@ -85,7 +85,7 @@ class FrozenFiles:
         rank: int,
         checkpoints: Path,
         *,
-        fsync: bool,
+        fsync: bool = True,
         places: Mapping[str, FrozenPlace] | None = None,
     ) -> None:
         self.weights = weights
@@ -97,18 +97,17 @@ class FrozenFiles:
         self._agreed: dict[str, dict[str, str]] = {}  # own files that other ranks may name -> parameters and hashes
         self._places: dict[str, tuple[FileRecord, list[Path]]] = {}  # own file -> where it is durable, newest last
 
-    def agree(self, group: Group, *, shared: bool) -> None:
+    def agree(self, group: Group) -> None:
         """Share the parameters out among the ranks that hold the same, unless that holds already; a collective.
 
         Args:
             group: all ranks.
-            shared: False lets each rank write its own.
         """
         if group.all(self._is_agreed()):
             return
         moved = set(self.weights.moved())
         hashes = {name: one for name, one in self.weights.hashes.items() if name not in moved}
-        words = group.gather(word_of(hashes) if shared and hashes else None)
+        words = group.gather(word_of(hashes) if hashes else None)
         alike = [rank for rank, word in enumerate(words) if word is not None and word == words[self._rank]]
         sizes = {name: self.weights.tensors[name].nbytes for name in sorted(hashes)}
         ranks = alike or [self._rank]

@@ -7,8 +7,7 @@ from typing import Literal
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory import shared_memory_left
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, size_of
-from cpsr.checkpoint.owner import owner_path
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, owner_path, size_of
 from cpsr.checkpoint.resources import available_host_bytes
 
 __all__ = ["bytes_in_memory", "remove_memory_states", "remove_unused", "room_in_memory"]

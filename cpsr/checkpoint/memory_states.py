@@ -26,6 +26,7 @@ __all__ = [
     "files_of",
     "memory_state",
     "memory_states",
+    "owner_path",
     "read_at",
     "size_of",
     "write_at",
@@ -94,6 +95,11 @@ def memory_state(path: Path) -> MemoryState | None:
     """The state that a file describes, not verified; None where the file holds no complete state."""
     found = describe(path)
     return None if found is None else found[0]
+
+
+def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
+    """The file that names the owner of a run's files; see `cpsr.checkpoint.orphans`."""
+    return directory / f"cpsr-{run_id}-owner"
 
 
 def files_of(run_id: str, directory: Path) -> Iterator[Path]:

@@ -1,7 +1,18 @@
-"""Shared memory of runs whose run directory is gone, so that no later life will use it."""
+"""Which run owns files in this machine's shared memory, and freeing those of runs whose directory is gone.
 
-import logging
+::
+
+    cpsr-<run_id>-owner        JSON: the run directory, the machine, and which directories these were
+
+Device and inode numbers of a run directory and of the directories above it on its disk distinguish it from another one
+of the same path: a container sees other directories under the same paths, and so does a machine where a disk is not
+mounted.
+"""
+
+import itertools
+import json
 import os
+import re
 import stat
 import threading
 import time
@@ -14,18 +25,74 @@ from typing import Literal
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory_removal import remove_memory_states
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of
-from cpsr.checkpoint.owner import OWNER_NAME, Owner, owner_of
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, owner_path
 
-__all__ = ["HeldRun", "copied_from", "free_orphans", "free_run", "runs_in_memory"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["HeldRun", "Owner", "copied_from", "free_orphans", "free_run", "mark_owner", "owner_of", "runs_in_memory"]
 
 LOOK_SECONDS = 3.0  # for all run directories together: a network file system that hangs must not block the caller
+IDENTITY = "run.json"
+_OWNER_NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-owner")
+_OWNER_BYTES_MAX = 1 << 14  # several times the longest path
+_ABOVE_MAX = 64
 
-# `there`: its directory is; `gone`: that is gone; `freed`: that was gone; `in use`: a process has it; `unclear`: it
-# this machine cannot know whether the directory is gone; `unknown`: no owner is recorded, as in older versions.
-Standing = Literal["there", "gone", "freed", "in use", "unclear", "unknown"]
+# `there`: its directory is; `gone`: that is gone; `freed`: that was gone; `in use`: a process has it; `unclear`: cannot
+# be determined on this machine.
+Standing = Literal["there", "gone", "freed", "in use", "unclear"]
+Place = tuple[int, int]  # device and inode number
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run that owns files in shared memory, as recorded when its newest life began.
+
+    Attributes:
+        run_id: identity of the run.
+        run_dir: its directory, absolute and without links.
+        node: the machine, as the job saw it.
+        place: device and inode of that directory.
+        above: those of the directories above it on the same disk, the nearest first.
+    """
+
+    run_id: str
+    run_dir: Path
+    node: str
+    place: Place
+    above: tuple[Place, ...]
+
+    def look(self) -> tuple[Standing, str]:
+        """Whether the run directory is still there, and why; waits for a file system that hangs.
+
+        It is gone if the nearest directory above that exists is the recorded one: the path alone proves nothing.
+        """
+        try:
+            if _run_id_in(self.run_dir) == self.run_id:
+                return "there", f"{self.run_dir} holds it"
+            here = _place_of(self.run_dir)
+            if here == self.place:
+                return "gone", f"{self.run_dir} holds it no more"
+            for directory, recorded in zip(self.run_dir.parents, self.above, strict=False):
+                found = _place_of(directory)
+                if found is not None:
+                    # Another directory in its place may be a mounted disk.
+                    if found == recorded and (here is None or here[0] == found[0]):
+                        return "gone", f"{self.run_dir} is gone"
+                    return "unclear", f"{directory} is another directory than it was: a mounted disk, or a container"
+        except OSError as error:
+            return "unclear", f"{self.run_dir} cannot be looked at: {error}"
+        return "unclear", f"the disk of {self.run_dir} is not here: not mounted now, or in a container"
+
+    def is_beside(self, run_dir: Path) -> bool:
+        """Whether its run directory is there and another one than this, as that of which this is a copy.
+
+        One directory has the same inode under each path, also where a mount gives it another device.
+        """
+        try:
+            if self.look()[0] != "there":
+                return False
+            pairs = [(self.run_dir / name, run_dir / name) for name in (".", IDENTITY)]
+            return any(one.stat().st_ino != other.stat().st_ino for one, other in pairs)
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True)
@@ -47,6 +114,45 @@ class HeldRun:
     why: str
 
 
+def mark_owner(run_id: str, run_dir: Path, node: str, directory: Path = SHARED_MEMORY) -> None:
+    """Record the owner of a run's files, before it has any.
+
+    Args:
+        run_id: identity of the run.
+        run_dir: its directory, which exists.
+        node: name of this machine, for messages.
+        directory: where shared memory is mounted.
+
+    Raises:
+        OSError: there is no shared memory, or no room in it, or the run directory is gone.
+    """
+    real = run_dir.resolve()
+    place = real.stat().st_dev, real.stat().st_ino
+    places = map(_place_of, itertools.islice(real.parents, _ABOVE_MAX))
+    above = list(itertools.takewhile(lambda at: at is not None and at[0] == place[0], places))
+    data = json.dumps({"run_dir": str(real), "node": node, "place": place, "above": above}).encode()
+    descriptor = os.open(owner_path(run_id, directory), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.pwrite(descriptor, data, 0)  # in place and at once: several ranks may write the same
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)
+
+
+def owner_of(run_id: str, directory: Path = SHARED_MEMORY) -> Owner | None:
+    """The owner of a run's files; None where none is recorded, or the record cannot be read."""
+    try:
+        descriptor = os.open(owner_path(run_id, directory), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if os.fstat(descriptor).st_uid != os.geteuid():
+                return None
+            found = json.loads(file.read(_OWNER_BYTES_MAX))
+        place, *above = [(int(one[0]), int(one[1])) for one in (found["place"], *found["above"])]
+        return Owner(run_id, Path(str(found["run_dir"])), str(found["node"]), place, tuple(above))
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
 def runs_in_memory(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
     """All runs with files in this machine's shared memory; changes nothing."""
     files = _files_by_run(directory)
@@ -54,10 +160,11 @@ def runs_in_memory(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
     looked = _looked_at([owner for owner in owners.values() if owner is not None])
     found = []
     for run_id, paths in sorted(files.items()):
-        owner = owners[run_id]
-        standing, why = looked[run_id] if owner is not None else _UNKNOWN
-        found.append(HeldRun(run_id, owner, _bytes_of(paths), standing, why))
-    return [run if run.standing == "there" else _unless_used(run, files[run.run_id]) for run in found]
+        standing, why = looked.get(run_id, ("unclear", "no owner of it is recorded"))
+        if standing != "there" and (used := _use_of(paths)) is not None:
+            standing, why = "in use", used
+        found.append(HeldRun(run_id, owners[run_id], _bytes_of(paths), standing, why))
+    return found
 
 
 def free_orphans(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
@@ -66,7 +173,7 @@ def free_orphans(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
     Returns:
         The runs whose directory is not there, and whether their memory was freed.
     """
-    found = [_freed(run, directory) for run in runs_in_memory(directory)]
+    found = [_freed(run, directory) if run.standing == "gone" else run for run in runs_in_memory(directory)]
     return [run for run in found if run.standing != "there"]
 
 
@@ -99,25 +206,37 @@ def copied_from(run_id: str, run_dir: Path, directory: Path = SHARED_MEMORY) -> 
     return owner.run_dir if any(found) else None
 
 
-_UNKNOWN: tuple[Standing, str] = "unknown", "an older version of CPSR has left it, which did not say whose it is"
+def _place_of(directory: Path) -> Place | None:
+    """Device and inode of a directory, None where there is none; another OSError where the file system fails."""
+    try:
+        found = directory.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _run_id_in(run_dir: Path) -> str | None:
+    """Identity of the run in a directory; None where there is no run or no directory."""
+    try:
+        return str(json.loads((run_dir / IDENTITY).read_bytes())["run_id"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"its {IDENTITY} is damaged ({error})") from error
 
 
 def _files_by_run(directory: Path) -> dict[str, list[Path]]:
     """This user's files, by run."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        matched = NAME.fullmatch(path.name) or OWNER_NAME.fullmatch(path.name)
-        if matched is not None and _is_own(path):
+        matched = NAME.fullmatch(path.name) or _OWNER_NAME.fullmatch(path.name)
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        if matched is not None and status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
             found[matched["run_id"]].append(path)
     return found
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return False
-    return found.st_uid == os.geteuid() and stat.S_ISREG(found.st_mode)
 
 
 def _bytes_of(paths: Iterable[Path]) -> int:
@@ -147,18 +266,17 @@ def _looked_at(owners: list[Owner]) -> dict[str, tuple[Standing, str]]:
     return {owner.run_id: ("unclear", f"{owner.run_dir} {hangs}") for owner in owners} | dict(found)
 
 
-def _unless_used(run: HeldRun, paths: Iterable[Path]) -> HeldRun:
+def _use_of(paths: Iterable[Path]) -> str | None:
+    """Which process uses one of these files; None: no process does."""
     try:
         with ExitStack() as locked:
             _lock(paths, locked)
     except FileInUseError as error:
-        return replace(run, standing="in use", why=str(error))
-    return run
+        return str(error)
+    return None
 
 
 def _freed(run: HeldRun, directory: Path) -> HeldRun:
-    if run.standing != "gone":
-        return run
     try:
         with ExitStack() as locked:
             _lock(_files_by_run(directory).get(run.run_id, ()), locked)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import psutil
 
+from cpsr.checkpoint.retention import Retention
 from cpsr.config import CPSRConfig
 from cpsr.errors import ResourceError
 
-__all__ = ["available_host_bytes", "check_disk", "check_host_memory", "existing_part", "kept_bytes", "kept_checkpoints"]
+__all__ = ["available_host_bytes", "check_disk", "check_host_memory", "existing_part", "host_buffers"]
+__all__ += ["kept_bytes", "kept_checkpoints"]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -56,9 +58,17 @@ def check_disk(run_dir: Path, required_bytes: int) -> None:
     if required_bytes > free:
         raise ResourceError(
             f"checkpoints need {required_bytes} bytes on the disk of {run_dir}, {free} are free: make room, choose "
-            "another run_dir, checkpoint less often (checkpoint.interval_iterations), lower "
-            "checkpoint.history_span_iterations, or set checkpoint.disk_limit_bytes"
+            "another run_dir, checkpoint less often (checkpoint.interval_iterations), or set "
+            "checkpoint.disk_limit_bytes"
         )
+
+
+def host_buffers(config: CPSRConfig) -> int:
+    """Host buffers of each rank, each of the size of its state.
+
+    With four, a snapshot at every iteration keeps its promise also while the disk writes from one of them.
+    """
+    return 4 if config.memory.interval_iterations == 1 else 3
 
 
 def existing_part(path: Path) -> Path:
@@ -72,7 +82,8 @@ def kept_checkpoints(config: CPSRConfig) -> tuple[int, int]:
     copied = int(checkpoint.target is not None)  # stays whole while it is read
     # If the planner chooses the interval, it is not known yet: assume the longest.
     interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
-    return checkpoint.full_checkpoints + 1 + copied, checkpoint.history_checkpoints(interval)
+    kept = Retention()
+    return kept.full_checkpoints + 1 + copied, kept.history_checkpoints(interval)
 
 
 def kept_bytes(state_bytes: int, weight_bytes: int, config: CPSRConfig) -> int:

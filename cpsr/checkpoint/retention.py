@@ -12,13 +12,33 @@ from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, SetAside, recor
 from cpsr.checkpoint.files import is_temporary, remove_tree, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import COMMIT, THINNED, holds_weights, step_iteration, thinned_record
 from cpsr.checkpoint.verify import UnreadableFileError, is_committed, read_manifest
-from cpsr.config import CheckpointConfig
 
-__all__ = ["RetentionPlan", "plan_retention", "remove_uncommitted", "retain"]
+__all__ = ["Retention", "RetentionPlan", "plan_retention", "remove_uncommitted", "retain"]
 
 _COMMITS_BEFORE_REMOVAL = 2  # a checkpoint that was set aside is deleted once this many later ones exist
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How much of a run's checkpoints is kept.
+
+    Attributes:
+        history_span_iterations: weights of checkpoints this far back are kept for the predictor.
+        history_min_checkpoints: checkpoints kept for the predictor even where they span more.
+        full_checkpoints: newest checkpoints that keep the moments: training can restart there.
+        disk_limit_bytes: of all checkpoints of the run together; None: the size of the disk.
+    """
+
+    history_span_iterations: int = 400
+    history_min_checkpoints: int = 4
+    full_checkpoints: int = 2
+    disk_limit_bytes: int | None = None
+
+    def history_checkpoints(self, interval_iterations: int) -> int:
+        """Number of checkpoints kept for the predictor, with this interval between two of them."""
+        return max(self.history_min_checkpoints, self.history_span_iterations // interval_iterations + 1)
 
 
 @dataclass(frozen=True)
@@ -31,7 +51,7 @@ class RetentionPlan:
 
 def plan_retention(
     checkpoints: Sequence[CheckpointInfo],
-    config: CheckpointConfig,
+    rules: Retention,
     thinned_bytes: dict[int, int],
     other_bytes: int = 0,
     pinned: int | None = None,
@@ -42,7 +62,7 @@ def plan_retention(
 
     Args:
         checkpoints: ascending in iteration.
-        config: spans, counts and the cap on the disk.
+        rules: spans, counts and the cap on the disk.
         thinned_bytes: iteration -> bytes that remain of a checkpoint when it is thinned.
         other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
         pinned: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
@@ -53,15 +73,15 @@ def plan_retention(
         return RetentionPlan([], [])
     newest = checkpoints[-1].iteration if pinned is None else min(pinned, checkpoints[-1].iteration)
     until_newest = [info for info in checkpoints if info.iteration <= newest]
-    recent = {info.iteration for info in until_newest[-config.history_min_checkpoints :]}
+    recent = {info.iteration for info in until_newest[-rules.history_min_checkpoints :]}
     whole = {info.iteration for info in checkpoints if info.full}
-    keep_whole = set(sorted(whole)[-config.full_checkpoints :]) | {
+    keep_whole = set(sorted(whole)[-rules.full_checkpoints :]) | {
         iteration for iteration in whole if iteration in (pinned, copied)
     }
     kept = [
         info
         for info in checkpoints
-        if info.iteration in keep_whole | recent or newest - info.iteration <= config.history_span_iterations
+        if info.iteration in keep_whole | recent or newest - info.iteration <= rules.history_span_iterations
     ]
     sizes = {
         info.iteration: info.bytes if info.iteration in keep_whole else thinned_bytes[info.iteration] for info in kept
@@ -70,7 +90,7 @@ def plan_retention(
     # Over the cap, delete the oldest history first, then older whole ones, never the newest whole one.
     for iteration in [*sorted(set(sizes) - keep_whole), *sorted(keep_whole)[:-1]]:
         taken = sum(sizes.values()) - twice.bytes(sizes) + other_bytes
-        if config.disk_limit_bytes is None or taken <= config.disk_limit_bytes:
+        if rules.disk_limit_bytes is None or taken <= rules.disk_limit_bytes:
             break
         del sizes[iteration]
     return RetentionPlan(
@@ -97,7 +117,7 @@ class _Shared:
 
 def retain(
     checkpoints: Path,
-    config: CheckpointConfig,
+    rules: Retention,
     *,
     fsync: bool,
     pinned: int | None = None,
@@ -107,7 +127,7 @@ def retain(
 
     Args:
         checkpoints: the run's `checkpoints` directory.
-        config: spans, counts and the cap on the disk.
+        rules: spans, counts and the cap on the disk.
         fsync: force what changes to the disk.
         pinned: see `plan_retention`.
         copied: see `plan_retention`.
@@ -126,7 +146,7 @@ def retain(
     remaining = {iteration: manifest.history_bytes() for iteration, manifest in manifests.items()}
     carried = {iteration: manifest.shared_files() for iteration, manifest in manifests.items()}
     other_bytes = sum(aside.bytes for aside in asides)
-    plan = plan_retention(catalogue.checkpoints, config, remaining, other_bytes, pinned, copied, carried)
+    plan = plan_retention(catalogue.checkpoints, rules, remaining, other_bytes, pinned, copied, carried)
     directories = {info.iteration: info.directory for info in catalogue.checkpoints}
     for iteration in plan.thin:
         _thin(directories[iteration], fsync=fsync)
@@ -136,7 +156,7 @@ def retain(
     for info in catalogue.checkpoints:
         if not info.full and info.iteration not in plan.delete:
             _unlink_thinned(info.directory)
-    _warn_over_limit(config, remaining, catalogue, plan, carried)
+    _warn_over_limit(rules, remaining, catalogue, plan, carried)
     return plan
 
 
@@ -197,7 +217,7 @@ def _remove_asides(checkpoints: Path, catalogue: Catalogue, *, fsync: bool) -> l
 
 
 def _warn_over_limit(
-    config: CheckpointConfig,
+    rules: Retention,
     remaining: dict[int, int],
     catalogue: Catalogue,
     plan: RetentionPlan,
@@ -207,9 +227,9 @@ def _warn_over_limit(
     whole = {info.iteration for info in kept if info.full} - set(plan.thin)
     total = sum(remaining[info.iteration] if info.iteration in plan.thin else info.bytes for info in kept)
     total -= _Shared(carried, whole).bytes([info.iteration for info in kept])
-    if config.disk_limit_bytes is not None and total > config.disk_limit_bytes:
+    if rules.disk_limit_bytes is not None and total > rules.disk_limit_bytes:
         _log.warning(
             "checkpoints take %d bytes, more than disk_limit_bytes=%d: the newest whole one is never deleted",
             total,
-            config.disk_limit_bytes,
+            rules.disk_limit_bytes,
         )

@@ -57,7 +57,6 @@ from cpsr.checkpoint.verify import (
     verify_checkpoint,
     verify_run,
 )
-from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
 from cpsr.state.shard import Shard
 
@@ -323,7 +322,7 @@ class CheckpointStore:
         retention.remove_uncommitted(self.directory, after=iteration, fsync=self._fsync)
         return [path for path in moved if path is not None]
 
-    def retain(self, config: CheckpointConfig) -> retention.RetentionPlan:
+    def retain(self, rules: retention.Retention) -> retention.RetentionPlan:
         """Thin and delete old checkpoints; by rank 0 alone, after a commit.
 
         Raises:
@@ -331,7 +330,7 @@ class CheckpointStore:
             CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
         pinned, copied = self.pinned_iteration, self.copied_iteration
-        return retention.retain(self.directory, config, fsync=self._fsync, pinned=pinned, copied=copied)
+        return retention.retain(self.directory, rules, fsync=self._fsync, pinned=pinned, copied=copied)
 
     def _record_drift(self, drifted: Drifted) -> None:
         """Record differing replicas for this life and, in the run's directory, for later ones."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cpsr.checkpoint.background import yield_to_training
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError
 
 __all__ = ["CheckpointWriter", "SaveOutcome"]
@@ -62,13 +62,21 @@ class CheckpointWriter:
     Args:
         store: where this rank writes.
         pool: where the snapshots come from; a whole one becomes its recovery buffer when it is persisted.
-        config: timeout and retention.
+        save_timeout_seconds: rank 0 abandons a checkpoint if other parts are missing after this time.
+        retention: how many checkpoints stay; None: the usual number.
     """
 
-    def __init__(self, store: CheckpointStore, pool: SnapshotPool, config: CheckpointConfig) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        pool: SnapshotPool,
+        save_timeout_seconds: float = 600.0,
+        retention: Retention | None = None,
+    ) -> None:
         self._store = store
         self._pool = pool
-        self._config = config
+        self._save_timeout_seconds = save_timeout_seconds
+        self._retention = retention or Retention()
         self._queue: queue.SimpleQueue[Snapshot | _Skip | None] = queue.SimpleQueue()
         self._outcomes: deque[SaveOutcome] = deque()
         self._pending = 0  # submitted and not yet through
@@ -179,7 +187,7 @@ class CheckpointWriter:
                 written_bytes=written.bytes,
             )
         started = time.perf_counter()
-        result = self._store.commit(snapshot.iteration, self._config.save_timeout_seconds, self._cancelled)
+        result = self._store.commit(snapshot.iteration, self._save_timeout_seconds, self._cancelled)
         status: Literal["committed", "skipped"] = "committed" if result.committed else "skipped"
         reason = self._retain() if result.committed else result.reason
         return _outcome(
@@ -196,7 +204,7 @@ class CheckpointWriter:
     def _retain(self) -> str:
         """Delete old checkpoints; a failure here costs disk space and does not affect the new checkpoint."""
         try:
-            self._store.retain(self._config)
+            self._store.retain(self._retention)
         except (OSError, CheckpointError) as error:
             _log.warning("old checkpoints could not be thinned or deleted: %s", error)
             return f"committed, but old checkpoints could not be thinned or deleted: {error}"

@@ -40,35 +40,13 @@ class CheckpointConfig(Section):
     interval_iterations: int | None = Field(
         default=None, ge=1, description="Iterations between checkpoints; null lets the planner decide."
     )
-    final: bool = Field(default=True, description="Commit the last state at a clean end of the run.")
-    fsync: bool = Field(
-        default=True,
-        description="Force every file to the disk before the commit record; false survives a process, not a machine.",
-    )
     save_timeout_seconds: float = Field(
         default=600.0, gt=0, description="Rank 0 abandons a checkpoint if other shards are missing after this time."
-    )
-    exit_grace_seconds: float = Field(
-        default=10.0, ge=0, description="How long an exit after an error waits for a running save."
     )
     shared_memory: bool = Field(
         default=True,
         description="Host buffers lie in /dev/shm and outlive the process: a restart on the same machine finds the "
         "newest snapshots and emergency dumps there.",
-    )
-    history_span_iterations: int = Field(
-        default=400, ge=0, description="Weights of checkpoints this far back are kept for the predictor."
-    )
-    history_min_checkpoints: int = Field(
-        default=4, ge=2, description="Checkpoints kept for the predictor even where they span more."
-    )
-    full_checkpoints: int = Field(
-        default=2, ge=2, description="Newest checkpoints that keep the moments: training can restart there."
-    )
-    replicated: Literal["shared", "each"] = Field(
-        default="shared",
-        description="State that ranks hold alike (ZeRO-0, DDP). shared: it is written once, divided by the bytes of "
-        "each rank, and rank 0 commits nothing if the ranks' hashes differ; each: every rank writes all of it.",
     )
     disk_limit_bytes: int | None = Field(
         default=None, ge=1, description="Limit on all checkpoints of the run together; null: the size of the disk."
@@ -84,16 +62,6 @@ class CheckpointConfig(Section):
         ge=1,
         description="Newest copies that stay at the target; older ones go after the next commit.",
     )
-
-    def history_checkpoints(self, interval_iterations: int, more_iterations: int = 0) -> int:
-        """Number of checkpoints kept for the predictor.
-
-        Args:
-            interval_iterations: between two of them.
-            more_iterations: that are kept beyond the span.
-        """
-        span = self.history_span_iterations + more_iterations
-        return max(self.history_min_checkpoints, span // interval_iterations + 1)
 
 
 class MemoryConfig(Section):
@@ -112,12 +80,6 @@ class MemoryConfig(Section):
         description="Share of the training time that a planned interval may spend on snapshots even if failures are "
         "too rare to repay it: every planner.interval_min_iterations, or as often as this share allows. 0: only the "
         "expected cost decides.",
-    )
-    buffers: int = Field(
-        default=3,
-        ge=3,
-        description="Host buffers of each rank, of the size of its state. With 4 an interval of 1 keeps its promise "
-        "also while the disk writes from one of them.",
     )
 
 
@@ -266,21 +228,10 @@ class PeersConfig(Section):
         ge=0,
         description="Other nodes that keep each rank's newest snapshots, if they have the memory; 0 is off.",
     )
-    # Large enough that what is done for each in Python is lost beside the network, and small beside any state.
-    chunk_bytes: int = Field(
-        default=4 << 20,
-        ge=1 << 12,
-        description="Sent at a time; every sender and receiver has a buffer of this size.",
-    )
     rate_limit_bytes_per_second: int | None = Field(
         default=None,
         ge=1,
         description="Limit of what each rank sends to all its holders together; null: the network's.",
-    )
-    timeout_seconds: float = Field(
-        default=60.0,
-        gt=0,
-        description="A peer that sends or takes nothing for this time, in the middle of a state, is given up.",
     )
 
 

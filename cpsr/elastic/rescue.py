@@ -200,17 +200,16 @@ class Rescue:
 
     def _store(self, rank: int, ranks: int) -> CheckpointStore:
         job = self._job
-        fsync, life = job.config.checkpoint.fsync, job.journal.life
         # A state does not tell whether its slices are blocks.
         lacking = partial(lacking_among, self._operators)
-        return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, life, fsync=fsync, missing=lacking)
+        return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, job.journal.life, missing=lacking)
 
     def _links(self, source: Source, parts: int) -> FrozenLinks | None:
         """Where a part takes its parameters outside the optimizer from; None: no rank has any."""
         if self._frozen is None:
             return None
-        checkpoints, fsync = self._job.run.path / "checkpoints", self._job.config.checkpoint.fsync
-        own = FrozenFiles(self._frozen.weights, source.rank, checkpoints, fsync=fsync, places=self._frozen.places)
+        checkpoints = self._job.run.path / "checkpoints"
+        own = FrozenFiles(self._frozen.weights, source.rank, checkpoints, places=self._frozen.places)
         was = source.entries[-1].rank, self._job.run.previous_ranks
         return FrozenLinks(own, checkpoints, was, (source.rank, parts))
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+from cpsr.checkpoint.retention import Retention
 from cpsr.config import CPSRConfig
 from cpsr.predictor.vitp import VITPPredictor, host_memory_bytes
 from cpsr.ranks.group import Group
@@ -59,9 +60,9 @@ def choose_use(
 
 def history_checkpoints(config: CPSRConfig) -> int:
     """Most checkpoints in a history, at the shortest interval that the configuration allows."""
-    checkpoint = config.checkpoint
-    interval = checkpoint.interval_iterations or config.planner.interval_min_iterations
-    return max(checkpoint.history_checkpoints(interval), checkpoint.full_checkpoints) + EXTRA_CHECKPOINTS
+    kept = Retention()
+    interval = config.checkpoint.interval_iterations or config.planner.interval_min_iterations
+    return max(kept.history_checkpoints(interval), kept.full_checkpoints) + EXTRA_CHECKPOINTS
 
 
 def _report(

@@ -193,7 +193,7 @@ class Leaving:
                 iteration,
                 logging.ERROR,
             )
-        elif self._job.config.checkpoint.final and iteration > 0:
+        elif iteration > 0:
             self._ending.last_state_is_safe = self._saver.save_now(iteration)
 
     def leave_together(self, step_seconds: float) -> None:

@@ -15,7 +15,7 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_removal import bytes_in_memory
 from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
-from cpsr.checkpoint.resources import check_disk, check_host_memory
+from cpsr.checkpoint.resources import check_disk, check_host_memory, host_buffers
 from cpsr.checkpoint.run_directory import RunDirectory, open_run
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
@@ -164,7 +164,7 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
 
     # The state: chosen by all ranks together, and put into the engine.
     windows = memory.windows is not None
-    left = MemorySources(run.run_id, group, shard, job.config.peers, (life, branch), held, windows)
+    left = MemorySources(run.run_id, group, shard, (life, branch), held, windows)
     prediction = StatePrediction(job, store, loop.learning.predictor, loop.probes)
     restorer = Restorer(job, store, target, memory.pool, left, prediction, inexact=config.mode != "exact")
     loop.state.hyperparameters.note_script()
@@ -288,10 +288,10 @@ def _open_directory(
     claim_memory(run, group, shared=config.checkpoint.shared_memory)
     # Memory and disk space of an earlier life count as part of the requirement, since this life reuses them.
     reusable_bytes = bytes_in_memory(run.run_id, run.local_ranks)
-    required_bytes = SnapshotPool.required_bytes(shard, config.memory.buffers)
+    required_bytes = SnapshotPool.required_bytes(shard, host_buffers(config))
     free_bytes = check_host_memory(required_bytes, len(run.local_ranks), reusable_bytes)
     share = 1.0 if writes is None else writes.share_bytes / max(1, shard.state_bytes)
-    holders = 1 if config.checkpoint.replicated == "each" else len(adapter.data_parallel_ranks)
+    holders = len(adapter.data_parallel_ranks)
     own = disk_bytes(shard, config, share) + _frozen_bytes(shard, description["module"]["frozen"], holders)
     check_disk(config.run_dir, max(int(group.sum(own)) - run.checkpoint_bytes(), 0))
     return run, max(0, free_bytes - LIMIT_BYTES)
@@ -327,8 +327,6 @@ def _write_assignment(
     adapter: EngineAdapter, config: CPSRConfig, group: Group, experts: ExpertSaving | None, shard: Shard
 ) -> WriteAssignment | None:
     """Which rank writes which replicated state; None: each its own. A collective."""
-    if config.checkpoint.replicated == "each":
-        return None
     marker = config.run_dir / DIFFERING
     if not group.all(not marker.exists()):
         if group.rank == 0:
@@ -352,12 +350,10 @@ def _open_store(job: Job, frozen: FrozenWeights) -> CheckpointStore:
         job.group.size,
         job.run.run_id,
         job.journal.life,
-        fsync=job.config.checkpoint.fsync,
         missing=_missing_experts(job),
     )
     if not job.group.all(not frozen.tensors):  # else no rank has any
-        places, fsync = job.adapter.frozen_places(), job.config.checkpoint.fsync
-        store.frozen = FrozenFiles(frozen, job.group.rank, store.directory, fsync=fsync, places=places)
+        store.frozen = FrozenFiles(frozen, job.group.rank, store.directory, places=job.adapter.frozen_places())
     if job.config.elastic.allows(job.group.size):
         store.reshard = Resharding(job.adapter, store.frozen).load
     if job.group.rank == 0:

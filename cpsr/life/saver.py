@@ -11,6 +11,7 @@ from cpsr.checkpoint.fence import refuse_superseded
 from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import kept_bytes
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
@@ -34,6 +35,11 @@ __all__ = ["Origin", "Saver", "disk_bytes", "report_save"]
 logger = logging.getLogger(__name__)
 
 Origin = Literal["trained", "predicted"]
+
+
+# How long an exit after an error, when a restart is waiting, waits for a running save: what it holds is in shared
+# memory as well.
+EXIT_GRACE_SECONDS = 2.0
 
 
 class Saver(Part):
@@ -83,7 +89,12 @@ class Saver(Part):
         self.pool = memory.pool
         self._host_memory = memory
         self._target = target
-        self._writer = CheckpointWriter(store, self.pool, job.config.checkpoint)
+        self._writer = CheckpointWriter(
+            store,
+            self.pool,
+            job.config.checkpoint.save_timeout_seconds,
+            Retention(disk_limit_bytes=job.config.checkpoint.disk_limit_bytes),
+        )
         self._planner = planner
         self._capture = capture
         self._counted_from = self._last_due = restored.restored_iteration
@@ -178,7 +189,7 @@ class Saver(Part):
         """
         chosen = self._chosen(iteration, whole=whole)
         if self.store.frozen is not None:
-            self.store.frozen.agree(self._group, shared=self._config.checkpoint.replicated != "each")
+            self.store.frozen.agree(self._group)
         self._begin(iteration, self._contents(chosen))
         self._windows.agree(iteration)
 
@@ -400,13 +411,13 @@ class Saver(Part):
     def close(self, ending: Ending) -> None:
         """Wait for running writes and copy the last checkpoint: only briefly after an error, when a restart waits."""
         self.memory.close()
-        checkpoint = self._config.checkpoint
+        timeout = self._config.checkpoint.save_timeout_seconds
         try:
-            self._writer.close(checkpoint.save_timeout_seconds if ending.in_order else checkpoint.exit_grace_seconds)
+            self._writer.close(timeout if ending.in_order else EXIT_GRACE_SECONDS)
             self.surface()
         finally:
             self._target.notify(self.saved_iteration)
-            self._target.close(checkpoint.save_timeout_seconds if ending.in_order else 0.0)
+            self._target.close(timeout if ending.in_order else 0.0)
             self._report_copies()
 
     # The plan
@@ -423,15 +434,15 @@ class Saver(Part):
         if rounds is None or self._warned or self._group.rank != 0:
             return
         needed = MIN_CHECKPOINTS * rounds * self.plan.interval_iterations
-        span = self._config.checkpoint.history_span_iterations
+        span = Retention().history_span_iterations
         if needed > span:
             self._warned = True
             self._journal.event(
                 "experts saved rarely",
                 f"each expert is in one of {rounds} checkpoints, every {rounds * self.plan.interval_iterations} "
                 f"iterations: for {MIN_CHECKPOINTS} snapshots of it, which a prediction needs, "
-                f"checkpoint.history_span_iterations must be {needed} and is {span}. Until then experts continue as "
-                "they were saved; or raise experts.experts_per_layer",
+                f"checkpoints of {needed} iterations would have to be kept, and those of {span} are. Experts continue "
+                "as they were saved. Raise experts.experts_per_layer, or save more often",
                 level=logging.WARNING,
             )
 

@@ -6,9 +6,18 @@ from pathlib import Path
 
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_state
 from cpsr.checkpoint.tiers import Entry, Source
-from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError
-from cpsr.peers.transport import Channel, Kind, Message, problem_of, receive_state, sealed, send_state
+from cpsr.peers.transport import (
+    TRANSFER,
+    Channel,
+    Kind,
+    Message,
+    Transfer,
+    problem_of,
+    receive_state,
+    sealed,
+    send_state,
+)
 from cpsr.ranks.group import Group, SideGroup, group_name
 
 __all__ = ["fetch", "fetched_path"]
@@ -24,7 +33,7 @@ def fetch(
     group: Group,
     nodes: Sequence[str],
     sources: Sequence[Source],
-    config: PeersConfig,
+    transfer: Transfer = TRANSFER,
     directory: Path = SHARED_MEMORY,
 ) -> dict[Entry, MemoryState]:
     """Bring every state that lies on another machine than the rank that takes it there; a collective of all ranks.
@@ -37,7 +46,7 @@ def fetch(
         group: the ranks.
         nodes: machine of each rank, by rank.
         sources: what was decided, by rank; the same on all ranks.
-        config: how it travels; no rate is kept, since nobody trains.
+        transfer: how it travels.
         directory: this machine's shared memory.
 
     Returns:
@@ -51,11 +60,11 @@ def fetch(
     if not transfers:
         return fetched
     # Whoever waits for its turn waits for those before it.
-    timeout_seconds = config.timeout_seconds * len(transfers)
+    timeout_seconds = transfer.timeout_seconds * len(transfers)
     side = SideGroup(group_name(), range(group.size), timeout_seconds)
 
     def channel(peer: int) -> Channel:
-        return Channel(side, peer, config.chunk_bytes, timeout_seconds)
+        return Channel(side, peer, transfer.chunk_bytes, timeout_seconds)
 
     problems = []
     for sender, receiver, entry in transfers:  # in the same order on all ranks, so that none waits for one that waits

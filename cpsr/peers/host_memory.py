@@ -7,9 +7,9 @@ from pathlib import Path
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import remove_unused, room_in_memory
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
-from cpsr.checkpoint.orphans import copied_from, free_orphans
-from cpsr.checkpoint.owner import mark_owner
+from cpsr.checkpoint.orphans import copied_from, free_orphans, mark_owner
 from cpsr.checkpoint.progress import mark_life
+from cpsr.checkpoint.resources import host_buffers
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tiers import Source
@@ -81,7 +81,7 @@ class HostMemory:
         self._first_on_machine = group.rank == run.local_ranks[0]
         memory = SharedMemory(run.run_id, group.rank, job.journal.life) if config.checkpoint.shared_memory else None
         self._memory = memory
-        buffers = _buffers(job) if memory is not None else config.memory.buffers
+        buffers = _buffers(job) if memory is not None else host_buffers(config)
         self.pool = SnapshotPool(shard, buffers, memory, units)
         self._replicator: Replicator | None = None
         problem = self.pool.shared_memory_problem
@@ -265,7 +265,7 @@ def _buffers(job: Job) -> int:
     Without it the next snapshots overwrite that state before the next replica is complete. A machine that is lost then
     leaves no iteration that every rank has.
     """
-    run, buffers = job.run, job.config.memory.buffers
+    run, buffers = job.run, host_buffers(job.config)
     if job.config.peers.replicas == 0 or len(run.local_ranks) == job.group.size or job.config.replay.enabled:
         return buffers
     needed = SnapshotPool.required_bytes(job.shard, buffers + 1) * len(run.local_ranks)

@@ -19,7 +19,7 @@ from cpsr.peers.outgoing import Outgoing
 from cpsr.peers.placement import Member, place_within
 from cpsr.peers.report import Report
 from cpsr.peers.small import SmallStates, fingerprint, small_bytes
-from cpsr.peers.transport import Channel, sealed
+from cpsr.peers.transport import TRANSFER, Channel, Transfer, sealed
 from cpsr.peers.twins import Twins
 from cpsr.ranks.group import Group, pair_groups, this_node
 from cpsr.state.shard import Shard
@@ -74,7 +74,7 @@ class Replicator:
         group: the ranks.
         data_parallel_ranks: this rank's data-parallel group, itself included.
         template: the shard whose keys, shapes and dtypes every snapshot has.
-        config: how many replicas, and how they travel.
+        config: how many replicas, and at which rate.
         report: records an event; called from several threads.
         checkpoints: the run's directory of them, where all ranks see it.
 
@@ -93,6 +93,7 @@ class Replicator:
         report: Report,
         *,
         checkpoints: Path,
+        transfer: Transfer = TRANSFER,
     ) -> None:
         memory, occupancy = buffers.memory, buffers.occupancy
         self._run_id, self._rank = memory.run_id, group.rank
@@ -106,7 +107,7 @@ class Replicator:
             alone = len(set(self.nodes)) == 1
             report("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
         # One for each rank that this one sends to or receives from.
-        self._groups = pair_groups(self._rank, self._pairs(), config.timeout_seconds)
+        self._groups = pair_groups(self._rank, self._pairs(), transfer.timeout_seconds)
         holders, owners = self.placement.holders[group.rank], self.placement.owners_kept_by(group.rank)
         own = members[group.rank]
         self._takes_small: set[int] = set()
@@ -116,19 +117,19 @@ class Replicator:
         limit = config.rate_limit_bytes_per_second
         share = None if limit is None or not holders else limit / len(holders)
         self._outgoing = [
-            Outgoing(self._channel(holder, config), share, report, partial(self._is_twin, holder), occupancy)
+            Outgoing(self._channel(holder, transfer), share, report, partial(self._is_twin, holder), occupancy)
             for holder in holders
         ]
         self._incoming = [
             Incoming(
-                self._channel(owner, config),
+                self._channel(owner, transfer),
                 self._run_id,
                 [replica_path(self._run_id, owner, group.rank, slot, self._directory) for slot in range(SLOTS)],
                 report,
             )
             for owner in owners
         ]
-        self._wait_seconds = config.timeout_seconds + CLOSE_SECONDS
+        self._wait_seconds = transfer.timeout_seconds + CLOSE_SECONDS
 
     def offer(self, file: Path, snapshot: Snapshot) -> None:
         """Replicate a whole snapshot that was sealed in this file; returns soon, from any thread.
@@ -262,8 +263,8 @@ class Replicator:
             to_come[node] += own
         return {node: max(0, rooms[node] - to_come[node]) for node in rooms}
 
-    def _channel(self, peer: int, config: PeersConfig) -> Channel:
-        return Channel(self._groups[peer], peer, config.chunk_bytes, config.timeout_seconds)
+    def _channel(self, peer: int, transfer: Transfer) -> Channel:
+        return Channel(self._groups[peer], peer, transfer.chunk_bytes, transfer.timeout_seconds)
 
 
 def _gathered(group: Group, label: int, template: Shard, twins: Twins, window_bytes: int) -> list[Member]:

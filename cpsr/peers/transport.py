@@ -21,10 +21,12 @@ from cpsr.peers.unchanged import decoded, encoded, parts_of, take_over
 from cpsr.ranks.group import SideGroup
 
 __all__ = [
+    "TRANSFER",
     "Channel",
     "Kind",
     "Message",
     "Sealed",
+    "Transfer",
     "erase",
     "problem_of",
     "receive_state",
@@ -67,6 +69,23 @@ class Message:
     total_bytes: int = 0
     offset: int = 0
     length: int = 0
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How states travel between ranks.
+
+    Attributes:
+        chunk_bytes: sent at a time; every sender and receiver has a buffer of this size. Large enough that what is
+            done for each in Python is lost beside the network, and small beside any state.
+        timeout_seconds: a peer that sends or takes nothing for so long, in the middle of a state, is given up.
+    """
+
+    chunk_bytes: int = 4 << 20
+    timeout_seconds: float = 60.0
+
+
+TRANSFER = Transfer()
 
 
 class Channel:

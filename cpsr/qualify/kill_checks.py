@@ -145,7 +145,6 @@ class _Life:
             "mode": mode,
             "checkpoint": {
                 "interval_iterations": interval,
-                "exit_grace_seconds": 2.0,
                 "shared_memory": shared_memory,
             },
             "replay": {"enabled": replays, "window_iterations": WINDOW_ITERATIONS},

@@ -50,7 +50,7 @@ def check_speed(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     config = {
         "run_dir": str(scene.folder / "run"),
         "mode": "exact",
-        "checkpoint": {"interval_iterations": INTERVAL, "final": False},
+        "checkpoint": {"interval_iterations": INTERVAL},
     }
     with CPSRRecovery(recoverable, config) as recovery:
         batches = recovery.resume([0], repeat=True)

@@ -15,7 +15,6 @@ from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide, state_of
 from cpsr.checkpoint.verify import UnreadableFileError
-from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.journal import FailureScope
 from cpsr.peers.fetch import fetch
@@ -171,7 +170,6 @@ class MemorySources:
         run_id: identity of the run.
         group: the ranks.
         shard: the engine's views; only names and slices are looked at.
-        config: how states of other machines are fetched.
         first: oldest life and branch whose states are valid; the run has abandoned earlier ones.
         held: whether every rank had a state of that life in memory.
         windows: whether windows are looked at.
@@ -189,7 +187,6 @@ class MemorySources:
         run_id: str,
         group: Group,
         shard: Shard,
-        config: PeersConfig,
         first: tuple[int, int],
         held: bool = False,
         windows: bool = False,
@@ -198,7 +195,6 @@ class MemorySources:
         self._run_id = run_id
         self._group = group
         self._first, self._held = first, held
-        self._config = config
         self._node = this_node()
         self._pieces = {
             name: [list(one.parameter.global_shape), one.parameter.offset, one.parameter.numel]
@@ -281,7 +277,7 @@ class MemorySources:
         Raises:
             CheckpointError: a state did not arrive; on every rank.
         """
-        self._fetched = fetch(self._run_id, self._group, self._nodes, sources, self._config)
+        self._fetched = fetch(self._run_id, self._group, self._nodes, sources)
 
     def load(self, source: Source, into: Shard) -> Any:
         """Copy this rank's state out of memory and return its scalars; if one rank fails, all raise.

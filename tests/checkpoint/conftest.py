@@ -29,7 +29,6 @@ def run_id() -> Iterator[str]:
     remove_memory_states(name)
 
 
-MakeShard = Callable[..., Shard]
 # A checkpoint's directory, and how often reading there is refused.
 RefuseReading = Callable[[Path, int], None]
 _STAT = os.stat

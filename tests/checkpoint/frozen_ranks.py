@@ -72,9 +72,10 @@ class Life:
         return taken
 
     def save(self, iteration: int, *, shared: bool = True, trained: Shard | None = None) -> None:
+        """Save of every rank; `shared`: after the ranks have agreed who writes what."""
         group: Any = AllAlike(self.ranks)
-        for files in self.files:
-            files.agree(group, shared=shared)
+        for files in self.files if shared else ():
+            files.agree(group)
         for rank in reversed(range(self.ranks)):
             taken = self.snapshot(iteration, rank)
             taken.shard = taken.shard if trained is None else trained

@@ -22,13 +22,13 @@ import torch
 
 from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.config import CheckpointConfig
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, save
 
-KEEP_ALL = CheckpointConfig()
-CONFIG = CheckpointConfig(history_span_iterations=20, history_min_checkpoints=2)  # one save more thins and deletes
+KEEP_ALL = Retention()
+CONFIG = Retention(history_span_iterations=20, history_min_checkpoints=2)  # one save more thins and deletes
 STEPS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "chmod", "link")
 BEFORE = (10, 20, 30, 40)
 EXPERTS = frozenset(list(make_shard().operators)[1:])

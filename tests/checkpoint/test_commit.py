@@ -113,23 +113,6 @@ def test_a_late_writer_finds_out_and_leaves_nothing(stores: tuple[CheckpointStor
     assert [info.iteration for info in stores[0].catalogue()] == [20]
 
 
-def test_rank_zero_skips(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
-    stores[0].skip(10, "no host buffer is free")
-    with pytest.raises(SaveError, match="rank 0 skipped it: no host buffer is free"):
-        stores[1].write(make_snapshot(10))
-
-
-def test_cancel_ends_the_waiting(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
-    stores[0].write(make_snapshot(10))
-    cancelled = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(stores[0].commit, 10, 60.0, cancelled)
-        time.sleep(0.1)
-        assert not waiting.done()
-        cancelled.set()
-        assert waiting.result(timeout=5).reason.startswith("cancelled while waiting for the shards of ranks [1]")
-
-
 def test_a_shard_of_another_life_never_counts(stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path) -> None:
     CheckpointStore(tmp_path, 1, 2, "run", 2, fsync=False).write(make_snapshot(10))
     stores[0].write(make_snapshot(10))
@@ -171,17 +154,6 @@ def test_after_a_roll_back_the_same_iterations_can_be_saved(stores: tuple[Checkp
     shard = make_shard()
     stores[1].load(30, shard)
     assert_same_bits(shard, make_shard(530))
-
-
-def test_a_shard_that_vanished_before_the_commit_is_an_error(
-    stores: tuple[CheckpointStore, CheckpointStore],
-) -> None:
-    for store in stores:
-        store.write(make_snapshot(10))
-    (stores[0].directory / "step-0000000010" / "rank-00001.moments.safetensors").unlink()
-    with pytest.raises(SaveError, match=r"rank-00001\.moments\.safetensors is not there"):
-        stores[0].commit(10, 5.0, NEVER)
-    assert stores[0].catalogue() == []
 
 
 def test_a_torn_rank_manifest_is_an_error_and_not_a_wait(stores: tuple[CheckpointStore, CheckpointStore]) -> None:

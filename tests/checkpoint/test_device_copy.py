@@ -139,53 +139,12 @@ def test_the_boundary_is_that_of_the_devices_own_stream(device: StandInDevice, r
     assert all(stream is None or stream.endswith(":1") for _, stream, _ in device.trace)
 
 
-def test_a_loop_may_train_on_a_stream_of_its_own(device: StandInDevice, run_id: str) -> None:
-    """And ask for the next batch outside of it."""
-    shard = shard_on(device)
-    count = device.tensor(torch.tensor(6.0))
-    pool = pool_of(device, run_id, shard)
-    device.at_once = False
-    own: Any = device.new_stream()
-    with torch.cuda.stream(own):
-        for (_, tensor), (_, values) in zip(shard.tensors(), make_shard(5).tensors(), strict=True):
-            tensor.copy_(device.tensor(values))
-        count.add_(1)
-        pool.mark_boundary()
-    begun = pool.begin(shard, 7, {"step": DeviceNumber(count)})
-    with torch.cuda.stream(own):
-        for tensor in [count, *shard.others.values()]:
-            tensor.zero_()
-    assert device.calls(*WAITS) == []
-    assert pool.finish() is begun
-    assert begun is not None
-    assert_same_bits(begun.shard, make_shard(5))
-    assert begun.scalars == {"step": 7.0}
-    close(device, pool)
-
-
 def test_state_on_two_devices_is_refused_by_name(device: StandInDevice) -> None:
     shard, other = shard_on(device), shard_on(device, index=1)
     last = list(shard.operators)[-1]
     shard.operators[last] = other.operators[last]
     with pytest.raises(UnsupportedEngineError, match=r"is on cuda:0 and 'param/layers.2/weight é' on cuda:1"):
         SnapshotPool(shard)
-
-
-def test_weights_on_the_host_are_copied_there_and_buffers_of_the_device_arrive(
-    device: StandInDevice, run_id: str
-) -> None:
-    shard = shard_on(device, weights=False)
-    pool = pool_of(device, run_id, shard)
-    device.at_once = False
-    begun = pool.begin(shard, 7, {})
-    assert len(device.calls("launch")) == len(shard.others), "no weight passes the device"
-    assert device.calls(*WAITS) == []
-    for buffer in shard.others.values():
-        buffer.zero_()
-    assert pool.finish() is begun
-    assert begun is not None
-    assert_same_bits(begun.shard, make_shard(3))
-    close(device, pool)
 
 
 def test_a_dump_is_of_the_boundary_while_the_next_step_hangs(device: StandInDevice, run_id: str) -> None:
@@ -203,54 +162,6 @@ def test_a_dump_is_of_the_boundary_while_the_next_step_hangs(device: StandInDevi
     into = make_shard(0)
     assert load_memory_state(state, into) == {"step": 20.0}
     assert_same_bits(into, make_shard(3))
-
-
-def test_a_dump_is_prepared_on_its_own_stream(device: StandInDevice, run_id: str) -> None:
-    """What CUDA loads and allocates at the first copy, it may not do beside kernels that hang."""
-    shard = shard_on(device, iteration=20)
-    count = device.tensor(torch.tensor(20.0))
-    pool = pool_of(device, run_id, shard)
-    small = {"step": DeviceNumber(count)}
-    pool.copier.prepare_dump(lambda: small)
-    prepared = [what for _, _, what in device.calls("launch")]
-    assert {stream for _, stream in names(device, "launch")} == {"stream1:0"}
-    assert len(device.calls("pin")) == 1
-    assert device.calls(*WAITS) == []
-    pool.mark_boundary()
-    device.hang()
-    device.trace.clear()
-    pool.dump(lambda: shard, 20, lambda: small)
-    assert {stream for _, stream in names(device, "launch")} == {"stream1:0"}
-    assert {what for _, _, what in device.calls("launch")} == set(prepared)
-
-
-def test_a_device_that_is_busy_when_a_life_begins_does_not_keep_it_from_that(
-    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("cpsr.checkpoint.copying.PREPARE_SECONDS", 0.1)
-    pool = pool_of(device, run_id, shard_on(device))
-    device.hang()
-    pool.copier.prepare_dump(lambda: {"step": DeviceNumber(device.tensor(torch.tensor(20.0)))})
-    assert device.calls(*WAITS) == []
-    assert "an emergency dump is not prepared: the device has not finished" in caplog.text
-
-
-def test_what_a_dump_launches_goes_to_no_stream_of_the_step(device: StandInDevice, run_id: str) -> None:
-    """As an engine does that creates its optimizer's state late: behind a step that hangs it would never run."""
-    shard = shard_on(device)
-    made = device.tensor(torch.zeros(()))
-
-    def views() -> Shard:
-        made.fill_(1.0)
-        return shard
-
-    pool = pool_of(device, run_id, shard)
-    pool.mark_boundary()
-    device.hang()
-    device.trace.clear()
-    pool.dump(views, 20, lambda: {"made": DeviceNumber(made)})
-    assert "default:0" not in {stream for _, stream in names(device, "launch", "record", "synchronize")}
-    assert load_memory_state(memory_states(run_id)[0], make_shard(0)) == {"made": 1.0}
 
 
 def test_a_dump_of_a_step_that_hangs_is_refused_in_time_and_names_what_remains(
@@ -328,64 +239,6 @@ def test_a_dump_is_of_the_last_step_on_the_device_while_the_host_is_ahead(
     assert {one.iteration for one in into.operators.values()} == {23}
 
 
-@pytest.mark.parametrize("slow", [True, False], ids=["slow", "hangs later"])
-def test_where_the_device_leaves_an_earlier_step_during_the_copy_the_newest_is_taken_or_none(
-    device: StandInDevice, run_id: str, slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short(monkeypatch)
-    done: list[bool] = []
-    monkeypatch.setattr(device, "hang", lambda: device.enqueue(device.default_stream(), lambda: bool(done)))
-    shard = shard_on(device, iteration=24)
-    count = device.tensor(torch.tensor(23.0))
-    pool = pool_of(device, run_id, shard)
-    ahead(device, pool, shard, count, changed=False)
-
-    def overtaken() -> bool:
-        done.extend([True] * slow)
-        device.complete()
-        return True
-
-    def dump() -> int:
-        return pool.dump(lambda: shard, 24, dict, lambda: EarlierStep(23, 2, {}, overtaken))
-
-    if slow:
-        assert dump() == 24
-        assert [state.iteration for state in memory_states(run_id)] == [24]
-        return
-    with pytest.raises(SaveError, match="has not finished the step"):
-        dump()
-    assert memory_states(run_id) == []
-    assert [pool.acquire(iteration) is None for iteration in (1, 2, 3)] == [False] * 3
-
-
-def test_a_large_buffer_without_a_copy_of_an_earlier_step_is_not_guessed(
-    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short(monkeypatch)
-    monkeypatch.setattr(boundaries, "SMALL_BYTES", 0)
-    shard = shard_on(device, iteration=24)
-    pool = pool_of(device, run_id, shard)
-    pool.mark_boundary()
-    for buffer in shard.others.values():
-        buffer.zero_()
-    device.hang()
-    pool.mark_boundary()
-    with pytest.raises(SaveError, match="has changed in the step that was interrupted, for the first time"):
-        pool.dump(lambda: shard, 24, dict, lambda: EarlierStep(23, 1, {}, lambda: False))
-
-
-def test_weights_on_the_host_are_of_the_newest_step_alone(
-    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short(monkeypatch)
-    shard = shard_on(device, weights=False, iteration=24)
-    pool = pool_of(device, run_id, shard)
-    device.hang()
-    pool.mark_boundary()
-    with pytest.raises(SaveError, match="is on the host, and of a later step than the device has completed"):
-        pool.dump(lambda: shard, 24, dict, lambda: EarlierStep(23, 0, {}, lambda: False))
-
-
 def test_a_snapshot_that_waits_behind_what_hangs_does_not_keep_its_step_from_the_dump(
     device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,35 +252,6 @@ def test_a_snapshot_that_waits_behind_what_hangs_does_not_keep_its_step_from_the
     pool.dump(lambda: shard, 20, lambda: {"all": False})
     (state,) = memory_states(run_id)
     assert (state.iteration, state.kind) == (20, "departure")
-
-
-def test_a_running_snapshot_that_completes_is_the_dump(device: StandInDevice, run_id: str) -> None:
-    shard = shard_on(device, iteration=20)
-    pool = pool_of(device, run_id, shard)
-    pool.mark_boundary()
-    begun = pool.begin(shard, 20, {"step": DeviceNumber(device.tensor(torch.tensor(20.0)))})
-    device.hang()
-    pool.dump(lambda: shard, 20, dict)
-    (state,) = memory_states(run_id)
-    assert (state.iteration, state.kind) == (20, "snapshot")
-    assert load_memory_state(state, make_shard(0)) == {"step": 20.0}
-    assert pool.finish() is begun
-
-
-def test_a_buffer_into_which_a_refused_dump_may_still_come_is_not_used_again(
-    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short(monkeypatch)
-    shard = shard_on(device)
-    pool = pool_of(device, run_id, shard)
-    pool.mark_boundary()
-    device.at_once = False  # the boundary is reached when it is polled for; what the dump queues is not
-    device.complete()
-    with pytest.raises(SaveError, match="host memory has no snapshot"):
-        pool.dump(lambda: shard, 20, dict)
-    assert [pool.acquire(iteration) is None for iteration in (1, 2, 3)] == [False, False, True]
-    device.complete()
-    assert pool.acquire(3) is not None, "the copy has come to its end"
 
 
 def test_closing_leaves_alone_what_the_device_may_still_write(
@@ -446,37 +270,6 @@ def test_closing_leaves_alone_what_the_device_may_still_write(
     assert "1 of 3 buffers stay locked" in caplog.text
     again = SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 1, wait_seconds=0.1))
     assert again.shared_memory_problem is not None, "no other life gets the memory"
-
-
-def test_closing_waits_for_a_copy_and_unpins(device: StandInDevice, run_id: str) -> None:
-    shard = shard_on(device)
-    pool = pool_of(device, run_id, shard)
-    device.at_once = False
-    assert pool.begin(shard, 7, {}) is not None
-    timer = threading.Timer(0.1, setattr, (device, "at_once", True))
-    timer.start()
-    threading.Timer(0.15, device.complete).start()
-    pool.close()
-    assert device.runtime.registered == {}
-    assert device.calls(*WAITS) == []
-
-
-@pytest.mark.parametrize(("compute_seconds", "copy_seconds"), [(0.3, 0.0), (0.0, 0.3)])
-def test_the_wait_for_the_step_itself_is_no_stall(
-    device: StandInDevice, run_id: str, compute_seconds: float, copy_seconds: float
-) -> None:
-    shard = shard_on(device)
-    pool = pool_of(device, run_id, shard)
-    device.at_once = False
-    begun = pool.begin(shard, 7, {})
-    assert begun is not None
-    before, started = begun.stall_seconds, time.perf_counter()
-    device.compute_seconds, device.copy_seconds = compute_seconds, copy_seconds
-    pool.finish()
-    assert time.perf_counter() - started >= 0.3
-    assert (begun.stall_seconds - before >= 0.3) == (copy_seconds > 0)
-    device.compute_seconds = device.copy_seconds = 0.0
-    close(device, pool)
 
 
 def test_after_a_kernel_has_failed_a_dump_says_so(

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cpsr.checkpoint.direct_file import (
@@ -18,9 +16,7 @@ from cpsr.checkpoint.direct_file import (
     DIRECT,
     PIECE_BYTES,
     aligned_pieces,
-    block_buffer,
     open_direct,
-    read_at,
     read_pieces,
     write_piece,
 )
@@ -65,38 +61,6 @@ def read(path: Path, piece_bytes: int = PIECE_BYTES) -> bytes:
 def supports_direct(directory: Path) -> bool:
     """Whether the file system of the tests takes such transfers; on tmpfs and disks of today it does."""
     return write_runs(directory / "probe", memory(BLOCK_BYTES))
-
-
-@given(st.lists(st.tuples(st.integers(0, 5 * BLOCK_BYTES), st.sampled_from([0, 0, 4, 512, 4092]))))
-def test_pieces_are_the_runs_in_whole_blocks(sizes: list[tuple[int, int]]) -> None:
-    runs = [memory(size, start) for size, start in sizes]
-    found, lengths = b"", []
-    for piece in aligned_pieces(runs):
-        assert numpy.frombuffer(piece, numpy.uint8).ctypes.data % BLOCK_BYTES == 0
-        found += bytes(piece)
-        lengths.append(len(piece))
-    assert found == b"".join(run.tobytes() for run in runs)
-    assert all(length and length % BLOCK_BYTES == 0 for length in lengths[:-1])
-    assert all(lengths)
-
-
-def test_what_lies_as_blocks_do_is_not_copied() -> None:
-    header, body = memory(BLOCK_BYTES, 64), memory(2 * PIECE_BYTES + BLOCK_BYTES + 7)
-    pieces = aligned_pieces([header, body])
-    next(pieces)
-    places = [(numpy.frombuffer(piece, numpy.uint8).ctypes.data - body.ctypes.data, len(piece)) for piece in pieces]
-    assert places[:3] == [(0, PIECE_BYTES), (PIECE_BYTES, PIECE_BYTES), (2 * PIECE_BYTES, BLOCK_BYTES)]
-    assert places[3][1] == 7
-
-
-def test_a_run_is_gathered_up_to_the_block_from_which_it_lies_right() -> None:
-    first, second = memory(100), memory(PIECE_BYTES, 100)
-    pieces = [
-        (numpy.frombuffer(piece, numpy.uint8).ctypes.data, len(piece)) for piece in aligned_pieces([first, second])
-    ]
-    start = second.ctypes.data + BLOCK_BYTES - 100
-    assert [length for _, length in pieces] == [BLOCK_BYTES, PIECE_BYTES - BLOCK_BYTES, 100]
-    assert pieces[1][0] == start
 
 
 @pytest.mark.parametrize("size", [*SIZES, PIECE_BYTES, 2 * PIECE_BYTES + 17])
@@ -188,50 +152,6 @@ def cached(call: Callable[..., int], descriptor: int, data: object) -> int:
         return call(descriptor, data)
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
-@pytest.mark.parametrize("how", ["plain", "refused", "short"])
-@pytest.mark.parametrize("size", SIZES)
-def test_a_part_is_read_from_any_block_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, how: str) -> None:
-    run = memory(size)
-    write_runs(tmp_path / "file", run)
-    preadv = os.preadv
-
-    def reading(descriptor: int, buffers: list[memoryview], start: int) -> int:
-        if how == "refused" and is_direct(descriptor):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        if how == "short":
-            return cached(lambda descriptor, part: preadv(descriptor, part, start), descriptor, [buffers[0][:700]])
-        return preadv(descriptor, buffers, start)
-
-    monkeypatch.setattr(os, "preadv", reading)
-    for start in range(0, size + 2 * BLOCK_BYTES, BLOCK_BYTES):
-        descriptor, buffer = open_direct(tmp_path / "file", os.O_RDONLY), block_buffer(2 * BLOCK_BYTES)
-        count = read_at(descriptor, buffer, start, len(buffer))
-        assert bytes(buffer[:count]) == run[start : start + len(buffer)].tobytes()
-        assert read_at(descriptor, buffer, start, 1) >= min(1, count)
-        os.close(descriptor)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
-@pytest.mark.parametrize("call", ["write", "readv"])
-def test_errors_are_raised_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str) -> None:
-    write_runs(tmp_path / "old", memory(BLOCK_BYTES))
-
-    def failing(descriptor: int, data: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, call, failing)
-    with pytest.raises(OSError, match=os.strerror(number)) as raised:
-        read(tmp_path / "old") if call == "readv" else write_runs(tmp_path / "file", memory(BLOCK_BYTES))
-    assert raised.value.errno == number
-
-
-def test_a_write_that_takes_nothing_does_not_go_on_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
-    with pytest.raises(OSError, match="accepted no byte of a write") as raised:
-        write_runs(tmp_path / "file", memory(BLOCK_BYTES))
-    assert raised.value.errno == errno.EIO
 
 
 @pytest.fixture

@@ -102,21 +102,6 @@ except OSError: print("kept", flush=True)
     assert next_line(process) == "kept"
 
 
-def test_a_child_can_neither_release_it_nor_close_what_is_not_its_own(path: Path, start: Start) -> None:
-    holder = start("""
-lock = FileLock(path, create=True)
-if os.fork() == 0:
-    descriptors = [os.open("/dev/null", os.O_RDONLY) for _ in range(50)]
-    lock.release()
-    for descriptor in descriptors: os.fstat(descriptor)
-    print("released", flush=True)
-time.sleep(60)
-""")
-    assert next_line(holder) == "released"
-    with pytest.raises(FileInUseError):
-        FileLock(path)
-
-
 def test_a_stopped_process_keeps_it_and_is_named(path: Path, start: Start) -> None:
     holder = start("lock = FileLock(path, create=True)\nprint('locked', flush=True)\ntime.sleep(60)")
     assert next_line(holder) == "locked"
@@ -139,46 +124,6 @@ def test_a_process_that_dies_is_waited_for_and_that_is_logged_once(
     assert f"waiting up to {PATIENCE_SECONDS:g} s for process {holder.pid} (" in record.getMessage()
 
 
-def test_whoever_has_it_by_other_means_is_named_and_waited_for(path: Path, start: Start) -> None:
-    """As a child forked outside Python has, after the death of its parent, and an older version by its mapping."""
-    holder = start(f"lock = FileLock(path, create=True)\nif ctypes.CDLL(None).fork() == 0: {SAY_PID}\ntime.sleep(60)")
-    child = int(next_line(holder))
-    killed(holder)
-    assert users_of(path).startswith(f"process {child} (")
-    with pytest.raises(FileInUseError, match=f"^process {child} "):
-        FileLock(path)
-    threading.Timer(0.3, os.kill, (child, signal.SIGKILL)).start()
-    FileLock(path, PATIENCE_SECONDS).release()
-
-
-def test_it_is_of_the_file_that_has_the_name_now(path: Path, start: Start) -> None:
-    holder = start(
-        "lock = FileLock(path, create=True)\nprint('locked', flush=True)\n"
-        "time.sleep(0.3)\npath.unlink()\nlock.release()"
-    )
-    assert next_line(holder) == "locked"
-    lock = FileLock(path, PATIENCE_SECONDS, create=True)
-    descriptor = lock.open_again()
-    assert os.path.samestat(os.fstat(descriptor), path.stat())
-    os.close(descriptor)
-    path.unlink()
-    path.touch()
-    with pytest.raises(OSError, match="replaced"):
-        lock.open_again()
-
-
-def test_the_file_is_removed_by_whoever_has_it_and_never_anothers(path: Path) -> None:
-    FileLock(path, create=True).remove()
-    assert not path.exists()
-    lock = FileLock(path, create=True)
-    path.unlink()
-    path.touch()
-    lock.remove()
-    lock.remove()
-    assert path.exists()
-    FileLock(path).release()
-
-
 def test_of_many_that_remove_the_file_one_at_a_time_has_it(path: Path, start: Start) -> None:
     processes = [
         start("""
@@ -193,17 +138,6 @@ print("through", flush=True)
         for _ in range(3)
     ]
     assert [next_line(process) for process in processes] == ["through"] * 3
-
-
-def test_this_process_does_not_wait_for_itself(path: Path) -> None:
-    lock = FileLock(path, create=True)
-    began = time.monotonic()
-    with pytest.raises(FileInUseError, match=rf"^process {os.getpid()} \(.*\), which is this one, still uses"):
-        FileLock(path, PATIENCE_SECONDS)
-    assert time.monotonic() - began < PATIENCE_SECONDS / 2
-    lock.release()
-    lock.release()
-    FileLock(path).release()
 
 
 def test_it_is_taken_without_a_trace_and_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """The order of the durable steps, observed at the system calls, and what is left after an error."""
 
-import errno
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +11,7 @@ import torch
 
 from cpsr.checkpoint import files
 from cpsr.checkpoint.direct_file import DIRECT
-from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES, Digest
+from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import SaveError
 from tests.checkpoint.conftest import make_snapshot
@@ -139,33 +136,6 @@ def test_reading_back_asks_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert flags == {"forced": [DIRECT, DIRECT], "cached": [0, 0]}
 
 
-def test_tensors_that_no_file_can_hold_leave_none(tmp_path: Path) -> None:
-    with pytest.raises(SaveError, match="of the name __metadata__"):
-        files.write_tensors(tmp_path / "tensors", {"__metadata__": torch.ones(3)}, fsync=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("call", ["write", "fsync", "readv"])
-def test_an_error_names_its_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    def failing(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, call, failing)
-    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/tensors'"):
-        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)}, fsync=True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_no_plain_file_says_nothing_of_its_file_system(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path, error in ((tmp_path, IsADirectoryError), (tmp_path / "pipe", OSError)):
-        with pytest.raises(error):
-            files.open_plain(path, direct=True)
-    assert caplog.records == []
-
-
 def test_a_file_is_its_owners_until_it_has_the_mode_of_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,13 +152,6 @@ def test_a_file_is_its_owners_until_it_has_the_mode_of_its_directory(
     assert modes == [0o600, 0o600]
 
 
-def test_the_hash_is_xxh3_128_of_the_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"")
-    # The published value of XXH3-128 for no input and seed 0.
-    assert files.hash_file(path) == Digest(0, "99aa06d3014798d86001c324468d497f")
-
-
 @pytest.mark.parametrize("fsync", [True, False])
 def test_pieces_are_hashed_while_they_are_written(tmp_path: Path, fsync: bool) -> None:
     """The header moves the tensors' bytes against the pieces, which also end within a transfer."""
@@ -200,12 +163,3 @@ def test_pieces_are_hashed_while_they_are_written(tmp_path: Path, fsync: bool) -
     assert digest.pieces == read.pieces
     assert len(read.pieces) == 9 * 16  # 8 MiB, the header and the small tensor
     assert files.hash_file(tmp_path / "tensors").pieces is None
-
-
-def test_processes_of_the_same_number_write_under_different_names(tmp_path: Path) -> None:
-    """As in two containers."""
-    program = "import os, sys; from pathlib import Path; from cpsr.checkpoint import files; os.getpid = lambda: 7; "
-    program += "print(files.temporary_name(Path(sys.argv[1])))"
-    names = [subprocess.check_output([sys.executable, "-c", program, str(tmp_path / "x")], text=True) for _ in range(2)]
-    assert names[0] != names[1]
-    assert all(files.is_temporary(Path(name.strip())) for name in names)

@@ -1,7 +1,6 @@
 """States of ranks that are gone, made a checkpoint with the frozen weights that another checkpoint has."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,20 +55,6 @@ def test_what_has_moved_is_as_the_state_has_it(tmp_path: Path, parts: int) -> No
         assert same(restored(tmp_path, 14, parts, rank), expected)
 
 
-def test_the_checkpoint_that_has_them_is_found_by_their_hash(tmp_path: Path) -> None:
-    """A newer one has the weights after a merge; the state is of the time before."""
-    life = Life(tmp_path, [base(), base()])
-    life.save(10)
-    state = life.snapshot(14)
-    for weights in life.weights:
-        weights["layers.0"].add_(1)
-    for frozen in life.frozen:
-        frozen.settle()
-    life.save(12)
-    life.rescue([state], 2, Life(tmp_path, [base(1)], life=2).files[0])
-    assert same(restored(tmp_path, 14), base())
-
-
 def test_without_a_checkpoint_the_jobs_own_are_written_if_they_are_the_same(tmp_path: Path) -> None:
     life = Life(tmp_path, [base(), base()])
     life.rescue([life.snapshot(4)], 2, Life(tmp_path, [base()], life=2).files[0])
@@ -101,24 +86,3 @@ def test_a_file_that_is_gone_or_damaged_is_not_linked(tmp_path: Path, own: int) 
         return
     with pytest.raises(SaveError, match="no checkpoint of the run has the parameters outside the optimizer of rank 0"):
         life.rescue([life.snapshot(14)], 2, other)
-
-
-@pytest.mark.parametrize("state", [None, {"moved": {}}])
-def test_a_state_that_does_not_tell_them_is_refused(tmp_path: Path, state: Any) -> None:
-    life = Life(tmp_path, [base()])
-    life.save(10)
-    taken = life.snapshot(14)
-    taken.scalars = {key: value for key, value in taken.scalars.items() if key != "frozen"}
-    taken.scalars |= {} if state is None else {"frozen": state}
-    with pytest.raises(SaveError, match="an earlier version took the state"):
-        life.rescue([taken], 1, life.files[0])
-
-
-def test_a_rank_that_has_none_needs_a_checkpoint_that_says_so(tmp_path: Path) -> None:
-    """An emergency dump of an earlier version says no more, whatever its rank had."""
-    life = Life(tmp_path, [base()])
-    life.save(10)
-    taken = life.snapshot(14)
-    taken.scalars |= {"frozen": {}}
-    with pytest.raises(SaveError, match="this job has others"):
-        life.rescue([taken], 1, life.files[0])

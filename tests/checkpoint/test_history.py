@@ -2,20 +2,17 @@
 
 import shutil
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
 from cpsr.checkpoint import files
-from cpsr.checkpoint import history as module
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import file_name, rank_manifest_name, step_name
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.config import CheckpointConfig
 from cpsr.predictor.protocol import History
-from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import RefuseReading, make_shard, make_snapshot, save
 
 NAME = "layers.2/weight é"
@@ -24,7 +21,7 @@ NAME = "layers.2/weight é"
 def test_full_and_thinned_checkpoints_are_one_series(store: CheckpointStore) -> None:
     for iteration in (10, 20, 30, 40):
         save(store, iteration)
-    store.retain(CheckpointConfig())
+    store.retain(Retention())
     assert sum(info.full for info in store.catalogue()) == 2
     disk_history = DiskHistory(store.directory, 0)
     history: History = disk_history
@@ -41,31 +38,6 @@ def test_full_and_thinned_checkpoints_are_one_series(store: CheckpointStore) -> 
     assert history.read("layers.1/weight é", 0, 0, 0).shape == (0,)
     assert disk_history.excluded == {}
     disk_history.close()
-
-
-def test_before_leaves_out_that_iteration_and_later_ones(store: CheckpointStore) -> None:
-    for iteration in (10, 20, 30):
-        save(store, iteration)
-    assert [entry.iteration for entry in DiskHistory(store.directory, 0, before=20).entries] == [10]
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 5), (0, 301), (5, 4)])
-def test_a_range_outside_the_slice_is_an_error(store: CheckpointStore, start: int, stop: int) -> None:
-    save(store, 10)
-    with pytest.raises(IndexError, match="has 300 elements"):
-        DiskHistory(store.directory, 0).read(NAME, 0, start, stop)
-
-
-def test_half_precision_is_read_as_float32(store: CheckpointStore) -> None:
-    snapshot = make_snapshot(10)
-    values = torch.randn(9).bfloat16()
-    snapshot.shard = Shard({"w": OperatorState("w", ParamSlice(values, (9,)), {}, 4)})
-    store.write(snapshot)
-    assert store.commit(10, 1.0, threading.Event()).committed
-    history = DiskHistory(store.directory, 0)
-    assert history.read("w", 0, 0, 9).dtype == torch.float32
-    assert torch.equal(history.read("w", 0, 2, 9), values.float()[2:])
-    assert history.taken_at("w", 0) == 4
 
 
 def test_operators_that_changed_are_named_and_left_out(
@@ -91,15 +63,6 @@ def test_an_entry_without_its_time_is_excluded(store: CheckpointStore, value: ob
     assert list(history.entries) == []
     assert list(history.operators) == []
     assert "cumulative_learning_rate" in history.excluded[10]
-
-
-def test_a_rank_that_was_not_there_and_a_wrong_directory_are_reported(store: CheckpointStore, tmp_path: Path) -> None:
-    save(store, 10)
-    assert "saved by 1 ranks" in DiskHistory(store.directory, 1).excluded[10]
-    with pytest.raises(ValueError, match="its 'checkpoints'"):
-        DiskHistory(tmp_path, 0)
-    (store.directory / "step-0000000010" / "COMMIT").write_text("torn")
-    assert "COMMIT" in DiskHistory(store.directory, 0).excluded[10]
 
 
 def test_what_cannot_be_read_now_is_left_out_and_reported(
@@ -140,16 +103,6 @@ def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch:
     history.close()
 
 
-def test_many_operators_are_taken_over_in_pieces(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(store, 10)
-    whole = len(list(DiskHistory(store.directory, 0, opened=False).open()))
-    monkeypatch.setattr(module, "OPERATORS_AT_ONCE", 1)
-    history = DiskHistory(store.directory, 0, opened=False)
-    assert len(list(history.open())) == whole + len(make_shard().operators)
-    assert list(history.operators) == list(make_shard().operators)
-    history.close()
-
-
 def test_what_was_read_before_is_not_read_again_while_it_is_the_same(store: CheckpointStore) -> None:
     for iteration in (10, 20, 30):
         save(store, iteration)
@@ -173,17 +126,3 @@ def test_what_was_read_before_is_not_read_again_while_it_is_the_same(store: Chec
     assert replaced.known[10] == known[10]
     assert replaced.known[20].sha256 != known[20].sha256
     replaced.close()
-
-
-def test_the_same_is_logged_once(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
-    for iteration in (10, 20):
-        save(store, iteration)
-    (store.directory / step_name(10) / rank_manifest_name(0)).unlink()
-    for _ in range(3):  # as for every checkpoint that is learned from
-        history = DiskHistory(store.directory, 0)
-        assert list(history.excluded) == [10]
-        history.close()
-    assert caplog.text.count("checkpoint 10 is left out of the prediction") == 1
-    (store.directory / step_name(20) / rank_manifest_name(0)).write_bytes(b"{}")
-    DiskHistory(store.directory, 0).close()
-    assert caplog.text.count("is left out of the prediction") == 2

@@ -12,13 +12,6 @@ from cpsr.checkpoint.manifest import FileRecord, Manifest, RankRecord
 WHOLE = "0" * 32
 
 
-def test_a_record_of_an_earlier_version_is_read_and_written_as_it_is() -> None:
-    data = {"bytes": 5, "xxh3_128": WHOLE}
-    record = FileRecord.model_validate(data)
-    assert record.pieces is None
-    assert json.loads(record.to_bytes()) == data
-
-
 @pytest.mark.parametrize(("size", "pieces"), [(0, 0), (1, 1), (HASHED_PIECE_BYTES, 1), (HASHED_PIECE_BYTES + 1, 2)])
 def test_a_record_has_the_hash_of_every_piece(size: int, pieces: int) -> None:
     data = {"bytes": size, "xxh3_128": WHOLE, "pieces": "0123456789abcdef" * pieces}

@@ -7,16 +7,14 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from cpsr.checkpoint.buffers import HostBuffer
-from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
 from cpsr.checkpoint.memory_removal import bytes_in_memory, remove_memory_states, remove_unused
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
@@ -184,64 +182,6 @@ def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> 
     assert_same_bits(into, Shard(shard.operators, template.others))
 
 
-def test_a_buffer_is_not_taken_to_load_its_own_state_into(run_id: str) -> None:
-    hold(run_id, iteration=12)
-    template = live_shard(0)
-    pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 1))
-    assert pool.acquire(8) is not None
-    pool.dump(lambda: Shard(live_shard(5, iteration=13).operators, template.others), 13, lambda: SCALARS)
-    (stored,) = [state for state in memory_states(run_id) if state.iteration == 12]
-    into = pool.acquire(12, {stored.path.name})
-    assert into is not None
-    load_memory_state(stored, into.shard)
-    assert_same_bits(into.shard, make_shard(3))
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_nor_where_an_earlier_life_left_another_of_that_iteration(run_id: str, place: int) -> None:
-    """As after a life that began with a state in memory and ended before its first snapshot."""
-    hold(run_id, iteration=12)
-    pool = pool_of(run_id, life=1)
-    again = pool.acquire(12)
-    assert again is not None
-    load_memory_state(memory_states(run_id)[0], again.shard)
-    again.scalars = SCALARS
-    sealed = pool.seal(again)
-    assert sealed is not None
-    sealed.result()
-    pool.release(again)
-    assert pool.acquire(8) is not None
-    both = memory_states(run_id)
-    assert [state.iteration for state in both] == [12, 12]
-    into = pool.acquire(12, {both[place].path.name})
-    assert into is not None
-    load_memory_state(both[place], into.shard)
-    assert_same_bits(into.shard, make_shard(3))
-
-
-def test_nor_is_what_may_be_loaded_in_its_place(run_id: str) -> None:
-    pool = pool_of(run_id)
-    for iteration in (10, 12, 14):
-        snapshot = pool.acquire(iteration)
-        assert snapshot is not None
-        snapshot.scalars = SCALARS
-        sealed = pool.seal(snapshot)
-        assert sealed is not None
-        sealed.result()
-        pool.release(snapshot)
-    names = {state.path.name for state in memory_states(run_id) if state.iteration != 12}
-    assert pool.acquire(14, names) is not None
-    assert sorted(state.iteration for state in memory_states(run_id)) == [10, 14]
-
-
-def test_a_dump_behind_a_running_snapshot_of_the_same_iteration_is_that_snapshot(run_id: str) -> None:
-    pool = pool_of(run_id)
-    pool.begin(live_shard(5, iteration=20), 20, SCALARS)
-    pool.dump(lambda: live_shard(5, iteration=20), 20, lambda: SCALARS)
-    (state,) = memory_states(run_id)
-    assert (state.iteration, state.kind) == (20, "snapshot")
-
-
 def test_a_dump_holds_the_buffers_of_the_boundary_and_not_of_the_interrupted_forward(run_id: str) -> None:
     norm = torch.nn.BatchNorm1d(3).to(DEVICE)  # whose running statistics torch changes without counting it
     others = dict(norm.named_buffers())
@@ -255,67 +195,6 @@ def test_a_dump_holds_the_buffers_of_the_boundary_and_not_of_the_interrupted_for
     into = Shard(make_shard(0).operators, {name: torch.zeros_like(one, device="cpu") for name, one in others.items()})
     assert load_memory_state(memory_states(run_id)[0], into)["iteration"] == 7
     assert_same_bits(into, Shard(shard.operators, boundary))
-
-
-def test_a_large_buffer_that_changes_for_the_first_time_in_the_interrupted_step_is_not_guessed(run_id: str) -> None:
-    others = {"mask": torch.zeros(100_000, device=DEVICE)}
-    shard = Shard(live_shard(3).operators, others)
-    pool = SnapshotPool(shard, memory=SharedMemory(run_id, 0, 0))
-    others["mask"].add_(1)
-    with pytest.raises(SaveError, match=r"mask.*for the first time"):
-        pool.dump(lambda: shard, 20, lambda: SCALARS)
-    free = [pool.acquire(iteration) for iteration in (1, 2, 3)]
-    assert None not in free, "a refused dump keeps no buffer"
-    for snapshot in free:
-        assert snapshot is not None
-        pool.release(snapshot)
-    pool.mark_boundary()
-    others["mask"].add_(1)
-    pool.dump(lambda: shard, 21, lambda: SCALARS)
-    into = Shard(make_shard(0).operators, {"mask": torch.zeros(100_000)})
-    load_memory_state(memory_states(run_id)[0], into)
-    assert bool((into.others["mask"] == 1).all())
-
-
-def test_a_snapshot_that_is_being_sealed_is_forgotten_too(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, seal = pool_of(run_id), MemoryFile.seal
-
-    def slow(self: MemoryFile, *arguments: Any, **options: Any) -> None:
-        time.sleep(0.2)
-        seal(self, *arguments, **options)
-
-    monkeypatch.setattr(MemoryFile, "seal", slow)
-    pool.begin(live_shard(3, iteration=300), 300, SCALARS)
-    snapshot = pool.finish()
-    pool.forget_after(199)
-    assert snapshot is not None
-    assert snapshot.sealed is not None
-    assert snapshot.sealed.result()
-    assert memory_states(run_id) == []
-
-
-def test_a_dump_leaves_a_running_snapshot_to_the_training_thread(run_id: str) -> None:
-    pool = pool_of(run_id)
-    begun = pool.begin(live_shard(5, iteration=20), 20, SCALARS)
-    pool.dump(lambda: live_shard(5, iteration=20), 20, lambda: SCALARS)
-    assert pool.finish() is begun
-    assert begun is not None
-    pool.keep(begun)
-
-
-def test_a_file_that_cannot_be_read_is_ignored(run_id: str, tmp_path: Path) -> None:
-    state = hold(run_id)
-    (SHARED_MEMORY / f"cpsr-{run_id}-rank-00001-0").symlink_to(tmp_path)
-    assert memory_states(run_id) == [state]
-
-
-def test_a_state_of_a_kind_that_this_version_does_not_know_is_ignored(run_id: str) -> None:
-    """As those with older experts that an earlier version kept: none of it may be taken for a whole snapshot."""
-    state = hold(run_id)
-    content = state.path.read_bytes()
-    assert content.count(b'"kind": "snapshot"') == 1
-    state.path.write_bytes(content.replace(b'"kind": "snapshot"', b'"kind": "mixed"   '))
-    assert memory_states(run_id) == []
 
 
 def test_two_processes_never_share_a_buffer(run_id: str) -> None:
@@ -356,26 +235,6 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
     assert SnapshotPool(make_shard(0), memory=next_life).shared_memory_problem is None, "it has let go"
 
 
-def test_others_are_left_some_shared_memory(run_id: str) -> None:
-    memory = os.statvfs(SHARED_MEMORY)
-    with pytest.raises(OSError, match=r"left to others: enlarge it \(docker: --shm-size\)"):
-        SharedMemory(run_id, 0, 0).files(1, int(0.95 * memory.f_bavail * memory.f_frsize))
-    assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
-
-
-def test_a_dump_does_not_take_a_pinned_buffer(run_id: str) -> None:
-    template = live_shard(0)
-    pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 0))
-    kept = pool.acquire(1)
-    assert kept is not None
-    pool.keep(kept)
-    pool.occupancy.pin()
-    assert pool.acquire(2) is not None
-    assert pool.acquire(3) is not None
-    with pytest.raises(SaveError, match="in use"):
-        pool.dump(lambda: Shard(live_shard(5, iteration=20).operators, template.others), 20, lambda: SCALARS)
-
-
 def test_too_little_shared_memory_leaves_the_process_its_own(run_id: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
@@ -401,17 +260,6 @@ def test_others_runs_and_ranks_are_left_alone(run_id: str) -> None:
     remove_memory_states(other)
 
 
-def test_an_empty_shard_has_buffers_too(run_id: str) -> None:
-    pool = SnapshotPool(Shard({}), memory=SharedMemory(run_id, 0, 0))
-    assert pool.shared_memory_problem is None
-    pool.begin(Shard({}), 1, SCALARS)
-    pool.finish()
-    pool.close(remove=False)
-    (state,) = memory_states(run_id)
-    assert load_memory_state(state, Shard({}))["iteration"] == 7
-    assert state.path.stat().st_size > 0
-
-
 def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
     run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -430,25 +278,6 @@ def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
     assert [state.iteration for state in memory_states(run_id)] == [1]
     assert "iteration 2 is not held in shared memory: [Errno 27] File too large" in caplog.text
     pool.close()
-
-
-def test_memory_that_a_device_refuses_to_pin_is_let_go(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = hold(run_id)
-
-    def refusing(
-        template: Shard, *, pinned: bool, units: dict[str, str], memory: MemoryFile | None = None
-    ) -> HostBuffer:
-        if memory is not None and memory.path == state.path.with_name(f"cpsr-{run_id}-rank-00000-1"):
-            raise SaveError("the second of three could not be pinned")
-        return HostBuffer(template, pinned=pinned, memory=memory, units=units)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("cpsr.checkpoint.pool_buffers.HostBuffer", refusing)
-        pool = SnapshotPool(live_shard(0), memory=SharedMemory(run_id, 0, 1))
-    assert pool.shared_memory_problem == "the second of three could not be pinned"
-    assert memory_states(run_id) == [state]
-    assert len(list(SHARED_MEMORY.glob(f"*{run_id}*"))) == 1, "what holds nothing takes no memory"
-    pool_of(run_id, life=2)  # nothing is locked
 
 
 def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -> None:
@@ -484,10 +313,3 @@ def test_one_word_distinguishes_weights_moments_and_slices_and_is_that_of_the_fi
             assert owned_word(source) != word
             values.view(torch.uint8)[-1] ^= 1
     assert owned_word(source) == word
-
-
-def test_a_short_write_of_the_scalars_is_continued(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: write(descriptor, data[:100], offset))
-    state = hold(run_id)
-    assert verify_memory_state(state) is None

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.checkpoint import copying
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import memory_states
-from cpsr.checkpoint.paced import GROWTH, MARGIN, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Piece, Split, bytes_in_waits
+from cpsr.checkpoint.paced import GROWTH, MARGIN, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Split, bytes_in_waits
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
-from cpsr.errors import UnsupportedEngineError
-from cpsr.learning.bubbles import Bubbles
-from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
 
 PATIENCE_SECONDS = 10.0
@@ -209,23 +206,6 @@ def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
     pool.close()
 
 
-def test_what_does_not_fit_goes_beside_the_work(pool: SnapshotPool) -> None:
-    waits = Opened()
-    first(pool, waits)
-    assert pool.copier.pace is not None
-    waits.forecast_seconds = 0.5 * pool.copier.pace.seconds(TOTAL)
-
-    def work() -> None:
-        assert waits.asked.wait(PATIENCE_SECONDS)  # which it is when all the rest is copied
-        beside = Noted.begun[-1].split.beside
-        assert 0.5 * TOTAL <= beside <= 0.5 * TOTAL + 2000
-        waits.set(opened=True)
-        wait_for(lambda: Noted.begun[-1].split == Split(in_waits=TOTAL - beside, beside=beside))
-
-    take(pool, 2, work)
-    pool.close()
-
-
 @pytest.mark.parametrize("kind", [Opened, Closed])
 def test_a_wait_that_never_comes_costs_no_byte(pool: SnapshotPool, kind: type[Opened]) -> None:
     waits = kind()
@@ -234,13 +214,6 @@ def test_a_wait_that_never_comes_costs_no_byte(pool: SnapshotPool, kind: type[Op
     assert second.at_once + second.late == TOTAL  # late where this machine has slept for longer
     third = split_of(take(pool, 3, lambda: wait_for(lambda: Noted.begun[-1].split.beside > 0)))
     assert 0 < third.at_once + third.late <= 1000  # it has learned not to count on it
-    pool.close()
-
-
-def test_a_wait_that_does_not_come_in_time_is_not_waited_for(pool: SnapshotPool) -> None:
-    first(pool, Opened(), until_update=0.05)
-    snapshot = take(pool, 2, lambda: wait_for(lambda: Noted.begun[-1].split.late == TOTAL))
-    assert split_of(snapshot) == Split(late=TOTAL)
     pool.close()
 
 
@@ -263,58 +236,6 @@ def test_whatever_the_waits_do_it_is_bitwise(pool: SnapshotPool) -> None:
     thread.join()
     assert {sum(asdict(split).values()) for split in splits} == {TOTAL}
     assert any(split.in_waits for split in splits)
-    pool.close()
-
-
-def test_bubbles_of_a_training_thread(pool: SnapshotPool) -> None:
-    """The real ones, of this thread, which waits 20 ms in every iteration."""
-    bubbles = Bubbles()
-    pool.copier.copy_in(bubbles)
-
-    def iteration() -> None:
-        bubbles.begin("receive")
-        time.sleep(0.02)
-        bubbles.end()
-        bubbles.end_iteration()
-
-    for _ in range(6):
-        iteration()
-    assert split_of(take(pool, 1, iteration)).beside == TOTAL
-    splits = [split_of(take(pool, seed, iteration)) for seed in range(2, 6)]
-    assert any(split.in_waits for split in splits)
-    pool.close()
-
-
-def test_several_may_ask_for_the_result_at_once() -> None:
-    sources = [torch.randn(50_000) for _ in range(40)]
-    pace = CopyPace(Opened())
-    pace.record(Split(beside=1000), 1e-3, FAR, 1000)
-    targets = [torch.zeros(50_000) for _ in sources]
-    copy = PacedCopy(pace)
-    pieces: list[Piece] = list(zip(targets, sources, strict=True))
-    whole: list[bool] = []
-
-    def ask() -> None:
-        copy.result()
-        whole.append(all(torch.equal(target, source) for target, source in pieces))
-
-    threads = [threading.Thread(target=copy.run, args=(lambda: pieces,))]
-    threads += [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_SECONDS)
-    assert whole == [True] * 3
-
-
-def test_a_shard_unlike_the_template_is_refused_and_frees_the_buffer(pool: SnapshotPool) -> None:
-    first(pool, Opened())
-    for _ in range(4):  # one more than there are buffers
-        wrong = make_shard(2, (*SIZES[:-1], 2))
-        assert pool.begin(wrong, 2, None) is not None
-        with pytest.raises(UnsupportedEngineError, match=r"layers\.4/weight"):
-            pool.finish()
-    take(pool, 3)
     pool.close()
 
 
@@ -345,22 +266,3 @@ def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch
     assert snapshot is not None
     assert_same_bits(snapshot.shard, make_shard(2, SIZES))
     pool.close()
-
-
-def test_mixed_types_strides_and_empty_tensors(pool: SnapshotPool) -> None:
-    flat = torch.randn(6400)
-    operators = {
-        "strided": OperatorState("strided", ParamSlice(flat[::2], (3200,)), {"exp_avg": flat[1::2]}, 0),
-        "half": OperatorState("half", ParamSlice(torch.randn(999).half(), (999,)), {"n": torch.arange(777)}, 0),
-        "empty": OperatorState("empty", ParamSlice(torch.empty(0), (9,), 9), {}, 0),
-    }
-    shard = Shard(operators, {"transposed": torch.randn(4, 5).t(), "flag": torch.tensor(True)})
-    mixed = SnapshotPool(shard)
-    mixed.copier.copy_in(Opened(opened=True))
-    for iteration in range(3):
-        mixed.begin(shard, iteration, None)
-        snapshot = mixed.finish()
-        assert snapshot is not None
-        assert_same_bits(snapshot.shard, shard)
-        mixed.release(snapshot)
-    mixed.close()

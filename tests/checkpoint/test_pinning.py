@@ -10,10 +10,9 @@ from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.pinning import Pinning
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError
-from tests.checkpoint.conftest import make_shard
 from tests.checkpoint.test_device_copy import shard_on
 from tests.device import compute_exactly
-from tests.stand_in_device import ALREADY_REGISTERED, OUT_OF_MEMORY, StandInDevice, stand_in_device
+from tests.stand_in_device import OUT_OF_MEMORY, StandInDevice, stand_in_device
 
 CUDA = torch.device("cuda", 1)
 
@@ -22,16 +21,6 @@ CUDA = torch.device("cuda", 1)
 def device() -> Iterator[StandInDevice]:
     with stand_in_device(2) as made:
         yield made
-
-
-def test_it_is_registered_once_and_unregistered_once(device: StandInDevice) -> None:
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    pinning = Pinning(memory, CUDA)
-    assert device.runtime.registered == {memory.data_ptr(): 4096}
-    pinning.undo()
-    pinning.undo()
-    assert device.runtime.registered == {}
-    assert [kind for kind, _, _ in device.calls("register", "unregister")] == ["register", "unregister"]
 
 
 def test_a_refusal_leaves_no_error_for_the_next_kernel(device: StandInDevice) -> None:
@@ -76,19 +65,6 @@ def test_a_registration_that_outlived_its_mapping_gives_way(device: StandInDevic
     device.tensor(torch.ones(3)).mul_(2)
 
 
-def test_one_that_only_overlaps_is_a_refusal(device: StandInDevice) -> None:
-    memory = torch.zeros(8192, dtype=torch.uint8)
-    device.runtime.registered[memory.data_ptr() + 4096] = 4096
-    with pytest.raises(SaveError, match=f"CUDA error {ALREADY_REGISTERED}"):
-        Pinning(memory, CUDA)
-    device.tensor(torch.ones(3)).mul_(2)
-
-
-def test_no_memory_needs_no_registration(device: StandInDevice) -> None:
-    Pinning(torch.zeros(0, dtype=torch.uint8), CUDA).undo()
-    assert device.trace == []
-
-
 def test_each_pool_of_a_process_registers_its_own_and_lets_it_go(device: StandInDevice, run_id: str) -> None:
     shard = shard_on(device)
     for life in range(3):
@@ -113,21 +89,3 @@ def test_where_it_is_refused_the_buffers_are_pinned_memory_of_the_process(device
     assert pool.begin(shard, 7, {}) is not None
     assert pool.finish() is not None
     pool.close()
-
-
-def test_one_refusal_of_three_undoes_the_others(
-    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    register, left = device.runtime.cudaHostRegister, [2]
-
-    def refusing(address: int, size: int, flags: int) -> int:
-        left[0] -= 1
-        device.runtime.refuse = 0 if left[0] >= 0 else OUT_OF_MEMORY
-        return register(address, size, flags)
-
-    monkeypatch.setattr(device.runtime, "cudaHostRegister", refusing)
-    pool = SnapshotPool(shard_on(device), memory=SharedMemory(run_id, 0, 0))
-    assert pool.shared_memory_problem is not None
-    assert device.runtime.registered == {}
-    assert len(device.calls("unregister")) == 2
-    SnapshotPool(make_shard(0), memory=SharedMemory(run_id, 0, 0)).close()  # nothing is locked

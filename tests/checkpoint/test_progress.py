@@ -11,7 +11,6 @@ import pytest
 
 from cpsr.checkpoint.progress import (
     ProgressCounter,
-    has_held_states,
     mark_life,
     newest_life,
     progress_path,
@@ -42,17 +41,6 @@ def test_the_oldest_rank_is_the_failure_step(tmp_path: Path) -> None:
     assert (progress.iteration, progress.newest) == (7, 8)
     assert [progress.ranks[rank].slots for rank in range(2)] == [{7: 28, 8: 32}, {6: 24, 7: 28}]
     assert progress.missing == {}
-
-
-def test_reset_forgets_what_came_after(tmp_path: Path) -> None:
-    counter = ProgressCounter(progress_path(tmp_path, 0))
-    for iteration in (119, 120):
-        counter.publish(iteration, 0)
-    for target in (100, 99, 0):
-        counter.reset(target, 7)
-        progress = read_progress(tmp_path, 1)
-        assert progress is not None
-        assert progress.ranks[0].slots == {target: 7}
 
 
 def test_a_new_life_reads_what_the_last_one_published(tmp_path: Path) -> None:
@@ -135,11 +123,3 @@ def test_the_newest_life_is_known_with_its_branch_also_as_older_versions_wrote_i
     assert newest_life(tmp_path) == (7, 2)
     (tmp_path / "progress" / "life").write_bytes(b"%020d" % 8)
     assert newest_life(tmp_path) == (8, 0)
-
-
-def test_whether_the_newest_life_has_held_states_is_known(tmp_path: Path) -> None:
-    assert not has_held_states(tmp_path)
-    mark_life(tmp_path, 7, branch=2, holds_states=True)
-    assert (newest_life(tmp_path), has_held_states(tmp_path)) == ((7, 2), True)
-    mark_life(tmp_path, 7, branch=3)
-    assert (newest_life(tmp_path), has_held_states(tmp_path)) == ((7, 3), False)

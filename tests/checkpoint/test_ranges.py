@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from cpsr.checkpoint import verify
 from cpsr.checkpoint.direct_file import PIECE_BYTES
@@ -108,20 +107,6 @@ def test_ranges_are_what_was_saved_and_other_pieces_are_not_read(
     assert all(map(is_right, ranges))
 
 
-def test_ranges_next_to_the_borders_of_pieces(path: Path, record: FileRecord) -> None:
-    border = (MIB - DATA_START) // 8
-    for start, stop, pieces in ((border - 1, border, 1), (border, border + 1, 2), (border - 1, border + 1, 2)):
-        one = wanted("double", start, stop)
-        assert read_ranges(path, record, [one]) == pieces * MIB
-        assert is_right(one)
-
-
-def test_overlapping_ranges_of_one_tensor_read_their_pieces_once(path: Path, record: FileRecord) -> None:
-    ranges = [wanted("weights"), wanted("weights", 5, 200), wanted("weights", 100), wanted("weights", 3, 3)]
-    assert read_ranges(path, record, ranges) == size_of(touched(ranges), record.bytes)
-    assert all(map(is_right, ranges))
-
-
 def test_neighbouring_pieces_come_in_transfers_of_at_most_16_mib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,19 +130,6 @@ def test_neighbouring_pieces_come_in_transfers_of_at_most_16_mib(
         (MIB + PIECE_BYTES, PIECE_BYTES),
         (MIB + 2 * PIECE_BYTES, 40 * MIB + DATA_START - (MIB + 2 * PIECE_BYTES)),
     ]
-
-
-@pytest.mark.parametrize("longer_by", [0, 2 * MIB + 5, 20 * MIB])
-def test_a_header_may_be_longer_than_a_piece_or_a_transfer(tmp_path: Path, longer_by: int) -> None:
-    tensors = {"a": torch.arange(MIB), "b": torch.arange(9.0)}
-    write_tensors(tmp_path / "file", tensors, fsync=False, metadata={"note": "x" * longer_by})
-    ranges = [wanted("a", 3, 5, tensors), wanted("b", of=tensors)]
-    record = record_of(tmp_path / "file")
-    assert read_ranges(tmp_path / "file", record, ranges) <= longer_by + 4 * MIB
-    assert all(is_right(one, tensors) for one in ranges)
-    save_file(load_file(tmp_path / "file"), tmp_path / "plain")  # the header is not filled up
-    read_ranges(tmp_path / "plain", record_of(tmp_path / "plain"), ranges)
-    assert all(is_right(one, tensors) for one in ranges)
 
 
 def flipped(path: Path, offset: int, to: Path) -> Path:
@@ -197,40 +169,6 @@ def test_a_file_of_another_length_is_damage(tmp_path: Path, path: Path, pieces: 
     (tmp_path / "file").unlink()
     with pytest.raises(DamagedFileError, match="is missing"):
         read_ranges(tmp_path / "file", record_of(path, pieces=pieces), [wanted("scalar")])
-
-
-@pytest.mark.parametrize("pieces", [True, False])
-@pytest.mark.parametrize(
-    ("one", "what"),
-    [
-        (WantedRange("param/absent", 0, torch.empty(1)), "it has no tensor 'param/absent'"),
-        (WantedRange("half", 0, torch.empty(1)), "'half' is of torch.bfloat16, torch.float32 is wanted"),
-        (WantedRange("scalar", 1, torch.empty(1)), "'scalar' has 1 elements, 1 to 2 are wanted"),
-        (WantedRange("none", 1, torch.empty(0)), "'none' has 0 elements, 1 to 1 are wanted"),
-    ],
-)
-def test_what_the_file_does_not_hold_is_named(path: Path, pieces: bool, one: WantedRange, what: str) -> None:
-    with pytest.raises(DamagedFileError, match=f"file.safetensors: is not the .* describes: {what}"):
-        read_ranges(path, record_of(path, pieces=pieces), [wanted("double"), one])
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"short", b"\xff" * 5000, b"\2" + bytes(7) + b"[]", b"\x05" + bytes(7) + b"junk!"]
-)
-@pytest.mark.parametrize("pieces", [True, False])
-def test_what_is_no_file_of_tensors_is_refused(tmp_path: Path, data: bytes, pieces: bool) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    with pytest.raises(DamagedFileError, match="is not the safetensors file that its manifest describes"):
-        read_ranges(path, record_of(path, pieces=pieces), [])
-
-
-@pytest.mark.parametrize("target", [torch.empty(2, 2), torch.empty(4)[::2], torch.empty(4, device="meta")])
-def test_a_target_that_cannot_be_filled_is_refused(target: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="the range of 'weights' from 0"):
-        WantedRange("weights", 0, target)
-    with pytest.raises(ValueError, match="the range of 'weights' from -1"):
-        WantedRange("weights", -1, torch.empty(1))
 
 
 def failing(times: int) -> Callable[..., int]:

@@ -16,11 +16,9 @@ from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.manifest import MANIFEST, RankManifest, commit_record, rank_manifest_name
-from cpsr.checkpoint.replicated import state_hash
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest
-from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointCorruptError, SaveError
 from cpsr.peers.twins import Twins
 from cpsr.state.shard import Shard
@@ -92,30 +90,6 @@ def test_each_operator_is_written_once(ranks: Ranks) -> None:
     assert {name: one.saved_by for name, one in record.operators.items()} == {
         name: None if writer == 1 else 0 for name, writer in WRITERS.items()
     }
-
-
-def test_shares_may_differ_from_checkpoint_to_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    turned = {name: 1 - writer for name, writer in WRITERS.items()}
-    assert commit(ranks, 10).committed
-    assert commit(ranks, 20, lambda rank: snapshot(20, rank, writers=turned)).committed
-    assert commit(ranks, 30, lambda rank: make_snapshot(30, sizes=SIZES)).committed  # each writes its own
-    for store in ranks:
-        history = DiskHistory(store.directory, store.rank)
-        assert [entry.iteration for entry in history.entries] == [10, 20, 30]
-        assert set(history.operators) == set(NAMES)
-        for entry, iteration in enumerate((10, 20, 30)):
-            for name, one in make_shard(iteration, SIZES).operators.items():
-                assert torch.equal(history.read(name, entry, 0, history.numel(name)), one.parameter.values)
-        again = DiskHistory(store.directory, store.rank, known=history.known)
-        assert again.known == history.known
-        again.close()
-        history.close()
-    ranks[0].retain(CheckpointConfig(full_checkpoints=2, history_span_iterations=100))  # the weights alone of 10
-    history = DiskHistory(ranks[1].directory, 1)
-    assert history.excluded == {}
-    assert len(history.entries) == 3
-    history.close()
-    assert verify_run(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["params", "moments"])
@@ -209,70 +183,8 @@ def sparse(iteration: int, saved: Collection[str], rank: int) -> Snapshot:
     return found
 
 
-def test_damage_in_a_share_that_did_not_change_is_seen(ranks: Ranks) -> None:
-    """Another rank's file with the bytes of one that was checked is a file of its own, and none that was carried."""
-    assert commit(ranks, 10).committed
-    known = DiskHistory(ranks[0].directory, 0)
-    assert commit(ranks, 20, unchanged_since_10).committed
-    path = directory(ranks[0], 20) / "rank-00001.params.safetensors"
-    content = bytearray(path.read_bytes())
-    assert content == (directory(ranks[0], 10) / path.name).read_bytes()
-    content[-1] ^= 1
-    path.write_bytes(content)
-    for store in ranks:
-        assert list(DiskHistory(store.directory, store.rank, known=known.known).excluded) == [20]
-    known.close()
-
-
-def unchanged_since_10(rank: int) -> Snapshot:
-    found = snapshot(20, rank)
-    found.shard = make_shard(10, SIZES, 20)
-    return found
-
-
-def test_the_first_of_a_life_must_save_all_experts(ranks: Ranks) -> None:
-    for store in ranks:
-        with pytest.raises(SaveError, match="must save all experts"):
-            store.write(sparse(10, [NAMES[4 + store.rank]], store.rank))
-
-
-def test_a_rank_does_not_carry_what_it_left_to_another(ranks: Ranks) -> None:
-    """Ranks that no longer share are to save all experts first."""
-    assert commit(ranks, 10, partial(sparse, 10, EXPERTS)).committed
-    alone = make_snapshot(20, sizes=SIZES)
-    alone.contents = Contents.sparse(EXPERTS, frozenset())
-    for store in ranks:
-        with pytest.raises(SaveError, match="must save all experts"):
-            store.write(alone)
-
-
 def test_ranks_that_say_all_hashes_are_known_as_twins(ranks: Ranks) -> None:
     assert commit(ranks, 10).committed
     words = Twins(ranks[0].directory).words(0, 1)
     assert words is not None
     assert words[0] == words[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_hash_sees_every_bit(dtype: torch.dtype) -> None:
-    one = make_shard(3, SIZES).operators[NAMES[2]]
-    values = one.parameter.values.to(dtype)
-    first = state_hash(type(one)(one.name, type(one.parameter)(values, (values.numel(),)), {}, 0))
-    values.view(torch.uint8)[-1] ^= 1
-    assert state_hash(type(one)(one.name, type(one.parameter)(values, (values.numel(),)), {}, 0)) != first
-
-
-def test_another_rank_writes_only_what_this_one_holds_too() -> None:
-    with pytest.raises(ValueError, match="operators that it holds, too"):
-        Contents(writers={"weight": 1})
-
-
-def test_a_rank_may_write_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    one_writes = dict.fromkeys(NAMES, 0)
-    assert commit(ranks, 10, lambda rank: snapshot(10, rank, writers=one_writes)).committed
-    for store in ranks:
-        assert_same_bits(loaded(store, 10), make_shard(10, SIZES))
-        history = DiskHistory(store.directory, store.rank)
-        assert (history.excluded, set(history.operators)) == ({}, set(NAMES))
-        history.close()
-    assert verify_run(tmp_path) == []

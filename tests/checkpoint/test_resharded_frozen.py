@@ -70,18 +70,6 @@ def test_every_rank_gets_its_part_bit_for_bit(
         assert state["word"] == word_of(left)
 
 
-@pytest.mark.parametrize("name", ["embed", "layers.0"])
-def test_memory_that_is_not_contiguous_is_filled(tmp_path: Path, name: str) -> None:
-    old = split_life(tmp_path, base(), 3, "rows")
-    old.save(10, shared=False)
-    own = base(1)
-    own[name] = own[name].t().contiguous().t()
-    new = Life(tmp_path, [own], 2)
-    taken(new, 0, 10)
-    assert all(torch.equal(own[one], whole) for one, whole in base().items())
-    assert not own[name].is_contiguous()
-
-
 def test_blocks_of_columns_are_taken_as_they_are_and_no_others(tmp_path: Path) -> None:
     weights = base()["embed"]
 
@@ -102,19 +90,6 @@ def test_blocks_of_columns_are_taken_as_they_are_and_no_others(tmp_path: Path) -
     other = columns(4, 1, fill=False)
     with pytest.raises(RunMismatchError, match="no rank has saved elements 0 to 20 of the parameter embed outside"):
         taken(other, 0, 10)
-
-
-def test_parts_of_an_earlier_version_are_refused_by_name(tmp_path: Path) -> None:
-    """It has not recorded where they lie."""
-    parts = [cut(base(), rank, 2, "flat")[0] for rank in range(2)]
-    old = Life(tmp_path, parts)
-    old.save(10, shared=False)
-    new = split_life(tmp_path, base(1), 3, "flat", 2)
-    before = [dict(one.hashes) for one in new.frozen]
-    for rank in range(3):
-        with pytest.raises(RunMismatchError, match=r"the parameter embed outside the optimizer .* has not recorded"):
-            taken(new, rank, 10)
-    assert [dict(one.hashes) for one in new.frozen] == before
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])

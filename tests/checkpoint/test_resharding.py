@@ -1,6 +1,5 @@
 """Ranks of another number read their parts out of a checkpoint, and nothing else."""
 
-import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -63,13 +62,6 @@ def test_every_rank_gets_its_part(
         assert read.tensors == sum(one.state_bytes for one in into.operators.values())
 
 
-def test_state_by_row_comes_whole_from_one_rank(tmp_path: Path) -> None:
-    directory, manifest = commit(tmp_path, [shard(rank, 2, cuts="whole", rows=True) for rank in range(2)])
-    into = shard(0, 3, cuts="whole", rows=True, filled=False)
-    load_resharded(directory, manifest, into)
-    assert_filled(into, shard(0, 3, cuts="whole", rows=True))
-
-
 def test_what_ranks_wrote_for_each_other_is_read_once(tmp_path: Path) -> None:
     alike = {name: operator_record(one).described for name, one in shard(0, 2, cuts="whole").operators.items()}
     writers = {name: index % 2 for index, name in enumerate(SHAPES)}
@@ -89,30 +81,6 @@ def test_the_small_state_and_the_buffers_are_those_of_the_named_rank(tmp_path: P
     load_buffers(directory, manifest, 1, into)
     found = read_small_state(directory, manifest, 1)
     assert (found["rank"], found["tensor"].tolist(), into.others["seen"].tolist()) == (1, [1], [1.0])
-
-
-def test_a_buffer_that_the_named_rank_did_not_have_comes_from_another(tmp_path: Path) -> None:
-    """As of a layer that was in another stage, or of an expert of another rank."""
-    saved = [shard(rank, 3) for rank in range(3)]
-    saved[2].others["of one stage"] = torch.tensor([7, 8])
-    directory, manifest = commit(tmp_path, saved)
-    into = shard(0, 1, filled=False)
-    into.others["of one stage"] = torch.zeros(2, dtype=torch.int64)
-    load_buffers(directory, manifest, 1, into)
-    assert {name: one.tolist() for name, one in into.others.items()} == {"seen": [1.0], "of one stage": [7, 8]}
-    into.others["of nobody"] = torch.zeros(2)
-    with pytest.raises(RunMismatchError, match="no rank saved a buffer of nobody"):
-        load_buffers(directory, manifest, 1, into)
-
-
-def test_only_what_overlaps_is_read(tmp_path: Path) -> None:
-    directory, manifest = commit(tmp_path, [shard(rank, 4, cuts="flat") for rank in range(4)])
-    (directory / file_name(3, "params")).write_bytes(b"")
-    into = shard(0, 2, cuts="flat", filled=False)
-    load_resharded(directory, manifest, into)
-    assert_filled(into, shard(0, 2, cuts="flat"))
-    with pytest.raises(CheckpointCorruptError, match=file_name(3, "params")):
-        load_resharded(directory, manifest, shard(1, 2, cuts="flat", filled=False))
 
 
 @pytest.mark.parametrize("kind", ["params", "moments"])
@@ -149,13 +117,3 @@ def test_columns_are_refused_and_equal_blocks_are_taken(tmp_path: Path) -> None:
     assert torch.equal(into.operators["c"].parameter.values, block(6, 7).operators["c"].parameter.values)
     with pytest.raises(RunMismatchError, match="of c on any of its 2 ranks"):
         load_resharded(directory, manifest, block(0, 5))
-
-
-def test_a_source_that_vanishes_meanwhile_is_named(tmp_path: Path) -> None:
-    directory, manifest = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
-    (directory / file_name(1, "moments")).unlink()
-    with pytest.raises(CheckpointCorruptError, match=file_name(1, "moments")):
-        load_resharded(directory, manifest, shard(0, 1, filled=False))
-    shutil.rmtree(directory)
-    with pytest.raises(CheckpointCorruptError, match="rank-00000"):
-        load_resharded(directory, manifest, shard(0, 1, filled=False))

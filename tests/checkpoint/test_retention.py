@@ -1,19 +1,16 @@
 """What stays and what goes, as rules and over random sequences of saves, roll-backs and damage."""
 
 import datetime
-import logging
 import shutil
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.catalogue import CheckpointInfo
-from cpsr.checkpoint.retention import plan_retention
+from cpsr.checkpoint.retention import Retention, plan_retention
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.config import CheckpointConfig
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
 
 FULL, THIN = 300, 100
@@ -39,7 +36,7 @@ def infos(iterations: list[int], full: int) -> list[CheckpointInfo]:
 def plan(
     iterations: list[int], full: int = 3, other_bytes: int = 0, pinned: int | None = None, **config: int
 ) -> tuple[list[int], list[int]]:
-    settings_ = CheckpointConfig.model_validate({"history_span_iterations": 100, "history_min_checkpoints": 2} | config)
+    settings_ = Retention(**({"history_span_iterations": 100, "history_min_checkpoints": 2} | config))
     made = plan_retention(infos(iterations, full), settings_, dict.fromkeys(iterations, THIN), other_bytes, pinned)
     return made.thin, made.delete
 
@@ -100,7 +97,7 @@ def test_the_newest_are_never_touched(steps: list[int], span: int, minimum: int,
 def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: int | None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         run_dir = Path(directory)
-        config = CheckpointConfig(history_span_iterations=30, disk_limit_bytes=limit)
+        config = Retention(history_span_iterations=30, disk_limit_bytes=limit)
         life, iteration = 1, 0
         store = CheckpointStore(run_dir, 0, 1, "run", life, fsync=False)
         store.prepare()
@@ -136,7 +133,7 @@ def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: 
 
 
 def test_what_was_set_aside_goes_after_two_more_commits(store: CheckpointStore) -> None:
-    config = CheckpointConfig()
+    config = Retention()
     for iteration in (10, 20, 30):
         save(store, iteration)
     store.quarantine(30, "damaged")
@@ -163,10 +160,10 @@ def test_a_set_aside_record_that_is_torn_is_written_anew(store: CheckpointStore)
     assert directory is not None
     (directory / "SET_ASIDE").write_text("{")
     for iteration in (20, 30):
-        store.retain(CheckpointConfig())
+        store.retain(Retention())
         assert directory.exists()
         save(store, iteration)
-    store.retain(CheckpointConfig())
+    store.retain(Retention())
     assert not directory.exists()
 
 
@@ -175,23 +172,8 @@ def test_an_interrupted_thinning_is_completed(store: CheckpointStore) -> None:
         save(store, iteration)
     moments = store.directory / "step-0000000010" / "rank-00000.moments.safetensors"
     shutil.copy(moments, store.directory.parent / "kept")
-    store.retain(CheckpointConfig())
+    store.retain(Retention())
     shutil.move(store.directory.parent / "kept", moments)
     assert verify_run(store.directory.parent) == []
-    store.retain(CheckpointConfig())
+    store.retain(Retention())
     assert not moments.exists()
-
-
-def test_a_cap_that_cannot_be_kept_is_logged(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    for iteration in (10, 20):
-        save(store, iteration)
-    store.retain(CheckpointConfig(disk_limit_bytes=10))
-    assert [info.iteration for info in store.catalogue()] == [20]
-    assert "more than disk_limit_bytes=10" in caplog.text
-    assert "step-0000000010 was deleted" in caplog.text
-
-
-def test_an_empty_run_has_nothing_to_retain(store: CheckpointStore) -> None:
-    made = store.retain(CheckpointConfig())
-    assert (made.thin, made.delete) == ([], [])

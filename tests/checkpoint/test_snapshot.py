@@ -1,7 +1,6 @@
 """The triple buffer: isolation, coalescing, exhaustion, pinning."""
 
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -9,10 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cpsr.checkpoint.buffers import HostBuffer, plan_spans
-from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
-from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.errors import UnsupportedEngineError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import assert_same_bits, live_shard, make_shard
 from tests.device import DEVICE, cuda_only
@@ -44,26 +41,6 @@ def test_buffers_outside_the_optimizer_are_copied_before_begin_returns() -> None
     snapshot = pool.finish()
     assert snapshot is not None
     assert_same_bits(snapshot.shard, make_shard(3))
-
-
-def test_operators_carry_the_iteration_of_the_snapshot() -> None:
-    """The engine's views may have been made for an earlier one."""
-    shard, pool = live_shard(3, iteration=2), SnapshotPool(live_shard(0))
-    pool.begin(shard, 5, None)
-    snapshot = pool.finish()
-    assert snapshot is not None
-    assert {operator.iteration for operator in snapshot.shard.operators.values()} == {5}
-
-
-def test_flat_partitions_are_one_copy_each() -> None:
-    shard = live_shard(1, sizes=(100,) * 50)
-    buffer = HostBuffer(shard, pinned=False)
-    assert len(plan_spans(buffer, shard)) == 3  # weights and two moments, not 150
-    ones = partial(torch.ones, device=DEVICE)
-    separate = Shard(
-        {name: OperatorState(name, ParamSlice(ones(100), (100,)), {"m": ones(100)}, 0) for name in map(str, range(50))}
-    )
-    assert len(plan_spans(HostBuffer(separate, pinned=False), separate)) == 100
 
 
 def test_a_shard_that_moved_in_memory_is_read_from_its_new_place() -> None:
@@ -135,23 +112,6 @@ def test_keep_moves_the_recovery_state_and_pin_holds_it() -> None:
         pool.occupancy.unpin()
 
 
-def test_misuse_is_reported() -> None:
-    shard, pool = live_shard(), SnapshotPool(live_shard())
-    snapshot = pool.begin(shard, 1, None)
-    assert snapshot is not None
-    with pytest.raises(ValueError, match="finish"):
-        pool.release(snapshot)
-    with pytest.raises(SaveError, match="iteration 1 was not finished"):
-        pool.begin(shard, 2, None)
-    pool.finish()
-    pool.release(snapshot)
-    with pytest.raises(ValueError, match="holds no buffer"):
-        pool.release(snapshot)
-    with pytest.raises(UnsupportedEngineError, match="set"):
-        pool.begin(shard, 3, {"user": {1, 2}})
-    assert len([pool.acquire(iteration) for iteration in range(3)]) == 3
-
-
 @pytest.mark.parametrize("change", ["missing", "new", "shape", "dtype"])
 def test_a_shard_unlike_the_template_is_a_save_error_that_frees_the_buffer(change: str) -> None:
     pool, shard = SnapshotPool(live_shard(), buffers=1), live_shard()
@@ -168,35 +128,6 @@ def test_a_shard_unlike_the_template_is_a_save_error_that_frees_the_buffer(chang
         pool.finish()
     assert pool.begin(live_shard(), 2, None) is not None
     pool.finish()
-
-
-def test_other_buffers_unlike_the_template_are_refused_at_once() -> None:
-    pool, shard = SnapshotPool(live_shard(), buffers=1), live_shard()
-    shard.others["mask"] = torch.ones(5, device=DEVICE)
-    with pytest.raises(UnsupportedEngineError, match="other/mask was"):
-        pool.begin(shard, 1, None)
-    del shard.others["mask"]
-    with pytest.raises(UnsupportedEngineError, match="buffer mask was added or removed"):
-        pool.begin(shard, 1, None)
-    assert pool.acquire(1) is not None
-
-
-def test_required_bytes_is_what_the_buffers_take() -> None:
-    shard = live_shard()
-    assert (
-        0 <= SnapshotPool.required_bytes(shard) - 3 * shard.state_bytes <= 3 * 3 * BLOCK_BYTES
-    )  # a file for each kind
-
-
-def test_parameters_that_require_gradients_can_be_copied() -> None:
-    parameter = torch.nn.Parameter(torch.randn(8).to(DEVICE))
-    shard = Shard({"w": OperatorState("w", ParamSlice(parameter.view(-1), (8,)), {}, 0)}, {"p": parameter})
-    pool = SnapshotPool(shard)
-    pool.begin(shard, 1, None)
-    snapshot = pool.finish()
-    assert snapshot is not None
-    assert torch.equal(snapshot.shard.operators["w"].parameter.values, parameter.detach().cpu())
-    assert not snapshot.shard.others["p"].requires_grad
 
 
 def test_buffers_are_freed_from_other_threads_while_snapshots_go_on() -> None:

@@ -13,7 +13,6 @@ from cpsr.checkpoint.memory_reader import load_memory_state, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
 from cpsr.checkpoint.parts import REST, Held
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.errors import SaveError
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import make_shard
 
@@ -87,17 +86,6 @@ def test_each_snapshot_holds_the_newest_of_every_expert_whatever_buffer_it_takes
     training.pool.close()
 
 
-def test_without_a_snapshot_before_it_everything_is_copied(run_id: str) -> None:
-    training = Training(run_id)
-    training.snapshot(1, only())
-    assert set(ages(training.loaded()).values()) == {1}
-    training.snapshot(2, only())
-    training.pool.forget_after(1)
-    training.snapshot(2, only())
-    assert set(ages(training.loaded()).values()) == {2}, "the run has gone back behind what was there"
-    training.pool.close()
-
-
 def test_an_expert_is_copied_from_the_buffer_before_only_where_this_one_has_an_older_one(
     run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,20 +107,6 @@ def test_an_expert_is_copied_from_the_buffer_before_only_where_this_one_has_an_o
     training.snapshot(7, only(second))  # into the buffer of 4
     assert overwritten == [{REST, UNITS[second]}, {UNITS[first]}], "the last one is carried over"
     assert ages(training.loaded()) == {NAMES[0]: 7, first: 5, second: 7, third: 3}
-    training.pool.close()
-
-
-def test_a_failed_copy_is_carried_over_to_no_snapshot(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(run_id)
-    training.snapshot(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(training.pool.copier, "_copy_on_host", lambda *_: 1 / 0)
-        assert training.pool.begin(training.live, 2, {"at": 2}, only(), disk=False) is not None
-        with pytest.raises(SaveError, match="iteration 2 failed"):
-            training.pool.finish()
-    training.pool.settle()
-    training.snapshot(3, only())
-    assert set(ages(training.loaded()).values()) == {3}
     training.pool.close()
 
 
@@ -166,15 +140,3 @@ def flip(path: Path, at: int) -> None:
         os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 255]), at)
     finally:
         os.close(descriptor)
-
-
-def test_what_belongs_to_no_expert_is_never_left_out(run_id: str) -> None:
-    training = Training(run_id)
-    training.snapshot(1)
-    none = Contents(experts=frozenset(NAMES), carried=frozenset(NAMES), uncopied=frozenset(NAMES))
-    with pytest.raises(SaveError, match="belongs to no expert, and is in every snapshot"):
-        training.pool.begin(training.live, 2, {"at": 2}, none, disk=False)
-    training.snapshot(2, only())
-    with pytest.raises(ValueError, match="copies every expert"):
-        training.pool.begin(training.live, 3, {"at": 3}, only())
-    training.pool.close()

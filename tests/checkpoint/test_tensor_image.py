@@ -1,14 +1,12 @@
 """The bytes of a safetensors file, as its own library reads them."""
 
-import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from cpsr.checkpoint.direct_file import BLOCK_BYTES
-from cpsr.checkpoint.tensor_image import HEADER_BYTES_MAX, image_of, in_file_order, in_memory_order
+from cpsr.checkpoint.tensor_image import HEADER_BYTES_MAX, image_of
 from cpsr.errors import SaveError
 
 DTYPES = [
@@ -35,44 +33,6 @@ def test_the_library_reads_every_dtype_shape_and_name(described: dict[str, tuple
     for key, tensor in tensors.items():
         assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
-
-
-@pytest.mark.parametrize("count", [0, 1, 50, 1000])
-def test_tensors_begin_at_a_block(count: int) -> None:
-    tensors = {f"layers.{number}": torch.ones(1) for number in range(count)}
-    header = image_of(tensors)[0]
-    assert header.nbytes % BLOCK_BYTES == 0
-    assert int.from_bytes(header[:8].tobytes(), "little") == header.nbytes - 8
-
-
-def test_metadata_are_in_the_header() -> None:
-    assert b'"__metadata__":{"format":"pt"}' in content({"a": torch.ones(1)}, {"format": "pt"})
-
-
-def test_each_tensor_is_aligned_to_its_elements_and_else_in_the_given_order() -> None:
-    tensors = {"b": torch.ones(3, dtype=torch.bfloat16), "z": torch.ones(1), "a": torch.ones(2)}
-    assert list(in_file_order(tensors)) == ["z", "a", "b"]
-
-
-def test_order_in_memory_is_that_of_each_storage_and_of_no_address() -> None:
-    flat, first, second = torch.arange(9.0), torch.ones(1), torch.ones(1)
-    low, high = sorted([first, second], key=torch.Tensor.data_ptr)
-    tensors = {"high": high, "behind": flat[4:], "before": flat[:4], "low": low}
-    assert list(in_memory_order(tensors)) == ["high", "before", "behind", "low"]
-
-
-def test_what_follows_in_memory_is_one_run_without_a_copy() -> None:
-    flat, other = torch.arange(100.0), torch.arange(4.0)
-    _, first, second, third = image_of({"a": flat[:10], "b": flat[10:40], "other": other, "c": flat[40:50]})
-    assert (first.ctypes.data, first.nbytes) == (flat.data_ptr(), 160)
-    assert (second.ctypes.data, second.nbytes) == (other.data_ptr(), 16)
-    assert (third.ctypes.data, third.nbytes) == (flat[40:].data_ptr(), 40)
-
-
-def test_an_empty_tensor_does_not_cut_a_run() -> None:
-    flat = torch.arange(10.0)
-    _, run = image_of({"a": flat[:5], "nothing": torch.empty(0), "b": flat[5:]})
-    assert numpy.array_equal(run, flat.view(torch.uint8).numpy())
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(4, 4).t(), torch.ones(8)[::2]])

@@ -132,12 +132,6 @@ def test_only_the_lost_rank_is_predicted() -> None:
     assert not decision.complete
 
 
-def test_where_all_ranks_hold_the_same_one_is_enough() -> None:
-    decision = decide(["one", "one"], [entry(0, 14, "departure")], 12, 14, alike=[0, 0])
-    assert decision.complete
-    assert [source.entry for source in decision.departed] == [entry(0, 14, "departure")] * 2
-
-
 def test_a_rank_of_a_pipeline_takes_what_another_of_its_stage_has_left() -> None:
     left = [entry(0, 14, "departure"), entry(3, 14, "departure")]  # stages of ranks 0 and 1, and of 2 and 3
     decision = decide(["one"] * 4, left, 12, 14, alike=[0, 0, 2, 2])
@@ -145,12 +139,6 @@ def test_a_rank_of_a_pipeline_takes_what_another_of_its_stage_has_left() -> None
     assert [source.entry for source in decision.departed] == [left[0], left[0], left[1], left[1]]
     decision = decide(["one"] * 4, left[:1], 12, 14, alike=[0, 0, 2, 2])
     assert [source.tier for source in decision.departed] == ["departure", "departure", "predicted", "predicted"]
-
-
-def test_what_lies_on_another_machine_counts_where_it_can_be_fetched() -> None:
-    entries = [entry(0, 14, node="one"), entry(1, 14, node="two")]
-    assert decide(["one", "one"], entries, 12, 14, alike=[0, 1]).exact_iteration == 12
-    assert decide(["one", "one"], entries, 12, 14, alike=[0, 1], remote=True).exact_iteration == 14
 
 
 def test_memory_serves_where_no_checkpoint_was_committed_yet() -> None:
@@ -193,18 +181,7 @@ def test_a_small_state_and_another_ranks_weights_are_enough_where_these_belong_t
     assert decision.exact[1] == Source(1, "memory", 14, whole), "one file is less to bring than two"
 
 
-def test_a_rank_without_memory_sends_all_to_the_disk() -> None:
-    assert decide(["one", "one"], [entry(0, 14)], 12, None, alike=[0, 1]).exact_iteration == 12
-
-
 def test_a_state_in_memory_goes_before_a_checkpoint_of_the_same_iteration_with_older_experts() -> None:
     entries = [entry(0, 12)]
     assert decide(["one"], entries, 12, None, alike=[0], stale=True).exact == (Source(0, "memory", 12, entries[0]),)
     assert decide(["one"], entries, 12, None, alike=[0]).exact == (Source(0, "disk", 12),)
-
-
-def test_a_snapshot_with_older_experts_is_no_emergency_dump() -> None:
-    """Its label would be lost: the state is predicted where it is all that a rank has left."""
-    entries = [entry(0, 10, "departure"), Entry(1, 10, "snapshot", "one", "1", older=True)]
-    decision = decide(["one", "one"], entries, 8, 10, alike=[0, 1])
-    assert [source.tier for source in decision.departed] == ["departure", "predicted"]

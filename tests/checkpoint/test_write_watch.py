@@ -67,30 +67,6 @@ def test_a_loop_is_trusted_once_enough_copies_were_watched() -> None:
     assert not watch.trusted
 
 
-def test_two_copies_end_each_by_itself() -> None:
-    weights, watch = torch.randn(40, 8), WriteWatch()
-    watch.begin(COPY, shard_of(weights), thorough=True)
-    watch.begin(OTHER, shard_of(weights), thorough=True)
-    counted(weights)
-    assert watch.look()
-    watch.end(COPY)
-    assert watch.look(forward=False)
-    assert watch.changed
-    watch.end(OTHER)
-    assert not watch.changed
-    assert not watch.look(forward=False)
-
-
-def test_other_tensors_are_watched_once_the_engine_has_them() -> None:
-    watch = WriteWatch()
-    watch.begin(COPY, shard_of(torch.zeros(4, 4)), thorough=True)
-    watch.end(COPY)
-    weights = torch.zeros(4, 4)
-    watch.begin(COPY, shard_of(weights), thorough=True)
-    through_data(weights)
-    assert watch.look()
-
-
 def test_a_device_is_not_waited_for_before_the_copy_must_be_complete() -> None:
     with stand_in_device() as device:
         weights = device.tensor(torch.zeros(64))

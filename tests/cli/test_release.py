@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cpsr.checkpoint.file_lock import FileLock
-from cpsr.checkpoint.owner import mark_owner
+from cpsr.checkpoint.orphans import mark_owner
 from cpsr.cli.main import app
 
 
@@ -95,5 +95,5 @@ def test_of_orphans_what_is_gone_is_freed_and_the_command_for_the_rest_is_named(
         f"run 2 of {unclear}: 1.0 MB are kept, unknown whether it is gone: {unclear.parent} is another"
     )
     assert second.endswith(f"; it ran on node-1. Where no job needs it any more: rm {memory}/cpsr-2-*")
-    assert third.endswith(f"which did not say whose it is. Where no job needs it any more: rm {memory}/cpsr-3-*")
+    assert third.endswith(f"no owner of it is recorded. Where no job needs it any more: rm {memory}/cpsr-3-*")
     assert sorted({path.name.split("-")[1] for path in memory.iterdir()}) == ["2", "3", "4"]

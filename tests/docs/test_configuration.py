@@ -31,8 +31,7 @@ def test_every_key_of_every_section_is_there_with_its_description() -> None:
 def test_types_and_defaults_are_those_of_a_yaml_file() -> None:
     checkpoint = rows("checkpoint")
     assert checkpoint["interval_iterations"][:2] == ("integer, at least 1, or null", "`null`")
-    assert checkpoint["fsync"][:2] == ("true or false", "`true`")
-    assert checkpoint["replicated"][:2] == ("`shared`, `each`", "`shared`")
+    assert checkpoint["shared_memory"][:2] == ("true or false", "`true`")
     assert checkpoint["save_timeout_seconds"][:2] == ("number, above 0", "`600.0`")
     assert rows("Keys outside of any section")["run_dir"][:2] == ("text", "required")
 

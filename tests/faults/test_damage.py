@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.manifest import commit_record, step_name
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.store import verify_run
-from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError
 from tests.faults.stores import COMMITTED, FOREIGN, NEWEST, RANKS, commit, is_same, open_run, shard_of, write_run
 
@@ -101,7 +101,7 @@ def test_everything_damaged_is_refused_and_a_new_save_is_committed(run_dir: Path
             stores[0].load(info.iteration, shard_of(0, FOREIGN))
         stores[0].quarantine(info.iteration, "a test")
     commit(stores, NEWEST + 10)
-    stores[0].retain(CheckpointConfig(full_checkpoints=100))
+    stores[0].retain(Retention(full_checkpoints=100))
     shard = shard_of(1, FOREIGN)
     stores[1].load(NEWEST + 10, shard)
     assert is_same(shard, shard_of(1, NEWEST + 10))
@@ -111,7 +111,7 @@ def test_everything_damaged_is_refused_and_a_new_save_is_committed(run_dir: Path
 def test_a_thinned_checkpoint_is_no_place_to_restart_whatever_its_marker_says(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir, tmp_path / "run")
     store = open_run(tmp_path / "run", 2)[0]
-    store.retain(CheckpointConfig(full_checkpoints=2))
+    store.retain(Retention(full_checkpoints=2))
     marker = tmp_path / "run" / "checkpoints" / step_name(COMMITTED[0]) / "THINNED"
     original = marker.read_bytes()
     for changed in (b"", original[:-1], original + b"\n", b"[]\n", original.replace(b"0", b"1", 1)):
@@ -177,7 +177,7 @@ def test_a_directory_in_what_was_set_aside_does_not_stop_retention(own_run: Path
     assert aside is not None
     for iteration in (50, 60, 70):
         commit(stores, iteration)
-    stores[0].retain(CheckpointConfig(full_checkpoints=100))
+    stores[0].retain(Retention(full_checkpoints=100))
     assert not aside.exists()
 
 

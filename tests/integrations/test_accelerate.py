@@ -63,7 +63,7 @@ def train(
     config = {
         "run_dir": str(run_dir),
         "mode": mode,
-        "checkpoint": {"interval_iterations": 4, "fsync": False, "shared_memory": False},
+        "checkpoint": {"interval_iterations": 4, "shared_memory": False},
     }
     trained: list[Any] = []
     recovery = CPSRRecovery(integration.engine_of(accelerator, model, optimizer, scheduler), config)

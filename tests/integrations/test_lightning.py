@@ -96,7 +96,7 @@ class Life:
         self.data = TensorDataset(x, x.sum(1, keepdim=True))  # 11 batches, 6 steps in a pass
         config = {
             "run_dir": str(tmp_path / "cpsr"),
-            "checkpoint": {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": False},
+            "checkpoint": {"interval_iterations": INTERVAL, "shared_memory": False},
         }
         self.events: list[Any] = []
         self.cpsr = CPSRCallback(config, on_event=(self.events.append,))

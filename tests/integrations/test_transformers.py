@@ -120,7 +120,7 @@ def follow(
     config = {
         "run_dir": str(tmp_path / "cpsr"),
         "mode": mode,
-        "checkpoint": {"interval_iterations": interval, "fsync": False, "shared_memory": False},
+        "checkpoint": {"interval_iterations": interval, "shared_memory": False},
     }
     callback = CPSRCallback(trainer, config, on_event=() if events is None else (events.append,))
     trainer.add_callback(callback)

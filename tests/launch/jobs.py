@@ -24,7 +24,7 @@ module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
 optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 data = TensorDataset(torch.randn(4000, 4))
 loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
-config = {"run_dir": sys.argv[1], "mode": "exact", "checkpoint": {"interval_iterations": 5, "fsync": False}}
+config = {"run_dir": sys.argv[1], "mode": "exact", "checkpoint": {"interval_iterations": 5}}
 with CPSRRecovery(TorchAdapter(module, optimizer), config) as recovery:
     for (batch,) in recovery.resume(loader):
         optimizer.zero_grad()

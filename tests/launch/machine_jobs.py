@@ -23,7 +23,7 @@ RENDEZVOUS = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_
 CONFIGURATION: dict[str, Any] = {
     "mode": "exact",
     "elastic": {"min_ranks": 1},
-    "checkpoint": {"interval_iterations": 5, "fsync": False, "exit_grace_seconds": 2.0},
+    "checkpoint": {"interval_iterations": 5},
     "memory": {"interval_iterations": None},
     "peers": {"replicas": 0},
     "ranks": {"heartbeat_timeout_seconds": 30.0},

@@ -41,7 +41,7 @@ def life(
         "predictor": {"direction": direction},
         "learning": learning,
         # What a life leaves in memory is exact, and would spare the next one its prediction.
-        "checkpoint": {"interval_iterations": INTERVAL, "fsync": False, "final": False, "shared_memory": False},
+        "checkpoint": {"interval_iterations": INTERVAL, "shared_memory": False},
     }
 
     def step() -> None:
@@ -196,10 +196,9 @@ def test_a_direction_that_needs_learning_is_not_given_up_in_silence(tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"interval_iterations": 20, "history_span_iterations": 400}, 400 // 20 + 1 + 2),
-        ({"history_span_iterations": 400}, 400 // 10 + 1 + 2),  # the planner's shortest interval
-        ({"interval_iterations": 500, "history_min_checkpoints": 6}, 6 + 2),
-        ({"interval_iterations": 500, "full_checkpoints": 9}, 9 + 2),
+        ({"interval_iterations": 20}, 400 // 20 + 1 + 2),
+        ({}, 400 // 10 + 1 + 2),  # the planner's shortest interval
+        ({"interval_iterations": 500}, 4 + 2),
     ],
 )
 def test_how_long_a_history_becomes(tmp_path: Path, settings: dict[str, Any], expected: int) -> None:

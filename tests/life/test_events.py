@@ -39,7 +39,7 @@ def train(
     config = {
         "run_dir": str(run_dir),
         "mode": mode,
-        "checkpoint": {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": False},
+        "checkpoint": {"interval_iterations": INTERVAL, "shared_memory": False},
     }
     data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(8)]
     recovery = CPSRRecovery(TorchAdapter(Losing(module), optimizer), config)

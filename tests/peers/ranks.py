@@ -23,6 +23,7 @@ from cpsr.checkpoint.memory_reader import owned_word_in_memory, load_memory_stat
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.config import PeersConfig
+from cpsr.peers.transport import Transfer
 from cpsr.errors import CheckpointError
 from cpsr.ranks.group import NODE_VARIABLE, Group, this_node
 from cpsr.ranks.group import SideGroup, group_name
@@ -66,9 +67,12 @@ def report(kind, message, iteration, level):
     events.append([kind, message, iteration, level])
 checkpoints = root / "checkpoints"
 def opened(states, groups=None, window_bytes=0, bytes_to_come=0, **settings):
-    groups, config = groups or [range(group.size)] * group.size, PeersConfig(**settings)
+    groups = groups or [range(group.size)] * group.size
+    transfer = Transfer(**{key: settings.pop(key) for key in ("chunk_bytes", "timeout_seconds") if key in settings})
+    config = PeersConfig(**settings)
     buffers = OwnBuffers(states.memory, states.occupancy, window_bytes, bytes_to_come)
-    return Replicator(buffers, group, groups[rank], states.template, config, report, checkpoints=checkpoints)
+    beside = {"checkpoints": checkpoints, "transfer": transfer}
+    return Replicator(buffers, group, groups[rank], states.template, config, report, **beside)
 def replicated(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''
     states = memory_states(RUN_ID, root / (node or this_node()))

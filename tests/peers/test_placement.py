@@ -133,29 +133,6 @@ def test_with_any_sizes_the_largest_load_is_within_one_replica_of_the_smallest_p
     assert placement.bound_bytes <= best <= max(placement.load_bytes) < best + largest
 
 
-@given(clusters(6, equal=True), st.integers(0, 3))
-def test_with_equal_sizes_it_is_the_smallest_possible(members: list[Member], replicas: int) -> None:
-    best = smallest_largest_load(members, min(replicas, len({member.node for member in members}) - 1))
-    assert max(place(members, replicas).load_bytes) == best
-
-
-@given(clusters(40), st.integers(0, 4))
-def test_larger_clusters(members: list[Member], replicas: int) -> None:
-    placement = place(members, replicas)
-    check(members, replicas, placement)
-    assert placement == place(list(members), replicas)
-    largest = max(max(member.bytes_within, member.bytes_beyond) for member in members)
-    assert max(placement.load_bytes) < placement.bound_bytes + largest
-
-
-@pytest.mark.parametrize(("nodes", "per_node", "stages"), [(4, 1, 1), (4, 2, 2), (8, 4, 4), (16, 8, 4)])
-def test_regular_clusters_are_balanced_to_the_byte(nodes: int, per_node: int, stages: int) -> None:
-    members = [Member(f"node-{rank // per_node}", rank % stages, 100, 100) for rank in range(nodes * per_node)]
-    placement = place(members, 2)
-    assert set(placement.load_bytes) == {200}
-    assert all(members[rank].group == owner % stages for owner, ranks in enumerate(placement.holders) for rank in ranks)
-
-
 def test_a_stage_on_one_node_is_replicated_by_the_others() -> None:
     """Both ranks of each pipeline stage share a node: the group has no other, and the load is spread all the same."""
     members = [Member(f"node-{rank // 2}", rank // 2, 100, 100) for rank in range(6)]

@@ -42,33 +42,6 @@ def test_the_two_newest_are_stored_by_two_other_nodes(tmp_path: Path) -> None:
         assert len(found["left"]) == (4 if rank == 3 else 0)
 
 
-BOUND = """
-def refused(*args, **kwargs):
-    raise AssertionError("that group is bound to a device")
-dist.group.WORLD.bound_device_id = torch.device("cuda:0")  # as DeepSpeed leaves it
-dist.new_group = dist.barrier = dist.isend = dist.irecv = refused
-states = States(memory, rank)
-torch.set_default_device("meta")
-replicator = opened(states, replicas=1, chunk_bytes=8192)
-torch.set_default_device("cpu")
-owners = replicator.placement.owners_kept_by(rank)
-replicator.offer(*states.seal(10))
-until(lambda: all(replicated(owner) == [10] for owner in owners))
-found["pairs"] = [list(replicator.placement.holders[rank]), list(owners)]
-found["right"] = [is_right(s) for s in memory_states(RUN_ID, memory) if s.rank in owners]
-group.barrier()
-replicator.close(remove=True)
-leave()
-"""
-
-
-def test_pairs_of_a_job_whose_group_is_bound_to_a_device(tmp_path: Path) -> None:
-    """With three ranks every pair leaves one out, which takes no part in making it."""
-    ranks = run(BOUND, tmp_path, ["a", "b", "c"])
-    assert [found["pairs"] for found in ranks] == [[[1], [2]], [[2], [0]], [[0], [1]]]
-    assert all(found["right"] == [True] for found in ranks)
-
-
 KILLED = """
 states = States(memory, rank)
 limit = 800_000 if rank == 2 else None  # for two holders
@@ -397,39 +370,6 @@ def test_ranks_that_were_taken_for_alike_and_are_not_are_sent_whole_states(tmp_p
         assert event[0] == "not alike"
         assert event[1].startswith(f"ranks {rank} and {1 - rank} are of one data-parallel group and have committed")
         assert found["sizes"], "the next life knows it from the start"
-
-
-GOES_BACK = """
-states = States(memory, rank, alike=True)
-replicator = opened(states, replicas=1)
-replicator.offer(*states.seal(10))
-replicator.offer(*states.seal(20))
-until(lambda: 20 in replicated(1 - rank))
-group.barrier()  # or the other's 20 may be gone, or never sent, before it was seen here
-replicator.forget_after(15)
-until(lambda: 20 not in replicated(1 - rank))
-found["small"] = [s.iteration for s in memory_states(RUN_ID, memory) if s.kind == "small" and s.rank == rank]
-group.barrier()
-replicator.close(remove=True)
-leave()
-"""
-
-
-def test_small_states_behind_which_the_run_has_gone_back_count_no_more(tmp_path: Path) -> None:
-    assert [found["small"] for found in run(GOES_BACK, tmp_path, ["a", "b"])] == [[10], [10]]
-
-
-HOLDERS = """
-replicator = opened(States(memory, rank), replicas=1)
-found["has_holders"] = replicator.has_holders
-replicator.close(remove=True)
-leave()
-"""
-
-
-@pytest.mark.parametrize(("nodes", "has_holders"), [(["a", "a"], False), (["a", "b"], True)])
-def test_on_one_machine_no_rank_has_holders(tmp_path: Path, nodes: list[str], has_holders: bool) -> None:
-    assert [found["has_holders"] for found in run(HOLDERS, tmp_path, nodes)] == [has_holders] * 2
 
 
 NO_ROOM = """

@@ -76,8 +76,6 @@ class Job:
             # What a killed life left in memory would hide what its disk holds: tests of that ask for it.
             "checkpoint": {
                 "interval_iterations": INTERVAL,
-                "exit_grace_seconds": 2.0,
-                "fsync": False,
                 "shared_memory": False,
             },
         }

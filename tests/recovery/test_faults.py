@@ -69,7 +69,7 @@ def loader() -> "DataLoader[Any]":
 
 def config(run_dir: Path, **settings: Any) -> dict[str, Any]:
     # What a crashed life left in memory would hide what its disk holds.
-    own = {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": False}
+    own = {"interval_iterations": INTERVAL, "shared_memory": False}
     checkpoint = own | settings.pop("checkpoint", {})
     return {"run_dir": run_dir, "mode": "exact", "checkpoint": checkpoint} | settings
 
@@ -245,7 +245,7 @@ def test_a_disk_that_does_not_suffice_is_refused_but_not_for_what_the_run_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    short = {"history_span_iterations": 0}
+    short = {"disk_limit_bytes": 1}
     life(tmp_path / "run", 12, width=500, crash=True, checkpoint=short)
     stored_bytes = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file())
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=stored_bytes // 2))

@@ -178,7 +178,7 @@ def test_exact_recovery_takes_nothing_that_lacks_the_small_state(job: Job, unint
 def test_a_state_of_an_earlier_life_leads_nowhere(job: Job) -> None:
     job.launch("auto", fault="step:all:14", committed=12, settings=IN_MEMORY)
     taken = {state.path: state.path.read_bytes() for state in memory_states(run_id(job))}
-    job.launch("auto", iterations=16, settings={"checkpoint": {"shared_memory": False, "final": False}})
+    job.launch("auto", iterations=16, settings={"checkpoint": {"shared_memory": False}})
     for path, content in taken.items():
         path.write_bytes(content)
     back = job.launch("exact", iterations=20, settings=IN_MEMORY)

@@ -23,7 +23,7 @@ pytestmark = cpu_only(NO_STAGES)
 RANKS, MICRO_BATCHES = 4, 2
 CHECKPOINT, FAILURE = 20, 22
 # A fourth buffer: with three a kill goes back to the checkpoint that a busy disk still writes (docs/memory.md).
-EACH_STEP: dict[str, Any] = {**IN_MEMORY, "memory": {"interval_iterations": 1, "buffers": 4}}
+EACH_STEP: dict[str, Any] = {**IN_MEMORY, "memory": {"interval_iterations": 1}}
 SHARED: dict[str, Any] = {"ranks": RANKS, "stages": 2, "micro_batches": MICRO_BATCHES}
 SIGKILLED = -9
 # expert-parallel ranks, ZeRO stage, precision, layers of experts of the two stages, rank that dies
@@ -106,7 +106,7 @@ def test_experts_of_all_stages_take_turns_and_come_back_with_their_ages(
     settings = {
         "experts": {"policy": "sequential", "experts_per_layer": 1},
         # From which nothing can be predicted: the run goes on from the newest.
-        "checkpoint": {"history_span_iterations": 0, "history_min_checkpoints": 2},
+        "checkpoint": {"disk_limit_bytes": 1},
     }
     killed = job.launch(mode="auto", fault=f"step:1:{at + 1}", committed=at, settings=settings, **options)
     assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]

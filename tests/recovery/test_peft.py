@@ -32,7 +32,7 @@ def life(run_dir: Path, base_seed: int, until: int, *, merges: bool = False) -> 
     """One life, which ends without a last checkpoint where it ends before the end of the run."""
     module = adapted(base_seed)
     optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=1e-2)
-    checkpoint = {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": False}
+    checkpoint = {"interval_iterations": INTERVAL, "shared_memory": False}
     config = {"run_dir": str(run_dir), "mode": "exact", "checkpoint": checkpoint}
     try:
         with CPSRRecovery(TorchAdapter(module, optimizer), config) as recovery:

@@ -33,7 +33,7 @@ SHARED: dict[str, Any] = {"expert_parallel": 2, "zero": 0, "iterations": END}
 
 
 # Two checkpoints of history, from which nothing can be predicted: the run goes on from the newest.
-SHORT = {"history_span_iterations": 0, "history_min_checkpoints": 2}
+SHORT = {"disk_limit_bytes": 1}  # the newest checkpoint alone
 
 
 def settings(**experts: Any) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def plain_life(
 
 @pytest.mark.parametrize("policy", ["sequential", "load_aware", "dynamic_k", "moetion"])
 def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) -> None:
-    kept = {"interval_iterations": 5, "fsync": False, "shared_memory": False}
+    kept = {"interval_iterations": 5, "shared_memory": False}
     config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "mode": "auto"}
     config["experts"] = {"policy": policy}
     with pytest.raises(RuntimeError, match="the end of this life"):
@@ -254,7 +254,7 @@ def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:
 
 
 def test_a_snapshot_that_copies_some_experts_comes_back_with_the_age_of_each(tmp_path: Path) -> None:
-    kept = {"interval_iterations": 20, "fsync": False, "shared_memory": True}
+    kept = {"interval_iterations": 20, "shared_memory": True}
     config: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "checkpoint": kept, "mode": "auto"}
     config |= {"experts": {"policy": "sequential"}, "memory": {"interval_iterations": 1}}
     killed_life(config, 48, tmp_path / "weights")
@@ -271,7 +271,7 @@ def test_a_snapshot_that_copies_some_experts_comes_back_with_the_age_of_each(tmp
 
 
 def test_mode_exact_takes_no_snapshot_with_older_experts(tmp_path: Path) -> None:
-    kept = {"interval_iterations": 20, "fsync": False, "shared_memory": True}
+    kept = {"interval_iterations": 20, "shared_memory": True}
     config: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "checkpoint": kept, "mode": "auto"}
     config |= {"experts": {"policy": "sequential"}, "memory": {"interval_iterations": 1}}
     killed_life(config, 48, tmp_path / "weights")

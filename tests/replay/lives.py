@@ -102,7 +102,7 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
         "run_dir": str(run_dir),
         "mode": "auto" if life.mixture else "exact",  # exact saves all experts, and counts no tokens
         "experts": {"policy": "sequential" if life.mixture else "none"},
-        "checkpoint": {"interval_iterations": life.interval_iterations, "fsync": False},
+        "checkpoint": {"interval_iterations": life.interval_iterations},
         "replay": {"enabled": life.enabled, "window_iterations": life.window_iterations},
     }
     left: dict[str, Any] = {"run": run_dir.name, "losses": {}}

@@ -132,7 +132,7 @@ def test_popular_experts_have_their_turns_last_where_tokens_are_counted(tmp_path
     config = {
         "run_dir": str(tmp_path / "run"),
         "mode": "auto",
-        "checkpoint": {"interval_iterations": 4, "fsync": False},
+        "checkpoint": {"interval_iterations": 4},
         "replay": {"enabled": True, "window_iterations": 5},
         "experts": {"policy": policy},
     }

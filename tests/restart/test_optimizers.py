@@ -46,7 +46,7 @@ class Life:
         self.module = Model()
         made = make(self.module)
         self.optimizers = made if isinstance(made, list) else [made]
-        checkpoint = {"interval_iterations": INTERVAL, "fsync": False, "shared_memory": memory}
+        checkpoint = {"interval_iterations": INTERVAL, "shared_memory": memory}
         config = {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint}
         self._run_dir = run_dir
         self.recovery = CPSRRecovery(TorchAdapter(self.module, made), config)

@@ -39,7 +39,7 @@ def job(seed: int = 0) -> tuple[Regression, TorchAdapter]:
 
 def settings(run_dir: Path, mode: Mode = "predict") -> dict[str, Any]:
     # What a life leaves in memory is exact, and would spare the next one its prediction.
-    checkpoint = {"interval_iterations": INTERVAL, "fsync": False, "full_checkpoints": 9, "shared_memory": False}
+    checkpoint = {"interval_iterations": INTERVAL, "shared_memory": False}
     return {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint, "restart": {"loss_tolerance_nats": 10.0}}
 
 

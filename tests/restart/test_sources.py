@@ -9,7 +9,6 @@ from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.config import PeersConfig
 from cpsr.ranks.group import Group
 from cpsr.restart.sources import MemorySources, what_is_left
 from tests.checkpoint.conftest import make_shard
@@ -35,7 +34,7 @@ def hold(run_id: str, iteration: int, life: int, branch: int) -> None:
 @pytest.mark.parametrize(("life", "branch"), [(3, 0), (2, 5)])
 def test_a_state_from_before_the_run_went_back_does_not_count(run_id: str, life: int, branch: int) -> None:
     hold(run_id, 2000, life, branch)  # a holder that was not reached, when the others forgot
-    sources = MemorySources(run_id, Group(), make_shard(0), PeersConfig(), (3, 1))
+    sources = MemorySources(run_id, Group(), make_shard(0), (3, 1))
     decision = sources.decide(600, 700, make_shard(0))
     assert [source.iteration for source in decision.exact] == [600]
     assert decision.departed == ()
@@ -43,7 +42,7 @@ def test_a_state_from_before_the_run_went_back_does_not_count(run_id: str, life:
 
 def test_a_state_of_the_branch_that_the_run_is_on_counts(run_id: str) -> None:
     hold(run_id, 650, life=3, branch=1)
-    sources = MemorySources(run_id, Group(), make_shard(0), PeersConfig(), (3, 1))
+    sources = MemorySources(run_id, Group(), make_shard(0), (3, 1))
     assert [source.iteration for source in sources.decide(600, 700, make_shard(0)).exact] == [650]
 
 
@@ -71,7 +70,7 @@ def test_what_a_failure_has_left(own: list[list[int]], replicas: list[list[int]]
 
 
 def left_of(run_id: str, *, held: bool, first: tuple[int, int] = (3, 0)) -> str | None:
-    sources = MemorySources(run_id, Group(), make_shard(0), PeersConfig(), first, held)
+    sources = MemorySources(run_id, Group(), make_shard(0), first, held)
     sources.decide(None, None, None)
     return sources.left
 
@@ -104,6 +103,6 @@ def test_a_replica_on_a_ranks_machine_is_no_buffer_of_its_own(run_id: str, slot:
 
 def test_a_state_that_is_older_than_the_checkpoint_shows_that_the_memory_is_there(run_id: str) -> None:
     hold(run_id, 500, life=3, branch=1)
-    sources = MemorySources(run_id, Group(), make_shard(0), PeersConfig(), (0, 0), held=True)
+    sources = MemorySources(run_id, Group(), make_shard(0), (0, 0), held=True)
     assert [source.tier for source in sources.decide(600, 700, make_shard(0)).exact] == ["disk"]
     assert sources.left == "process"

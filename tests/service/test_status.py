@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cpsr.checkpoint.owner import mark_owner
+from cpsr.checkpoint.orphans import mark_owner
 from cpsr.cli.main import app
 from cpsr.journal import CheckpointRow, EventRow, Journal, PlanOverride, StepRow, override_plan
 from cpsr.service.access import TOKEN_VARIABLE

@@ -36,7 +36,7 @@ loader = DataLoader(TensorDataset(x, x[:, :2]), batch_size=8, shuffle=True)
 model = torch.nn.Linear(8, 2)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 config = {"run_dir": how, "mode": "exact", "checkpoint": {"interval_iterations": 5}}
-config["memory"] = {"interval_iterations": 1, "buffers": 4}
+config["memory"] = {"interval_iterations": 1}
 recovery = CPSRRecovery(TorchAdapter(model, optimizer), config)
 assert recovery.open() is recovery
 print("at", recovery.iteration, flush=True)

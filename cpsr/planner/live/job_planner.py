@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import JournalError
@@ -400,9 +401,8 @@ class JobPlanner:
 
     def _end_costs(self, situation: Situation, curves: Curves) -> tuple[EndCostCurve | None, Predictable | None]:
         """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
-        prior = LinePredictor()
-        checkpoint, lost = self._config.checkpoint, curves.lost_share
-        expected = expected_costs(prior, situation.schedule, checkpoint, self._path_straightness, lost)
+        lost = curves.lost_share
+        expected = expected_costs(LinePredictor(), situation.schedule, Retention(), self._path_straightness, lost)
         if self._config.mode == "exact" or expected is None:
             return None, None
         curve, longest = expected

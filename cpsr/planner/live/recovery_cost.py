@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from cpsr.config import CheckpointConfig
+from cpsr.checkpoint.retention import Retention
 from cpsr.journal import RecoveryRow
 from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
@@ -40,7 +40,7 @@ class Schedule:
 def expected_costs(
     predictor: LinePredictor,
     schedule: Schedule,
-    checkpoint: CheckpointConfig,
+    kept: Retention,
     straightness: float | None = None,
     lost: float = 1.0,
 ) -> tuple[EndCostCurve, int] | None:
@@ -49,7 +49,7 @@ def expected_costs(
     Args:
         predictor: with the settings of this run, but without its measurements, which are added later.
         schedule: progress of the run.
-        checkpoint: how much history is kept.
+        kept: how much history is kept.
         straightness: of the run's own path; None takes the typical one.
         lost: share of the state that a failure is expected to lose.
 
@@ -62,7 +62,7 @@ def expected_costs(
     longest = 0
     for interval in INTERVALS_ITERATIONS:
         horizons = [max(1, round(share * interval)) for share in HORIZON_SHARES]
-        found = [_expected(predictor, schedule, checkpoint, interval, horizon, straight) for horizon in horizons]
+        found = [_expected(predictor, schedule, kept, interval, horizon, straight) for horizon in horizons]
         possible = [(horizon, one) for horizon, one in zip(horizons, found, strict=True) if one is not None]
         if len(possible) < len(horizons):
             break
@@ -133,13 +133,13 @@ def _share(recovery: RecoveryRow) -> float | None:
 def _expected(
     predictor: LinePredictor,
     schedule: Schedule,
-    checkpoint: CheckpointConfig,
+    kept: Retention,
     interval: int,
     horizon: int,
     straightness: float,
 ) -> Expected | None:
     """Expected end cost with this checkpoint interval, the newest checkpoint now, at the current learning rate."""
-    count = min(checkpoint.history_checkpoints(interval), schedule.iteration // interval + 1)
+    count = min(kept.history_checkpoints(interval), schedule.iteration // interval + 1)
     rate = schedule.learning_rate
     points = [
         HistoryEntry(iteration, rate * iteration, rate)

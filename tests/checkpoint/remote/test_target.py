@@ -15,6 +15,7 @@ from cpsr.checkpoint.remote.catalogue import scan
 from cpsr.checkpoint.remote.fetcher import Report
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.remote.target import CheckpointTarget, Copier
+from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli.main import app
 from cpsr.config import CheckpointConfig
@@ -33,7 +34,7 @@ from tests.checkpoint.remote.conftest import (
 
 URL = "faulty://bucket/target"
 PATIENCE_SECONDS = 10.0
-RETENTION = CheckpointConfig(history_span_iterations=0, history_min_checkpoints=2)
+RETENTION = Retention(history_span_iterations=0, history_min_checkpoints=2)
 
 
 class Copied:

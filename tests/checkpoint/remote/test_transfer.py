@@ -300,21 +300,6 @@ def test_a_sparse_checkpoint_comes_back_with_experts_of_their_ages(tmp_path: Pat
     assert_same_bits(shard, Shard(expected, make_shard(20).others))
 
 
-def test_what_lies_in_its_place_is_set_aside_and_not_deleted(tmp_path: Path, url: str) -> None:
-    run = tmp_path / "run"
-    stores = new_run(run)
-    directory = commit(stores, 10)
-    place = open_place(url)
-    send(place, run, directory)
-    (directory / "rank-00000.params.safetensors").write_bytes(b"damaged")
-    copy = read_copy(place, FOLDER)
-    prepare_fetch(run, copy)
-    fetch_ranks(place, copy, [0], run)
-    put_in_place(copy, run, stores[0], "a test")
-    assert_whole(stores[0], 10)
-    assert sorted(path.name for path in stores[0].directory.iterdir()) == [f"damaged-{FOLDER}-0", FOLDER]
-
-
 def test_a_fetch_that_was_cut_off_goes_on_with_what_is_whole(tmp_path: Path, faulty: type[FaultySystem]) -> None:
     place = open_place("faulty://bucket/target")
     send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
@@ -343,26 +328,6 @@ def test_a_fetch_that_was_cut_off_goes_on_with_what_is_whole(tmp_path: Path, fau
     sizes = sorted(copy.manifest.ranks[0].files.values())
     assert len(seen) == len(sizes)
     assert max(seen) == sum(sizes)
-
-
-def test_a_staged_file_that_was_altered_is_fetched_again(tmp_path: Path, url: str) -> None:
-    place = open_place(url)
-    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
-    copy, new = read_copy(place, FOLDER), tmp_path / "new"
-    store = new_run(new)[0]
-    prepare_fetch(new, copy)
-    fetch_ranks(place, copy, [0], new)
-    staged = new / "fetching" / FOLDER
-    name = "rank-00000.moments.safetensors"
-    (staged / name).write_bytes(bytes((staged / name).stat().st_size))
-    (staged / ".left.tmp").write_bytes(b"by a process that was killed")
-    (new / "fetching" / "step-0000000005").mkdir()
-    prepare_fetch(new, copy)
-    assert [path.name for path in (new / "fetching").iterdir()] == [FOLDER]
-    assert fetch_ranks(place, copy, [0], new) == copy.manifest.ranks[0].files[name]
-    put_in_place(copy, new, store, "a test")
-    assert not list(store.directory.rglob(".*"))
-    assert_whole(store, 10)
 
 
 def test_an_endless_file_is_not_read_to_its_end(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 import numpy
 import pytest
 
-from cpsr.config import CheckpointConfig
+from cpsr.checkpoint.retention import Retention
 from cpsr.journal import RecoveryRow
 from cpsr.planner.live.recovery_cost import Schedule, expected_costs, lost_share, measured_costs
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
@@ -15,7 +15,7 @@ CONTEXT = {"context": {"interval_iterations": 50.0}}
 
 def test_the_line_follows_what_the_prior_expects() -> None:
     schedule = Schedule(1500, 5e-4, 1e-3)
-    found = expected_costs(LinePredictor(), schedule, CheckpointConfig())
+    found = expected_costs(LinePredictor(), schedule, Retention())
     assert found is not None
     curve, longest = found
     assert longest == 200, "400 iterations of history hold three checkpoints up to there"
@@ -28,7 +28,7 @@ def test_the_line_follows_what_the_prior_expects() -> None:
 
 def costs(*, straightness: float | None = None, lost: float = 1.0) -> tuple[Any, str]:
     """Of a failure 40 iterations after a checkpoint, at an interval of 50; and where the curve comes from."""
-    found = expected_costs(LinePredictor(), Schedule(1500, 5e-4, 1e-3), CheckpointConfig(), straightness, lost)
+    found = expected_costs(LinePredictor(), Schedule(1500, 5e-4, 1e-3), Retention(), straightness, lost)
     assert found is not None
     return found[0].end_cost_iterations(numpy.array([40.0]), 50.0)[0], found[0].source
 
@@ -48,14 +48,12 @@ def test_a_part_of_the_state_costs_its_share() -> None:
 
 @pytest.mark.parametrize("iteration", [0, 15])
 def test_a_run_with_too_few_checkpoints_has_no_curve(iteration: int) -> None:
-    assert expected_costs(LinePredictor(), Schedule(iteration, 1e-3, 1e-3), CheckpointConfig()) is None
+    assert expected_costs(LinePredictor(), Schedule(iteration, 1e-3, 1e-3), Retention()) is None
 
 
 def test_more_history_allows_longer_intervals() -> None:
     schedule = Schedule(5000, 1e-3, 1e-3)
-    found = [
-        expected_costs(LinePredictor(), schedule, CheckpointConfig(history_span_iterations=span)) for span in (100, 400)
-    ]
+    found = [expected_costs(LinePredictor(), schedule, Retention(history_span_iterations=span)) for span in (100, 400)]
     assert [one[1] for one in found if one is not None] == sorted(one[1] for one in found if one is not None)
     assert len([one for one in found if one is not None]) == 2
 
