@@ -35,7 +35,7 @@ def main(run_dir: Path, pairs: int, kind: str, alone: bool = False) -> list[dict
         alone: one process of plain torch.
     """
     adapter, loader, step = torch_job(ALONE_BATCH, kind) if alone else zero_job(run_dir)
-    config = {"run_dir": run_dir, "checkpoint": {"interval_iterations": NEVER_ITERATIONS, "final": False}}
+    config = {"run_dir": run_dir, "checkpoint": {"interval_iterations": NEVER_ITERATIONS}}
     with CPSRRecovery(adapter, config) as recovery:
         measured = measure_pairs(adapter, recovery, loader, step, pairs, kind)
     return [asdict(pair) for pair in measured] if adapter.rank == 0 else None
