@@ -8,11 +8,10 @@ from pathlib import Path
 from cpsr.benchmarks.faults.damage import damage_regions
 from cpsr.benchmarks.faults.environments import ENVIRONMENTS, in_environment
 from cpsr.benchmarks.faults.errors import FAULTS, LINK_FAULTS, inject_everywhere
-from cpsr.benchmarks.faults.experts import write_sparse
+from cpsr.benchmarks.faults.job import write_sparse
 from cpsr.benchmarks.faults.kills import kill_everywhere
 from cpsr.benchmarks.faults.outcome import Outcome
-from cpsr.benchmarks.faults.resharded import restart_resharded
-from cpsr.benchmarks.faults.restarts import ERRORS, restart_under
+from cpsr.benchmarks.faults.restarts import ERRORS, restart_resharded, restart_under
 from cpsr.benchmarks.faults.saves import PLAIN, SPARSE, Saves
 from cpsr.benchmarks.faults.works import WORKS
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.faults.errors import Fault, judge_saves
-from cpsr.benchmarks.faults.forked import Gate, fork, wait_for
 from cpsr.benchmarks.faults.job import KEEP_ALL
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.saves import PLAIN, Saves
-from cpsr.benchmarks.faults.stage import Stage
+from cpsr.benchmarks.faults.stage import Gate, Stage, fork, wait_for
 from cpsr.benchmarks.faults.tracing import Call
 from cpsr.errors import CPSRError
 

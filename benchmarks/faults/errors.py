@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpsr.benchmarks.faults.forked import Gate
 from cpsr.benchmarks.faults.job import KEEP_ALL
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.saves import PLAIN, RETENTION, Saves
-from cpsr.benchmarks.faults.stage import Stage
+from cpsr.benchmarks.faults.stage import Gate, Stage
 from cpsr.benchmarks.faults.tracing import NO_LINKS, READING, Call
 from cpsr.checkpoint.retention import Retention
 

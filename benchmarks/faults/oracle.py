@@ -6,8 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpsr.benchmarks.faults.frozen import frozen_bits, spoil
-from cpsr.benchmarks.faults.job import INTERVAL, KEEP_ALL, RANKS, commit, open_run, same_bits, scalars_of, shard_of
+from cpsr.benchmarks.faults.job import (
+    INTERVAL,
+    KEEP_ALL,
+    RANKS,
+    commit,
+    frozen_bits,
+    open_run,
+    same_bits,
+    scalars_of,
+    shard_of,
+    spoil,
+)
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointError, CPSRError, RunMismatchError
 from cpsr.state.shard import Shard

@@ -1,19 +1,19 @@
 """`cpsr bench faults`: the whole campaign, one table row a scenario: first the checkpoint store, then live jobs."""
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from cpsr.benchmarks.faults.environments import NOT_INJECTED
 from cpsr.benchmarks.faults.live import live
 from cpsr.benchmarks.faults.outcome import Outcome
-from cpsr.benchmarks.faults.report import live_table, rows_of, store_table
 from cpsr.benchmarks.faults.scenarios import NEVER_SENT
 from cpsr.benchmarks.faults.selection import LIVE, Selection
 from cpsr.benchmarks.faults.tracing import require_strace
 from cpsr.benchmarks.faults.worker import campaign
-from cpsr.benchmarks.harness.measurement import Measurement, measuring
+from cpsr.benchmarks.harness.measurement import Measurement, measuring, verdict
 from cpsr.errors import CPSRError
-from cpsr.tables import print_table
 
 __all__ = ["main"]
 
@@ -38,9 +38,8 @@ def main(selection: Selection, json_path: Path | None = None, workdir: Path | No
         parts = list(selection.parts.items())
         stored = _followed(call, campaign(call.directory, parts)) if parts else []
         lived = _followed(call, live(call.directory / LIVE, selection.scenarios))
-        rows = rows_of(stored)
-        tables = [*([store_table(rows)] if rows else []), *([live_table(lived)] if lived else [])]
-        print_table(call.console, *tables)
+        rows = _rows_of(stored)
+        _show(call, rows, lived)
         bad = [outcome for outcome in [*stored, *lived] if not outcome.good]
         never = (NOT_INJECTED if parts else {}) | (NEVER_SENT if lived else {})
         lines = [f"{outcome.scenario}, {outcome.fault}: {outcome.what}" for outcome in bad[:SHOWN_MAX]]
@@ -71,3 +70,45 @@ def _followed(call: Measurement, outcomes: Iterator[Outcome]) -> list[Outcome]:
         found.append(outcome)
         call.progress.update(task, advance=1, description=outcome.scenario)
     return found
+
+
+def _rows_of(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Counts and seconds by scenario."""
+    by_scenario: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_scenario.setdefault(outcome.scenario, []).append(outcome)
+    rows = []
+    for scenario, found in by_scenario.items():
+        injected = [outcome for outcome in found if outcome.injected]
+        seconds = [outcome.seconds for outcome in injected]
+        rows.append(
+            {
+                "scenario": scenario,
+                "tried": len(found),
+                "injected": len(injected),
+                "survived": sum(outcome.survived for outcome in injected),
+                "state_equal": sum(outcome.state_equal for outcome in injected),
+                "median_seconds": statistics.median(seconds) if seconds else None,
+                "longest_seconds": max(seconds, default=None),
+            }
+        )
+    return rows
+
+
+def _show(call: Measurement, rows: Sequence[dict[str, Any]], lived: Sequence[Outcome]) -> None:
+    stored = []
+    for row in rows:
+        good = row["tried"] == row["injected"] == row["survived"] == row["state_equal"]
+        seconds = "-" if row["median_seconds"] is None else f"{row['median_seconds']:.2f}"
+        counts = f"{row['injected']}/{row['tried']}", str(row["survived"]), str(row["state_equal"])
+        stored.append((row["scenario"], *counts, seconds, verdict(good)))
+    if stored:
+        headings = ("scenario", "injected", "survived", "equal", "time s", "")
+        call.table("Faults of the checkpoint store, each followed by a restart", headings, stored)
+    jobs = []
+    for one in lived:
+        answers = [("yes" if yes else "no") for yes in (one.injected, one.survived, one.state_equal)]
+        jobs.append((one.scenario, *answers, f"{one.seconds:.1f}", verdict(one.good)))
+    if jobs:
+        headings = ("scenario", "injected", "survived", "equal", "resumed s", "")
+        call.table("Live jobs of two ranks, from the last signal to the first new step", headings, jobs)

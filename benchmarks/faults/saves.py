@@ -5,17 +5,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cpsr.benchmarks.faults.experts import (
+from cpsr.benchmarks.faults.job import (
     ALL,
+    COMMITTED,
+    KEEP_ALL,
     SparseSave,
     chain,
+    frozen_scalars,
     open_sparse,
+    scalars_of,
+    shard_of,
+    snapshot_of,
     sparse_scalars,
     sparse_snapshot,
+    write_run,
     write_sparse,
 )
-from cpsr.benchmarks.faults.frozen import frozen_scalars
-from cpsr.benchmarks.faults.job import COMMITTED, KEEP_ALL, scalars_of, shard_of, snapshot_of, write_run
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import SnapshotPool

@@ -6,19 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cpsr.benchmarks.faults.experts import open_sparse, write_sparse
-from cpsr.benchmarks.faults.forked import POLL_SECONDS, Gate
-from cpsr.benchmarks.faults.frozen import MERGED, frozen_scalars, mark
 from cpsr.benchmarks.faults.job import (
     COMMITTED,
     INTERVAL,
     KEEP_ALL,
+    MERGED,
     commit,
+    frozen_scalars,
+    mark,
     open_run,
+    open_sparse,
     snapshot_of,
     write_run,
+    write_sparse,
 )
 from cpsr.benchmarks.faults.saves import CHAIN, LIFE, RETENTION, SPARSE, RankWriter
+from cpsr.benchmarks.faults.stage import POLL_SECONDS, Gate
 from cpsr.benchmarks.faults.tracing import NO_LINKS
 from cpsr.checkpoint.manifest import step_name
 from cpsr.errors import CPSRError

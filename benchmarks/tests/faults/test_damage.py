@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from cpsr.benchmarks.faults.damage import NEWEST, files_of, holders, regions, step
-from cpsr.benchmarks.faults.experts import write_sparse
-from cpsr.benchmarks.faults.job import RANKS, copy_run, write_run
+from cpsr.benchmarks.faults.job import RANKS, copy_run, write_run, write_sparse
 
 
 def test_a_copy_of_a_run_shares_the_files_that_the_run_shares(tmp_path: Path) -> None:
