@@ -14,7 +14,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "docs.site.api",
     "docs.site.pages",
-    "docs.site.pictures",
 ]
 root_doc = "docs/index"
 include_patterns = ["docs/**", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"]

@@ -180,19 +180,26 @@ def _tokens(folder: Path | None, ranks: int) -> int:
 
 def check_locks(group: Group, folder: Path) -> Finding:
     """Whether a lock of rank 0 holds for the other ranks; a collective, where `check_shared` was ok."""
-    with (folder / "lock").open("ab") as file:
+    problem, descriptor = None, -1
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if group.rank == 0:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        group.barrier()
-        given = group.rank != 0
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            given = False
-        ignored = [rank for rank, one in enumerate(group.gather(given)) if one]  # rank 0 holds it until then
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        problem = f"rank {group.rank}: {error}"
+    problems = [one for one in group.gather(problem) if one]
+    given = group.rank != 0 and descriptor >= 0
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (OSError, ValueError):  # ValueError: there is no file
+        given = False
+    ignored = [str(rank) for rank, one in enumerate(group.gather(given)) if one]  # rank 0 holds it until then
+    if descriptor >= 0:
+        os.close(descriptor)
+    if problems:
+        advice = "the journal needs locks: mount the file system with them (NFS: lockd, or NFS 4)"
+        return Finding("error", "locks", f"none can be taken ({'; '.join(problems)})", advice)
     if ignored:
         advice = "readers on those machines may disturb the journal: mount it without nolock or local_lock"
-        return Finding(
-            "warning", "locks", f"ranks {', '.join(map(str, ignored))} were given a lock that rank 0 holds", advice
-        )
+        return Finding("warning", "locks", f"ranks {', '.join(ignored)} were given a lock that rank 0 holds", advice)
     return Finding("ok", "locks", f"a lock of rank 0 holds for all {group.size} ranks")

@@ -1,17 +1,13 @@
-"""Pictures of the dashboard, taken of the service over the journal of a real run.
+"""The picture of the dashboard, taken of the service over the journal of a real run.
 
 `docs/pictures/journal.db.gz` is the journal of the killed run of a `cpsr demo` of 2026-11-26. After a change of the
-dashboard::
+dashboard, with the Chromium of the machine::
 
     python -m docs.site.pictures
-
-The build takes the picture again for the site where there is a Chromium, and uses the committed one where there is
-none.
 """
 
 import gzip
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -19,14 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
-from sphinx.application import Sphinx
-from typer import echo
 
 from cpsr.service.access import Access
 from cpsr.service.app import create_app
-from docs.site.browser import CHROMIUM, opened_page
+from docs.site.browser import opened_page
 
-__all__ = ["PICTURE", "setup", "take"]
+__all__ = ["PICTURE", "take"]
 
 PICTURES = Path(__file__).parents[1] / "pictures"
 PICTURE = PICTURES / "dashboard.png"
@@ -66,35 +60,5 @@ def _served(run_dir: Path) -> Iterator[str]:
         thread.join()
 
 
-def _replace(app: Sphinx, error: Exception | None) -> None:
-    """Take the picture again, in the place of the committed one, at the end of a build."""
-    copied = Path(app.outdir) / app.builder.imagedir / PICTURE.name
-    if error is None and copied.exists():
-        obstacle = _obstacle(copied)
-        kept = f"The site has the committed picture of the dashboard: {obstacle}."
-        echo(kept if obstacle else "The picture of the dashboard was taken anew.")
-
-
-def _obstacle(path: Path) -> str:
-    """Take the picture; why there is none, which is no reason to have no site."""
-    if CHROMIUM is None:
-        return "there is no Chromium here"
-    try:
-        from playwright.sync_api import Error
-    except ImportError:
-        return "playwright is not installed"
-    try:
-        take(path)
-    except Error as failed:
-        return f"Chromium did not take another ({str(failed).splitlines()[0]})"
-    return ""
-
-
-def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
-    app.connect("build-finished", _replace)
-    return {"parallel_read_safe": True}
-
-
 if __name__ == "__main__":
-    take(Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE)
+    take(PICTURE)
