@@ -27,7 +27,6 @@ from cpsr.checkpoint.manifest import (
     FrozenRecord,
     Manifest,
     RankManifest,
-    file_name,
     frozen_file_name,
     frozen_writer,
 )
@@ -306,12 +305,8 @@ class FrozenFiles:
         for file, names in record.frozen_files().items():
             if names & stale.keys():
                 found = _record_of(directory, manifest, record, file)
-                self._read(directory / file, found, "frozen", names & stale.keys())
+                self._read(directory / file, found, names & stale.keys())
         self.weights.settle_as(stale)
-        old = self._in_extra(record)
-        if old:
-            extra = file_name(record.rank, "extra")
-            self._read(directory / extra, record.files[extra], "other", old)
 
     def has(self, state: Mapping[str, Any]) -> bool:
         """Whether the engine has the settled parameters of a snapshot, of any rank that held all of them whole."""
@@ -321,18 +316,15 @@ class FrozenFiles:
         settled = [name for name in names if name not in state["moved"]]
         return word_of(self.weights.present(settled)) == str(state["word"])
 
-    def bring(self, state: Mapping[str, Any] | None) -> None:
+    def bring(self, state: Mapping[str, Any]) -> None:
         """Make the engine's parameters those of a snapshot; where they differ, read them from a checkpoint.
 
         Args:
-            state: what `FrozenWeights.state` returned for it; empty: the engine keeps its own. None: an earlier version
-                took the snapshot, and had them elsewhere.
+            state: what `FrozenWeights.state` returned for it; empty: the engine keeps its own.
 
         Raises:
             CheckpointError: neither the engine nor a checkpoint of this run has them, or that is not known.
         """
-        if state is None and self.weights.tensors:
-            raise CheckpointError("an earlier version took the snapshot, which does not tell its frozen weights")
         if state:
             self._ensure([name for name in self.weights.tensors if name not in state["moved"]], state["word"])
             self.take(state)
@@ -364,13 +356,9 @@ class FrozenFiles:
             "must load the same base weights as before"
         )
 
-    def _in_extra(self, record: RankManifest) -> set[str]:
-        """Parameters that an earlier version has saved with the buffers."""
-        return record.others.keys() & self.weights.tensors.keys()
-
-    def _read(self, path: Path, record: FileRecord, kind: str, names: Iterable[str]) -> None:
+    def _read(self, path: Path, record: FileRecord, names: Iterable[str]) -> None:
         """Read parameters from a file into the engine."""
-        targets = {f"{kind}/{name}": self.weights.tensors[name] for name in names}
+        targets = {f"frozen/{name}": self.weights.tensors[name] for name in names}
         self.weights.forget(list(names))
         found = read_tensors(path, record, partial(place, targets, targets.keys()))
         if lacking := settle(targets, found):

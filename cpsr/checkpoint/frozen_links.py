@@ -53,10 +53,7 @@ class FrozenLinks:
             SaveError: neither a checkpoint nor this job has the parameters of the state, or that is not known.
             OSError: the file system refused.
         """
-        state = scalars.get("frozen")
-        if state is None or (state and "word" not in state):
-            raise SaveError("an earlier version took the state, which does not tell its frozen weights")
-        state = state or {"word": word_of({}), "moved": {}}
+        state = scalars.get("frozen") or {"word": word_of({}), "moved": {}}
         for info in newest_first(self._checkpoints):
             refuse_abandoned()
             try:

@@ -118,8 +118,7 @@ def _require_same_state(directory: Path, record: RankManifest, into: Shard, froz
     wanted |= {f"other/{name}": tensor_record(tensor) for name, tensor in into.others.items()}
     wanted |= {f"frozen/{name}": tensor_record(tensor) for name, tensor in frozen.items()}
     saved: dict[str, object] = {f"param/{name}": operator.described for name, operator in record.operators.items()}
-    # Earlier versions kept frozen parameters with the buffers.
-    saved |= {f"{'frozen' if name in frozen else 'other'}/{name}": tensor for name, tensor in record.others.items()}
+    saved |= {f"other/{name}": tensor for name, tensor in record.others.items()}
     saved |= {f"frozen/{name}": TensorRecord(shape=one.shape, dtype=one.dtype) for name, one in record.frozen.items()}
     for key in [*wanted, *saved]:
         if saved.get(key) != wanted.get(key):

@@ -75,7 +75,7 @@ class FileRecord(_RecordOfSome):
     bytes: Count
     xxh3_128: Xxh3
     pieces: PieceHashes | None = Field(
-        default=None, description="xxh3-64 of every MiB, one after the other; absent in records of earlier versions"
+        default=None, description="xxh3-64 of every MiB, one after the other; absent where another rank has written it"
     )
 
     @model_validator(mode="after")
@@ -86,7 +86,7 @@ class FileRecord(_RecordOfSome):
 
 
 class TensorRecord(_Record):
-    """One buffer. Earlier versions described parameters outside the optimizer so, and kept them with the buffers."""
+    """One buffer."""
 
     shape: tuple[Count, ...]
     dtype: str
@@ -103,7 +103,7 @@ class FrozenRecord(_RecordOfSome):
     xxh3_128: Xxh3 | None = Field(default=None, description="hash of its bytes, where a file has it")
     global_shape: tuple[Count, ...] | None = Field(
         default=None,
-        description="of the whole parameter, where ranks hold parts; absent: it is whole, or of an earlier version",
+        description="of the whole parameter, where ranks hold parts; absent: it is whole",
     )
     offset: Count | None = Field(default=None, description="of the part's first element in the flattened whole")
     block: tuple[Count, ...] | None = Field(default=None, description="as of `OperatorRecord`")

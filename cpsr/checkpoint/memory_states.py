@@ -141,8 +141,8 @@ def describe(path: Path) -> Described | None:
             description = json.loads(file.read(description_bytes))
             rank, iteration, life, branch = (int(description[name]) for name in ("rank", "iteration", "life", "branch"))
             kind = description["kind"]
-            if kind not in get_args(Kind):  # an older version wrote `mixed` states
-                raise ValueError(f"{kind!r} is no kind of state that this version knows")
+            if kind not in get_args(Kind):
+                raise ValueError(f"{kind!r} is no kind of state")
             ages = [int(one) for one in description["taken_at"].values()]
             owned = str(description["owned"])
             state = MemoryState(path, rank, iteration, life, kind, owned, branch, min(ages), max(ages))

@@ -67,8 +67,8 @@ def newest_life(run_dir: Path) -> tuple[int, int]:
         content = (run_dir / "progress" / LIFE).read_bytes()
     except FileNotFoundError:
         return -1, 0
-    life, branch, *_ = [*content.split(b" "), b""]  # an older version wrote no branch
-    return (int(life) if life.isdigit() else -1), (int(branch) if branch.isdigit() else 0)
+    words = content.split(b" ")[:2]
+    return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(bytes.isdigit, words)) else (-1, 0)
 
 
 def has_held_states(run_dir: Path) -> bool:

@@ -16,7 +16,7 @@ from cpsr.checkpoint.files import open_plain
 from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.tensor_content import NO_HEADER, PlacedTensor, TensorHeader
 from cpsr.checkpoint.tensor_image import bytes_of
-from cpsr.checkpoint.verify import DamagedFileError, check_piece, persistently, read_content, refused_content
+from cpsr.checkpoint.verify import DamagedFileError, check_piece, persistently, refused_content
 
 __all__ = ["WantedRange", "read_ranges"]
 
@@ -49,12 +49,11 @@ class WantedRange:
 def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -> int:
     """Copy ranges of a file's tensors to their targets, from hashed pieces that are read past the page cache.
 
-    Only the pieces with the header and the ranges are read, each once and into one buffer of 16 MiB at most. A file
-    whose record has no pieces, of an earlier version, is read and verified as a whole.
+    Only the pieces with the header and the ranges are read, each once and into one buffer of 16 MiB at most.
 
     Args:
         path: of the file.
-        record: what it should be.
+        record: what it should be, with the hashes of its pieces.
         wanted: in any order; several of one tensor may overlap.
 
     Returns:
@@ -66,9 +65,7 @@ def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
     if record.pieces is None:
-        whole = read_content(path, record, lambda: _Ranges(record.bytes, wanted))
-        whole.require(path)
-        return record.bytes
+        raise DamagedFileError(path, "is not described with hashes of its pieces")
     return persistently(lambda path: _read_pieces(path, record, wanted), path)
 
 

@@ -231,8 +231,7 @@ def _told_by_checkpoints(path: Path) -> dict[str, Any] | None:
 def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here: _Here) -> None:
     kept = "nothing in it was changed; start with what it holds, or use another run_dir"
     tensors, world_size = here.tensors, here.world_size
-    # Earlier versions gave the size of a partition as the shape of a frozen parameter under ZeRO-3.
-    before = known["tensors"] | known.get("module", {}).get("frozen", {})
+    before = known["tensors"]
     for name in sorted(before.keys() | tensors.keys()):
         old, new = before.get(name), tensors.get(name)
         if old != new:

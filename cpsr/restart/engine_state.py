@@ -48,7 +48,7 @@ class EngineState:
             CheckpointError: neither it nor a checkpoint has them; the engine's are as they were.
         """
         if self._frozen is not None:
-            self._frozen.bring(scalars.get("frozen"))
+            self._frozen.bring(scalars.get("frozen", {}))
 
     def load_moved(self, left: dict[str, Any]) -> None:
         """Give it the parameters outside the optimizer that an emergency dump goes with.

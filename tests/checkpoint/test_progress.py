@@ -115,11 +115,9 @@ def test_killed_while_publishing(tmp_path: Path) -> None:
         assert all(batches == iteration * 3 for iteration, batches in rank.slots.items())
 
 
-def test_the_newest_life_is_known_with_its_branch_also_as_older_versions_wrote_it(tmp_path: Path) -> None:
+def test_the_newest_life_is_known_with_its_branch(tmp_path: Path) -> None:
     assert newest_life(tmp_path) == (-1, 0)
     mark_life(tmp_path, 7)
     assert newest_life(tmp_path) == (7, 0)
     mark_life(tmp_path, 7, branch=2)
     assert newest_life(tmp_path) == (7, 2)
-    (tmp_path / "progress" / "life").write_bytes(b"%020d" % 8)
-    assert newest_life(tmp_path) == (8, 0)

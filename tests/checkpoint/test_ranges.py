@@ -33,8 +33,8 @@ TENSORS = {
 DATA_START = 4096  # of the first tensor
 
 
-def record_of(path: Path, *, pieces: bool = True) -> FileRecord:
-    return FileRecord(**vars(hash_file(path, pieces=pieces)))
+def record_of(path: Path) -> FileRecord:
+    return FileRecord(**vars(hash_file(path, pieces=True)))
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +103,6 @@ def test_ranges_are_what_was_saved_and_other_pieces_are_not_read(
     assert all(map(is_right, ranges))
     assert read == sorted(touched(ranges))
     assert found == size_of(read, record.bytes)
-    assert read_ranges(path, record_of(path, pieces=False), ranges) == record.bytes
-    assert all(map(is_right, ranges))
 
 
 def test_neighbouring_pieces_come_in_transfers_of_at_most_16_mib(
@@ -155,20 +153,17 @@ def test_a_flip_is_found_where_its_piece_is_read(
     else:
         read_ranges(damaged, record, ranges)
         assert all(map(is_right, ranges))
-    with pytest.raises(DamagedFileError, match="its xxh3-128 is"):
-        read_ranges(damaged, record.model_copy(update={"pieces": None}), ranges)
 
 
-@pytest.mark.parametrize("pieces", [True, False])
 @pytest.mark.parametrize("size", [0, 5, DATA_START, MIB, -1, 1])
-def test_a_file_of_another_length_is_damage(tmp_path: Path, path: Path, pieces: bool, size: int) -> None:
+def test_a_file_of_another_length_is_damage(tmp_path: Path, path: Path, size: int) -> None:
     data = path.read_bytes()
     (tmp_path / "file").write_bytes(data + b"\0" if size == 1 else data[:size])
     with pytest.raises(DamagedFileError, match=rf"has \d+ bytes, {len(data)} were committed"):
-        read_ranges(tmp_path / "file", record_of(path, pieces=pieces), [wanted("scalar")])
+        read_ranges(tmp_path / "file", record_of(path), [wanted("scalar")])
     (tmp_path / "file").unlink()
     with pytest.raises(DamagedFileError, match="is missing"):
-        read_ranges(tmp_path / "file", record_of(path, pieces=pieces), [wanted("scalar")])
+        read_ranges(tmp_path / "file", record_of(path), [wanted("scalar")])
 
 
 def failing(times: int) -> Callable[..., int]:
