@@ -1,5 +1,7 @@
 """The training-loss curve, fitted online: which form it has, how fast it falls now, and how sure that is."""
 
+import importlib
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +40,18 @@ EXACT_FIT = 1e-9
 # The polish starts next to the optimum; where coefficients are hardly distinguishable, more steps change no forecast.
 EVALUATIONS_MAX = 120
 SMALLEST = 1e-12
+
+
+def _import_without_draws(name: str) -> None:
+    """Import a module that draws a random number when it is imported, and leave Python's generator as it was."""
+    before = random.getstate()
+    importlib.import_module(name)
+    random.setstate(before)
+
+
+# scikit-learn imports it at its own first use. In the planner's thread that would be in the middle of the training,
+# whose random states would differ from then on.
+_import_without_draws("rich.style")
 
 
 @dataclass(frozen=True)

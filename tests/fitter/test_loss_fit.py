@@ -1,6 +1,8 @@
 import csv
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,3 +162,16 @@ def test_what_is_no_curve_is_refused() -> None:
         losses[7] = wrong
         with pytest.raises(ValueError, match="the loss at iteration 7 is"):
             fit_loss(places, losses)
+
+
+def test_the_first_fit_of_a_process_leaves_the_random_states_alone() -> None:
+    """It imports scikit-learn in the planner's thread, while the training draws."""
+    script = """
+import random, numpy, torch
+from cpsr.fitter.loss_fit import robust_line
+states = lambda: repr((random.getstate(), numpy.random.get_state(), torch.get_rng_state().tolist()))
+before, x = states(), numpy.linspace(0.1, 1.0, 30)
+robust_line(x, numpy.sin(9 * x), numpy.ones(30))
+assert states() == before
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
