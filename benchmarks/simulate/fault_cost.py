@@ -40,7 +40,7 @@ RIVAL_FRACTION = 0.02  # section VI-C2
 # Section VI-C2: CPSR's total cost is so much below the rivals'.
 PAPER_SAVINGS = {"CheckFreq": 0.375, "PCcheck": 0.369}
 # Prediction and injection took 1.8 iterations in the demo (docs/measured/recovery.md), and at 355M parameters 2.0, with
-# opening and hashing (docs/measured/predictor.md).
+# opening and hashing (docs/measured/prior.md).
 PREDICT_ITERATIONS = 2
 # The end costs were measured at this interval; beyond it nothing is known.
 MEASURED_INTERVAL_MAX = 50
