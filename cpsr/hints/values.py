@@ -62,8 +62,8 @@ class Arguments:
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
         self.places: dict[int, Path] = {}
+        self._objects: dict[Path, Any] = {}  # by place, as the caller gave them; kept, or an id may go to another
         self._parts: list[_Part] = []
         self._attributes: dict[str, Any] = {}
         self.identity = {}
@@ -82,7 +82,7 @@ class Arguments:
         if _is_fixed(value):
             yield [type(value).__name__, getattr(value, "__module__", ""), getattr(value, "__qualname__", repr(value))]
             return
-        self.places[id(value)] = path
+        self._note(value, path)
         yield f"{type(value).__module__}.{type(value).__qualname__}"
         if type(value) in (list, tuple, dict):
             self._parts.append(_Part(path, value, value if type(value) is tuple else value.copy()))
@@ -104,33 +104,27 @@ class Arguments:
             self._note_module(value, path)
         return _digest(_state(value), _said(path))
 
+    def _note(self, value: Any, path: Path) -> None:
+        if id(value) not in self.places:
+            self.places[id(value)] = path
+            self._objects[path] = value
+
     def _note_module(self, module: nn.Module, path: Path) -> None:
         for name, one in module.named_modules():
-            self.places.setdefault(id(one), (*path, ("module", name)))
+            self._note(one, (*path, ("module", name)))
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if tensor.device.type != "cpu":
                 raise NotResumableError(f"{_said(path)} has tensors on {tensor.device}: only host memory is saved")
-            self.places.setdefault(id(tensor), (*path, ("tensor", name)))
+            self._note(tensor, (*path, ("tensor", name)))
         self._attributes[_said(path)] = _attributes(module)
 
     def at(self, path: Path) -> Any:
         """The object at a place, in the arguments as the caller gave them."""
-        value = self._values[path[0]]
-        for step in path[1:]:
-            if isinstance(step, list | tuple):
-                value = dict([*value.named_modules(), *value.named_parameters(), *value.named_buffers()])[step[1]]
-            else:
-                value = value[step]
-        return value
+        return self._objects[path]
 
     def tensors(self) -> Iterator[tuple[Path, torch.Tensor | numpy.ndarray[Any, Any]]]:
         """Every tensor and array within the arguments, parameters and buffers of modules as well."""
-        for part in self._parts:
-            if isinstance(part.value, torch.Tensor | numpy.ndarray):
-                yield part.path, part.value
-            elif isinstance(part.value, nn.Module):
-                for name, tensor in [*part.value.named_parameters(), *part.value.named_buffers()]:
-                    yield (*part.path, ("tensor", name)), tensor
+        return ((path, one) for path, one in self._objects.items() if isinstance(one, torch.Tensor | numpy.ndarray))
 
     def changes(self, encoder: "Encoder") -> list[Any]:
         """What the call has changed, as pairs of a path and the content.
@@ -194,7 +188,8 @@ class Encoder:
 
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
-        self._index: dict[int, int] = {}
+        self._index: dict[int, int] = {}  # by `id`
+        self._alive: list[Any] = []  # or an id may become another object's
         self.nodes: list[Any] = []
         self._memory: dict[int, Any] = {}  # address of tensors' and arrays' memory -> who has it: a node, or a place
         for path, value in arguments.tensors():
@@ -219,6 +214,7 @@ class Encoder:
                 raise NotResumableError(f"{name} holds itself: no checkpoint can hold that")
             return {"node": known}
         index = self._index[id(value)] = len(self.nodes)
+        self._alive.append(value)
         self.nodes.append(None)
         self.nodes[index] = self._node(value, name)
         return {"node": index}

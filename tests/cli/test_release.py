@@ -45,13 +45,6 @@ def test_what_a_failed_job_left_in_memory_is_freed(memory: Path, tmp_path: Path)
     assert list(memory.iterdir()) == []
 
 
-def test_so_is_what_an_older_version_left(memory: Path, tmp_path: Path) -> None:
-    left(memory, "0123", None)
-    (tmp_path / "run.json").write_text('{"run_id": "0123"}')
-    assert release(tmp_path)[0] == 0
-    assert list(memory.iterdir()) == []
-
-
 def test_nothing_is_freed_that_a_process_uses(memory: Path, tmp_path: Path) -> None:
     left(memory, "0123", tmp_path / "run")
     lock = FileLock(memory / "cpsr-0123-rank-00003-0")

@@ -184,6 +184,34 @@ def test_a_training_with_its_objects_as_arguments(tmp_path: Path) -> None:
     assert Program(module.f).interrupted(given) == 4
 
 
+def test_parts_of_arguments_stay_themselves_wherever_the_call_moves_them(tmp_path: Path) -> None:
+    text = """
+    def f(rows, table, model):
+        first, inner, weight = rows[0], table["a"], model[0].weight
+        taken = rows.pop()
+        for i in range(3):
+            random.shuffle(rows)
+            rows.insert(0, [i])
+            table["b"], table["a"] = table["a"], [rows[0]]
+            first.append(i)
+            inner[0].append(i)
+            taken.append(first)
+            with torch.no_grad():
+                weight += i
+            hint()
+        same = [first is one for one in rows], inner is table["b"], weight is model[0].weight
+        return rows, table, taken, inner, same, weight.sum().item()
+    """
+    module = module_of(tmp_path, textwrap.dedent(text))
+
+    def given() -> dict[str, object]:
+        model = module.torch.nn.Sequential(module.torch.nn.Linear(1, 1, bias=False))
+        module.torch.nn.init.ones_(model[0].weight)
+        return {"rows": [[1], [2], [3], [4]], "table": {"a": [[7]], "b": []}, "model": model}
+
+    assert Program(module.f).interrupted(given) == 3
+
+
 def test_tensors_and_arrays_that_share_memory_still_do(tmp_path: Path) -> None:
     text = """
     def f(rows, table):
