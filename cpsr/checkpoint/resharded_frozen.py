@@ -82,8 +82,8 @@ class _Part:
         if (saved.dtype, saved.whole_shape) != (own.dtype, own.whole_shape):
             raise RunMismatchError(
                 f"{directory}: the parameter {self.name} outside the optimizer was saved by rank {rank} as "
-                f"{saved.dtype} of shape {saved.whole_shape}, this job has {own.dtype} of shape {own.whole_shape}: another "
-                "model. Nothing was changed; use the model that it was saved from"
+                f"{saved.dtype} of shape {saved.whole_shape}, this job has {own.dtype} of shape {own.whole_shape}. "
+                "Nothing was changed; use the model that it was saved from"
             )
         if saved.block != own.block or (own.block is not None and saved.offset != own.offset):
             return
