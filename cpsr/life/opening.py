@@ -55,7 +55,7 @@ from cpsr.restart.sources import MemorySources
 from cpsr.service.process import ServiceProcess
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.loader_workers import prepared_workers
-from cpsr.state.scalars import Scalars, import_what_draws
+from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
 
 __all__ = ["OpenLife", "adopted", "open_life"]
@@ -116,7 +116,6 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
     Raises:
         CPSRError: see `CPSRRecovery`.
     """
-    import_what_draws()
     ending, stop = Ending(), StopRequest()
     handlers = opened.enter_context(ExitStack())  # restored last: another SIGTERM must not interrupt leaving
     opened.callback(loop.state.close, ending)  # closed late: the last checkpoint asks the loader for its position

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 from typing import Any
 
 import numpy
@@ -14,7 +13,6 @@ __all__ = [
     "Scalars",
     "capture_host_rng",
     "capture_rng",
-    "import_what_draws",
     "restore_host_rng",
     "restore_rng",
 ]
@@ -32,17 +30,6 @@ def restore_host_rng(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-
-
-def import_what_draws() -> None:
-    """Import, before a training begins, what draws a number from Python's global generator when it is imported.
-
-    The planner's thread imports scikit-learn, which imports `rich`. Within the training that would be a draw at any
-    time, from the random state of the script.
-    """
-    before = random.getstate()
-    import_module("rich.style")
-    random.setstate(before)
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
