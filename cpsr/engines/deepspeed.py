@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -33,7 +33,7 @@ from cpsr.engines.deepspeed_masters import (
 )
 from cpsr.engines.deepspeed_support import UNMANAGED, require_supported, warn_of_kept_gradients
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
-from cpsr.engines.evaluation import loss_of, preserved_training_state
+from cpsr.engines.evaluation import preserved_training_state, required_loss
 from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.deepspeed import EngineMixture, expert_names
 from cpsr.engines.naming import (
@@ -320,12 +320,9 @@ class DeepSpeedAdapter:
         """Remove the hooks; without any it does nothing."""
         self._loop.detach()
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Evaluation mode without gradients; modes, buffers, random states and timers are as before on exit."""
-        return self._evaluation()
-
     @contextmanager
-    def _evaluation(self) -> Iterator[None]:
+    def evaluation(self) -> Iterator[None]:
+        """Evaluation mode without gradients; modes, buffers, random states and timers are as before on exit."""
         # Not compiled: evaluation mode would be compiled anew, and take the place of what training has compiled.
         eager = torch.compiler.set_stance("force_eager") if self._engine.is_compiled else nullcontext()
         with eager, preserved_training_state(self._engine.module), preserved_tracked_states(), untimed(self._engine):
@@ -345,10 +342,4 @@ class DeepSpeedAdapter:
         if self._pipeline:
             raise UnsupportedEngineError("a pipeline's loss exists on its last stage only: CPSR cannot evaluate it")
         with autocast_if_enabled(self._engine):
-            loss = loss_of(self._engine.module(*args, **kwargs))
-        if loss is None:
-            raise UnsupportedEngineError(
-                f"{type(self._engine.module).__name__} returned no loss in evaluation mode; return a scalar tensor or "
-                "an object with .loss"
-            )
-        return loss.detach()
+            return required_loss(self._engine.module(*args, **kwargs), self._engine.module)

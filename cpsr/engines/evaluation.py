@@ -10,12 +10,14 @@ import torch
 
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.sharded import whole
+from cpsr.errors import UnsupportedEngineError
 from cpsr.state.scalars import capture_rng, restore_rng
 
 __all__ = [
     "capture_random_states",
     "loss_of",
     "preserved_training_state",
+    "required_loss",
     "restore_random_states",
 ]
 
@@ -37,6 +39,21 @@ def loss_of(output: Any) -> torch.Tensor | None:
     if not isinstance(output, torch.Tensor) or not output.is_floating_point():
         return None
     return whole(output) if output.dim() == 0 or (named and output.numel() == 1) else None
+
+
+def required_loss(output: Any, module: torch.nn.Module) -> torch.Tensor:
+    """The loss in what a module returned in evaluation mode, detached.
+
+    Raises:
+        UnsupportedEngineError: there is none.
+    """
+    loss = loss_of(output)
+    if loss is None:
+        raise UnsupportedEngineError(
+            f"{type(module).__name__} returned no loss in evaluation mode; return a scalar tensor or an object with "
+            ".loss"
+        )
+    return loss.detach()
 
 
 @contextmanager

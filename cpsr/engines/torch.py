@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from cpsr.engines import optimizer_state
 from cpsr.engines.adam_kernels import renew_powers
 from cpsr.engines.adapter import Mixture, Pipeline, StepObserver
-from cpsr.engines.evaluation import loss_of, preserved_training_state
+from cpsr.engines.evaluation import preserved_training_state, required_loss
 from cpsr.engines.gradient_buckets import GradientBuckets
 from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.token_counts import MixtureOfExperts, ModuleMixture
@@ -64,6 +64,12 @@ class TorchAdapter:
         micro_batches_per_iteration: batches of the data loader per optimizer step.
         experts: how the module's layers of experts are read; None treats them as any other part.
 
+    Attributes:
+        module: the one inside any wrapper.
+        optimizers: as given; with the last one, `optimizer`, a step ends.
+        data_parallel_ranks: all of them; where parameters are split, those of the mesh of `fully_shard`, or of DDP's
+            process group. Without either, ranks that split parameters train on the same batches: this rank alone.
+
     Raises:
         ConfigError: `micro_batches_per_iteration` is below 1.
         UnsupportedEngineError: a part that is none (a wrapper of another package), or FSDP1; parameters that overlap
@@ -87,12 +93,13 @@ class TorchAdapter:
         optimizers, schedulers = _listed(optimizer), [] if scheduler is None else _listed(scheduler)
         require_parts(module, optimizers, schedulers, grad_scaler)
         self._called = module
-        self._module = unwrapped(module)
-        self._optimizers = optimizers
-        self._schedulers = schedulers
+        self.module = self._module = unwrapped(module)
+        self.optimizers: list[torch.optim.Optimizer] = optimizers
+        self.optimizer = optimizers[-1]
+        self.loop_parts: list[Any] = [*schedulers, *([] if grad_scaler is None else [grad_scaler])]
+        self.micro_batches_per_iteration = micro_batches_per_iteration
         self._schedule = Schedules(schedulers)
         self._scaler = grad_scaler
-        self._micro_batches = micro_batches_per_iteration
         self._fully_sharded = FullySharded(self._module)
         self._fully_sharded.reshard()
         self._names = parameter_names(self._module)
@@ -114,47 +121,14 @@ class TorchAdapter:
         self.rank: int = torch.distributed.get_rank() if distributed else 0
         self.world_size: int = torch.distributed.get_world_size() if distributed else 1
         self.device: torch.device = self._fully_sharded.device or local(self._masters()[0]).device
-        self._data_parallel_ranks = data_parallel_ranks(module, self._parameters, self._fully_sharded)
+        self.data_parallel_ranks = data_parallel_ranks(module, self._parameters, self._fully_sharded)
         self._buckets = GradientBuckets(wrapper_of(module), optimizers)
         self._loop = TorchLoop(module, optimizers, schedulers, grad_scaler)
-
-    @property
-    def data_parallel_ranks(self) -> list[int]:
-        """All of them; where parameters are split, those of the mesh of `fully_shard`, or of DDP's process group.
-
-        Without either, ranks that split parameters train on the same batches: this rank alone.
-        """
-        return self._data_parallel_ranks
 
     @property
     def iteration(self) -> int:
         """Optimizer steps so far; with a gradient scaler the skipped ones count too."""
         return self._loop.iteration
-
-    @property
-    def micro_batches_per_iteration(self) -> int:
-        """As given to the constructor."""
-        return self._micro_batches
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The module inside any wrapper."""
-        return self._module
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """As given to the constructor."""
-        return list(self._optimizers)
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The last one that was given: with it a step ends."""
-        return self.optimizers[-1]
-
-    @property
-    def loop_parts(self) -> list[Any]:
-        """As given to the constructor."""
-        return [*self._schedulers, *([] if self._scaler is None else [self._scaler])]
 
     @property
     def gradient_clipping(self) -> None:
@@ -180,7 +154,7 @@ class TorchAdapter:
             "engine": "torch",
             "zero_stage": None,
             "precision": _PRECISIONS.get(self._fully_sharded.dtype or self._masters()[0].dtype, "fp32"),
-            "optimizer": "+".join(type(one).__name__ for one in self._optimizers),
+            "optimizer": "+".join(type(one).__name__ for one in self.optimizers),
             "tensors": tensors,
             "module": module_identity(self._module, {name for _, name in self._outside()}, tensors),
         }
@@ -205,7 +179,7 @@ class TorchAdapter:
 
     def _updated(self) -> list[Updated]:
         """Every parameter of the optimizers, in their order; looked up where it is not as last time."""
-        groups = [(one, group, group["params"]) for one in self._optimizers for group in one.param_groups]
+        groups = [(one, group, group["params"]) for one in self.optimizers for group in one.param_groups]
         parameters = [parameter for _, _, own in groups for parameter in own]
         kept, ids = self._every, [id(group) for _, group, _ in groups]
         if kept is None or ids != kept[0] or not _same(parameters, kept[1]):
@@ -219,7 +193,7 @@ class TorchAdapter:
         return [one for one in every if id(one.master) not in self._absent] if self._absent else every
 
     def _masters(self) -> list[torch.Tensor]:
-        return [parameter for one in self._optimizers for group in one.param_groups for parameter in group["params"]]
+        return [parameter for one in self.optimizers for group in one.param_groups for parameter in group["params"]]
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of this rank's parts of the parameters outside the optimizer."""
@@ -257,7 +231,7 @@ class TorchAdapter:
         return {
             "iteration": self._loop.iteration,
             **self._state.scalars(self._updated(), on_device=on_device),
-            "param_groups": [group for one in self._optimizers for group in optimizer_state.hyperparameters(one)],
+            "param_groups": [group for one in self.optimizers for group in optimizer_state.hyperparameters(one)],
             "schedule": self._schedule.state(),
             "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
             "module": self._module_state.state(),
@@ -285,8 +259,8 @@ class TorchAdapter:
         groups = list(scalars["param_groups"])
         restore_optimizers(self._state, self._updated(), scalars)
         self._schedule.load(scalars["schedule"], [group.get("lr") for group in groups])
-        for place, one in enumerate(self._optimizers):
-            last = place == len(self._optimizers) - 1
+        for place, one in enumerate(self.optimizers):
+            last = place == len(self.optimizers) - 1
             own = groups if last else groups[: len(one.param_groups)]
             optimizer_state.load_hyperparameters(one, own)
             groups = groups[len(own) :]
@@ -306,11 +280,11 @@ class TorchAdapter:
 
     def learning_rate(self) -> float:
         """Mean learning rate over the parameter groups."""
-        return optimizer_state.learning_rate(self._optimizers)
+        return optimizer_state.learning_rate(self.optimizers)
 
     def second_moment_decay(self) -> float:
         """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
-        return optimizer_state.second_moment_decay(self._optimizers)
+        return optimizer_state.second_moment_decay(self.optimizers)
 
     def prediction_obstacle(self) -> str | None:
         """What of the optimizers cannot be extrapolated."""
@@ -345,12 +319,9 @@ class TorchAdapter:
         self._buckets.detach()
         self._loop.detach()
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Evaluation mode without gradients; modes, buffers and random states are as before on exit."""
-        return self._evaluation()
-
     @contextmanager
-    def _evaluation(self) -> Iterator[None]:
+    def evaluation(self) -> Iterator[None]:
+        """Evaluation mode without gradients; modes, buffers and random states are as before on exit."""
         with preserved_training_state(self._called):
             try:
                 yield
@@ -365,13 +336,7 @@ class TorchAdapter:
         Raises:
             UnsupportedEngineError: the module gave no loss.
         """
-        loss = loss_of(self._module(*args, **kwargs))
-        if loss is None:
-            raise UnsupportedEngineError(
-                f"{type(self._module).__name__} returned no loss in evaluation mode; return a scalar tensor or an "
-                "object with .loss"
-            )
-        return loss.detach()
+        return required_loss(self._module(*args, **kwargs), self._module)
 
 
 def _listed(given: Any) -> list[Any]:

@@ -17,8 +17,6 @@ __all__ = ["SentSample", "WeightSample", "sampled"]
 
 # In the order of a `SampledBytes`.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-WHOLE_LOOKS = 16  # steps of a life, in which all addresses are compared
-PARTS = 8
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # NumPy has no bfloat16
 
 
@@ -64,7 +62,6 @@ class WeightSample:
 
     def __init__(self, adapter: EngineAdapter, shard: Shard) -> None:
         self._adapter = adapter
-        self._looks, self._moves = 0, False
         self._build(shard)
         places = ",".join(f"{one.operator}:{one.index}:{one.view.dtype}" for one in self._elements)
         self.layout = xxhash.xxh3_64_intdigest(places.encode())
@@ -78,14 +75,14 @@ class WeightSample:
         """Where an element lies, for people."""
         return f"{self._elements[index].operator}[{self._elements[index].index}]"
 
-    def read(self, iteration: int) -> SampledBytes:
+    def read(self) -> SampledBytes:
         """The elements now, after this step; of weights on the host."""
-        self._renew(iteration)
+        self._renew()
         return SampledBytes(b"".join(self._buffers), self._counts)
 
-    def send(self, iteration: int, loss: torch.Tensor | None) -> SentSample:
+    def send(self, loss: torch.Tensor | None) -> SentSample:
         """Enqueue a copy of the elements and the loss on the current stream; returns at once."""
-        self._renew(iteration)
+        self._renew()
         with torch.no_grad():
             parts = [torch.cat(views) for views in self._by_dtype]
             if loss is not None:
@@ -95,16 +92,9 @@ class WeightSample:
             host.copy_(packed, non_blocking=True)
         return SentSample(host, self._counts, loss is not None)
 
-    def _renew(self, iteration: int) -> None:
-        """Look where the weights lie now: a loop may give a parameter other memory, once or in every step.
-
-        In the first steps, and once that has happened, this looks at all of them; else at one part after the other, in
-        the same step each time that it is executed.
-        """
-        self._looks += 1
-        whole = self._moves or self._looks <= WHOLE_LOOKS
-        if _moved(self._owners if whole else self._parts[iteration % PARTS]):
-            self._moves = True
+    def _renew(self) -> None:
+        """Look where the weights lie now: a loop may give a parameter other memory, once or in every step."""
+        if any((local(one) if split else one).data_ptr() != address for one, address, split in self._owners):
             self._build(self._adapter.shard())
 
     def _build(self, shard: Shard) -> None:
@@ -113,7 +103,6 @@ class WeightSample:
         self._elements = elements
         found = {id(one.owner): one.owner for one in elements}.values()
         self._owners = [(one, local(one).data_ptr(), is_distributed(one)) for one in found]
-        self._parts = [self._owners[part::PARTS] for part in range(PARTS)]
         views = {dtype: [one.view for one in elements if one.view.dtype == dtype] for dtype in _DTYPES}
         doubles, floats, bfloats, halves = (len(views[dtype]) for dtype in _DTYPES)
         self._counts = doubles, floats, bfloats, halves
@@ -126,11 +115,6 @@ def sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """So many elements of one tensor at most, evenly spread over it; a view, if the tensor is contiguous."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // count))]
-
-
-def _moved(owners: list[tuple[torch.Tensor, int, bool]]) -> bool:
-    """Whether one of these tensors lies elsewhere than at its address."""
-    return any((local(one) if split else one).data_ptr() != address for one, address, split in owners)
 
 
 def _as_integer(view: torch.Tensor) -> torch.Tensor:

@@ -204,9 +204,9 @@ class Witnessing(Part):
             position = position.advanced(0)
         sent, weights, seen = None, _NO_SAMPLE, None
         if self._on_device:
-            sent = self._sample.send(iteration, loss)
+            sent = self._sample.send(loss)
         else:
-            weights = self._sample.read(iteration)
+            weights = self._sample.read()
             seen = None if loss is None or loss.is_cuda else loss.item()
         place = position.epoch, position.batch, position.batches
         life, trajectory = self._job.journal.life, self._trajectory
