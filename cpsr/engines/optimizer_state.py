@@ -133,7 +133,7 @@ class Known:
     def views(self, name: str, owned: slice, *, to_fill: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See `OptimizerState.views`."""
         master, tensors = self.updated.master, self.tree.tensors
-        addresses = [local(one).data_ptr() for one in (master, *tensors.values())]
+        addresses = [(local(one) if is_distributed(one) else one).data_ptr() for one in (master, *tensors.values())]
         kept, made_of = self._views.get(name), (addresses, tuple(master.shape), master.stride(), owned)
         if to_fill or kept is None or kept.tree is not self.tree or kept.made_of != made_of:
             part = _ALL if self.updated.whole else owned

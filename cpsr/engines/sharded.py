@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Part:
         """Elements of the block."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def offset(self) -> int:
         """Index of its first element in the flattened whole."""
         strides = [math.prod(self.global_shape[dimension + 1 :]) for dimension in range(len(self.global_shape))]
