@@ -49,7 +49,7 @@ def check_speed(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     (_, plain), (recoverable, watched) = _trained(cell, scene, inputs), _trained(cell, scene, inputs)
     config = {
         "run_dir": str(scene.folder / "run"),
-        "mode": "exact",
+        "mode": "auto",  # in mode `exact` the steps without CPSR, by another optimizer, would end the run
         "checkpoint": {"interval_iterations": INTERVAL},
     }
     with CPSRRecovery(recoverable, config) as recovery:
