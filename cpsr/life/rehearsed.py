@@ -129,9 +129,7 @@ def rehearsed_config(config: CPSRConfig) -> CPSRConfig:
         update={
             "run_dir": Path(job.folder) / "run",
             "mode": "exact",
-            "checkpoint": config.checkpoint.model_copy(
-                update={"interval_iterations": every, "final": True, "target": None}
-            ),
+            "checkpoint": config.checkpoint.model_copy(update={"interval_iterations": every, "target": None}),
             "memory": config.memory.model_copy(update={"interval_iterations": every}),
             "restart": config.restart.model_copy(update={"on_difference": "warn"}),  # the command compares
             "service": config.service.model_copy(update={"enabled": False}),
