@@ -25,7 +25,7 @@ MODULES = (
 )
 HIDDEN = "\0"
 BUILT = ("TorchAdapter", "MixtureOfExperts")  # given to CPSR, which calls the rest
-INTERFACE = {name for name in vars(EngineAdapter) if name[0] != "_"} | {"operators", "token_counts"}
+INTERFACE = {name for name in dir(EngineAdapter) if name[0] != "_"} | {"operators", "token_counts"}
 
 logger = logging.getLogger(__name__)
 
