@@ -49,4 +49,4 @@ def test_a_prediction_uses_nothing_from_before_the_load(job: Job) -> None:
     with JournalReader(job.run_dir / "journal.db") as journal:
         recovery = journal.latest_recovery()
     assert recovery is not None
-    assert recovery.settings["used_iterations"] == [6, 10, 14, 18, 22]
+    assert recovery.settings["used_iterations"] == [14, 18, 22]
