@@ -39,7 +39,7 @@ Origin = Literal["trained", "predicted"]
 
 # How long an exit after an error, when a restart is waiting, waits for a running save: what it holds is in shared
 # memory as well.
-EXIT_GRACE_SECONDS = 2.0
+EXIT_GRACE_SECONDS = 10.0
 
 
 class Saver(Part):
