@@ -252,17 +252,14 @@ def experts(json_path: JsonPath = None) -> None:
 
 @bench.command()
 def simulate(
-    subject: Annotated[str, typer.Argument(help="moevement, cpsr or planner.")],
+    spec: Annotated[Path | None, typer.Option(help="Describes a job, its failures and policies; YAML.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="With --spec: failures as recorded in this file.")] = None,
     json_path: JsonPath = None,
 ) -> None:
-    """Results of papers computed again by the simulator, or the planner against brute force; nothing is trained."""
-    from cpsr.benchmarks.simulate.run import SUBJECTS
+    """What failures cost a described job, by checkpoint policy; or, without one, the planner against brute force."""
     from cpsr.benchmarks.simulate.run import main as run_simulations
 
-    chosen = next((name for name in SUBJECTS if name == subject), None)
-    if chosen is None:
-        raise ConfigError(f"unknown subject {subject!r}; known are {', '.join(SUBJECTS)}")
-    run_simulations(chosen, json_path)
+    run_simulations(spec, trace, json_path)
 
 
 def _comma_separated(names: str) -> list[str]:

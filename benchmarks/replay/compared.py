@@ -17,12 +17,12 @@ from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text
 from cpsr.benchmarks.harness.ranks import start_ranks
 from cpsr.benchmarks.replay.mixture import Mixture, Part, found_path, rank_main
+from cpsr.benchmarks.simulate.rivals import CheckFreq
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
-from cpsr.planner.baselines import CheckFreq
 from cpsr.planner.inputs import PlannerInputs
-from cpsr.planner.live.rank_costs import costs_of_ranks
+from cpsr.planner.live.measurements import costs_of_ranks
 
 __all__ = ["WAYS", "Plan", "Run", "compare", "lag_iterations", "lost_tokens"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from cpsr.benchmarks.harness.measurement import Measurement
 from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WINDOW, WINDOWS
-from cpsr.planner.baselines import Gemini, Young
+from cpsr.benchmarks.simulate.failures import poisson
+from cpsr.benchmarks.simulate.rivals import Gemini
+from cpsr.benchmarks.simulate.simulation import Checkpoints, Job, Rollback, System, simulate
 from cpsr.planner.inputs import PlannerInputs
-from cpsr.simulate.arrivals import poisson
-from cpsr.simulate.run import simulate
-from cpsr.simulate.system import Checkpoints, Job, Rollback, System
+from cpsr.planner.policies import Young
 
 __all__ = ["AIM", "Inputs", "simulated"]
 

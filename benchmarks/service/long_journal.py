@@ -8,8 +8,7 @@ from cpsr.journal import CheckpointRow, Journal, PhaseRow, PlanRow
 from cpsr.journal.database import prepare
 from cpsr.journal.rows import encode
 from cpsr.journal.writer import thin
-from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.inputs import Limits, PlannerInputs
 from cpsr.planner.plan import make_plan
 from cpsr.planner.recovery_curve import EndCostCurve
 
@@ -58,7 +57,7 @@ def thin_out(path: Path, full_steps: int, on_slice: Callable[[], None]) -> int:
 def _record_plans(path: Path, steps: int) -> None:
     journal = Journal.open(path)
     life = journal.start_life("auto")
-    plan = make_plan([JOB], Limits(10, 500))
+    plan = make_plan(JOB, Limits(10, 500))
     for phase in range(min(PHASES_MAX, steps // PHASE_ITERATIONS)):
         first, last = phase * PHASE_ITERATIONS, (phase + 1) * PHASE_ITERATIONS
         journal.record(

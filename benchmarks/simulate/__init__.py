@@ -1,1 +1,1 @@
-"""Results of papers, computed again by the simulator from what they state."""
+"""Jobs under simulated failures: policies side by side, and the planner against brute force."""

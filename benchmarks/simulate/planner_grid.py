@@ -7,16 +7,22 @@ from typing import Any
 
 import numpy
 
-from cpsr.planner.baselines import PCcheck, baselines
-from cpsr.planner.bounds import Limits, Mode, bounds_of
-from cpsr.planner.inputs import PlannerInputs
-from cpsr.planner.plan import make_plan
-from cpsr.planner.ranks import optimum
+from cpsr.benchmarks.simulate.failures import poisson
+from cpsr.benchmarks.simulate.rivals import RULES, PCcheck
+from cpsr.benchmarks.simulate.simulation import (
+    Checkpoints,
+    Job,
+    LinearCost,
+    Prediction,
+    Recovery,
+    Rollback,
+    System,
+    simulate,
+)
+from cpsr.planner.inputs import Limits, Mode, PlannerInputs, bounds_of
+from cpsr.planner.plan import make_plan, optimum
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.predictor.watch import WATCH_ITERATIONS
-from cpsr.simulate.arrivals import poisson
-from cpsr.simulate.run import simulate
-from cpsr.simulate.system import Checkpoints, Job, LinearCost, Prediction, Recovery, Rollback, System
 
 __all__ = ["AIMS", "CASES", "MTBF_MINUTES", "PHASES", "Case", "cases", "report", "unavoidable_excess", "worst"]
 
@@ -38,6 +44,7 @@ ERRORS = (1.0, 0.7, 1.3)
 MEASURED_SLOPES = numpy.linspace(0.3, 1.3, 101)
 LIMITS = Limits(interval_max_iterations=5000, predictable_interval_iterations=300)
 BRUTE_INTERVALS = 40
+RIVALS = ("young", "daly", "checkfreq", "pccheck", "gemini")
 # Each run sees so many failures, of which the first are not counted; the same ones meet every interval. Until a job's
 # first checkpoint every failure starts it again, which is not of the interval that a plan holds for later.
 FAILURES, WARM_UP_FAILURES, RUNS, SEED = 240, 40, 50, 0
@@ -98,7 +105,7 @@ def _cell(minutes: int, state: str, phase: str) -> Iterator[Case]:
     for error in ERRORS:
         true_lag = PHASES[phase]
         believed = _inputs(minutes, state, LinearCost(true_lag.slope * error, true_lag.lead_iterations * error))
-        plan = make_plan([believed], LIMITS)
+        plan = make_plan(believed, LIMITS)
         assert plan.mode is not None
         cost = _cost(truth, plan.interval_iterations, plan.mode)
         yield Case(
@@ -148,7 +155,8 @@ def _brute(truth: PlannerInputs) -> Iterator[tuple[float, int, Mode]]:
 def _rivals(truth: PlannerInputs) -> Iterator[tuple[float, str, int]]:
     bounds = bounds_of(truth, LIMITS, "recompute")
     assert bounds is not None
-    for name, rule in baselines().items():
+    for name in RIVALS:
+        rule = RULES[name]
         slots = rule.concurrent if isinstance(rule, PCcheck) else 1
         chosen = rule.choose(truth).interval_iterations
         interval = chosen if slots > 1 else bounds.clamp(chosen)[0]

@@ -1,42 +1,78 @@
-"""`cpsr bench simulate`: papers' results beside simulated ones, and the planner against brute force."""
+"""`cpsr bench simulate`: policies on the failures of a described job, or the planner over a grid of jobs."""
 
 from pathlib import Path
-from typing import Literal
 
-from cpsr.benchmarks.harness.measurement import measuring
-from cpsr.benchmarks.simulate import fault_cost, moevement, planner_grid, report
-from cpsr.benchmarks.simulate.plot import draw_fault_cost, draw_moevement, draw_planner
+from rich.table import Table
+
+from cpsr.benchmarks.harness.measurement import measuring, verdict
+from cpsr.benchmarks.simulate import planner_grid
+from cpsr.benchmarks.simulate.described import outcomes_of, read_spec, report, table_of
 from cpsr.tables import print_table
 
-__all__ = ["SUBJECTS", "Subject", "main"]
+__all__ = ["main"]
 
-Subject = Literal["moevement", "cpsr", "planner"]
-SUBJECTS: tuple[Subject, ...] = ("moevement", "cpsr", "planner")
+MALFORMED_SHOWN_MAX = 20
+CASES_SHOWN = 12
 
 
-def main(subject: Subject, json_path: Path | None = None) -> None:
-    """Simulate, print the tables, and write the JSON file with its plot.
+def main(spec_path: Path | None = None, trace_path: Path | None = None, json_path: Path | None = None) -> None:
+    """Simulate, print the tables, and write the JSON file.
 
     Args:
-        subject: moevement is that paper's Table 3 and Fig. 11; cpsr its paper's Fig. 9; planner a grid of jobs.
-        json_path: where the figures go; the plot is put beside it.
+        spec_path: the described job; None: the planner against brute force over a grid of jobs.
+        trace_path: failures as recorded there, in place of the description's.
+        json_path: where the figures go.
+
+    Raises:
+        ConfigError: the description or the trace is not usable.
     """
     with measuring("simulate", json_path, timed=False) as call:
-        if subject == "moevement":
-            cells, scaled = moevement.table_3(), moevement.figure_11()
-            print_table(call.console, report.table_3(cells), report.figure_11(scaled))
-            figures, plot = moevement.report(cells, scaled), draw_moevement(cells, scaled)
-        elif subject == "planner":
+        if spec_path is None:
             step, found = call.bar("cases", planner_grid.CASES), []
             for case in planner_grid.cases():
                 found.append(case)
                 step()
-            print_table(call.console, report.worst(found), report.cases(found))
-            figures, plot = planner_grid.report(found), draw_planner(found)
-        else:
-            compared, swept = fault_cost.comparisons(), fault_cost.sweeps()
-            print_table(call.console, report.comparisons(compared), report.sweeps(swept))
-            for point in fault_cost.COST_POINTS:
-                call.console.print(f"{point.share:+.2f} u: {point.label}")
-            figures, plot = fault_cost.report(compared, swept), draw_fault_cost(compared, swept)
-        call.leave(figures, plot)
+            print_table(call.console, _worst(found), _furthest(found))
+            call.leave(planner_grid.report(found))
+            return
+        spec = read_spec(spec_path, trace_path)
+        outcomes, mtbf_seconds, trace = outcomes_of(spec)
+        for line in () if trace is None else trace.malformed[:MALFORMED_SHOWN_MAX]:
+            call.console.print(f"{spec.failures.trace}: {line}; the line was left out", style="yellow", markup=False)
+        print_table(call.console, table_of(spec, outcomes, mtbf_seconds))
+        call.leave(report(spec, outcomes, mtbf_seconds, trace))
+
+
+def _columns(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _worst(found: list[planner_grid.Case]) -> Table:
+    """The planner's excess cost over the best, against its aims."""
+    table = _columns("Planner: cost above the best, worst of the grid", "against", "worst", "aim", "")
+    for name, excess in planner_grid.worst(found).items():
+        aim = planner_grid.AIMS.get(name)
+        judged = ("", "") if aim is None else (f"{100 * aim:.0f}%", verdict(excess <= aim))
+        table.add_row(name, f"{100 * excess:.1f}%", *judged)
+    return table
+
+
+def _furthest(found: list[planner_grid.Case]) -> Table:
+    """The jobs for which that is largest."""
+    headings = ("min", "state", "phase", "curve x", "planned", "brute force", "above", "over rival")
+    table = _columns(f"The {CASES_SHOWN} cases furthest above brute force", *headings)
+    for case in sorted(found, key=lambda one: -one.over_brute)[:CASES_SHOWN]:
+        table.add_row(
+            str(case.mtbf_minutes),
+            case.state,
+            case.phase,
+            f"{case.curve_error:g}",
+            f"{case.mode} {case.interval_iterations}",
+            f"{case.brute_mode} {case.brute_interval_iterations}",
+            f"{100 * case.over_brute:.1f}%",
+            f"{100 * case.over_rival:+.1f}%",
+        )
+    return table

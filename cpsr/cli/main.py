@@ -35,25 +35,6 @@ A description, all of it, as job.yaml (more keys are in docs/planning.md):
 
 With --hints in place of --spec: which of the places that a program names should be checkpoints (docs/hints.md).
 """
-SIMULATE_HELP = """Simulate what failures cost a job, by checkpoint policy; nothing is trained.
-
-It takes what `cpsr plan` takes, and more. A description, all of it, as
-simulation.yaml (more keys are in docs/simulation.md):
-
-\b
-    iteration_seconds: 3.0
-    checkpoint: {stall_seconds: 4, persist_seconds: 60}
-    failures: {mtbf_hours: 3, restart_seconds: 120, process: poisson}
-    recovery:
-      predict_seconds: 10
-      predictable_interval_iterations: 300
-      end_cost: {per_horizon_iteration: 0.5}
-    wall_days: 54
-    policies:
-      - young
-      - checkfreq
-      - cpsr
-"""
 
 
 class _Commands(TyperGroup):
@@ -323,23 +304,9 @@ def plan(
         run_hints(hints, as_json)
         return
     assert spec is not None
-    from cpsr.planner.command import run_plan
-    from cpsr.simulate.spec import require_no_simulation
+    from cpsr.planner.description import run_plan
 
-    require_no_simulation(spec)
     run_plan(spec, policy or [], as_json)
-
-
-@app.command("simulate", help=SIMULATE_HELP)
-def simulate_command(
-    spec: Annotated[Path, typer.Option(help="Describes the job, its checkpoints and failures; YAML.")],
-    trace: Annotated[Path | None, typer.Option(help="File of recorded failures, in place of the spec's.")] = None,
-    policies: Annotated[str | None, typer.Option(help="Names, comma-separated, in place of the spec's.")] = None,
-    json_path: JsonPath = None,
-) -> None:
-    from cpsr.simulate.command import run_simulation
-
-    run_simulation(spec, trace, policies.split(",") if policies is not None else None, json_path)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-PlannerPolicy = Literal["cpsr", "theorem1", "untruncated", "sinh", "young", "daly", "checkfreq", "pccheck", "gemini"]
+PlannerPolicy = Literal["cpsr", "theorem1", "young", "daly"]
 
 
 class Section(BaseModel):

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cpsr.config import read_model
 from cpsr.hints.placement import Placement, Task, hints_of, place
-from cpsr.planner.units import SECONDS_PER_HOUR
+from cpsr.planner.inputs import SECONDS_PER_HOUR
 from cpsr.tables import print_table
 
 __all__ = ["HintsSpec", "read_hints_spec", "run_hints"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.journal import RankJournal, StepRow
-from cpsr.planner.live.inputs import Situation
-from cpsr.planner.live.recovery_cost import Schedule
+from cpsr.planner.live.expectations import Schedule
+from cpsr.planner.live.job_planner import Situation
 from cpsr.planner.plan import Plan
 from cpsr.state.losses import LossRecorder, Step
 

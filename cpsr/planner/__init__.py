@@ -1,1 +1,1 @@
-"""When to take checkpoints."""
+"""When to take checkpoints, and which way back a failure takes, by expected cost."""

@@ -2,35 +2,36 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 
-from cpsr.planner.baselines import Baseline
-from cpsr.planner.bounds import Limits, Mode
-from cpsr.planner.choice import SHORTEST_TAKEN, Rule
-from cpsr.planner.inputs import PlannerInputs
-from cpsr.planner.objective import Costs
-from cpsr.planner.price import exact_price, predicted_price
-from cpsr.planner.ranks import Optimum
+from cpsr.journal import FailureScope
+from cpsr.planner.cost import Costs
+from cpsr.planner.inputs import (
+    SECONDS_PER_HOUR,
+    Bound,
+    Bounds,
+    FailureClass,
+    Limits,
+    Mode,
+    PlannerInputs,
+    in_iterations,
+    plain,
+)
+from cpsr.planner.policies import SHORTEST_TAKEN, Rule, unusual_inputs
 from cpsr.planner.recovery_curve import EndCostCurve
-from cpsr.planner.tiers import explain_classes, explain_memory, recovery_per_second, stall_per_second
-from cpsr.planner.units import SECONDS_PER_HOUR, in_iterations, plain
-from cpsr.planner.ways import Prices
+from cpsr.planner.snapshots import per_interval
+from cpsr.planner.ways import Prices, Way, exact_price, explain_ways, in_order, predicted_price, ways_of
 
-__all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "explain"]
+__all__ = ["INPUT_FIELDS", "RECOVERY_LINE", "Optimum", "explain"]
 
 RULES = {
     "cpsr": "the interval at which stalls and failures together are expected to cost least",
     "theorem1": "CPSR, Theorem 1 as printed: tau1 / (B + r)",
-    "untruncated": "CPSR, Theorem 1 without its last truncation: (tau1 - lambda sqrt(A T_s)) / (B + r)",
-    "sinh": "CPSR, exact stationarity of Eq. 17: tau1 - B T_c = 2 sqrt(A / T_s) sinh(lambda (T_c + T_s) / 2)",
-    "fixed": "the interval that the user set",
     "young": "Young 1974: sqrt(2 * stall_seconds * mtbf_seconds) / iteration_seconds",
     "daly": "Daly 2006, higher order",
-    "checkfreq": "CheckFreq: the persist time, then longer until the overhead is within its limit",
-    "pccheck": "PCcheck: persist time over concurrent checkpoints and tolerated slowdown",
-    "gemini": "Gemini: the interval of least cost of recomputing, known from an oracle",
 }
 INPUT_FIELDS = (
     "iteration_seconds",
@@ -42,9 +43,31 @@ INPUT_FIELDS = (
     "watch_iterations",
     "lead_after_iterations",
 )
-
 # The coefficients of an end-cost curve: with them a plan can be recomputed from its explanation.
 RECOVERY_LINE = ("constant_iterations", "per_horizon_iteration", "per_interval_iteration")
+
+_ALL: Mapping[FailureScope, FailureClass] = {"everything": FailureClass(1.0, 1.0)}
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The interval that was chosen in one mode.
+
+    Attributes:
+        interval_iterations: inside the bounds.
+        mode: how failures are recovered from.
+        cost_per_second: seconds lost per second, without restarts; infinite if an input is unknown.
+        bounds: of the mode.
+        bound: the active one; without it another interval would be cheaper.
+        memory_interval_iterations: between snapshots in host memory, at most the interval; None without any.
+    """
+
+    interval_iterations: int
+    mode: Mode
+    cost_per_second: float
+    bounds: Bounds
+    bound: Bound
+    memory_interval_iterations: int | None = None
 
 
 def explain(
@@ -53,23 +76,27 @@ def explain(
     policy: str,
     chosen: Optimum,
     by_mode: Mapping[Mode, Optimum | None],
-    forms: Mapping[str, Rule],
-    baselines: Mapping[str, Baseline],
+    rules: Mapping[str, Rule],
     notes: Sequence[str],
 ) -> dict[str, Any]:
     """The explanation of a plan as JSON values; keys name their units.
 
     Args:
-        job: the ranks together.
+        job: its inputs.
         limits: of the user and the predictor.
         policy: that chose.
         chosen: interval and mode of the job.
         by_mode: the best of each mode; None for a mode that is not possible.
-        forms: the paper's answers, by name.
-        baselines: others' rules, by name.
+        rules: others' rules, by name.
         notes: unusual facts found so far.
     """
-    all_notes = [*notes, *chosen.bounds.notes, *_unusual(job), *_refused(by_mode)]
+    ways = {
+        scope: in_order(_ways(job, chosen, scope, limits), predicts=chosen.mode == "predict")
+        for scope in job.classes or _ALL
+    }
+    unknown_persist = () if job.persist_seconds >= 0 else (f"persist_seconds is not known; {SHORTEST_TAKEN}",)
+    all_notes = [*notes, *chosen.bounds.notes, *unusual_inputs(job).split("; "), *unknown_persist, *_refused(by_mode)]
+    prices = Prices.of_job(job, chosen.interval_iterations)
     return {
         "rule": RULES.get(policy, policy),
         "mode": chosen.mode,
@@ -77,15 +104,19 @@ def explain(
         "bounds": _bounds(chosen, limits),
         "inputs": _inputs(job),
         "origins": {name: vars(origin).copy() for name, origin in job.origins.items()},
-        "expected": _expected(job, chosen),
-        "memory": explain_memory(job, chosen),
-        "classes": explain_classes(job, chosen, limits.predictable_interval_iterations),
-        "prices": None if (prices := Prices.of(job, chosen.interval_iterations)) is None else prices.to_tree(),
+        "expected": _expected(job, chosen, ways),
+        "memory": _memory(job, chosen),
+        "classes": {scope: _class(job, scope, ordered) for scope, ordered in ways.items()},
+        "prices": None if prices is None else prices.to_tree(),
         "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
-        "forms": _forms(job, forms),
-        "rivals": {name: _baseline(job, rule) for name, rule in baselines.items()},
+        "rivals": {name: _rival(job, name, rule) for name, rule in rules.items()},
         "notes": list(dict.fromkeys(note for note in all_notes if note)),
     }
+
+
+def _ways(job: PlannerInputs, chosen: Optimum, scope: FailureScope, limits: Limits) -> list[Way]:
+    longest = limits.predictable_interval_iterations
+    return ways_of(job, chosen.interval_iterations, chosen.memory_interval_iterations, scope, longest)
 
 
 def _inputs(job: PlannerInputs) -> dict[str, Any]:
@@ -107,19 +138,6 @@ def _inputs(job: PlannerInputs) -> dict[str, Any]:
     return figures
 
 
-def _unusual(job: PlannerInputs) -> list[str]:
-    notes = []
-    for name in INPUT_FIELDS[:4]:
-        value = getattr(job, name)
-        if not value >= 0:
-            notes.append(f"{name} is not known ({value}); {SHORTEST_TAKEN}")
-    for name in ("stall_seconds", "iteration_seconds", "failures_per_second"):
-        value = getattr(job, name)
-        if value == 0 or math.isinf(value):
-            notes.append(f"{name} is {value}: one end of the allowed intervals costs least")
-    return notes
-
-
 def _refused(by_mode: Mapping[Mode, Optimum | None]) -> list[str]:
     """Modes that are possible, but chosen only if no mode has a known cost."""
     return [
@@ -132,33 +150,68 @@ def _refused(by_mode: Mapping[Mode, Optimum | None]) -> list[str]:
 
 def _bounds(chosen: Optimum, limits: Limits) -> dict[str, Any]:
     bounds = chosen.bounds
-    return {
-        "minimum_iterations": bounds.minimum_iterations,
-        "minimum_by": bounds.minimum_by,
-        "maximum_iterations": bounds.maximum_iterations,
-        "maximum_by": bounds.maximum_by,
-        "interval_min_iterations": limits.interval_min_iterations,
-        "interval_max_iterations": limits.interval_max_iterations,
-        "predictable_interval_iterations": limits.predictable_interval_iterations,
-        "predictable_by": limits.predictable_by,
-    }
+    own = {name: value for name, value in vars(bounds).items() if name != "notes"}
+    return {**own, **vars(limits)}
 
 
-def _expected(job: PlannerInputs, chosen: Optimum) -> dict[str, Any]:
+def _expected(job: PlannerInputs, chosen: Optimum, ways: Mapping[FailureScope, Sequence[Way]]) -> dict[str, Any]:
     """The expected costs of the plan, in seconds per second of wall time and per failure."""
-    interval = numpy.array([[float(chosen.interval_iterations)]])
-    costs = Costs([job])
-    recovery = recovery_per_second(job, chosen)
-    rate = job.failures_per_second
+    interval, costs, rate = numpy.array([float(chosen.interval_iterations)]), Costs(job), job.failures_per_second
+    classes = (job.classes or _ALL).items()
+    recovery = rate * sum(one.share * ways[scope][0].loss_seconds for scope, one in classes if one.share > 0)
+    stall = float(costs.stall_per_second(interval, chosen.mode)[0]) + _memory_stall_per_second(job, chosen)
     return {
         "cost_per_second": plain(chosen.cost_per_second),
-        "stall_per_second": plain(stall_per_second(job, chosen)),
+        "stall_per_second": plain(stall),
         "recovery_per_second": plain(recovery),
         "restart_per_second": plain(rate * job.restart_seconds),
         "recovery_seconds_per_failure": plain(recovery / rate if rate > 0 else math.nan),
-        "lost_lead_iterations_per_failure": plain(float(costs.lost_lead_iterations(interval, chosen.mode)[0, 0])),
-        "horizon_iterations": plain(float(costs.horizon_iterations(interval, chosen.mode)[0, 0])),
+        "lost_lead_iterations_per_failure": plain(float(costs.lost_lead_iterations(interval, chosen.mode)[0])),
+        "horizon_iterations": plain(float(costs.horizon_iterations(interval, chosen.mode)[0])),
         "failure": _failure(job, chosen),
+    }
+
+
+def _memory(job: PlannerInputs, chosen: Optimum) -> dict[str, Any] | None:
+    """The interval of snapshots in host memory, with its inputs and its cost; None if there are none."""
+    memory, every = job.memory, chosen.memory_interval_iterations
+    if memory is None or every is None:
+        return None
+    own, disk = numpy.array([float(every)]), numpy.array([float(chosen.interval_iterations)])
+    return {
+        "interval_iterations": every,
+        "configured_iterations": memory.interval_iterations,
+        "longest_iterations": memory.longest_iterations,
+        "windows": memory.window,
+        "snapshots_between_checkpoints": int(per_interval(own, disk)[0]),
+        "stall_seconds": plain(memory.stall_seconds),
+        "disk_stall_seconds": plain(job.stall_seconds),
+        "stall_per_second": plain(_memory_stall_per_second(job, chosen)),
+    }
+
+
+def _memory_stall_per_second(job: PlannerInputs, chosen: Optimum) -> float:
+    """Share of the wall time in stalls of the snapshots in memory alone."""
+    snapshots, every = Costs(job).snapshots, chosen.memory_interval_iterations
+    if snapshots is None or every is None:
+        return 0.0
+    disk = numpy.array([float(chosen.interval_iterations)])
+    return float(snapshots.stall_per_second(numpy.array([float(every)]), disk)[0])
+
+
+def _class(job: PlannerInputs, scope: FailureScope, ways: Sequence[Way]) -> dict[str, Any]:
+    """A class of failures: how often it is expected, what one goes back to and costs, and its other ways."""
+    one = (job.classes or _ALL)[scope]
+    rate, seconds = one.share * job.failures_per_second, ways[0].loss_seconds
+    return {
+        "failures_per_second": plain(rate),
+        "share": plain(one.share),
+        "prior_share": one.prior_share,
+        "seen": one.seen,
+        "back_to": "disk" if ways[0].name == "predicted" else ways[0].name,  # whose checkpoints it is predicted from
+        "loss_iterations": plain(seconds / job.iteration_seconds if job.iteration_seconds > 0 else math.nan),
+        "loss_per_second": plain(rate * seconds),
+        "ways": explain_ways(ways, job),
     }
 
 
@@ -176,7 +229,7 @@ def _option(job: PlannerInputs, best: Optimum | None) -> dict[str, Any] | str:
 def _failure(job: PlannerInputs, chosen: Optimum) -> str:
     """How a failure is paid for in the mode of the optimum, at the mean distance from its checkpoint."""
     interval = float(chosen.interval_iterations)
-    horizon = float(Costs([job]).horizon_iterations(numpy.array([[interval]]), chosen.mode)[0, 0])
+    horizon = float(Costs(job).horizon_iterations(numpy.array([interval]), chosen.mode)[0])
     if chosen.mode == "recompute" or job.recovery is None or not math.isfinite(horizon):
         return exact_price(horizon)
     cost = float(job.recovery.end_cost_iterations(numpy.array([horizon]), interval)[0])
@@ -186,25 +239,13 @@ def _failure(job: PlannerInputs, chosen: Optimum) -> str:
     return predicted_price(cost, deviation)
 
 
-def _forms(job: PlannerInputs, forms: Mapping[str, Rule]) -> dict[str, Any]:
-    """The paper's answers, unbounded, with their costs by the same measure as the plan."""
-    choices = {name: rule.choose(job) for name, rule in forms.items()}
-    intervals = numpy.array([[float(choice.interval_iterations) for choice in choices.values()]])
-    costs = Costs([job]).per_second(intervals, "recompute" if job.recovery is None else "predict")[0]
-    return {
-        name: {
-            "interval_iterations": choice.interval_iterations,
-            "cost_per_second": plain(float(cost)),
-            "note": choice.note,
-        }
-        for (name, choice), cost in zip(choices.items(), costs, strict=True)
-    }
-
-
-def _baseline(job: PlannerInputs, rule: Baseline) -> dict[str, Any]:
+def _rival(job: PlannerInputs, name: str, rule: Rule) -> dict[str, Any]:
+    """What a rule would choose before any bound, and its cost in one tier: of its own kind of recovery."""
     choice = rule.choose(job)
+    mode: Mode = "predict" if name == "theorem1" and job.recovery is not None else "recompute"
+    cost = Costs(replace(job, memory=None)).per_second(numpy.array([float(choice.interval_iterations)]), mode)
     return {
         "interval_iterations": choice.interval_iterations,
-        "cost_per_second": plain(rule.cost(job, choice.interval_iterations)),
+        "cost_per_second": plain(float(cost[0])),
         "note": choice.note,
     }

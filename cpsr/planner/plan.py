@@ -1,29 +1,24 @@
 """The plan of a phase: one checkpoint interval, the mode of recovery, and why."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy
 
 from cpsr.journal import PlanRow
-from cpsr.planner.baselines import Baseline, baselines
-from cpsr.planner.bounds import Limits, Mode, bounds_of
-from cpsr.planner.choice import Choice, Rule
-from cpsr.planner.explanation import explain
-from cpsr.planner.inputs import PlannerInputs
-from cpsr.planner.objective import cost_per_second
-from cpsr.planner.pcip import Exact, Theorem, Untruncated
-from cpsr.planner.ranks import Optimum, cheaper, job_of, memory_interval, optimum
+from cpsr.planner.cost import Costs, cheapest
+from cpsr.planner.explanation import Optimum, explain
+from cpsr.planner.inputs import Bound, Bounds, Limits, Mode, PlannerInputs, bounds_of
+from cpsr.planner.policies import POLICIES, Choice, Rule
 
-__all__ = ["FORMS", "LEAST_COST", "Plan", "fixed_plan", "make_plan", "policy_names", "with_memory"]
+__all__ = ["LEAST_COST", "Plan", "RecoveryMode", "fixed_plan", "make_plan", "optimum", "policy_names", "with_memory"]
 
 MODES: tuple[Mode, ...] = ("predict", "recompute")
+RecoveryMode = Literal["auto", "predict", "exact"]
 # The policy that takes the interval of least expected cost.
 LEAST_COST = "cpsr"
-# The paper's own answers to its problem.
-FORMS: Mapping[str, Rule] = {"theorem1": Theorem(), "untruncated": Untruncated(), "sinh": Exact()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +28,7 @@ class Plan:
     Attributes:
         interval_iterations: between checkpoints.
         origin: the policy that chose it.
-        explanation: inputs, rule, bounds, costs and the choices of the baselines.
+        explanation: inputs, rule, bounds, costs and the choices of other rules.
         mode: how a failure is expected to be recovered; None if the plan did not choose.
         memory_interval_iterations: between snapshots in host memory, from 1 to the interval between checkpoints; of
             windows their length; None: there are none.
@@ -83,28 +78,25 @@ def fixed_plan(interval_iterations: int, memory_interval_iterations: int | None 
     )
 
 
-def with_memory(
-    plan: Plan,
-    ranks: Sequence[PlannerInputs],
-    limits: Limits,
-    recovery_mode: Literal["auto", "predict", "exact"] = "auto",
-) -> Plan:
+def with_memory(plan: Plan, job: PlannerInputs, limits: Limits, recovery_mode: RecoveryMode = "auto") -> Plan:
     """A plan of a fixed interval, with the best interval in memory beside it, and what failures then cost.
 
     Where the disk needs longer than the interval, the costs are those at the interval that it manages.
 
     Args:
         plan: of the fixed interval.
-        ranks: inputs of each.
+        job: its inputs.
         limits: of the predictor; the fixed interval takes the place of the user's.
         recovery_mode: the configured one.
     """
     interval = plan.interval_iterations
     fixed = replace(limits, interval_min_iterations=interval, interval_max_iterations=interval)
-    planned = make_plan(ranks, fixed, recovery_mode=recovery_mode)
+    planned = make_plan(job, fixed, recovery_mode=recovery_mode)
     memory = planned.explanation["memory"]
     if memory is not None and not memory["windows"] and memory["interval_iterations"] > interval:
-        planned = make_plan([_with_snapshots(rank, interval) for rank in ranks], fixed, recovery_mode=recovery_mode)
+        assert job.memory is not None  # it is what was explained
+        within = replace(job, memory=replace(job.memory, interval_iterations=interval))
+        planned = make_plan(within, fixed, recovery_mode=recovery_mode)
         memory = {**planned.explanation["memory"], "configured_iterations": memory["configured_iterations"]}
     found = {name: planned.explanation[name] for name in ("expected", "classes", "prices")}
     return replace(
@@ -114,17 +106,17 @@ def with_memory(
     )
 
 
-def policy_names(rules: Mapping[str, Baseline] | None = None) -> list[str]:
-    """Every policy of `make_plan`: the least cost, the paper's forms, the baselines."""
-    return [LEAST_COST, *FORMS, *(baselines() if rules is None else rules)]
+def policy_names(rules: Mapping[str, Rule] = POLICIES) -> list[str]:
+    """Every policy of `make_plan`: the least cost, and the rules."""
+    return [LEAST_COST, *rules]
 
 
 def make_plan(
-    ranks: Sequence[PlannerInputs],
+    job: PlannerInputs,
     limits: Limits,
     policy: str = LEAST_COST,
-    recovery_mode: Literal["auto", "predict", "exact"] = "auto",
-    rules: Mapping[str, Baseline] | None = None,
+    recovery_mode: RecoveryMode = "auto",
+    rules: Mapping[str, Rule] = POLICIES,
 ) -> Plan:
     """The interval and the mode for the coming phase.
 
@@ -132,57 +124,83 @@ def make_plan(
     other policy chooses one interval, which is clamped to the bounds, and the cheaper mode at that interval.
 
     Args:
-        ranks: inputs of each rank, in their order; one entry if only the job is known.
+        job: its inputs.
         limits: of the user and the predictor.
         policy: one of `policy_names(rules)`.
         recovery_mode: auto takes the cheaper mode; predict predicts if possible; exact always recomputes.
-        rules: baselines by name; by default all, at a tolerated overhead of 2%.
+        rules: by name; other than the usual ones in simulations.
 
     Raises:
-        ValueError: no ranks, or an unknown policy.
+        ValueError: an unknown policy.
     """
-    if not ranks:
-        raise ValueError("a plan needs the inputs of at least one rank")
-    others = baselines() if rules is None else rules
-    known: dict[str, Rule] = {**FORMS, **others}
-    if policy != LEAST_COST and policy not in known:
-        raise ValueError(f"unknown policy {policy!r}; known: {', '.join(policy_names(others))}")
-    job = job_of(ranks)
-    modes = _modes(recovery_mode, job, limits)
-    notes: list[str] = []
+    if policy != LEAST_COST and policy not in rules:
+        raise ValueError(f"unknown policy {policy!r}; known: {', '.join(policy_names(rules))}")
     by_mode = {mode: optimum(job, limits, mode) for mode in MODES}
+    modes = _allowed(recovery_mode, by_mode)
+    notes: list[str] = []
     if policy == LEAST_COST:
-        chosen = cheaper([by_mode[mode] for mode in modes])
+        chosen = _cheaper([by_mode[mode] for mode in modes])
     else:
-        choice = known[policy].choose(job)
+        choice = rules[policy].choose(job)
         notes.append(choice.note)
-        chosen = cheaper([_bounded(job, limits, mode, choice) for mode in modes])
+        chosen = _cheaper([_bounded(job, limits, mode, choice) for mode in modes])
     if recovery_mode == "predict" and chosen.mode == "recompute":
         notes.append("prediction is not possible at any allowed interval; failures are recomputed")
-    every = memory_interval(job, chosen.interval_iterations)
-    explanation = explain(job, limits, policy, chosen, by_mode, FORMS, others, notes)
-    return Plan(chosen.interval_iterations, policy, explanation, chosen.mode, every)
+    explanation = explain(job, limits, policy, chosen, by_mode, rules, notes)
+    return Plan(chosen.interval_iterations, policy, explanation, chosen.mode, chosen.memory_interval_iterations)
 
 
-def _with_snapshots(rank: PlannerInputs, every: int) -> PlannerInputs:
-    """With so many iterations between snapshots, where there are any."""
-    return rank if rank.memory is None else replace(rank, memory=replace(rank.memory, interval_iterations=every))
+def optimum(job: PlannerInputs, limits: Limits, mode: Mode) -> Optimum | None:
+    """The interval of least cost in one mode; None if prediction is not possible.
+
+    Args:
+        job: its inputs.
+        limits: of the user and the predictor.
+        mode: how failures are recovered from.
+    """
+    bounds = bounds_of(job, limits, mode)
+    if bounds is None:
+        return None
+    costs = Costs(job)
+    interval = cheapest(lambda grid: costs.per_second(grid, mode), bounds.minimum_iterations, bounds.maximum_iterations)
+    around = numpy.maximum(numpy.array([interval - 1.0, interval, interval + 1.0]), 1.0)
+    three: list[float] = costs.per_second(around, mode).tolist()
+    return _optimum(costs, interval, mode, three[1], bounds, _active(interval, three, bounds))
 
 
-def _modes(recovery_mode: str, job: PlannerInputs, limits: Limits) -> Sequence[Mode]:
+def _allowed(recovery_mode: RecoveryMode, by_mode: Mapping[Mode, Optimum | None]) -> tuple[Mode, ...]:
     """The allowed and possible modes; recomputing is always possible."""
-    possible = job.recovery is not None and bounds_of(job, limits, "predict") is not None
-    if recovery_mode == "exact" or not possible:
+    if recovery_mode == "exact" or by_mode["predict"] is None:
         return ("recompute",)
     return ("predict",) if recovery_mode == "predict" else MODES
 
 
 def _bounded(job: PlannerInputs, limits: Limits, mode: Mode, choice: Choice) -> Optimum | None:
     """A rule's interval, clamped to the bounds of a mode, with its cost there."""
-    bounds = bounds_of(job, limits, mode)
+    bounds, costs = bounds_of(job, limits, mode), Costs(job)
     if bounds is None:
         return None
     interval, bound = bounds.clamp(choice.interval_iterations)
-    cost = float(cost_per_second(job, numpy.array([float(interval)]), mode)[0])
-    cost = cost if math.isfinite(cost) else math.inf
-    return Optimum(interval, mode, cost, bounds, bound, memory_interval(job, interval))
+    cost = float(costs.per_second(numpy.array([float(interval)]), mode)[0])
+    return _optimum(costs, interval, mode, cost, bounds, bound)
+
+
+def _optimum(costs: Costs, interval: int, mode: Mode, cost: float, bounds: Bounds, bound: Bound) -> Optimum:
+    every = None if costs.snapshots is None else int(costs.snapshots.best(numpy.array([float(interval)]))[0])
+    return Optimum(interval, mode, cost if math.isfinite(cost) else math.inf, bounds, bound, every)
+
+
+def _cheaper(options: list[Optimum | None]) -> Optimum:
+    """The option of least cost; recomputing if both cost the same. At least one option must be possible."""
+    able = [option for option in options if option is not None]
+    return min(able, key=lambda option: (option.cost_per_second, option.mode == "predict"))
+
+
+def _active(interval: int, costs: list[float], bounds: Bounds) -> Bound:
+    """The bound at which the cost still falls outwards; `costs` are those one below, at, and one above the interval."""
+    below, at, above = costs
+    if interval == bounds.minimum_iterations and interval > 1 and (below < at or not math.isfinite(at)):
+        return bounds.minimum_by
+    if interval == bounds.maximum_iterations and above < at:
+        return bounds.maximum_by
+    return "none"

@@ -2,23 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 
-from cpsr.planner.bounds import Limits
 from cpsr.planner.explanation import INPUT_FIELDS, RECOVERY_LINE
-from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs
-from cpsr.planner.plan import LEAST_COST, Plan, make_plan, policy_names
+from cpsr.planner.inputs import (
+    SECONDS_PER_HOUR,
+    FailureClass,
+    Limits,
+    MemoryTier,
+    Origin,
+    PhaseInputs,
+    PlannerInputs,
+)
+from cpsr.planner.plan import LEAST_COST, Plan, RecoveryMode, make_plan, policy_names
 from cpsr.planner.recovery_curve import EndCostCurve
-from cpsr.planner.units import SECONDS_PER_HOUR
 
 __all__ = ["Basis", "Change", "basis_of", "preview"]
 
 # No observation is added, and nothing uses the scatter.
 SCATTER_ITERATIONS = 1.0
-# Of plans before 2026-11-23, which do not record the line's covariance.
-CERTAIN = numpy.diag([1e-12, 1e-12, 1e-12])
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,9 @@ def basis_of(explanation: Mapping[str, Any], policy: str) -> Basis | None:
 
 
 def preview(
-    basis: Basis,
-    change: Change,
-    state_bytes: float | None = None,
-    recovery_mode: Literal["auto", "predict", "exact"] = "auto",
+    basis: Basis, change: Change, state_bytes: float | None = None, recovery_mode: RecoveryMode = "auto"
 ) -> Plan:
-    """The plan of the job for the same phase, with changed inputs; one interval for all ranks.
+    """The plan of the job for the same phase, with changed inputs.
 
     Args:
         basis: of the current plan.
@@ -95,7 +96,7 @@ def preview(
         own["memory"] = replace(inputs.memory, stall_seconds=stall)
         origins["memory_stall_seconds"] = Origin("configured")
     job = replace(inputs, **own, origins={**inputs.origins, **origins})
-    return make_plan([job], basis.limits, basis.policy, recovery_mode)
+    return make_plan(job, basis.limits, basis.policy, recovery_mode)
 
 
 def _changed(inputs: PlannerInputs, change: Change, state_bytes: float | None) -> dict[str, Any]:
@@ -107,15 +108,15 @@ def _changed(inputs: PlannerInputs, change: Change, state_bytes: float | None) -
     size = state_bytes if change.state_bytes is None else change.state_bytes
     if size is None:
         raise ValueError("the size of a checkpoint is not known yet, and without it bandwidths give no times")
-    figures = {name: getattr(inputs, name) for name in ("stall_seconds", "persist_seconds")}
-    rates = [
-        ("stall_seconds", change.snapshot_bytes_per_second),
-        ("persist_seconds", change.persist_bytes_per_second),
-    ]
+    figures = {"stall_seconds": inputs.stall_seconds, "persist_seconds": inputs.persist_seconds}
+    rates = {
+        "stall_seconds": change.snapshot_bytes_per_second,
+        "persist_seconds": change.persist_bytes_per_second,
+    }
     if inputs.memory is not None:
         figures["memory_stall_seconds"] = inputs.memory.stall_seconds
-        rates.append(("memory_stall_seconds", change.snapshot_bytes_per_second))
-    for name, rate in rates:
+        rates["memory_stall_seconds"] = change.snapshot_bytes_per_second
+    for name, rate in rates.items():
         if rate is not None:
             changed[name] = size / rate
         elif change.state_bytes is not None:
@@ -136,35 +137,38 @@ def _inputs(explanation: Mapping[str, Any]) -> PlannerInputs:
         figures["phase"] = PhaseInputs(**phase)
     if recorded["recovery_curve"] != "none":
         line = [float(recorded["recovery_line"][name]) for name in RECOVERY_LINE]
-        covariance = numpy.array(recorded.get("recovery_covariance", CERTAIN), dtype=numpy.float64)
+        covariance = numpy.array(recorded["recovery_covariance"], dtype=numpy.float64)
         figures["recovery"] = EndCostCurve.of_estimate(line, covariance, SCATTER_ITERATIONS, recorded["recovery_curve"])
-    origins = {name: Origin(**origin) for name, origin in explanation["origins"].items()}
-    loads = {
-        place: float(recorded[name]) for place in ("disk", "memory") if (name := f"{place}_load_seconds") in recorded
-    }
-    share = float((explanation.get("prices") or {}).get("lost_share", 1.0))
-    more = {"load_seconds": loads, "lost_share": share, **_tiers(explanation)}
-    return PlannerInputs(**figures, origins=origins, **more)
-
-
-def _tiers(explanation: Mapping[str, Any]) -> dict[str, Any]:
-    """The classes of failures, and the snapshots in memory; plans of older versions have neither."""
-    recorded = explanation["inputs"]
     classes = {
         scope: FailureClass(float(one["share"]), float(one["prior_share"]), int(one["seen"]))
-        for scope, one in explanation.get("classes", {}).items()
+        for scope, one in explanation["classes"].items()
     }
-    if "memory_stall_seconds" not in recorded:
-        return {"classes": classes}
-    replica = recorded.get("replica_seconds")
-    memory = MemoryTier(
-        float(recorded["memory_stall_seconds"]),
-        explanation["memory"]["configured_iterations"],
-        None if replica is None else float(replica),
-        bool(explanation["memory"].get("windows", False)),
-        explanation["memory"].get("longest_iterations"),
+    return PlannerInputs(
+        **figures,
+        origins={name: Origin(**origin) for name, origin in explanation["origins"].items()},
+        classes=classes,
+        memory=_memory(explanation),
+        load_seconds={
+            place: float(recorded[name])
+            for place in ("disk", "memory")
+            if (name := f"{place}_load_seconds") in recorded
+        },
+        lost_share=float((explanation["prices"] or {}).get("lost_share", 1.0)),
     )
-    return {"classes": classes, "memory": memory}
+
+
+def _memory(explanation: Mapping[str, Any]) -> MemoryTier | None:
+    recorded, memory = explanation["inputs"], explanation["memory"]
+    if memory is None:
+        return None
+    replica = recorded.get("replica_seconds")
+    return MemoryTier(
+        float(recorded["memory_stall_seconds"]),
+        memory["configured_iterations"],
+        None if replica is None else float(replica),
+        memory["windows"],
+        memory["longest_iterations"],
+    )
 
 
 def _limits(explanation: Mapping[str, Any]) -> Limits:

@@ -10,10 +10,18 @@ import numpy
 
 from cpsr.planner.inputs import Array, PhaseInputs
 
-__all__ = ["LEAD_AFTER_ITERATIONS", "CostObservation", "EndCostCurve", "PaperCurve", "Row"]
+__all__ = [
+    "LEAD_AFTER_ITERATIONS",
+    "OBSERVATIONS_MAX",
+    "CostObservation",
+    "EndCostCurve",
+    "PaperCurve",
+    "Row",
+    "as_row",
+]
 
 # A recovery that gets ahead does so only after so many iterations of training. Measured on a GPT of 0.4M
-# parameters, 30 predicted recoveries of three jobs (2026-11-21): those with that long until
+# parameters, 30 predicted recoveries of three jobs (`cpsr bench plan --real`, 2026-11-21): those with that long until
 # the next failure were expected to move the lag by -30 iterations and moved it by -31 +- 7; those with less were
 # expected at -33, and moved it by +7 +- 6.
 LEAD_AFTER_ITERATIONS = 100
@@ -122,8 +130,8 @@ class EndCostCurve:
             scatter_iterations: of single recoveries.
             source: origin of the estimate.
         """
-        rows = [_row(row) for row in (covariance + covariance.T) / 2]
-        return cls(_row(mean), (rows[0], rows[1], rows[2]), float(scatter_iterations), (), source)
+        rows = [as_row(row) for row in (covariance + covariance.T) / 2]
+        return cls(as_row(mean), (rows[0], rows[1], rows[2]), float(scatter_iterations), (), source)
 
     @property
     def source(self) -> str:
@@ -182,7 +190,7 @@ class EndCostCurve:
         outlier = strange[0] if len(strange) == 1 else None
         kept = numpy.arange(len(data)) != outlier
         mean, covariance, _ = self._posterior(rows[kept], costs[kept], variances[kept])
-        return _Fit(_row(mean), covariance, outlier)
+        return _Fit(as_row(mean), covariance, outlier)
 
     def _deviation(self, rows: Array, costs: Array, variances: Array, left_out: int) -> float:
         """Distance of one measurement from the prediction of all others, in standard deviations."""
@@ -266,6 +274,7 @@ class PaperCurve:
         return numpy.broadcast_to(costs, shape)
 
 
-def _row(values: Any) -> Row:
+def as_row(values: Any) -> Row:
+    """Three numbers as plain floats."""
     a, b, c = (float(value) for value in values)
     return a, b, c

@@ -8,14 +8,21 @@ from typing import Any, Literal
 import numpy
 
 from cpsr.journal import FailureScope
-from cpsr.planner.inputs import PlannerInputs
-from cpsr.planner.objective import Costs
-from cpsr.planner.ranks import Optimum
-from cpsr.planner.recovery_curve import EndCostCurve, Row
-from cpsr.planner.snapshots import Snapshots
-from cpsr.planner.units import plain
+from cpsr.planner.cost import Costs
+from cpsr.planner.inputs import PlannerInputs, plain
+from cpsr.planner.recovery_curve import EndCostCurve, Row, as_row
 
-__all__ = ["WAYS", "Prices", "Way", "WayName", "explain_ways", "in_order", "ways_of"]
+__all__ = [
+    "WAYS",
+    "Prices",
+    "Way",
+    "WayName",
+    "exact_price",
+    "explain_ways",
+    "in_order",
+    "predicted_price",
+    "ways_of",
+]
 
 WayName = Literal["memory", "replica", "window", "predicted", "disk"]
 
@@ -87,36 +94,40 @@ def _goes_before(predicted: Way, exact: Way) -> bool:
 
 
 def ways_of(
-    job: PlannerInputs, chosen: Optimum, scope: FailureScope, predictable_iterations: int | None = None
+    job: PlannerInputs,
+    interval_iterations: int,
+    memory_interval_iterations: int | None,
+    scope: FailureScope,
+    predictable_iterations: int | None = None,
 ) -> list[Way]:
     """What the ways of a class are expected to cost; those that are not possible are left out.
 
     Args:
-        job: the ranks together.
-        chosen: interval and mode of the job.
+        job: its inputs.
+        interval_iterations: between checkpoints.
+        memory_interval_iterations: between snapshots in host memory; None without any.
         scope: the class.
         predictable_iterations: longest interval to predict from; None: no limit is known.
     """
-    costs, disk, loads = Costs([job]), numpy.array([[float(chosen.interval_iterations)]]), job.load_seconds
-    recomputed = float(costs.recovery_seconds(disk, "recompute")[0, 0])
+    costs, disk, loads = Costs(job), numpy.array([float(interval_iterations)]), job.load_seconds
+    recomputed = float(costs.recovery_seconds(disk, "recompute")[0])
     found: dict[WayName, Way] = {"disk": Way("disk", recomputed, 0.0, loads.get("disk", 0.0))}
-    possible = predictable_iterations is None or chosen.interval_iterations <= predictable_iterations
-    horizon = math.inf if job.recovery is None else float(costs.horizon_iterations(disk, "predict")[0, 0])
+    possible = predictable_iterations is None or interval_iterations <= predictable_iterations
+    horizon = math.inf if job.recovery is None else float(costs.horizon_iterations(disk, "predict")[0])
     if job.recovery is not None and possible and math.isfinite(horizon):  # else no checkpoint is ever durable
         deviation = 0.0  # not known of other curves
         if isinstance(job.recovery, EndCostCurve):
-            deviation = job.recovery.deviation_iterations(horizon, chosen.interval_iterations) * job.iteration_seconds
-        cost = float(costs.recovery_seconds(disk, "predict")[0, 0])
+            deviation = job.recovery.deviation_iterations(horizon, interval_iterations) * job.iteration_seconds
+        cost = float(costs.recovery_seconds(disk, "predict")[0])
         found["predicted"] = Way("predicted", cost, deviation, loads.get("disk", 0.0))
-    if job.memory is not None and chosen.memory_interval_iterations is not None:
-        snapshots, every = Snapshots([job]), numpy.array([[float(chosen.memory_interval_iterations)]])
-        load = loads.get("memory", 0.0)
+    if job.memory is not None and costs.snapshots is not None and memory_interval_iterations is not None:
+        every, load = numpy.array([float(memory_interval_iterations)]), loads.get("memory", 0.0)
         if scope == "process":
             name: WayName = "window" if job.memory.window else "memory"
-            found[name] = Way(name, float(snapshots.process_seconds(every)[0, 0]), 0.0, load)
+            found[name] = Way(name, float(costs.snapshots.process_seconds(every)[0]), 0.0, load)
         elif job.memory.replica_seconds is not None:
             name = "window" if job.memory.window else "replica"
-            found[name] = Way(name, float(snapshots.machine_seconds(every, disk)[0, 0]), 0.0, load)
+            found[name] = Way(name, float(costs.snapshots.machine_seconds(every, disk)[0]), 0.0, load)
     return [found[name] for name in WAYS[scope] if name in found]
 
 
@@ -160,14 +171,14 @@ class Prices:
     lost_share: float = 1.0
 
     @classmethod
-    def of(cls, job: PlannerInputs, interval_iterations: int) -> "Prices | None":
-        """Those of a plan; None where a time is not known."""
+    def of_job(cls, job: PlannerInputs, interval_iterations: int) -> "Prices | None":
+        """What a plan knows; None where a time is not known."""
         known_seconds = (job.predict_seconds, job.lost_share, *job.load_seconds.values())
         if not (0 < job.iteration_seconds < math.inf and all(map(math.isfinite, known_seconds))):
             return None
         known: dict[str, Any] = {}
         if isinstance(job.recovery, EndCostCurve):
-            rows = [_row(row) for row in job.recovery.covariance.tolist()]
+            rows = [as_row(row) for row in job.recovery.covariance.tolist()]
             known = {"line": job.recovery.coefficients, "covariance": (rows[0], rows[1], rows[2])}
         return cls(
             job.iteration_seconds,
@@ -180,16 +191,16 @@ class Prices:
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any] | None) -> "Prices | None":
-        """What `to_tree` returned; None of None, as in checkpoints of older versions."""
+        """What `to_tree` returned; None of None."""
         if tree is None:
             return None
         line, covariance = tree["line"], tree["covariance"]
-        rows = None if covariance is None else [_row(row) for row in covariance]
+        rows = None if covariance is None else [as_row(row) for row in covariance]
         return cls(
             float(tree["iteration_seconds"]),
             float(tree["predict_seconds"]),
             {str(place): float(seconds) for place, seconds in tree["load_seconds"].items()},
-            None if line is None else _row(line),
+            None if line is None else as_row(line),
             None if rows is None else (rows[0], rows[1], rows[2]),
             int(tree["interval_iterations"]),
             float(tree["lost_share"]),
@@ -225,6 +236,18 @@ class Prices:
         return Way("predicted", loss, deviation * seconds, self.load_seconds.get("disk", 0.0))
 
 
-def _row(values: Sequence[Any]) -> Row:
-    a, b, c = (float(value) for value in values)
-    return a, b, c
+def exact_price(iterations: float) -> str:
+    """The price, in words, of going back to a checkpoint that many iterations before the failure."""
+    count = f"{iterations:.0f}"
+    return f"exact: {count} iteration{'' if count == '1' else 's'} later"
+
+
+def predicted_price(end_cost_iterations: float, deviation_iterations: float) -> str:
+    """The price, in words, of a prediction; below 0 the run ends with a lower loss.
+
+    Args:
+        end_cost_iterations: expected.
+        deviation_iterations: standard deviation of that.
+    """
+    spread = f" ± {deviation_iterations:.0f}" if deviation_iterations >= 0.5 else ""
+    return f"predicted state; expected cost {end_cost_iterations:z.0f}{spread} iterations"

@@ -6,9 +6,18 @@ from dataclasses import dataclass, replace
 import numpy
 from hypothesis import strategies as st
 
-from cpsr.planner.bounds import Bounds, Limits, Mode
-from cpsr.planner.inputs import Array, FailureClass, MemoryTier, PhaseInputs, PlannerInputs, RecoveryCost
-from cpsr.planner.objective import cost_per_second
+from cpsr.planner.cost import Costs
+from cpsr.planner.inputs import (
+    Array,
+    Bounds,
+    FailureClass,
+    Limits,
+    MemoryTier,
+    Mode,
+    PhaseInputs,
+    PlannerInputs,
+    RecoveryCost,
+)
 from cpsr.planner.recovery_curve import EndCostCurve
 
 HOUR = 3600.0
@@ -52,6 +61,42 @@ class Scaled:
 
     def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
         return self.factor * self.curve.end_cost_iterations(horizon_iterations, interval_iterations)
+
+
+def cost_per_second(inputs: PlannerInputs, intervals: Array, mode: Mode) -> Array:
+    """Seconds lost per second of wall time."""
+    return Costs(inputs).per_second(intervals, mode)
+
+
+def lost_work_seconds(
+    iteration_seconds: float, interval_iterations: float, stall_seconds: float, persist_seconds: float = 0.0
+) -> float:
+    """Mean training time that a failure takes back where failures are rare and persisting ends within the interval.
+
+    For an interval of k seconds: a failure in the stall s loses k, and one later the time since. One before the newest
+    checkpoint is durable loses another k. Together: `k (k/2 + s + p) / (k + s)`.
+    """
+    trained = iteration_seconds * interval_iterations
+    return trained * (trained / 2 + stall_seconds + persist_seconds) / (trained + stall_seconds)
+
+
+def exact_ettr(
+    iteration_seconds: float,
+    interval_iterations: float,
+    stall_seconds: float,
+    restart_seconds: float,
+    mtbf_seconds: float,
+) -> float:
+    """ETTR of a job under Poisson failures that goes back to its last checkpoint, at any rate of failures.
+
+    A checkpoint is durable when its stall ends; failures may come during restarts and stalls. With
+    w = I T_iter + T_s, a segment takes `M e^(R/M) (e^(w/M) - 1)` on average.
+
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, Eq. 13.
+    """
+    useful = iteration_seconds * interval_iterations
+    segment = mtbf_seconds * math.exp(restart_seconds / mtbf_seconds)
+    return useful / (segment * math.expm1((useful + stall_seconds) / mtbf_seconds))
 
 
 def brute_force(inputs: PlannerInputs, bounds: Bounds, mode: Mode) -> tuple[int, float]:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PhaseInputs, PlannerInputs
+from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, Origin, PhaseInputs, PlannerInputs
 from cpsr.planner.plan import fixed_plan, make_plan
 from cpsr.planner.preview import Change, basis_of, preview
 from cpsr.planner.recovery_curve import EndCostCurve
@@ -40,7 +39,7 @@ def stored(explanation: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["cpsr", "young", "daly", "theorem1", "checkfreq", "gemini"])
+@pytest.mark.parametrize("policy", ["cpsr", "young", "theorem1"])
 @pytest.mark.parametrize("mode", ["auto", "predict", "exact"])
 @pytest.mark.parametrize(
     "tiers",
@@ -59,7 +58,7 @@ def test_with_nothing_changed_the_plan_is_the_same(policy: str, mode: Any, tiers
     if tiers:
         tiers = {**tiers, "classes": {"process": FailureClass(0.7, 0.5, 3), "machine": FailureClass(0.3, 0.5)}}
     job = inputs(recovery=None, **tiers) if mode == "exact" else inputs(**tiers)
-    plan = make_plan([job], LIMITS, policy, mode)
+    plan = make_plan(job, LIMITS, policy, mode)
     basis = basis_of(stored(plan.explanation), plan.origin)
     assert basis is not None
     again = preview(basis, Change(), recovery_mode=mode)
@@ -73,7 +72,7 @@ def test_the_change_is_planned_as_if_it_were_measured(
     mtbf_hours: float, growth: float, snapshot: float, persist: float
 ) -> None:
     size = 1e6
-    basis = basis_of(stored(make_plan([inputs()], LIMITS).explanation), "cpsr")
+    basis = basis_of(stored(make_plan(inputs(), LIMITS).explanation), "cpsr")
     assert basis is not None
     changed = preview(basis, Change(mtbf_hours, growth * size, None, persist), size)
     expected = inputs(
@@ -81,14 +80,14 @@ def test_the_change_is_planned_as_if_it_were_measured(
         stall_seconds=0.2 * growth * size / size,
         persist_seconds=growth * size / persist,
     )
-    assert changed.interval_iterations == make_plan([expected], LIMITS).interval_iterations
+    assert changed.interval_iterations == make_plan(expected, LIMITS).interval_iterations
     faster = preview(basis, Change(snapshot_bytes_per_second=snapshot), size).explanation
     assert faster["inputs"]["stall_seconds"] == size / snapshot
     assert faster["origins"]["stall_seconds"]["kind"] == "configured"
 
 
 def test_more_failures_never_mean_fewer_checkpoints() -> None:
-    basis = basis_of(stored(make_plan([inputs(recovery=None)], LIMITS).explanation), "cpsr")
+    basis = basis_of(stored(make_plan(inputs(recovery=None), LIMITS).explanation), "cpsr")
     assert basis is not None
     found = [preview(basis, Change(mtbf_hours=hours)).interval_iterations for hours in (0.1, 0.5, 2, 8, 50)]
     assert found == sorted(found)
@@ -96,8 +95,8 @@ def test_more_failures_never_mean_fewer_checkpoints() -> None:
 
 
 def test_an_overridden_plan_is_previewed_as_the_planner_would_make_it() -> None:
-    free = make_plan([inputs()], LIMITS, "daly")
-    pinned = make_plan([inputs()], Limits(7, 7, 400, "what was measured"), "daly")
+    free = make_plan(inputs(), LIMITS, "daly")
+    pinned = make_plan(inputs(), Limits(7, 7, 400, "what was measured"), "daly")
     without = {"interval_min_iterations": 5, "interval_max_iterations": 800}
     explanation = {**pinned.explanation, "override": {"id": 1, "policy": "daly", "without": without}}
     basis = basis_of(stored(explanation), "override")
@@ -107,7 +106,7 @@ def test_an_overridden_plan_is_previewed_as_the_planner_would_make_it() -> None:
 
 @pytest.mark.parametrize("change", [Change(state_bytes=5.0), Change(persist_bytes_per_second=5.0)])
 def test_bytes_need_the_size_of_what_is_scaled(change: Change) -> None:
-    basis = basis_of(stored(make_plan([inputs()], LIMITS).explanation), "cpsr")
+    basis = basis_of(stored(make_plan(inputs(), LIMITS).explanation), "cpsr")
     assert basis is not None
     with pytest.raises(ValueError, match="not known yet"):
         preview(basis, change)
@@ -123,7 +122,7 @@ def without(explanation: Any, *path: str) -> Any:
     return found
 
 
-PLAN = make_plan([inputs()], LIMITS)
+PLAN = make_plan(inputs(), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -132,13 +131,13 @@ PLAN = make_plan([inputs()], LIMITS)
         {},
         fixed_plan(50).explanation,
         {"rule": "as planned before the restart"},
-        make_plan([PlannerInputs(0.0, 0.0, 0.0, 1 / 7200)], LIMITS, "young", "exact").explanation,
+        make_plan(PlannerInputs(0.0, 0.0, 0.0, 1 / 7200), LIMITS, "young", "exact").explanation,
         without(PLAN.explanation, "inputs", "recovery_line"),
         without(PLAN.explanation, "inputs", "stall_seconds"),
         without(PLAN.explanation, "bounds"),
         {**stored(PLAN.explanation), "inputs": 3},
         {**stored(PLAN.explanation), "override": 3},
-        make_plan([inputs(iteration_seconds=math.nan)], LIMITS).explanation,
+        make_plan(inputs(iteration_seconds=math.nan), LIMITS).explanation,
     ],
     ids=["empty", "fixed", "restarted", "unmeasured", "line", "figure", "bounds", "torn", "override", "nan"],
 )
@@ -151,7 +150,7 @@ def test_a_larger_state_stalls_longer_in_memory_too() -> None:
         "memory": MemoryTier(0.01),
         "classes": {"process": FailureClass(0.5, 0.5), "everything": FailureClass(0.5, 0.5)},
     }
-    basis = basis_of(stored(make_plan([inputs(**tiers)], LIMITS).explanation), "cpsr")
+    basis = basis_of(stored(make_plan(inputs(**tiers), LIMITS).explanation), "cpsr")
     assert basis is not None
     found = preview(basis, Change(state_bytes=4e6), 1e6).explanation
     assert (found["inputs"]["memory_stall_seconds"], found["inputs"]["stall_seconds"]) == (0.04, 0.8)

@@ -6,19 +6,15 @@ from dataclasses import dataclass, replace
 
 import numpy
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.journal import FailureScope
-from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import FailureClass, MemoryTier, PlannerInputs
-from cpsr.planner.objective import Costs, cost_per_second
+from cpsr.planner.cost import Costs
+from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, PlannerInputs
 from cpsr.planner.plan import fixed_plan, make_plan, with_memory
-from cpsr.planner.ranks import memory_interval
-from cpsr.planner.snapshots import closed_form, per_interval
-from tests.planner.jobs import HOUR, end_cost, job
-
-LONGEST = 3000
+from cpsr.planner.snapshots import per_interval
+from tests.planner.jobs import HOUR, cost_per_second, end_cost, job
 
 
 def classes(process: float, everything: float) -> dict[FailureScope, FailureClass]:
@@ -42,6 +38,13 @@ def two_tiers(
     return job(mtbf_hours, classes=classes(process, everything), memory=memory, **fields)
 
 
+def memory_interval(inputs: PlannerInputs, interval: int) -> int:
+    """Iterations between snapshots beside checkpoints at an interval."""
+    snapshots = Costs(inputs).snapshots
+    assert snapshots is not None
+    return int(snapshots.best(numpy.array([float(interval)]))[0])
+
+
 def at(inputs: PlannerInputs, every: int, intervals: numpy.ndarray) -> numpy.ndarray:
     """Costs of one interval in memory with several on the disk."""
     assert inputs.memory is not None
@@ -49,11 +52,9 @@ def at(inputs: PlannerInputs, every: int, intervals: numpy.ndarray) -> numpy.nda
     return cost_per_second(fixed, intervals, "recompute")
 
 
-def brute_force(inputs: PlannerInputs, longest: int, step: float = 0.0) -> float:
-    """The least cost of all pairs of intervals, or of those that are a fraction apart."""
+def brute_force(inputs: PlannerInputs, longest: int) -> float:
+    """The least cost of all pairs of intervals."""
     chosen = numpy.arange(1, longest + 1, dtype=numpy.float64)
-    if step:
-        chosen = numpy.unique(numpy.geomspace(1, longest, round(math.log(longest) / step)).round())
     return min(float(numpy.nanmin(at(inputs, round(every), chosen[place:]))) for place, every in enumerate(chosen))
 
 
@@ -77,7 +78,7 @@ def jobs(draw: st.DrawFn) -> PlannerInputs:
 def test_the_plan_costs_at_most_1_percent_more_than_the_best_pair_of_intervals(inputs: PlannerInputs) -> None:
     longest = 400
     best = brute_force(inputs, longest)
-    plan = make_plan([inputs], Limits(1, longest), recovery_mode="exact")
+    plan = make_plan(inputs, Limits(1, longest), recovery_mode="exact")
     assert plan.memory_interval_iterations is not None
     assert 1 <= plan.memory_interval_iterations <= plan.interval_iterations
     assert plan.explanation["expected"]["cost_per_second"] <= 1.01 * best
@@ -85,43 +86,9 @@ def test_the_plan_costs_at_most_1_percent_more_than_the_best_pair_of_intervals(i
     assert sum(parts) == pytest.approx(plan.explanation["expected"]["cost_per_second"], rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(jobs(), st.floats(1.0, 2.0))
-def test_the_closed_form_costs_at_most_1_percent_more_where_no_bound_holds(inputs: PlannerInputs, times: float) -> None:
-    assert inputs.memory is not None
-    transfer = inputs.memory.replica_seconds or 0.0
-    inputs = replace(inputs, persist_seconds=times * transfer)  # else the disk is nearer than a replica
-    found = closed_form(inputs)
-    assert found is not None
-    every, interval = found
-    assert interval % every == 0
-    assume(every >= 8 and interval <= LONGEST)  # of few whole iterations a half is much
-    assume(transfer <= every * inputs.iteration_seconds)
-    assume(5 * interval * inputs.iteration_seconds * inputs.failures_per_second <= 1)
-    cost = at(inputs, every, numpy.array([float(interval)]))[0]
-    assume(cost < 0.02)  # beyond, the formula of rare failures is none of these
-    assert cost <= 1.01 * brute_force(inputs, LONGEST, step=0.03)
-
-
-def test_snapshots_that_stall_nearly_as_long_as_checkpoints_are_left_out() -> None:
-    """Each formula alone has one between two checkpoints, and it costs more than it saves."""
-    inputs = two_tiers(0.5, mtbf_hours=1.0, disk_stall_seconds=1.5, iteration_seconds=1.0, persist_seconds=0.0)
-    found = closed_form(inputs)
-    assert found is not None
-    assert found[0] == found[1]
-    assert at(inputs, found[0], numpy.array([float(found[1])]))[0] <= 1.01 * brute_force(inputs, 400)
-
-
-@pytest.mark.parametrize("stall_seconds", [0.4, math.nan])
-def test_there_is_no_closed_form_where_a_snapshot_stalls_longer_than_a_checkpoint(stall_seconds: float) -> None:
-    assert closed_form(two_tiers(0.5, disk_stall_seconds=stall_seconds)) is None
-    assert closed_form(two_tiers(0.5, disk_stall_seconds=0.5)) is not None
-
-
 @given(jobs(), st.integers(1, 5000))
 def test_snapshots_lie_inside_of_the_interval(inputs: PlannerInputs, interval: int) -> None:
     every = memory_interval(inputs, interval)
-    assert every is not None
     assert 1 <= every <= interval
     between = int(per_interval(numpy.array(float(every)), numpy.array(float(interval))))
     assert between == math.ceil(interval / every) - 1
@@ -129,16 +96,16 @@ def test_snapshots_lie_inside_of_the_interval(inputs: PlannerInputs, interval: i
 
 def test_without_snapshots_every_failure_goes_back_to_the_disk() -> None:
     inputs = job(classes=classes(0.5, 0.2))
-    plain, plan = (make_plan([one], Limits(1, 5000)) for one in (job(), inputs))
+    plain, plan = (make_plan(one, Limits(1, 5000)) for one in (job(), inputs))
     assert (plan.interval_iterations, plan.memory_interval_iterations) == (plain.interval_iterations, None)
     assert plan.explanation["expected"] == plain.explanation["expected"]
     assert {one["back_to"] for one in plan.explanation["classes"].values()} == {"disk"}
 
 
 def test_the_user_sets_the_interval_in_memory() -> None:
-    plan = make_plan([two_tiers(interval_iterations=7)], Limits(1, 5000), recovery_mode="exact")
+    plan = make_plan(two_tiers(interval_iterations=7), Limits(1, 5000), recovery_mode="exact")
     assert (plan.memory_interval_iterations, plan.explanation["memory"]["configured_iterations"]) == (7, 7)
-    short = make_plan([two_tiers(interval_iterations=700)], Limits(1, 50), recovery_mode="exact")
+    short = make_plan(two_tiers(interval_iterations=700), Limits(1, 50), recovery_mode="exact")
     assert (short.memory_interval_iterations, short.interval_iterations) == (50, 50)
 
 
@@ -149,7 +116,7 @@ def test_rare_failures_do_not_stretch_a_planned_interval_over_its_limit(longest:
     )
     assert inputs.memory is not None
     limited = replace(inputs, memory=replace(inputs.memory, longest_iterations=longest))
-    plan = with_memory(fixed_plan(100), [limited, limited], Limits())
+    plan = with_memory(fixed_plan(100), limited, Limits())
     assert (plan.interval_iterations, plan.memory_interval_iterations) == (100, every)
     assert plan.explanation["memory"]["longest_iterations"] == longest
 
@@ -163,7 +130,7 @@ def test_frequent_failures_shorten_a_planned_interval_below_its_limit() -> None:
 
 def test_beside_a_fixed_interval_that_the_disk_cannot_keep_snapshots_lie_inside_of_it() -> None:
     inputs = two_tiers(0.05, mtbf_hours=10_000.0, persist_seconds=600.0)
-    plan = with_memory(fixed_plan(50), [inputs], Limits())
+    plan = with_memory(fixed_plan(50), inputs, Limits())
     assert (plan.interval_iterations, plan.memory_interval_iterations) == (50, 50)
     assert plan.explanation["memory"]["interval_iterations"] == 50
     assert plan.explanation["memory"]["configured_iterations"] is None
@@ -172,7 +139,7 @@ def test_beside_a_fixed_interval_that_the_disk_cannot_keep_snapshots_lie_inside_
 
 def test_beside_a_fixed_interval_failures_are_predicted_where_that_is_possible() -> None:
     inputs = two_tiers(recovery=end_cost(0.0, 0.1))
-    near, far = (with_memory(fixed_plan(50), [inputs], Limits(1, 1000, longest)) for longest in (200, 40))
+    near, far = (with_memory(fixed_plan(50), inputs, Limits(1, 1000, longest)) for longest in (200, 40))
     near_loss, far_loss = (plan.explanation["classes"]["everything"]["loss_iterations"] for plan in (near, far))
     assert near_loss < 0.5 * far_loss
 
@@ -180,14 +147,14 @@ def test_beside_a_fixed_interval_failures_are_predicted_where_that_is_possible()
 def test_the_rarer_the_failures_that_reach_the_disk_the_longer_its_interval() -> None:
     limits = Limits(1, 10_000)
     often, replicated, rarely = (
-        make_plan([two_tiers(**fields)], limits, recovery_mode="exact").interval_iterations  # type: ignore[arg-type]
+        make_plan(two_tiers(**fields), limits, recovery_mode="exact").interval_iterations  # type: ignore[arg-type]
         for fields in ({}, {"replica_seconds": 2.0}, {"replica_seconds": 2.0, "process": 0.79, "everything": 0.01})
     )
     assert often < replicated < rarely
 
 
 def test_what_each_class_loses() -> None:
-    plan = make_plan([two_tiers(replica_seconds=6.0)], Limits(1, 10_000), recovery_mode="exact")
+    plan = make_plan(two_tiers(replica_seconds=6.0), Limits(1, 10_000), recovery_mode="exact")
     found = plan.explanation["classes"]
     every = plan.memory_interval_iterations
     assert every is not None
@@ -200,14 +167,14 @@ def test_what_each_class_loses() -> None:
 
 
 def test_a_slow_network_is_as_good_as_the_disk() -> None:
-    slow = make_plan([two_tiers(replica_seconds=1e6)], Limits(1, 10_000), recovery_mode="exact")
+    slow = make_plan(two_tiers(replica_seconds=1e6), Limits(1, 10_000), recovery_mode="exact")
     loss = {scope: one["loss_iterations"] for scope, one in slow.explanation["classes"].items()}
     assert loss["machine"] == pytest.approx(loss["everything"], rel=0.02)
 
 
 def test_only_what_reaches_the_disk_is_predicted() -> None:
     inputs = two_tiers(recovery=end_cost(0.0, 0.2))
-    plan = make_plan([inputs], Limits(10, 500, 500))
+    plan = make_plan(inputs, Limits(10, 500, 500))
     assert plan.mode == "predict"
     found = plan.explanation["classes"]
     assert found["process"]["back_to"] == "memory"
@@ -274,17 +241,3 @@ def test_a_walk_through_every_event_agrees(mtbf_iterations: int, every: int, int
     expected = at(inputs, every, numpy.array([float(interval)]))[0]
     walked = Walk(inputs, every, interval, random.Random(0)).lost_per_second(40_000)
     assert expected == pytest.approx(walked, rel=0.03)
-
-
-def test_columns_of_ranks_with_and_without_snapshots() -> None:
-    alone = [two_tiers(), job(), two_tiers(replica_seconds=3.0)]
-    intervals = numpy.array([[100.0, 500.0]] * 3)
-    together = Costs(alone)
-    for row, one in enumerate(alone):
-        own = Costs([one])
-        assert together.per_second(intervals, "recompute")[row] == pytest.approx(
-            own.per_second(intervals[:1], "recompute")[0]
-        )
-        assert together.memory_intervals(intervals)[row] == pytest.approx(
-            own.memory_intervals(intervals[:1])[0], nan_ok=True
-        )

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.journal import FailureScope
-from cpsr.planner.bounds import Bounds, Limits
-from cpsr.planner.inputs import FailureClass, MemoryTier, PlannerInputs
-from cpsr.planner.objective import Costs
+from cpsr.planner.cost import Costs
+from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, PlannerInputs
 from cpsr.planner.plan import Plan, make_plan
-from cpsr.planner.ranks import Optimum
 from cpsr.planner.ways import WAYS, Prices, Way, in_order, ways_of
 from tests.planner.jobs import end_cost, job
 
@@ -40,7 +38,7 @@ def ways_in(plan: Plan, scope: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("length", [1, 4, 30])
 def test_a_window_costs_one_and_a_half_of_its_length(length: int) -> None:
-    plan = make_plan([windowed(length)], Limits(100, 100_000), recovery_mode="exact")
+    plan = make_plan(windowed(length), Limits(100, 100_000), recovery_mode="exact")
     assert plan.memory_interval_iterations == length
     process = ways_in(plan, "process")
     assert next(iter(process)) == "window"
@@ -53,13 +51,12 @@ def test_a_window_costs_one_and_a_half_of_its_length(length: int) -> None:
 def test_a_job_whose_checkpoints_never_become_durable_cannot_predict() -> None:
     """An interval that no life reaches, as `cpsr bench stall` sets: the distance from a checkpoint has no mean."""
     predicting = job(recovery=end_cost(1.0, 0.1))
-    costs = Costs([predicting])
+    costs = Costs(predicting)
     for interval, possible in ((100, True), (2**40, False)):
-        chosen = Optimum(interval, "recompute", 0.0, Bounds(1, interval), "none")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = {way.name for way in ways_of(predicting, chosen, "everything")}
-        assert math.isfinite(costs.horizon_iterations(numpy.array([[float(interval)]]), "predict")[0, 0]) == possible
+            found = {way.name for way in ways_of(predicting, interval, None, "everything")}
+        assert math.isfinite(costs.horizon_iterations(numpy.array([float(interval)]), "predict")[0]) == possible
         assert ("predicted" in found) == possible
 
 
@@ -78,18 +75,18 @@ def walked(length: int, transfer: float) -> float:
 
 @pytest.mark.parametrize("transfer", [1.0, 8.0, 15.0, 16.0, 20.0])
 def test_a_window_on_another_machine_is_older_by_its_transfer(transfer: float) -> None:
-    plan = make_plan([windowed(8, transfer * SECONDS)], Limits(1000, 100_000), recovery_mode="exact")
+    plan = make_plan(windowed(8, transfer * SECONDS), Limits(1000, 100_000), recovery_mode="exact")
     assert ways_in(plan, "machine")["window"] == pytest.approx(walked(8, transfer), rel=0.1)
 
 
 def test_windows_longer_than_the_interval_of_the_disk_are_not_what_a_failure_goes_back_to() -> None:
-    plan = make_plan([windowed(400)], Limits(10, 50), recovery_mode="exact")
+    plan = make_plan(windowed(400), Limits(10, 50), recovery_mode="exact")
     assert list(ways_in(plan, "process")) == ["disk", "window"]
     assert plan.memory_interval_iterations == 400
 
 
 def test_a_window_of_another_machine_has_its_own_cost_where_the_disk_is_nearer() -> None:
-    plan = make_plan([windowed(8, 600.0)], Limits(10, 50), recovery_mode="exact")
+    plan = make_plan(windowed(8, 600.0), Limits(10, 50), recovery_mode="exact")
     costs = ways_in(plan, "machine")
     assert list(costs) == ["disk", "window"]
     assert costs["window"] > 1000.0
@@ -101,14 +98,14 @@ def test_a_window_is_replaced_by_a_prediction_only_where_that_is_surely_cheaper(
     unsure = replace(sure, prior_covariance=((1e6, 0.0, 0.0), (0.0, 1e-6, 0.0), (0.0, 0.0, 1e-6)))
     firsts = []
     for curve in (sure, unsure):
-        plan = make_plan([windowed(8, recovery=curve)], Limits(10, 500, 500))
+        plan = make_plan(windowed(8, recovery=curve), Limits(10, 500, 500))
         assert plan.mode == "predict"
         firsts.append([next(iter(ways_in(plan, scope))) for scope in ("process", "everything")])
     assert firsts == [["predicted", "predicted"], ["window", "predicted"]]
 
 
 def test_what_no_checkpoint_is_near_enough_for_is_no_way() -> None:
-    plan = make_plan([windowed(8, recovery=end_cost(0.0, 5.0), stall_seconds=9.0)], Limits(10, 5000, 50))
+    plan = make_plan(windowed(8, recovery=end_cost(0.0, 5.0), stall_seconds=9.0), Limits(10, 5000, 50))
     assert plan.mode == "recompute"
     assert plan.interval_iterations > 50
     assert "predicted" not in ways_in(plan, "everything")
@@ -116,7 +113,7 @@ def test_what_no_checkpoint_is_near_enough_for_is_no_way() -> None:
 
 def test_measured_loads_count_and_are_in_the_inputs() -> None:
     inputs = windowed(8, load_seconds={"disk": 0.0, "memory": 1000.0})
-    plan = make_plan([inputs], Limits(10, 100), recovery_mode="exact")
+    plan = make_plan(inputs, Limits(10, 100), recovery_mode="exact")
     first, second = plan.explanation["classes"]["process"]["ways"]
     assert (first["way"], second["way"], second["load_seconds"]) == ("disk", "window", 1000.0)
     assert plan.explanation["inputs"]["memory_load_seconds"] == 1000.0
@@ -156,7 +153,7 @@ def test_the_first_way_is_the_cheapest_unless_it_would_be_a_doubtful_prediction(
 
 def test_what_a_plan_leaves_in_a_checkpoint_prices_a_restart() -> None:
     inputs = windowed(8, recovery=end_cost(2.0, 0.5, 0.1), predict_seconds=3.0, lost_share=0.5)
-    prices = Prices.of(replace(inputs, load_seconds={"memory": 1.0}), 40)
+    prices = Prices.of_job(replace(inputs, load_seconds={"memory": 1.0}), 40)
     assert prices is not None
     assert Prices.of_tree(json.loads(json.dumps(prices.to_tree()))) == prices
     assert prices.repeated("window", 10) == Way("window", 6.0, 0.0, 1.0)
@@ -169,11 +166,11 @@ def test_what_a_plan_leaves_in_a_checkpoint_prices_a_restart() -> None:
     assert half.deviation_seconds == pytest.approx(predicted.deviation_seconds / 2)
 
 
-def test_there_are_no_prices_where_an_iteration_was_not_measured_and_none_of_an_older_version() -> None:
-    assert Prices.of(job(iteration_seconds=math.nan), 40) is None
-    assert Prices.of(job(iteration_seconds=0.0), 40) is None
-    assert Prices.of(job(predict_seconds=math.inf), 40) is None
+def test_there_are_no_prices_where_an_iteration_was_not_measured() -> None:
+    assert Prices.of_job(job(iteration_seconds=math.nan), 40) is None
+    assert Prices.of_job(job(iteration_seconds=0.0), 40) is None
+    assert Prices.of_job(job(predict_seconds=math.inf), 40) is None
     assert Prices.of_tree(None) is None
-    alone = Prices.of(job(recovery=None), 40)
+    alone = Prices.of_job(job(recovery=None), 40)
     assert alone is not None
     assert alone.predicted(10, 1.0) is None

@@ -20,14 +20,13 @@ from cpsr.journal import (
     RecoverySource,
     StepRow,
 )
-from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import FailureClass, MemoryTier, Origin, PlannerInputs
+from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, Origin, PlannerInputs
 from cpsr.planner.plan import Plan, make_plan
 from cpsr.planner.recovery_curve import EndCostCurve
 
 FLUSH_SECONDS = 20.0
 LIMITS = Limits(10, 500)
-YOUNG = make_plan([PlannerInputs(1.5, 0.5, 3.0, 1 / 43200)], LIMITS, policy="young")
+YOUNG = make_plan(PlannerInputs(1.5, 0.5, 3.0, 1 / 43200), LIMITS, policy="young")
 LINE = EndCostCurve.with_independent_prior((-20.0, 0.5, 0.1), (1.0, 0.1, 0.1), 10.0, "the offline prior")
 
 
@@ -38,7 +37,7 @@ def measured_inputs(mtbf_seconds: float = 43200.0, stall_seconds: float = 0.5, p
 
 
 def measured_plan() -> Plan:
-    return make_plan([measured_inputs()], LIMITS)
+    return make_plan(measured_inputs(), LIMITS)
 
 
 def two_tier_plan() -> Plan:
@@ -49,7 +48,7 @@ def two_tier_plan() -> Plan:
         "everything": FailureClass(0.05, 0.1),
     }
     memory = MemoryTier(0.004, None, 2.0)
-    return make_plan([replace(measured_inputs(), recovery=None, classes=classes, memory=memory)], LIMITS)
+    return make_plan(replace(measured_inputs(), recovery=None, classes=classes, memory=memory), LIMITS)
 
 
 def plan_row(plan: Plan = YOUNG, **changes: Any) -> PlanRow:

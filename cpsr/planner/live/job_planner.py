@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,43 @@ from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import JournalError
+from cpsr.fitter.failures import PRIOR_SHARES
 from cpsr.fitter.phases import Phase, PhaseDetector
 from cpsr.journal import FitRow, JournalReader, PhaseRow, PlanOverride, RankJournal, reported_failures
-from cpsr.planner.bounds import Limits
-from cpsr.planner.inputs import Origin, PlannerInputs
-from cpsr.planner.live.curves import Curves, fit_curves, prior_curves
-from cpsr.planner.live.first_plan import differs, first_memory_interval, first_plan
-from cpsr.planner.live.inputs import Situation, planner_inputs
-from cpsr.planner.live.memory_times import MEASURED_SNAPSHOTS, MemoryTimes, memory_tier, window_tier
-from cpsr.planner.live.overrides import OverrideWatch, bounded, overridden, override_message, pinned_plan
-from cpsr.planner.live.predictable import Predictable, predictable
-from cpsr.planner.live.proposals import Proposals
-from cpsr.planner.live.rank_costs import RankCosts, RankReport, SaveTimes, costs_of_ranks, second_moment_share
-from cpsr.planner.live.recovery_cost import INTERVALS_ITERATIONS, expected_costs
-from cpsr.planner.live.stall import StallMeter
-from cpsr.planner.plan import FORMS, Plan, fixed_plan, make_plan, with_memory
-from cpsr.planner.recovery_curve import EndCostCurve
-from cpsr.predictor.line import LinePredictor
+from cpsr.planner.inputs import FailureClass, Limits, Origin, PhaseInputs, PlannerInputs
+from cpsr.planner.live.adoption import (
+    OverrideWatch,
+    bounded,
+    differs,
+    first_memory_interval,
+    first_plan,
+    memory_tier,
+    overridden,
+    override_message,
+    pinned_plan,
+)
+from cpsr.planner.live.expectations import (
+    Predictable,
+    Schedule,
+    expected_costs,
+    fit_curves,
+    predictable,
+    prior_curves,
+)
+from cpsr.planner.live.measurements import (
+    MEASURED,
+    RankCosts,
+    RankReport,
+    RankTimes,
+    costs_of_ranks,
+    second_moment_share,
+    slowest,
+)
+from cpsr.planner.plan import Plan, fixed_plan, make_plan, with_memory
+from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve
 from cpsr.predictor.watch import WATCH_ITERATIONS
 
-__all__ = ["JobPlanner"]
+__all__ = ["JobPlanner", "Situation"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +56,23 @@ CLOSE_SECONDS = 5.0  # longer than a fit takes; an exit does not wait for a file
 FLUSH_SECONDS = 5.0  # how long the thread waits for the journal's
 # Polling interval for overrides: a query of a small file takes about a millisecond; without the file, one stat.
 OVERRIDE_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The state of the training thread when it asks for a plan.
+
+    Attributes:
+        schedule: progress of the training.
+        iteration_seconds: median of the newest iterations.
+        timed_iterations: how many these are.
+        plan: the current one.
+    """
+
+    schedule: Schedule
+    iteration_seconds: float
+    timed_iterations: int
+    plan: Plan
 
 
 class JobPlanner:
@@ -60,7 +94,7 @@ class JobPlanner:
         rank: this process.
         parameters: weights that it owns.
         beta2: decay of the optimizer's second moments; 0 if it keeps none.
-        accuracy: the predictor's backtests so far; called from the planner's thread.
+        accuracy: how well the predictor has predicted checkpoints; called from the planner's thread.
         straightness: of the weights' path, as the predictor has learned it, None if unknown; called likewise.
     """
 
@@ -77,9 +111,8 @@ class JobPlanner:
         self._rank = rank
         self._accuracy = accuracy
         self._straightness = straightness
-        self._times = SaveTimes(parameters)
-        self._memory = MemoryTimes()
-        self._meter = StallMeter()
+        self._times = RankTimes(parameters)
+        self._window_iterations: int | None = None
         self._phases = PhaseDetector(beta2=beta2)
         self._saves: list[SaveOutcome] = []  # not processed yet
         self._situation: Situation | None = None
@@ -90,13 +123,16 @@ class JobPlanner:
         self._others: list[RankReport] = []
         self._others_iteration: int | None = None  # when the costs of the others were read
         self._share: float | None = None  # ratio of all ranks' second moment to this one's; None until read
-        self._proposals = Proposals()
+        self._proposed: Plan | None = None  # the newest, taken or not
+        self._waiting: Plan | None = None  # not taken yet
         self._override: PlanOverride | None = None  # in force
         self._planned_override: PlanOverride | None = None  # in force at the newest proposal
         self._failure: str | None = None
         self._lock = threading.Lock()
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+
+    # On the training thread
 
     def first_plan(self, saved: dict[str, Any]) -> Plan:
         """The first plan of a life, the same on every rank.
@@ -115,27 +151,26 @@ class JobPlanner:
 
     def begun(self) -> None:
         """A checkpoint was begun."""
-        self._meter.begun()
+        with self._lock:
+            self._times.begun()
 
     def step(self, seconds: float) -> None:
         """Add the duration of one step."""
-        self._meter.step(seconds)
+        with self._lock:
+            self._times.step(seconds)
 
     def note(self, outcome: SaveOutcome) -> None:
         """This rank's part of a checkpoint is durable."""
-        stall_seconds = self._meter.durable(outcome.stall_seconds)
         with self._lock:
-            self._times.note(outcome, stall_seconds)
-            self._memory.note_copy(outcome.stall_seconds)
+            self._times.durable(outcome)
             if self._rank == 0:
                 self._saves.append(outcome)
 
     def note_memory(self, stall_seconds: float) -> None:
         """A snapshot went to host memory alone, and training waited so long for it."""
-        self._meter.snapshot(stall_seconds)
         with self._lock:
-            self._memory.note(stall_seconds)
-            known = self._memory.noted == MEASURED_SNAPSHOTS
+            self._times.snapshot(stall_seconds)
+            known = self._times.snapshots == MEASURED
         # A long fixed interval may have no checkpoint for hours; the interval in memory does not wait for one.
         if known and self._plans_memory_alone and self._thread is not None:
             self._wake.set()
@@ -143,11 +178,11 @@ class JobPlanner:
     def note_replica(self, seconds: float) -> None:
         """A snapshot was whole on another machine so long after it was taken."""
         with self._lock:
-            self._memory.note_replica(seconds)
+            self._times.replica(seconds)
 
     def note_window(self, iterations: int | None) -> None:
         """Windows of snapshots have so many iterations now, the same on all ranks; None: none are taken."""
-        self._memory.window_iterations = iterations
+        self._window_iterations = iterations
 
     def consider(self, situation: Situation) -> None:
         """Check whether the plan should change; returns at once."""
@@ -158,7 +193,9 @@ class JobPlanner:
 
     def proposal(self) -> Plan | None:
         """A new plan, once; None if the current one is as good."""
-        return self._proposals.take()
+        with self._lock:
+            plan, self._waiting = self._waiting, None
+        return plan
 
     def failure(self) -> str | None:
         """Why planning has ended in this life, once; None otherwise."""
@@ -169,11 +206,10 @@ class JobPlanner:
         """State for this rank's part of a checkpoint: its costs, the phases, and the current intervals."""
         with self._lock:
             return {
-                "costs": self._times.to_tree(),
+                **self._times.to_tree(),
                 "phases": self._phases.state_dict(),
                 "second_moment_share": self._share,
                 "interval_iterations": plan.interval_iterations,
-                "memory": self._memory.to_tree(),
                 "memory_interval_iterations": plan.memory_interval_iterations,
                 "mode": plan.mode,
                 "prices": plan.explanation.get("prices"),
@@ -187,13 +223,12 @@ class JobPlanner:
             replicates: whether other machines hold replicas of this rank's snapshots in this life.
 
         Raises:
-            ValueError: it was written by another version.
+            ValueError: it is no such state.
         """
         if state:
             with self._lock:
                 self._phases.load_state_dict(state["phases"])
-                self._times.restore(state["costs"])
-                self._memory.restore(state.get("memory"), replicates=replicates)
+                self._times.restore(state, replicates=replicates)
                 self._share = state.get("second_moment_share")
 
     def close(self) -> None:
@@ -204,6 +239,8 @@ class JobPlanner:
             self._thread.join(CLOSE_SECONDS)
             if self._thread.is_alive():
                 logger.warning("the planner's thread did not end within %g s; it is abandoned", CLOSE_SECONDS)
+
+    # On the planner's thread
 
     def _run(self, run_dir: Path, world_size: int, journal: RankJournal) -> None:
         overrides = OverrideWatch(run_dir)
@@ -217,7 +254,7 @@ class JobPlanner:
                 if woken:
                     self._update(run_dir, world_size, journal)
                 if self._override != self._planned_override:
-                    self._replan_under_override(world_size, journal)
+                    self._replan_under_override(journal)
         except Exception as error:
             self._failure = (
                 f"the planner stopped for the rest of this life ({type(error).__name__}: {error}): it keeps the "
@@ -243,22 +280,20 @@ class JobPlanner:
             self._fitted = self._fit(situation, [phase for phase, _ in ended], run_dir, journal)
         if self._config.checkpoint.interval_iterations is None or self._plans_memory_alone:
             anew = bool(ended) or self._override != self._planned_override
-            self._propose(situation, (own, *self._others), world_size, journal, anew)
+            self._propose(situation, own, journal, anew=anew)
 
-    def _replan_under_override(self, world_size: int, journal: RankJournal) -> None:
+    def _replan_under_override(self, journal: RankJournal) -> None:
         """Replan because the override has changed; later if nothing is measured yet."""
         with self._lock:
             situation, own = self._situation, self._own_report()
-        planned = self._config.checkpoint.interval_iterations is None or self._plans_memory_alone
-        if planned and situation is not None and own is not None:
-            self._propose(situation, (own, *self._others), world_size, journal, anew=True)
-        elif self._config.checkpoint.interval_iterations is not None:
+        fixed = self._config.checkpoint.interval_iterations is not None
+        if (not fixed or self._plans_memory_alone) and situation is not None and own is not None:
+            self._propose(situation, own, journal, anew=True)
+        elif fixed:
             plan = self._fixed_plan()
-            every = None if situation is None else situation.plan.memory_interval_iterations
-            plan = replace(
-                plan, memory_interval_iterations=first_memory_interval(self._config, every, plan.interval_iterations)
-            )
-            self._offer(plan, situation, journal)
+            before = None if situation is None else situation.plan.memory_interval_iterations
+            every = first_memory_interval(self._config, before, plan.interval_iterations)
+            self._offer(replace(plan, memory_interval_iterations=every), situation, journal)
 
     @property
     def _plans_memory_alone(self) -> bool:
@@ -269,24 +304,9 @@ class JobPlanner:
     def _own_report(self) -> RankReport | None:
         """This rank's costs; of no checkpoint, once snapshots in memory are known and these alone are planned."""
         own = self._times.costs()
-        if own is None and self._plans_memory_alone and self._memory.noted >= MEASURED_SNAPSHOTS:
+        if own is None and self._plans_memory_alone and self._times.snapshots >= MEASURED:
             own = RankCosts(0, 0, 0.0, 0.0, 0, None)
-        return None if own is None else RankReport(own, self._memory.to_tree())
-
-    def _fixed_plan(self) -> Plan:
-        """The fixed interval, under the override in force."""
-        fixed = self._config.checkpoint.interval_iterations
-        assert fixed is not None
-        plan = fixed_plan(fixed)
-        return plan if self._override is None else pinned_plan(plan, self._override, self._limits())
-
-    def _record_override(self, journal: RankJournal, situation: Situation | None) -> None:
-        """Record the override in force at the newest proposal."""
-        if self._override != self._planned_override:
-            self._planned_override = self._override
-            kind = "override ended" if self._override is None else "override"
-            iteration = None if situation is None else situation.schedule.iteration
-            journal.event(kind, override_message(self._override), iteration)
+        return None if own is None else RankReport(own, self._times.memory())
 
     def _read_other_ranks(self, iteration: int, run_dir: Path, world_size: int) -> None:
         """Read all ranks' costs from the newest checkpoint: at first, and then as often as a phase can end.
@@ -343,73 +363,40 @@ class JobPlanner:
     def _report_missing(self, journal: RankJournal) -> None:
         """Report missing curves as an event only if the chosen policy needs them."""
         missing, policy = "; ".join(self._missing), self._config.planner.policy
-        if policy in FORMS and self._config.checkpoint.interval_iterations is None:
+        if policy == "theorem1" and self._config.checkpoint.interval_iterations is None:
             message = f"policy {policy!r} cannot choose an interval yet, and the plan keeps to its limits: {missing}"
             journal.event("not fitted", message, self._curves.iteration)
         else:
             logger.debug("not known yet, and not needed by the plan: %s", missing)
 
-    def _propose(
-        self, situation: Situation, reports: Sequence[RankReport], world_size: int, journal: RankJournal, anew: bool
-    ) -> None:
-        curve, longest = self._end_costs(situation, self._curves)
-        with self._lock:
-            own_origins = self._memory.origins
-        origins = [own_origins, *({} for _ in reports[1:])]
-        inputs = [self._inputs(situation, one, curve, of_one) for one, of_one in zip(reports, origins, strict=True)]
+    def _propose(self, situation: Situation, own: RankReport, journal: RankJournal, *, anew: bool) -> None:
+        curve, longest = self._end_costs(situation)
+        job, limits = self._inputs(situation, own, curve), self._limits(longest)
+        planner = self._config.planner
         if self._config.checkpoint.interval_iterations is not None:
-            plan = with_memory(self._fixed_plan(), inputs, self._limits(longest), self._config.mode)
+            plan = with_memory(self._fixed_plan(), job, limits, self._config.mode)
         else:
-            plan = self._planned(inputs, self._limits(longest))
+            within = make_plan(job, bounded(limits, self._override), planner.policy, self._config.mode)
+            plan = overridden(within, self._override, limits)
         # What the training thread has told may be older than the newest proposal.
-        if anew or differs(plan, self._proposals.newest or situation.plan):
+        if anew or differs(plan, self._proposed or situation.plan):
             self._offer(plan, situation, journal)
 
     def _offer(self, plan: Plan, situation: Situation | None, journal: RankJournal) -> None:
-        self._proposals.offer(plan)
-        self._record_override(journal, situation)
+        with self._lock:
+            self._waiting = self._proposed = plan
+        if self._override != self._planned_override:
+            self._planned_override = self._override
+            kind = "override ended" if self._override is None else "override"
+            iteration = None if situation is None else situation.schedule.iteration
+            journal.event(kind, override_message(self._override), iteration)
 
-    def _planned(self, inputs: Sequence[PlannerInputs], limits: Limits) -> Plan:
-        planner = self._config.planner
-        plan = make_plan(
-            inputs,
-            bounded(limits, self._override),
-            planner.policy,
-            self._config.mode,
-        )
-        return overridden(plan, self._override, limits)
-
-    def _inputs(
-        self,
-        situation: Situation,
-        report: RankReport,
-        recovery: EndCostCurve | None,
-        memory_origins: Mapping[str, Origin],
-    ) -> PlannerInputs:
-        watch, iteration = WATCH_ITERATIONS, situation.schedule.iteration
-        of_all = self._share is not None
-        read_at = iteration if self._others_iteration is None else self._others_iteration
-        moments = Origin("measured", 1 + len(self._others) if of_all else 1, max(0, iteration - read_at))
-        costs, memory = report.costs, None
-        if self._config.replay.enabled:
-            memory = window_tier(report.memory, self._memory.window_iterations)
-        elif self._config.checkpoint.shared_memory:
-            memory = memory_tier(report.memory, self._config, situation.iteration_seconds, costs.stall_seconds)
-        return planner_inputs(
-            situation, costs, self._curves, recovery, self._phases, watch, moments, memory, memory_origins
-        )
-
-    def _end_costs(self, situation: Situation, curves: Curves) -> tuple[EndCostCurve | None, Predictable | None]:
-        """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
-        lost = curves.lost_share
-        expected = expected_costs(LinePredictor(), situation.schedule, Retention(), self._path_straightness, lost)
-        if self._config.mode == "exact" or expected is None:
-            return None, None
-        curve, longest = expected
-        found = predictable(longest, curves.costs, INTERVALS_ITERATIONS)
-        for observation in curves.costs:
-            curve = curve.with_observation(observation)
-        return (None if found.interval_iterations is None else curve), found
+    def _fixed_plan(self) -> Plan:
+        """The fixed interval, under the override in force."""
+        fixed = self._config.checkpoint.interval_iterations
+        assert fixed is not None
+        plan = fixed_plan(fixed)
+        return plan if self._override is None else pinned_plan(plan, self._override, self._limits())
 
     def _limits(self, longest: Predictable | None = None) -> Limits:
         limits = Limits(self._config.planner.interval_min_iterations, self._config.planner.interval_max_iterations)
@@ -418,3 +405,94 @@ class JobPlanner:
         return replace(
             limits, predictable_interval_iterations=longest.interval_iterations, predictable_by=longest.because
         )
+
+    def _end_costs(self, situation: Situation) -> tuple[EndCostCurve | None, Predictable | None]:
+        """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
+        curves = self._curves
+        expected = expected_costs(situation.schedule, Retention(), self._path_straightness, curves.lost_share)
+        if self._config.mode == "exact" or expected is None:
+            return None, None
+        curve, longest = expected
+        found = predictable(longest, curves.costs)
+        for observation in curves.costs:
+            curve = curve.with_observation(observation)
+        return (None if found.interval_iterations is None else curve), found
+
+    def _inputs(self, situation: Situation, own: RankReport, recovery: EndCostCurve | None) -> PlannerInputs:
+        report, curves = slowest([own, *self._others]), self._curves
+        costs, seconds = report.costs, situation.iteration_seconds
+        memory = memory_tier(self._config, report.memory, seconds, costs.stall_seconds, self._window_iterations)
+        phase = self._phase(costs.parameters)
+        failures = curves.failures
+        return PlannerInputs(
+            seconds,
+            costs.stall_seconds,
+            costs.persist_seconds,
+            failures.total.mean_per_second,
+            recovery,
+            predict_seconds=curves.predict_seconds,
+            watch_iterations=WATCH_ITERATIONS,
+            lead_after_iterations=LEAD_AFTER_ITERATIONS,
+            phase=phase,
+            origins=self._origins(
+                situation, costs, replicates=memory is not None and memory.replica_seconds is not None
+            ),
+            classes={
+                scope: FailureClass(failures.share(scope), prior, failures.seen.get(scope, 0))
+                for scope, prior in PRIOR_SHARES.items()
+            },
+            memory=memory,
+            load_seconds={place: seconds for place, (seconds, _) in curves.load_seconds.items()},
+            lost_share=curves.lost_share,
+        )
+
+    def _phase(self, parameters: int) -> PhaseInputs | None:
+        """The paper's curves for the phase that has begun, assumed to be as long as the one before."""
+        curves, xi, first, before = self._curves, self._phases.xi, self._phases.first_iteration, self._phases.phases
+        if curves.loss is None or curves.accuracy is None or xi is None or first is None or not before:
+            return None
+        length = before[-1].last_iteration - before[-1].first_iteration
+        loss, accuracy = curves.loss, curves.accuracy
+        return PhaseInputs(
+            first,
+            first + length,
+            loss.alpha1_per_iteration,
+            loss.alpha2,
+            accuracy.tau1_per_checkpoint,
+            accuracy.tau2,
+            xi,
+            parameters,
+        )
+
+    def _origins(self, situation: Situation, costs: RankCosts, *, replicates: bool) -> Mapping[str, Origin]:
+        iteration, curves = situation.schedule.iteration, self._curves
+        saves = Origin.of_samples(costs.saves, max(0, iteration - costs.iteration))
+        fitted = max(0, iteration - curves.iteration)
+        failures = curves.failures.total
+        read_at = iteration if self._others_iteration is None else self._others_iteration
+        ranks = 1 if self._share is None else 1 + len(self._others)
+        with self._lock:
+            samples = self._times.memory_samples()
+        origins = {
+            "iteration_seconds": Origin.of_samples(situation.timed_iterations, 0),
+            "stall_seconds": saves,
+            "persist_seconds": saves,
+            # Time without a failure lowers the rate; it only shows that the rate is not higher.
+            "failures_per_second": Origin.of_samples(round(failures.failures), fitted)
+            if failures.exposure_seconds
+            else Origin("configured"),
+            "recovery": Origin.of_samples(len(curves.costs), fitted),
+            "predict_seconds": Origin.of_samples(curves.predictions, fitted),
+            "lead_after_iterations": Origin("prior"),
+            "memory_stall_seconds": saves,
+            "replica_seconds": saves if replicates else Origin("prior"),
+            "xi": Origin("measured", ranks, max(0, iteration - read_at)),
+        }
+        if curves.loss is not None:
+            origins["phase"] = Origin.of_samples(curves.loss.points, fitted)
+        for place, (_, count) in curves.load_seconds.items():
+            origins[f"{place}_load_seconds"] = Origin.of_samples(count, fitted)
+        for name, measured in {"memory_stall_seconds": "stall_seconds", "replica_seconds": "replica_seconds"}.items():
+            if measured in samples:
+                origins[name] = Origin.of_samples(samples[measured], 0)
+        return origins

@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.planner.live.predictable import EXPECTED, predictable
+from cpsr.planner.live.expectations import EXPECTED, INTERVALS_ITERATIONS, predictable
 from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, CostObservation
-
-SPACINGS = (10, 20, 35, 50, 75, 100, 150, 200)
 
 
 def seen(interval: float, cost: float, horizon: float = 30.0, error: float = 0.0) -> CostObservation:
@@ -15,14 +13,14 @@ def seen(interval: float, cost: float, horizon: float = 30.0, error: float = 0.0
 
 
 def bound(*costs: CostObservation, longest: int = 200) -> int | None:
-    return predictable(longest, costs, SPACINGS).interval_iterations
+    return predictable(longest, costs).interval_iterations
 
 
 BAD, GOOD = 45.0, 5.0  # beside a horizon of 30
 
 
 def test_with_nothing_measured_the_prior_speaks() -> None:
-    found = predictable(150, (), SPACINGS)
+    found = predictable(150, ())
     assert (found.interval_iterations, found.because) == (150, EXPECTED)
 
 
@@ -59,7 +57,7 @@ def test_bad_lags_over_shorter_intervals_are_evidence_against_longer_ones() -> N
 
 
 def test_no_interval_may_be_left() -> None:
-    found = predictable(200, [seen(8, BAD)] * 4, SPACINGS)
+    found = predictable(200, [seen(8, BAD)] * 4)
     assert found.interval_iterations is None
     assert "would allow 200" in found.because
 
@@ -84,19 +82,19 @@ def test_it_comes_back_as_measurements_pass() -> None:
 
 
 def test_it_says_what_was_measured() -> None:
-    unchanged = predictable(200, [seen(140, GOOD)] * 3, SPACINGS).because
+    unchanged = predictable(200, [seen(140, GOOD)] * 3).because
     assert (
         unchanged == f"{EXPECTED}; of 3 measured recoveries about 3 cost less than recomputing and 0 did not, "
         "which does not lower it"
     )
-    lowered = predictable(200, [seen(140, BAD)] * 5, SPACINGS).because
+    lowered = predictable(200, [seen(140, BAD)] * 5).because
     assert lowered.startswith("of 5 measured recoveries about 0 cost less than recomputing and 5 did not: from longer")
 
 
 LAGS = st.lists(st.builds(seen, st.floats(1, 600), st.floats(-500, 500), st.floats(0, 200), st.floats(0, 100)))
 
 
-@given(LAGS, st.sampled_from(SPACINGS), st.floats(1, 600))
+@given(LAGS, st.sampled_from(INTERVALS_ITERATIONS), st.floats(1, 600))
 def test_a_recovery_without_use_never_raises_it_and_one_of_use_never_lowers_it(
     costs: list[CostObservation], longest: int, interval: float
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from cpsr.checkpoint.retention import Retention
 from cpsr.journal import RecoveryRow
-from cpsr.planner.live.recovery_cost import Schedule, expected_costs, lost_share, measured_costs
+from cpsr.planner.live.expectations import Schedule, _lost_share, _measured_costs, expected_costs
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
@@ -15,7 +15,7 @@ CONTEXT = {"context": {"interval_iterations": 50.0}}
 
 def test_the_line_follows_what_the_prior_expects() -> None:
     schedule = Schedule(1500, 5e-4, 1e-3)
-    found = expected_costs(LinePredictor(), schedule, Retention())
+    found = expected_costs(schedule, Retention())
     assert found is not None
     curve, longest = found
     assert longest == 200, "400 iterations of history hold three checkpoints up to there"
@@ -28,7 +28,7 @@ def test_the_line_follows_what_the_prior_expects() -> None:
 
 def costs(*, straightness: float | None = None, lost: float = 1.0) -> tuple[Any, str]:
     """Of a failure 40 iterations after a checkpoint, at an interval of 50; and where the curve comes from."""
-    found = expected_costs(LinePredictor(), Schedule(1500, 5e-4, 1e-3), Retention(), straightness, lost)
+    found = expected_costs(Schedule(1500, 5e-4, 1e-3), Retention(), straightness, lost)
     assert found is not None
     return found[0].end_cost_iterations(numpy.array([40.0]), 50.0)[0], found[0].source
 
@@ -48,12 +48,12 @@ def test_a_part_of_the_state_costs_its_share() -> None:
 
 @pytest.mark.parametrize("iteration", [0, 15])
 def test_a_run_with_too_few_checkpoints_has_no_curve(iteration: int) -> None:
-    assert expected_costs(LinePredictor(), Schedule(iteration, 1e-3, 1e-3), Retention()) is None
+    assert expected_costs(Schedule(iteration, 1e-3, 1e-3), Retention()) is None
 
 
 def test_more_history_allows_longer_intervals() -> None:
     schedule = Schedule(5000, 1e-3, 1e-3)
-    found = [expected_costs(LinePredictor(), schedule, Retention(history_span_iterations=span)) for span in (100, 400)]
+    found = [expected_costs(schedule, Retention(history_span_iterations=span)) for span in (100, 400)]
     assert [one[1] for one in found if one is not None] == sorted(one[1] for one in found if one is not None)
     assert len([one for one in found if one is not None]) == 2
 
@@ -74,24 +74,24 @@ def recovery(**changes: Any) -> RecoveryRow:
 
 
 def test_recoveries_are_measurements() -> None:
-    (recovered,) = measured_costs([recovery()], 60)
+    (recovered,) = _measured_costs([recovery()], 1.0)
     assert (recovered.horizon_iterations, recovered.interval_iterations, recovered.end_cost_iterations) == (40, 50, 12)
     assert recovered.standard_error_iterations == pytest.approx(math.hypot(9, LAG_DEVIATION_ITERATIONS))
 
 
 def test_lags_are_in_proportion_to_what_was_lost() -> None:
     settings = {**CONTEXT, "lost_share": 0.5}
-    (recovered,) = measured_costs([recovery(settings=settings)], 60, lost=0.25)
+    (recovered,) = _measured_costs([recovery(settings=settings)], 0.25)
     assert recovered.end_cost_iterations == 6.0
     assert recovered.standard_error_iterations == pytest.approx(0.25 * math.hypot(18, LAG_DEVIATION_ITERATIONS))
-    (vetoed,) = measured_costs([recovery(settings=settings, outcome="vetoed")], 60, lost=0.25)
+    (vetoed,) = _measured_costs([recovery(settings=settings, outcome="vetoed")], 0.25)
     assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40.0, 0.0)  # all is recomputed
 
 
 def test_the_lost_share_is_the_mean_of_the_failures_after_one_that_loses_all() -> None:
     partly, planned = {"settings": {"lost_share": 0.25}}, {"settings": {}, "guard": {"lost_share": 0.25}}
-    assert lost_share([]) == lost_share([recovery()]) == 1.0
-    assert lost_share([recovery(**partly), recovery(**planned), recovery()]) == 0.5
+    assert _lost_share([]) == _lost_share([recovery()]) == 1.0
+    assert _lost_share([recovery(**partly), recovery(**planned), recovery()]) == 0.5
 
 
 def test_what_was_measured_is_in_the_order_of_time() -> None:
@@ -101,11 +101,11 @@ def test_what_was_measured_is_in_the_order_of_time() -> None:
         )
         for lag in (3.0, 1.0, 2.0)
     ]
-    assert [one.end_cost_iterations for one in measured_costs(rows, 60)] == [1.0, 2.0, 3.0]
+    assert [one.end_cost_iterations for one in _measured_costs(rows, 1.0)] == [1.0, 2.0, 3.0]
 
 
 def test_what_the_guard_refused_cost_what_was_recomputed() -> None:
-    vetoed, rolled_back = measured_costs([recovery(outcome="vetoed"), recovery(outcome="rolled_back")], 60)
+    vetoed, rolled_back = _measured_costs([recovery(outcome="vetoed"), recovery(outcome="rolled_back")], 1.0)
     assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40, 0)
     assert rolled_back.end_cost_iterations == 100
 
@@ -122,4 +122,4 @@ def test_what_the_guard_refused_cost_what_was_recomputed() -> None:
     ],
 )
 def test_a_recovery_without_a_lag_is_left_out(changes: dict[str, Any]) -> None:
-    assert list(measured_costs([recovery(**changes)], 60)) == []
+    assert list(_measured_costs([recovery(**changes)], 1.0)) == []

@@ -1,0 +1,209 @@
+"""A described job under failures: every policy's interval, inside the same bounds, on the same failures.
+
+The description has what `cpsr plan` needs, without `memory`, and then what only a simulation does:
+
+    iteration_seconds: 3.0
+    checkpoint: {stall_seconds: 4, persist_seconds: 60}
+    failures: {mtbf_hours: 3, restart_seconds: 120, detection_seconds: 30, process: weibull, weibull_shape: 0.7}
+    recovery: {end_cost: {per_horizon_iteration: 0.5}, predict_seconds: 10, predictable_interval_iterations: 300}
+    wall_days: 54
+    policies: [young, checkfreq, cpsr]
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from rich.table import Table
+
+from cpsr.benchmarks.simulate.failures import Arrivals, Trace, TraceReplay, Weibull, read_trace
+from cpsr.benchmarks.simulate.rivals import RULES, PCcheck
+from cpsr.benchmarks.simulate.simulation import (
+    Checkpoints,
+    Job,
+    Outcome,
+    Prediction,
+    Recovery,
+    Rollback,
+    System,
+    simulate,
+)
+from cpsr.config import read_model
+from cpsr.errors import ConfigError
+from cpsr.planner.description import FailureSpec, PlanSpec
+from cpsr.planner.inputs import SECONDS_PER_HOUR, PlannerInputs, bounds_of
+from cpsr.planner.plan import LEAST_COST, make_plan, policy_names
+
+__all__ = ["SimulationSpec", "outcomes_of", "read_spec", "report", "table_of"]
+
+SECONDS_PER_DAY = 86400.0
+
+
+class ArrivalSpec(FailureSpec):
+    """When failures come, and what each costs whoever recovers it."""
+
+    process: Literal["poisson", "weibull", "trace"] = "poisson"
+    weibull_shape: float = Field(default=1.0, gt=0, description="Below 1 failures come in bursts.")
+    trace: Path | None = Field(default=None, description="Its rate takes the place of mtbf_hours.")
+    trace_nodes: int | None = Field(
+        default=None, ge=1, description="Nodes the job needs; null: every removal meets it."
+    )
+    detection_seconds: float = Field(default=0.0, ge=0, description="From the failure until it is known.")
+    replacement_seconds: float = Field(default=0.0, ge=0, description="From then until a replacement is there.")
+
+    @model_validator(mode="after")
+    def _trace_is_named(self) -> "ArrivalSpec":
+        if self.process == "trace" and self.trace is None:
+            raise ValueError("the process trace needs failures.trace")
+        return self
+
+
+class SimulationSpec(PlanSpec):
+    """A job that is to be planned for, and simulated."""
+
+    failures: ArrivalSpec
+    wall_days: float = Field(default=54.0, gt=0, description="Length of a simulated run.")
+    policies: tuple[str, ...] = ("young", "daly", "checkfreq", "pccheck", "gemini", "cpsr")
+    runs: int = Field(default=1000, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _can_be_simulated(self) -> "SimulationSpec":
+        unknown = [name for name in self.policies if name not in policy_names(RULES)]
+        if unknown:
+            raise ValueError(f"unknown policies {', '.join(unknown)}; known are {', '.join(policy_names(RULES))}")
+        if self.memory is not None:
+            raise ValueError("memory is not simulated: every failure goes back to the disk; leave it out")
+        return self
+
+
+def read_spec(path: Path, trace_path: Path | None = None) -> SimulationSpec:
+    """The description of a simulation in a YAML or JSON file.
+
+    Args:
+        path: of it.
+        trace_path: failures as recorded there, in place of the description's.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown or missing, or a value does not fit; the message names
+            each.
+    """
+    spec = read_model(SimulationSpec, path)
+    if trace_path is None:
+        return spec
+    failures = spec.failures.model_copy(update={"process": "trace", "trace": trace_path})
+    return spec.model_copy(update={"failures": failures})
+
+
+def outcomes_of(spec: SimulationSpec) -> tuple[list[Outcome], float, Trace | None]:
+    """The simulated runs of every policy, the mean seconds between failures, and the trace that these follow.
+
+    Policies get the true parameters of the simulated job. The baselines recompute after a failure; CPSR and the paper's
+    forms predict where that is expected to cost less.
+
+    Raises:
+        ConfigError: the trace is not usable.
+    """
+    trace = None
+    if spec.failures.process == "trace" and spec.failures.trace is not None:
+        trace = read_trace(spec.failures.trace)
+    arrivals, mtbf_seconds = _arrivals(spec, trace)
+    described = replace(spec.inputs(), failures_per_second=1 / mtbf_seconds)
+    job = Job(
+        iteration_seconds=spec.iteration_seconds,
+        wall_seconds=spec.wall_days * SECONDS_PER_DAY,
+        detection_seconds=spec.failures.detection_seconds,
+        replacement_seconds=spec.failures.replacement_seconds,
+        restart_seconds=spec.failures.restart_seconds,
+    )
+    systems = [_system(name, described, spec) for name in spec.policies]
+    return [simulate(job, system, arrivals, spec.runs, spec.seed) for system in systems], mtbf_seconds, trace
+
+
+def _arrivals(spec: SimulationSpec, trace: Trace | None) -> tuple[Arrivals, float]:
+    """The source of failures, and the mean time between them that policies get."""
+    mtbf_seconds = spec.failures.mtbf_hours * SECONDS_PER_HOUR
+    if trace is None:
+        shape = spec.failures.weibull_shape if spec.failures.process == "weibull" else 1.0
+        return Weibull(mtbf_seconds, shape), mtbf_seconds
+    if not len(trace.removed):
+        raise ConfigError(f"the trace {trace.source} has no incident: there is nothing to simulate")
+    try:
+        replay = TraceReplay(trace, spec.failures.trace_nodes)
+    except ValueError as error:
+        raise ConfigError(f"failures.trace_nodes: {error}") from error
+    return replay, replay.mtbf_seconds
+
+
+def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
+    limits, rule = spec.bounds(), RULES.get(name)
+    if isinstance(rule, PCcheck):
+        # Several checkpoints at once are what it is about: the persist time of one bounds nothing.
+        low, high = limits.interval_min_iterations, limits.interval_max_iterations
+        interval = min(max(rule.choose(job).interval_iterations, low), high)
+        return System(name, Checkpoints(interval, job.stall_seconds, job.persist_seconds, rule.concurrent), Rollback())
+    if rule is not None and name not in ("theorem1", "untruncated", "sinh"):
+        bounds = bounds_of(job, limits, "recompute")
+        assert bounds is not None  # recomputing is always possible
+        interval, _ = bounds.clamp(rule.choose(job).interval_iterations)
+        return System(name, Checkpoints(interval, job.stall_seconds, job.persist_seconds), Rollback())
+    plan = make_plan(job, limits, name, rules=RULES)
+    checkpoints = Checkpoints(plan.interval_iterations, job.stall_seconds, job.persist_seconds, contention="skip")
+    recovery: Recovery = Rollback()
+    if plan.mode == "predict":
+        assert job.recovery is not None  # or nothing is predicted
+        recovery = Prediction(job.recovery, job.predict_seconds, job.watch_iterations, job.lead_after_iterations)
+    return System(name, checkpoints, recovery, plan.mode or "")
+
+
+def table_of(spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float) -> Table:
+    """What every policy came to."""
+    error = max(outcome.mean_and_error(outcome.ettr)[1] for outcome in outcomes)
+    title = (
+        f"Simulated: {spec.runs} runs of {spec.wall_days:g} days, {spec.failures.process} failures, "
+        f"MTBF {mtbf_seconds / 60:.1f} min, iteration {spec.iteration_seconds:g} s"
+    )
+    note = (
+        "every: iterations between checkpoints; stall, lost and down (restarting and waiting): % of the wall time; "
+        f"standard error of a mean ETTR: up to {error:.5f}"
+    )
+    table = Table(title=title, caption=note, title_justify="left", caption_justify="left")
+    table.add_column("system")
+    for heading in ("every", "ETTR", "5%", "95%", "stall", "lost", "down", "fails"):
+        table.add_column(heading, justify="right")
+    for outcome in outcomes:
+        figures = outcome.to_json()
+        quantiles, shares = figures["ettr_quantiles"], figures["wall_time_fractions"]
+        table.add_row(
+            outcome.system.name,
+            str(figures["interval_iterations"]),
+            *(f"{value:.4f}" for value in (figures["ettr_mean"], quantiles["0.05"], quantiles["0.95"])),
+            *(f"{100 * share:.2f}" for share in (shares["stall"], shares["lost"])),
+            f"{100 * (shares['restart'] + shares['waiting']):.2f}",
+            f"{figures['failures_mean']:.0f}",
+            style="bold" if outcome.system.name == LEAST_COST else None,
+        )
+    return table
+
+
+def report(
+    spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float, trace: Trace | None
+) -> dict[str, Any]:
+    """Plain data."""
+    found: dict[str, Any] = {
+        "benchmark": "simulate",
+        "simulated": True,
+        "spec": spec.model_dump(mode="json"),
+        "mtbf_seconds": mtbf_seconds,
+        "systems": [outcome.to_json() for outcome in outcomes],
+    }
+    if trace is not None:
+        found["trace"] = {
+            "source": Path(trace.source).name,
+            "span_seconds": trace.span_seconds,
+            "incidents": len(trace.removed),
+            "malformed": list(trace.malformed),
+        }
+    return found

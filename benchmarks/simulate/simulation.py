@@ -1,0 +1,438 @@
+"""The simulation: a job, a system that takes its checkpoints and brings it back, and runs from failure to failure."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+from numpy.typing import NDArray
+
+from cpsr.benchmarks.simulate.failures import Arrivals, Stream
+from cpsr.planner.inputs import Array, RecoveryCost
+
+__all__ = [
+    "Checkpoints",
+    "Job",
+    "LinearCost",
+    "Outcome",
+    "Prediction",
+    "Recovery",
+    "Rollback",
+    "System",
+    "simulate",
+]
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job, and what every failure costs it whoever recovers it.
+
+    Attributes:
+        iteration_seconds: of one iteration without checkpoints.
+        wall_seconds: length of the simulated run, everything included.
+        detection_seconds: from the failure until it is known.
+        replacement_seconds: from then until a replacement is there.
+        restart_seconds: from then until the state of a checkpoint is loaded and training may go on.
+    """
+
+    iteration_seconds: float
+    wall_seconds: float
+    detection_seconds: float = 0.0
+    replacement_seconds: float = 0.0
+    restart_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_positive(iteration_seconds=self.iteration_seconds, wall_seconds=self.wall_seconds)
+        _require_not_negative(
+            detection_seconds=self.detection_seconds,
+            replacement_seconds=self.replacement_seconds,
+            restart_seconds=self.restart_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When checkpoints are taken and what they cost.
+
+    One slot is enough for every planned interval, which is never shorter than the persist time: how many host buffers
+    a running job has does not matter to it.
+
+    Attributes:
+        interval_iterations: between two of them, and from a restart to the first.
+        stall_seconds: extra time of the training thread for each.
+        persist_seconds: from the end of the stall until it is durable: only then can a failure go back to it.
+        slots: how many may be on their way to the storage at once.
+        contention: what happens to one that is due while all slots are taken: training waits, or it is skipped.
+    """
+
+    interval_iterations: int
+    stall_seconds: float
+    persist_seconds: float = 0.0
+    slots: int = 1
+    contention: Literal["wait", "skip"] = "wait"
+
+    def __post_init__(self) -> None:
+        _require_positive(interval_iterations=self.interval_iterations, slots=self.slots)
+        _require_not_negative(stall_seconds=self.stall_seconds, persist_seconds=self.persist_seconds)
+        if self.contention == "skip" and self.slots != 1:
+            raise ValueError(f"skipping is simulated for one slot only, not for {self.slots}; take contention: wait")
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where training goes on after a failure, one value a run.
+
+    Attributes:
+        position_iterations: the iteration it goes on from.
+        next_checkpoint_iterations: the iteration after which the next checkpoint is due.
+        lead_iterations: the iteration after which an end cost below zero is had; a failure before loses it.
+        end_cost_iterations: how much of that stays missing, beyond what the checkpoint missed already.
+        restart_seconds: time for this kind of recovery, on top of the job's own restart.
+    """
+
+    position_iterations: Array
+    next_checkpoint_iterations: Array
+    lead_iterations: Array
+    end_cost_iterations: Array
+    restart_seconds: Array
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """All workers go back to the checkpoint and train on from there."""
+
+    def resume(self, position: Array, durable: Array, interval_iterations: int, iteration_seconds: float) -> Resumption:
+        """At the newest durable checkpoint.
+
+        Args:
+            position: iterations at the failure, in part as well.
+            durable: iteration of the newest durable checkpoint; 0 is the start of the job.
+            interval_iterations: between checkpoints.
+            iteration_seconds: of one iteration.
+        """
+        none = numpy.zeros_like(position)
+        return Resumption(durable, durable + interval_iterations, durable, none, none)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The state at the failure is predicted; without any checkpoint the job starts again.
+
+    Attributes:
+        cost: the end cost by the distance from the checkpoint.
+        seconds: to forecast, predict and inject.
+        watch_iterations: after it, in which no checkpoint is begun.
+        lead_after_iterations: after it, before an end cost below zero is had.
+    """
+
+    cost: RecoveryCost
+    seconds: float = 0.0
+    watch_iterations: int = 0
+    lead_after_iterations: int = 0
+
+    def __post_init__(self) -> None:
+        _require_not_negative(
+            seconds=self.seconds,
+            watch_iterations=self.watch_iterations,
+            lead_after_iterations=self.lead_after_iterations,
+        )
+
+    def resume(self, position: Array, durable: Array, interval_iterations: int, iteration_seconds: float) -> Resumption:
+        """At the last whole iteration before the failure; see `Rollback.resume` for the arguments."""
+        possible = durable > 0
+        target = numpy.where(possible, numpy.floor(position), 0.0)
+        horizon = target - durable
+        cost = numpy.where(possible, self.cost.end_cost_iterations(horizon, interval_iterations), 0.0)
+        seconds = numpy.where(possible, self.seconds, 0.0)
+        watched = numpy.where(possible, float(self.watch_iterations), 0.0)
+        due = target + numpy.maximum(interval_iterations, watched)
+        return Resumption(target, due, target + self.lead_after_iterations, cost, seconds)
+
+
+Recovery = Rollback | Prediction
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """An end cost of `slope u - lead` iterations, at a distance of u from the checkpoint; a `RecoveryCost`."""
+
+    slope: float
+    lead_iterations: float = 0.0
+    source: str = "configured"
+
+    def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
+        """Iterations that stay missing; no lead where nothing was lost, since nothing is predicted then."""
+        cost = self.slope * horizon_iterations - self.lead_iterations
+        return numpy.where(horizon_iterations > 0, cost, 0.0)
+
+
+@dataclass(frozen=True)
+class System:
+    """One way to live with failures."""
+
+    name: str
+    checkpoints: Checkpoints
+    recovery: Recovery
+    note: str = ""
+
+
+def _require_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < numpy.inf:
+            raise ValueError(f"{name} must be positive and finite, not {value}")
+
+
+def _require_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 <= value < numpy.inf:
+            raise ValueError(f"{name} must be finite and not negative, not {value}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The wall time of every run, split without remainder.
+
+    Attributes:
+        system: simulated.
+        job: simulated.
+        useful_seconds: time of the iterations that the run has at its end, less the end costs.
+        stall_seconds: of checkpoints, and waiting for a slot.
+        lost_seconds: iterations that were rolled back or repeated, and the end costs.
+        restart_seconds: restarts and predictions.
+        waiting_seconds: until a failure was known and a replacement was there.
+        failures: how many met each run.
+    """
+
+    system: System
+    job: Job
+    useful_seconds: Array
+    stall_seconds: Array
+    lost_seconds: Array
+    restart_seconds: Array
+    waiting_seconds: Array
+    failures: Array
+
+    @property
+    def ettr(self) -> Array:
+        """Effective training time ratio of each run: useful over wall time."""
+        return self.useful_seconds / self.job.wall_seconds
+
+    @property
+    def cost_fraction(self) -> Array:
+        """Fault-tolerance cost of each run as a share of the wall time: all that is not useful."""
+        return 1 - self.ettr
+
+    def mean_and_error(self, values: Array) -> tuple[float, float]:
+        """Mean over the runs and its Monte-Carlo standard error; 0 for a single run, which cannot show it."""
+        error = float(values.std(ddof=1) / numpy.sqrt(values.size)) if values.size > 1 else 0.0
+        return float(values.mean()), error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with units in the names."""
+        ettr, error = self.mean_and_error(self.ettr)
+        split = {
+            "useful": self.useful_seconds,
+            "stall": self.stall_seconds,
+            "lost": self.lost_seconds,
+            "restart": self.restart_seconds,
+            "waiting": self.waiting_seconds,
+        }
+        return {
+            "system": self.system.name,
+            "note": self.system.note,
+            "interval_iterations": self.system.checkpoints.interval_iterations,
+            "runs": self.ettr.size,
+            "failures_mean": float(self.failures.mean()),
+            "ettr_mean": ettr,
+            "ettr_standard_error": error,
+            "ettr_quantiles": {str(q): float(numpy.quantile(self.ettr, q)) for q in QUANTILES},
+            "wall_time_fractions": {
+                name: float(seconds.mean()) / self.job.wall_seconds for name, seconds in split.items()
+            },
+        }
+
+
+def simulate(job: Job, system: System, arrivals: Arrivals, runs: int = 1000, seed: int = 0) -> Outcome:
+    """Run a job under failures many times.
+
+    A failure during a recovery begins the recovery again. Systems simulated with the same seed and number of runs meet
+    the same failures.
+
+    Args:
+        job: what is trained, and what a failure costs in any case.
+        system: its checkpoints and its way back.
+        arrivals: of failures.
+        runs: simulated side by side.
+        seed: of all that is drawn.
+    """
+    if runs < 1:
+        raise ValueError(f"runs must be at least 1, not {runs}")
+    stream = arrivals.stream(runs, numpy.random.default_rng(seed))
+    state = _Runs(job, system, stream, runs)
+    failure = stream.after(state.available)
+    while (struck := failure < job.wall_seconds).any():
+        state.fail(failure, struck)
+        failure = numpy.where(struck, stream.after(state.available), failure)
+    return state.end()
+
+
+class _Runs:
+    """Each run since its last failure: first a recovery, then training."""
+
+    def __init__(self, job: Job, system: System, stream: Stream, runs: int) -> None:
+        self._job, self._system, self._stream = job, system, stream
+        self._stall, self._lost, self._restart, self._waiting, self._failures = (numpy.zeros(runs) for _ in range(5))
+        # The recovery: waiting from `began` to `replaced`, restarting to `restarted`.
+        self._began = numpy.zeros(runs)
+        self.available = stream.capacity_at(self._began)
+        self._replaced = self._restarted = self.available
+        # The training after it: its first iteration, the checkpoint behind it, what of the two stays missing, the
+        # iteration after which a lead is had, and the one after which the next checkpoint is due.
+        self._position, self._durable, self._cost, self._durable_cost, self._lead = (
+            numpy.zeros(runs) for _ in range(5)
+        )
+        self._due = numpy.full(runs, float(system.checkpoints.interval_iterations))
+
+    def fail(self, at: Array, struck: NDArray[numpy.bool_]) -> None:
+        """Let the runs that were struck fail at those times, and begin their recovery."""
+        job, checkpoints = self._job, self._system.checkpoints
+        reached = self._spend(at, struck)
+        durable_cost = numpy.where(reached.durable_iterations > self._durable, self._had(reached), self._durable_cost)
+        position, durable = reached.position_iterations, reached.durable_iterations
+        interval = checkpoints.interval_iterations
+        next_ = self._system.recovery.resume(position, durable, interval, job.iteration_seconds)
+        self._lost += struck * (position - next_.position_iterations) * job.iteration_seconds
+        self._failures += struck
+        available = self._stream.capacity_at(at)
+        replaced = available + job.detection_seconds + job.replacement_seconds
+        restarted = replaced + job.restart_seconds + next_.restart_seconds
+        self._keep(struck, _began=at, available=available, _replaced=replaced, _restarted=restarted)
+        self._keep(struck, _position=next_.position_iterations, _lead=next_.lead_iterations)
+        self._keep(struck, _due=next_.next_checkpoint_iterations)
+        self._keep(struck, _durable=durable, _durable_cost=durable_cost, _cost=durable_cost + next_.end_cost_iterations)
+
+    def end(self) -> Outcome:
+        """Run all to the end of the wall time."""
+        wall = numpy.full(self._lost.shape, self._job.wall_seconds)
+        reached = self._spend(wall, numpy.ones(wall.shape, dtype=bool))
+        missing = self._had(reached) * self._job.iteration_seconds
+        return Outcome(
+            system=self._system,
+            job=self._job,
+            useful_seconds=reached.position_iterations * self._job.iteration_seconds - missing,
+            stall_seconds=self._stall,
+            lost_seconds=self._lost + missing,
+            restart_seconds=self._restart,
+            waiting_seconds=self._waiting,
+            failures=self._failures,
+        )
+
+    def _had(self, reached: "_Reach") -> Array:
+        """What stays missing after the training since the last failure, which may have been too short to lead."""
+        early = reached.position_iterations < self._lead
+        return numpy.where(early, numpy.maximum(self._cost, self._durable_cost), self._cost)
+
+    def _spend(self, until: Array, which: NDArray[numpy.bool_]) -> "_Reach":
+        """Book the time of some runs since their last failure; returns where all would be then."""
+        # Runs that are not meant may have no next failure at all.
+        until = numpy.minimum(until, self._job.wall_seconds)
+        self._waiting += which * numpy.maximum(numpy.minimum(until, self._replaced) - self._began, 0.0)
+        self._restart += which * numpy.maximum(numpy.minimum(until, self._restarted) - self._replaced, 0.0)
+        trained = numpy.maximum(until - self._restarted, 0.0)
+        iteration_seconds = self._job.iteration_seconds
+        checkpoints = self._system.checkpoints
+        reached = _reach(checkpoints, iteration_seconds, self._position, self._durable, self._due, trained)
+        self._stall += which * reached.stalled_seconds
+        return reached
+
+    def _keep(self, which: NDArray[numpy.bool_], **values: Array) -> None:
+        for name, value in values.items():
+            setattr(self, name, numpy.where(which, value, getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """The state of each run after some seconds of training.
+
+    Attributes:
+        position_iterations: done, in part as well.
+        durable_iterations: newest durable checkpoint; the one given where none became durable.
+        trained_seconds: time in iterations.
+        stalled_seconds: time in stalls, and waiting for a slot.
+    """
+
+    position_iterations: Array
+    durable_iterations: Array
+    trained_seconds: Array
+    stalled_seconds: Array
+
+
+@dataclass(frozen=True)
+class _Rhythm:
+    """Starts of checkpoints, in seconds after the first: `slots` in a row, then a wait until the first is durable.
+
+    Let c be the `spacing_seconds` of two starts that nothing delays, and d the time until a checkpoint is durable.
+    Start j is `max(start[j-1] + c, start[j-slots] + d)`: that is `(j mod slots) c + (j div slots) max(slots c, d)`.
+    """
+
+    interval_iterations: int
+    stall_seconds: float
+    durable_seconds: float
+    spacing_seconds: float
+    slots: int
+
+    def started(self, seconds: Array) -> tuple[Array, Array]:
+        """How many have started, and the seconds since the newest of them did; 0 and `seconds` before the first."""
+        round_seconds = max(self.slots * self.spacing_seconds, self.durable_seconds)
+        rounds = numpy.floor(seconds / round_seconds)
+        rest = seconds - rounds * round_seconds
+        in_round = numpy.minimum(numpy.floor(rest / self.spacing_seconds), self.slots - 1)
+        count = numpy.where(seconds < 0, 0.0, rounds * self.slots + in_round + 1)
+        return count, numpy.where(seconds < 0, seconds, rest - in_round * self.spacing_seconds)
+
+
+def _reach(
+    checkpoints: Checkpoints, iteration_seconds: float, start: Array, durable: Array, first: Array, seconds: Array
+) -> _Reach:
+    """Train for `seconds` from iteration `start`.
+
+    A checkpoint on its way to the storage when this begins was lost with the failure before.
+
+    Args:
+        checkpoints: interval, stall, persist time.
+        iteration_seconds: of one iteration.
+        start: iteration of each run, a whole number.
+        durable: newest durable checkpoint of each run, at most `start`.
+        first: iteration after which the first checkpoint of each run is begun, later than `start`.
+        seconds: of each run, at least 0.
+    """
+    rhythm = _rhythm(checkpoints, iteration_seconds)
+    interval = rhythm.interval_iterations
+    in_rhythm = seconds - (first - start) * iteration_seconds
+    count, since = rhythm.started(in_rhythm)
+    moved = numpy.clip((since - rhythm.stall_seconds) / iteration_seconds, 0.0, interval)
+    position = numpy.where(count > 0, first + (count - 1) * interval + moved, start + seconds / iteration_seconds)
+    done, _ = rhythm.started(in_rhythm - rhythm.durable_seconds)
+    trained = (position - start) * iteration_seconds
+    return _Reach(
+        position,
+        numpy.where(done > 0, first + (done - 1) * interval, durable),
+        trained,
+        numpy.maximum(seconds - trained, 0.0),
+    )
+
+
+def _rhythm(checkpoints: Checkpoints, iteration_seconds: float) -> _Rhythm:
+    interval = checkpoints.interval_iterations
+    if checkpoints.contention == "skip":
+        # The first multiple of the interval after the one before it at which that one is durable.
+        interval *= max(math.ceil(checkpoints.persist_seconds / (interval * iteration_seconds)), 1)
+    return _Rhythm(
+        interval,
+        checkpoints.stall_seconds,
+        checkpoints.stall_seconds + checkpoints.persist_seconds,
+        interval * iteration_seconds + checkpoints.stall_seconds,
+        checkpoints.slots,
+    )

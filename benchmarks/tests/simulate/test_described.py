@@ -1,0 +1,101 @@
+"""Described jobs and recorded traces, through the command."""
+
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+import yaml
+
+from cpsr.benchmarks.simulate.failures import Trace, TraceReplay, read_trace
+from cpsr.benchmarks.simulate.run import main
+from cpsr.benchmarks.simulate.simulation import Checkpoints, Job, Rollback, System, simulate
+from cpsr.errors import ConfigError
+
+EVENTS = """0,add,a
+0,add,b
+0,add,c
+60000,remove,a
+60000,remove,b
+120000,add,d
+90000,remove,c
+180000,add,e
+"""
+SAMPLES = """,Time,GPUs
+0,1000.5,56
+1,1063.5,50
+2,1126.5,50
+3,1189.5,52
+"""
+JOB = {
+    "iteration_seconds": 3.0,
+    "checkpoint": {"stall_seconds": 4, "persist_seconds": 60},
+    "failures": {"mtbf_hours": 3, "restart_seconds": 120},
+    "recovery": {
+        "end_cost": {"per_horizon_iteration": 0.5},
+        "predict_seconds": 10,
+        "predictable_interval_iterations": 300,
+    },
+    "policies": ["young", "checkfreq", "pccheck", "gemini", "sinh", "cpsr"],
+    "wall_days": 2,
+    "runs": 20,
+}
+
+
+def traced(tmp_path: Path, text: str) -> Trace:
+    path = tmp_path / "trace"
+    path.write_text(text, encoding="utf-8")
+    return read_trace(path)
+
+
+def test_a_described_job_is_simulated_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, report = tmp_path / "job.yaml", tmp_path / "report.json"
+    spec.write_text(yaml.safe_dump(JOB), encoding="utf-8")
+    main(spec, None, report)
+    found = json.loads(report.read_text(encoding="utf-8"))
+    by_name = {one["system"]: one for one in found["systems"]}
+    assert list(by_name) == JOB["policies"]
+    for one in by_name.values():
+        assert sum(one["wall_time_fractions"].values()) == pytest.approx(1)
+    assert by_name["cpsr"]["ettr_mean"] >= by_name["young"]["ettr_mean"]
+    assert "checkfreq" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [{"policies": ["cheapest"]}, {"memory": {"stall_seconds": 1.0}}, {"wall_day": 3}])
+def test_what_cannot_be_simulated_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    spec = tmp_path / "job.yaml"
+    spec.write_text(yaml.safe_dump(JOB | change), encoding="utf-8")
+    with pytest.raises(ConfigError, match=next(iter(change)) if "policies" not in change else "cheapest"):
+        main(spec, None, None)
+
+
+def test_traces_have_one_of_two_forms(tmp_path: Path) -> None:
+    events, samples = traced(tmp_path, EVENTS), traced(tmp_path, SAMPLES)
+    assert (events.incident_seconds.tolist(), events.removed.tolist(), events.span_seconds) == ([60, 90], [2, 1], 180)
+    assert (events.alive_before.tolist(), events.alive.tolist()) == ([3, 1], [3, 1, 0, 1, 2])
+    assert (samples.incident_seconds.tolist(), samples.removed.tolist(), samples.span_seconds) == ([63], [6], 189)
+    broken = traced(tmp_path, EVENTS + "200000,remove,z\n")
+    assert (len(broken.malformed), len(broken.incident_seconds)) == (1, 2)
+    for text in ("", "a,b\n", "0,add,a\n", ",Time,GPUs\n"):
+        with pytest.raises(ConfigError, match=r"form|spans no time"):
+            traced(tmp_path, text)
+
+
+def test_run_0_meets_the_trace_as_recorded_again_and_again(tmp_path: Path) -> None:
+    stream = TraceReplay(traced(tmp_path, EVENTS)).stream(2, numpy.random.default_rng(0))
+    met, now = [], numpy.zeros(2)
+    for _ in range(5):
+        now = stream.after(now)
+        met.append(now[0])
+    assert met == [60, 90, 240, 270, 420]
+
+
+def test_incidents_during_a_wait_are_not_met(tmp_path: Path) -> None:
+    # 3 nodes of 3 until 60 s; then too few until the trace begins again at 180 s.
+    replay = TraceReplay(traced(tmp_path, EVENTS), nodes=3)
+    result = simulate(Job(1.0, 360.0), System("x", Checkpoints(10, 0.0), Rollback()), replay, runs=1)
+    assert result.failures.tolist() == [2]
+    assert result.waiting_seconds.tolist() == pytest.approx([240.0])
+    assert replay.mtbf_seconds == 60
+    with pytest.raises(ValueError, match="never has 4 nodes"):
+        TraceReplay(traced(tmp_path, EVENTS), nodes=4)

@@ -1,0 +1,423 @@
+"""What a running job expects of failures, recoveries, loss and accuracy, fitted to its journal."""
+
+import math
+import statistics
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any, Literal
+
+import numpy
+import scipy  # loads its submodules at first use: a restart does not wait for them
+
+from cpsr.checkpoint.retention import Retention
+from cpsr.config import CPSRConfig
+from cpsr.fitter.accuracy import AccuracyCurve, fit_accuracy
+from cpsr.fitter.failures import FailureClasses, FailureRate
+from cpsr.fitter.loss_fit import LossFit, fit_loss
+from cpsr.journal import JournalReader, LifeRow, RecoveryRow, ReportedFailure
+from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, CostObservation, EndCostCurve
+from cpsr.predictor.calibration import Expected, table
+from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
+from cpsr.predictor.protocol import HistoryEntry, Target
+from cpsr.predictor.series import TYPICAL_STRAIGHTNESS
+from cpsr.predictor.watch import WATCH_ITERATIONS
+
+__all__ = [
+    "Curves",
+    "FitKind",
+    "Predictable",
+    "Schedule",
+    "expected_costs",
+    "fit_curves",
+    "predictable",
+    "prior_curves",
+]
+
+FitKind = Literal["loss", "predictor", "failure_rate"]
+# `planner.mtbf_hours` counts as much as this number of observed failures.
+PRIOR_FAILURES = 1.0
+# A restart begins within minutes of its failure, and reports by people are not exact to the second.
+SAME_FAILURE_SECONDS = 600.0
+# Recent losses say more about the next phase than old ones, and a fit to a million would take seconds.
+LOSSES_MAX = 20_000
+# Points of a fitted loss curve, for plots: a falling curve needs no more, and a fit stays a few kilobytes.
+CURVE_POINTS = 65
+# Intervals at which the prior is evaluated, in iterations: it is smooth between them.
+INTERVALS_ITERATIONS = (10, 20, 35, 50, 75, 100, 150, 200, 300, 500)
+# Failures at which it is evaluated, as shares of the interval: f is anywhere in it.
+HORIZON_SHARES = (0.25, 0.5, 0.75, 1.0)
+# Required probability that most recoveries are useless. Four certainly useless ones, and no useful one, suffice.
+CONFIDENCE = 0.95
+EXPECTED = "the offline prior and the kept history"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Progress of the training, as far as the expected end cost depends on it.
+
+    Attributes:
+        iteration: completed steps.
+        learning_rate: of the next one.
+        peak_learning_rate: largest so far.
+    """
+
+    iteration: int
+    learning_rate: float
+    peak_learning_rate: float
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The fitted curves of the run at the end of a phase.
+
+    Attributes:
+        iteration: at the fit.
+        failures: how often the job fails, in each class.
+        costs: what the run's own recoveries tell about the end cost, for `lost_share` of the state.
+        lost_share: mean share of the state that the run's failures have lost; 1 before any.
+        predict_seconds: median of the predictions and injections so far; 0 without any.
+        predictions: how many these were.
+        loss: of the training; None if it cannot be fitted.
+        accuracy: error of the predictor over checkpoints; None if it cannot be fitted.
+        missing: why a curve is None, for messages.
+        load_seconds: medians of restarts until the state was read, and how many these were, by where it came
+            from: `disk` or `memory`.
+    """
+
+    iteration: int
+    failures: FailureClasses
+    costs: tuple[CostObservation, ...] = ()
+    lost_share: float = 1.0
+    predict_seconds: float = 0.0
+    predictions: int = 0
+    loss: LossFit | None = None
+    accuracy: AccuracyCurve | None = None
+    missing: tuple[str, ...] = ()
+    load_seconds: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+
+    def to_rows(self) -> Iterator[tuple[FitKind, dict[str, Any]]]:
+        """Rows for the journal: kind and result of every fitted curve."""
+        yield "failure_rate", self.failures.to_dict()
+        if self.loss is not None:
+            yield "loss", self.loss.to_dict() | {"curve": _drawn(self.loss)}
+        if self.accuracy is not None:
+            yield "predictor", self.accuracy.to_dict()
+
+
+def prior_curves(iteration: int, config: CPSRConfig) -> Curves:
+    """The curves before the journal is read."""
+    return Curves(iteration, FailureClasses(FailureRate(config.planner.mtbf_hours, PRIOR_FAILURES), {}))
+
+
+def fit_curves(
+    reader: JournalReader,
+    accuracy: Sequence[Mapping[str, Any]],
+    iteration: int,
+    span_iterations: int,
+    config: CPSRConfig,
+    reported: Sequence[ReportedFailure] = (),
+) -> Curves:
+    """Fit all curves that can be fitted.
+
+    Args:
+        reader: of the run's journal.
+        accuracy: how well the predictor has predicted checkpoints, oldest first.
+        iteration: completed steps; later losses, of a branch that was given up, do not count.
+        span_iterations: length of the phase: the loss is extrapolated as far.
+        config: of the run.
+        reported: failures reported by people; those before the run, or within minutes of a known one, do not count.
+
+    Raises:
+        JournalError: the journal cannot be read.
+    """
+    missing: list[str] = []
+    recoveries = reader.recoveries()
+    lost = _lost_share(recoveries)
+    predicted = [  # in an exact restart these are 0
+        one.predict_seconds + one.inject_seconds for one in recoveries if one.predict_seconds and one.inject_seconds
+    ]
+    return Curves(
+        iteration,
+        _failures(reader, config, reported),
+        tuple(_measured_costs(recoveries, lost)),
+        lost,
+        statistics.median(predicted) if predicted else 0.0,
+        len(predicted),
+        _loss(reader, iteration, span_iterations, missing),
+        _accuracy(accuracy, missing),
+        tuple(missing),
+        _loads(recoveries),
+    )
+
+
+def _loads(recoveries: Sequence[RecoveryRow]) -> dict[str, tuple[float, int]]:
+    """A prediction and an emergency dump begin with the checkpoint on the disk."""
+    found: dict[str, list[float]] = {}
+    for row in recoveries:
+        in_memory = {source.source for source in row.sources} == {"memory"}
+        if row.load_seconds is not None:
+            found.setdefault("memory" if in_memory else "disk", []).append(row.load_seconds)
+    return {place: (statistics.median(seconds), len(seconds)) for place, seconds in found.items()}
+
+
+def _drawn(fit: LossFit) -> dict[str, list[float]]:
+    """The curve and the band of single losses, from the first loss to the end of the held-out span."""
+    places = numpy.linspace(fit.first_iteration, fit.last_iteration + fit.held_out_iterations, CURVE_POINTS).round()
+    low, high = fit.band(places)
+    drawn = {"iterations": places, "loss_nats": fit.at(places), "low_nats": low, "high_nats": high}
+    return {name: values.tolist() for name, values in drawn.items()}
+
+
+def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[ReportedFailure]) -> FailureClasses:
+    lives = reader.lives()
+    # A life without an end was killed. `clean` and `sigterm` are no failures, even if some training was repeated.
+    ended = [life for life in lives[:-1] if life.ending in ("running", "error")]
+    began = [later.started_unix_seconds for life, later in pairwise(lives) if life in ended]
+    unseen = _unseen(reported, began, lives[0].started_unix_seconds if lives else math.inf)
+    exposure_seconds = _exposure_seconds(reader, lives)
+    total = FailureRate(config.planner.mtbf_hours, PRIOR_FAILURES, len(ended) + unseen, exposure_seconds)
+    scopes = {failure.life: failure.scope for failure in reader.failures()}
+    return FailureClasses(total, Counter(scope for life in ended if (scope := scopes.get(life.life)) is not None))
+
+
+def _exposure_seconds(reader: JournalReader, lives: Sequence[LifeRow]) -> float:
+    """How long the present ranks would have to train for as many failures to be expected as in all lives so far.
+
+    Failures are of machines: a life with twice as many ranks counts twice as long. A life of which the number is not
+    recorded counts as one with the present ranks.
+    """
+    trained_seconds, now = reader.trained_seconds(), lives[-1].ranks if lives else None
+    if now is None or all(life.ranks in (None, now) for life in lives):
+        return trained_seconds
+    seconds = reader.seconds_of_lives()
+    more = [(life.ranks / now - 1) * seconds.get(life.life, 0.0) for life in lives if life.ranks is not None]
+    return max(0.0, trained_seconds + sum(more))
+
+
+def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[float], start_unix_seconds: float) -> int:
+    """Number of reported failures in this run that neither a restart nor another report shows."""
+    known = list(seen_unix_seconds)
+    for failure in reported:
+        at = failure.failed_unix_seconds
+        if at >= start_unix_seconds and all(abs(at - other) > SAME_FAILURE_SECONDS for other in known):
+            known.append(at)
+    return len(known) - len(seen_unix_seconds)
+
+
+def _loss(reader: JournalReader, iteration: int, span_iterations: int, missing: list[str]) -> LossFit | None:
+    steps = [
+        (step.iteration, step.loss)
+        for step in reader.losses(max(0, iteration - LOSSES_MAX), iteration + 1)
+        if step.loss is not None and 0.0 < step.loss < math.inf
+    ]
+    try:
+        return fit_loss([place for place, _ in steps], [loss for _, loss in steps], span_iterations)
+    except ValueError as error:
+        missing.append(f"the loss curve is not known yet ({error})")
+        return None
+
+
+def _accuracy(accuracy: Sequence[Mapping[str, Any]], missing: list[str]) -> AccuracyCurve | None:
+    """The error of the weights, mean square (the paper's Eq. 9): of the direction, times how far weights moved."""
+    points = [
+        (one["checkpoints"], 2.0 * (1.0 - one["vitp_cosine"]) * one["mean_square_motion"])
+        for one in accuracy
+        if "mean_square_motion" in one
+    ]
+    points = [(count, error) for count, error in points if 0.0 < error < math.inf]
+    try:
+        return fit_accuracy([count for count, _ in points], [error for _, error in points])
+    except ValueError as error:
+        missing.append(f"the predictor's accuracy is not known yet ({error})")
+        return None
+
+
+# The end cost of predicted recoveries
+
+
+def expected_costs(
+    schedule: Schedule, kept: Retention, straightness: float | None = None, lost: float = 1.0
+) -> tuple[EndCostCurve, int] | None:
+    """The line through the end costs that the prior expects, and the longest interval to predict from.
+
+    Args:
+        schedule: progress of the run.
+        kept: how much history is kept.
+        straightness: of the run's own path; None takes the typical one.
+        lost: share of the state that a failure is expected to lose.
+
+    Returns:
+        None if nothing can be predicted at any interval yet.
+    """
+    straight = TYPICAL_STRAIGHTNESS if straightness is None else straightness
+    rows: list[tuple[float, float]] = []
+    expected: list[Expected] = []
+    longest = 0
+    for interval in INTERVALS_ITERATIONS:
+        horizons = [max(1, round(share * interval)) for share in HORIZON_SHARES]
+        found = [_expected(schedule, kept, interval, horizon, straight) for horizon in horizons]
+        possible = [(horizon, one) for horizon, one in zip(horizons, found, strict=True) if one is not None]
+        if len(possible) < len(horizons):
+            break
+        longest = interval
+        rows += [(float(horizon), float(interval)) for horizon, _ in possible]
+        expected += [one.of_part(lost) for _, one in possible]
+    if not rows:
+        return None
+    places = numpy.array(rows)
+    costs = numpy.array([one.end_cost_iterations for one in expected])
+    coefficients = numpy.linalg.lstsq(numpy.column_stack([numpy.ones(len(places)), places]), costs, rcond=None)[0]
+    # The errors of these costs are fully correlated.
+    deviation = float(numpy.mean([one.deviation_iterations for one in expected]))
+    errors = [deviation, *(deviation / places.mean(axis=0))]
+    path = "a typical path" if straightness is None else f"the run's own path (straightness {straightness:.2f})"
+    part = "" if lost == 1.0 else f", {lost:.0%} of the state lost"
+    scatter = lost * table().noise_iterations
+    source = f"the offline prior for {path}{part}"
+    return EndCostCurve.with_independent_prior(coefficients.tolist(), errors, scatter, source), longest
+
+
+def _expected(schedule: Schedule, kept: Retention, interval: int, horizon: int, straightness: float) -> Expected | None:
+    """Expected end cost with this checkpoint interval, the newest checkpoint now, at the current learning rate."""
+    count = min(kept.history_checkpoints(interval), schedule.iteration // interval + 1)
+    rate = schedule.learning_rate
+    points = [
+        HistoryEntry(iteration, rate * iteration, rate)
+        for iteration in range(schedule.iteration - (count - 1) * interval, schedule.iteration + 1, interval)
+    ]
+    failure = schedule.iteration + horizon
+    target = Target(failure, rate * failure, schedule.peak_learning_rate)
+    # Without the run's measurements, which are added later.
+    found = LinePredictor().expected(points, target, straightness)
+    return None if isinstance(found, str) else found
+
+
+def _lost_share(recoveries: Iterable[RecoveryRow]) -> float:
+    """Mean share of the state that the run's failures have lost, with one failure in advance that loses all.
+
+    Failures after which every rank had its state do not count.
+    """
+    shares = [1.0, *filter(None, (_share(row) for row in recoveries))]
+    return sum(shares) / len(shares)
+
+
+def _share(recovery: RecoveryRow) -> float | None:
+    """Share of the state that was lost, as the choice of the state has recorded it."""
+    share = recovery.settings.get("lost_share", recovery.guard.get("lost_share"))
+    return None if share is None else float(share)
+
+
+def _measured_costs(recoveries: Iterable[RecoveryRow], lost: float) -> Iterator[CostObservation]:
+    """What this run's recoveries tell about the end cost, oldest first.
+
+    A lag tells it to some 27 iterations. A vetoed prediction cost the horizon, since it is recomputed. One that was
+    rolled back also cost the iterations of its watch.
+
+    Args:
+        recoveries: of the run.
+        lost: share of the state for which the lags are to hold: they are in proportion to what was lost.
+    """
+    for row in sorted(recoveries, key=lambda one: one.created_unix_seconds):
+        context = row.settings.get("context")
+        if row.failure_iteration is None or row.checkpoint_iteration is None or context is None:
+            continue
+        horizon, lag = row.failure_iteration - row.checkpoint_iteration, row.guard.get("lag")
+        if row.outcome == "vetoed":
+            cost, error = float(horizon), 0.0
+        elif row.outcome == "rolled_back":
+            cost, error = float(horizon + WATCH_ITERATIONS), 0.0
+        elif lag is not None and not row.settings.get("own_series_operators"):  # else of several horizons
+            part = lost / (_share(row) or 1.0)
+            error = math.hypot(part * lag["standard_error_iterations"], lost * LAG_DEVIATION_ITERATIONS)
+            cost = part * lag["lag_iterations"]
+        else:
+            continue
+        if math.isfinite(cost) and math.isfinite(error):
+            yield CostObservation(float(horizon), float(context["interval_iterations"]), cost, error)
+
+
+@dataclass(frozen=True)
+class Predictable:
+    """The longest interval from which failures can be predicted.
+
+    Attributes:
+        interval_iterations: None if none is short enough.
+        because: the source of that, for the plan's explanation.
+    """
+
+    interval_iterations: int | None
+    because: str
+
+
+def predictable(longest_iterations: int, costs: Sequence[CostObservation]) -> Predictable:
+    """Lower the bound of prior and history to intervals over which this run's own recoveries were useful.
+
+    A recovery was useless if it cost at least its horizon, as recomputing would have; a vetoed one always is. A
+    measured lag has an error: it counts with the certainty of its side, `|2 P(cost >= horizon) - 1|`, so that an
+    ambiguous one counts for neither. Each class of intervals reaches from above the next shorter of
+    `INTERVALS_ITERATIONS` up to one of them. The share of useless recoveries cannot fall with longer intervals: an
+    isotonic regression pools the classes that seem to. A class is excluded, with all longer ones, if most recoveries of
+    its pool are useless with a probability of 95%, by a uniform prior.
+
+    Only the newest measurements count, as in the curve of the end cost: an excluded class returns as they age out.
+
+    Args:
+        longest_iterations: longest interval to predict from, by the prior and the kept history.
+        costs: of this run, oldest first; a vetoed one cost its horizon, without error.
+    """
+    counted = list(costs)[-OBSERVATIONS_MAX:]
+    if not counted:
+        return Predictable(longest_iterations, EXPECTED)
+    useless, useful = _sides(counted)
+    out = _first_excluded(useless, useful)
+    measured = (
+        f"of {len(counted)} measured recoveries about {useful.sum():.0f} cost less than recomputing and "
+        f"{useless.sum():.0f} did not"
+    )
+    below = [longest_iterations] if out is None else list(INTERVALS_ITERATIONS[:out])
+    if below and below[-1] >= longest_iterations:
+        return Predictable(longest_iterations, f"{EXPECTED}; {measured}, which does not lower it")
+    because = (
+        f"{measured}: from longer intervals most would not (at least {CONFIDENCE:.0%} sure); {EXPECTED} would allow "
+        f"{longest_iterations} iterations"
+    )
+    return Predictable(below[-1] if below else None, because)
+
+
+def _sides(costs: Sequence[CostObservation]) -> "numpy.ndarray[Any, numpy.dtype[numpy.float64]]":
+    """Weights of useless and of useful recoveries in each class; `(2, classes)`."""
+    sides = numpy.zeros((2, len(INTERVALS_ITERATIONS)))
+    for cost in costs:
+        place = min(bisect_left(INTERVALS_ITERATIONS, cost.interval_iterations), len(INTERVALS_ITERATIONS) - 1)
+        excess, error = cost.end_cost_iterations - cost.horizon_iterations, cost.standard_error_iterations
+        sure = math.erf(excess / (error * math.sqrt(2))) if error > 0 else 1.0 if excess >= 0 else -1.0
+        sides[0 if sure > 0 else 1, place] += abs(sure)
+    return sides
+
+
+def _first_excluded(
+    useless: "numpy.ndarray[Any, numpy.dtype[numpy.float64]]", useful: "numpy.ndarray[Any, numpy.dtype[numpy.float64]]"
+) -> int | None:
+    """The first class, in the first pool of useless recoveries, up to which they are surely so; None without one."""
+    # Imported by the planner's thread and not with this module: a restart does not wait for it.
+    from sklearn.isotonic import IsotonicRegression
+
+    weights = useless + useful
+    known = numpy.flatnonzero(weights > 0)
+    if not known.size:
+        return None
+    regression = IsotonicRegression().fit(known, useless[known] / weights[known], sample_weight=weights[known])
+    shares = regression.predict(known)
+    for _, members in groupby(range(len(known)), key=lambda place: float(shares[place])):
+        pool = known[list(members)]
+
+        def sure(places: "numpy.ndarray[Any, numpy.dtype[numpy.int64]]") -> bool:
+            """Whether P(share > 1/2) of a Beta(1 + useless, 1 + useful) is large enough."""
+            return bool(scipy.special.betainc(1 + useful[places].sum(), 1 + useless[places].sum(), 0.5) >= CONFIDENCE)
+
+        if sure(pool):
+            return int(next(place for count, place in enumerate(pool, 1) if sure(pool[:count])))
+    return None

@@ -1,0 +1,221 @@
+"""What checkpoints and snapshots cost each rank, measured on the training thread, and the slowest rank of the job."""
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
+from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.errors import CheckpointError
+
+__all__ = ["MEASURED", "RankCosts", "RankReport", "RankTimes", "costs_of_ranks", "second_moment_share", "slowest"]
+
+logger = logging.getLogger(__name__)
+
+MEASURED = 8  # times are medians of this many checkpoints, snapshots or replicas
+CALM_STEPS = 50  # the pace of training is the median of this many steps without a checkpoint under way
+CALM_STEPS_MIN = 5
+
+
+@dataclass(frozen=True)
+class RankCosts:
+    """The costs of one rank's checkpoints, or of the slowest rank's.
+
+    Attributes:
+        iteration: of the newest one that was measured.
+        saves: number of saves behind the medians.
+        stall_seconds: extra time of the training thread.
+        persist_seconds: from the snapshot to the rank's files being durable, and on rank 0 the commit.
+        parameters: weights that the rank owns, or all ranks together.
+        mean_second_moment: of its gradients; None if the optimizer keeps none.
+    """
+
+    iteration: int
+    saves: int
+    stall_seconds: float
+    persist_seconds: float
+    parameters: int
+    mean_second_moment: float | None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank has measured.
+
+    Attributes:
+        costs: of its checkpoints.
+        memory: medians of its snapshots in host memory, by name: `stall_seconds` of those that went to memory alone,
+            `copy_seconds` of those of checkpoints, `replica_seconds` until a replica is whole on another machine.
+    """
+
+    costs: RankCosts
+    memory: Mapping[str, float] = field(default_factory=dict)
+
+
+class RankTimes:
+    """The newest times of this rank's checkpoints and snapshots; on the training thread.
+
+    A checkpoint's stall is how much longer steps take from its begin until it is durable. Until a time is measured in
+    this life, that of the last life stands for it.
+
+    Args:
+        parameters: weights that the rank owns.
+
+    Attributes:
+        snapshots: how many went to host memory alone in this life.
+    """
+
+    def __init__(self, parameters: int) -> None:
+        self._parameters = parameters
+        self._calm: deque[float] = deque(maxlen=CALM_STEPS)
+        self._under_way: list[float] | None = None
+        self._snapshot_seconds = 0.0
+        self._saves: deque[tuple[SaveOutcome, float]] = deque(maxlen=MEASURED)
+        self._before: RankCosts | None = None
+        names = ("stall_seconds", "copy_seconds", "replica_seconds")
+        self._memory: dict[str, deque[float]] = {name: deque(maxlen=MEASURED) for name in names}
+        self._memory_before: dict[str, float] = {}
+        self.snapshots = 0
+
+    def begun(self) -> None:
+        """A checkpoint was begun."""
+        self._under_way = []
+
+    def step(self, seconds: float) -> None:
+        """Add the duration of one step; its wait for a snapshot to memory alone is no cost of the disk."""
+        seconds -= self._snapshot_seconds
+        self._snapshot_seconds = 0.0
+        (self._calm if self._under_way is None else self._under_way).append(seconds)
+
+    def durable(self, outcome: SaveOutcome) -> None:
+        """The checkpoint is durable: its stall is at least the time in which training waited."""
+        steps, self._under_way = self._under_way, None
+        stall_seconds = outcome.stall_seconds
+        # If checkpoints follow each other so closely that no pace is known, it is just that time.
+        if steps and len(self._calm) >= CALM_STEPS_MIN:
+            stall_seconds = max(stall_seconds, sum(steps) - len(steps) * statistics.median(self._calm))
+        self._saves.append((outcome, stall_seconds))
+        self._memory["copy_seconds"].append(outcome.stall_seconds)
+
+    def snapshot(self, stall_seconds: float) -> None:
+        """A snapshot went to host memory alone, and training waited so long for it."""
+        self._snapshot_seconds += stall_seconds
+        self._memory["stall_seconds"].append(stall_seconds)
+        self.snapshots += 1
+
+    def replica(self, seconds: float) -> None:
+        """A snapshot was whole on another machine so long after it was taken."""
+        self._memory["replica_seconds"].append(seconds)
+
+    def costs(self) -> RankCosts | None:
+        """Medians over the newest saves; before the first save those of the last life, None in the first life."""
+        if not self._saves:
+            return self._before
+        newest = self._saves[-1][0]
+        return RankCosts(
+            newest.iteration,
+            len(self._saves),
+            statistics.median(stall for _, stall in self._saves),
+            statistics.median(save.write_seconds + save.commit_seconds for save, _ in self._saves),
+            self._parameters,
+            newest.mean_second_moment,
+        )
+
+    def memory(self) -> dict[str, float]:
+        """Medians of the snapshots, by name (`RankReport`)."""
+        now = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
+        return self._memory_before | now
+
+    def memory_samples(self) -> dict[str, int]:
+        """How many of each were measured in this life."""
+        return {name: len(seconds) for name, seconds in self._memory.items() if seconds}
+
+    def to_tree(self) -> dict[str, Any]:
+        """Plain data for this rank's part of the next checkpoint."""
+        costs = self.costs()
+        return {"costs": None if costs is None else asdict(costs), "memory": self.memory()}
+
+    def restore(self, tree: Mapping[str, Any], *, replicates: bool) -> None:
+        """Load what `to_tree` of the last life returned.
+
+        Args:
+            tree: it may hold more.
+            replicates: whether other machines take replicas in this life; else those of the last life count no more.
+        """
+        self._before = None if tree["costs"] is None else RankCosts(**tree["costs"])
+        self._memory_before = {name: float(value) for name, value in tree["memory"].items()}
+        if not replicates:
+            self._memory_before.pop("replica_seconds", None)
+
+
+def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankReport]:
+    """What every rank has reported in the newest checkpoint; empty if a rank has not yet, or it cannot be read.
+
+    Args:
+        store_directory: the run's `checkpoints`.
+        world_size: number of ranks.
+    """
+    committed = [info for info in scan(store_directory).checkpoints if info.full]  # others have no costs
+    if not committed:
+        return []
+    directory = committed[-1].directory
+    found: list[RankReport] = []
+    try:
+        manifest = read_manifest(directory)
+        for rank in range(world_size):
+            planning = read_rank_manifest(directory, manifest, rank).scalars["planning"]
+            if planning["costs"] is None:
+                return []
+            found.append(RankReport(RankCosts(**planning["costs"]), planning["memory"]))
+    except (CheckpointError, OSError, KeyError, TypeError) as error:
+        logger.warning("cannot read the other ranks' costs from %s, rank 0's are used for all: %s", directory, error)
+        return []
+    return found
+
+
+def second_moment_share(ranks: Sequence[RankCosts]) -> float | None:
+    """Ratio of all ranks' mean second moment to the first rank's; each rank counts by its weights.
+
+    Ranks whose optimizer keeps none are left out. None if the first has none, or it is zero or not finite.
+
+    Args:
+        ranks: at least one, of one checkpoint: Adam's bias is then equal in all, and cancels in the ratio.
+    """
+    known = [(rank.parameters, rank.mean_second_moment) for rank in ranks if rank.mean_second_moment is not None]
+    weights = sum(parameters for parameters, _ in known)
+    own = ranks[0].mean_second_moment
+    if not own or not weights:
+        return None
+    share = sum(parameters * moment for parameters, moment in known) / weights / own
+    return share if 0 < share < math.inf else None
+
+
+def slowest(reports: Sequence[RankReport]) -> RankReport:
+    """One report of ranks in lockstep: all wait for the slowest, and a predicted restart predicts the weights of all.
+
+    Replicas count if every rank has them.
+
+    Args:
+        reports: at least one; the first is rank 0's.
+    """
+    first = reports[0].costs
+    costs = RankCosts(
+        first.iteration,
+        first.saves,
+        max(one.costs.stall_seconds for one in reports),
+        max(one.costs.persist_seconds for one in reports),
+        sum(one.costs.parameters for one in reports),
+        first.mean_second_moment,
+    )
+    # Copies of checkpoints stand for the snapshots of a rank that has taken none alone.
+    stalls = [one.memory.get("stall_seconds", one.memory.get("copy_seconds")) for one in reports]
+    memory = {"stall_seconds": [one for one in stalls if one is not None]}
+    replicas = [one.memory["replica_seconds"] for one in reports if "replica_seconds" in one.memory]
+    memory["replica_seconds"] = replicas if len(replicas) == len(reports) else []
+    return RankReport(costs, {name: max(seconds) for name, seconds in memory.items() if seconds})

@@ -1,0 +1,209 @@
+"""Rules that choose an interval: Young, Daly, and the paper's theorem.
+
+The theorem has one unit of time throughout: the iteration. `T_s` is the stall of a checkpoint and `lambda` the failure
+rate in it; `tau1` is per checkpoint, so that `tau1 / T_c` is per iteration and
+
+    A = xi N_p tau1 exp(tau2 - alpha2) / (2 alpha1)    (iterations)
+    B = alpha1 - lambda                                (per iteration; negative where failures are frequent)
+    r = lambda sqrt(A / T_s)                           (per iteration)
+
+The cost of Eq. 17 is `T_s / (1 - exp(-lambda P)) + (lambda A / tau1) T_c / (tau1 - B T_c)` with `P = T_c + T_s`, where
+`tau1 > B T_c`. Its derivative vanishes where `tau1 - B T_c = 2 sqrt(A / T_s) sinh(lambda P / 2)`. The paper takes
+`lambda P` for small, which gives `T_c = (tau1 - lambda sqrt(A T_s)) / (B + r)`. It prints the theorem without the
+subtrahend: too long by `r T_s / (B + r)`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from cpsr.planner.inputs import ITERATIONS_MAX, PlannerInputs, in_iterations, whole_iterations
+
+__all__ = [
+    "LONGEST",
+    "LONGEST_TAKEN",
+    "POLICIES",
+    "SHORTEST",
+    "SHORTEST_TAKEN",
+    "Choice",
+    "Daly",
+    "PaperTerms",
+    "Rule",
+    "Theorem",
+    "Young",
+    "linear_terms",
+    "paper_terms",
+    "unusual_inputs",
+]
+
+SHORTEST = 1
+LONGEST = ITERATIONS_MAX
+# Their effect, for messages.
+SHORTEST_TAKEN = "the shortest allowed interval is taken"
+LONGEST_TAKEN = "the longest allowed interval is taken"
+# exp of more than this overflows a float.
+EXPONENT_MAX = 700.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An interval before any bound.
+
+    Attributes:
+        interval_iterations: at least 1. If a rule has no optimum this is SHORTEST or LONGEST, so that the bounds
+            decide.
+        note: what is unusual about it; may be empty.
+    """
+
+    interval_iterations: int
+    note: str = ""
+
+
+class Rule(Protocol):
+    """Chooses an interval from the inputs of a job."""
+
+    def choose(self, inputs: PlannerInputs) -> Choice:
+        """The interval by the rule, before any bound."""
+
+
+class Young:
+    """`T_c = sqrt(2 T_s M)`, with T_s the stall of a checkpoint and M the mean time between failures.
+
+    Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
+    """
+
+    def choose(self, inputs: PlannerInputs) -> Choice:
+        """Young's interval; a bound where an input is zero, infinite or unknown."""
+        stall, mtbf = inputs.stall_seconds, _mtbf_seconds(inputs)
+        # The product of the roots cannot overflow; the root of the product could.
+        seconds = math.sqrt(2) * math.sqrt(stall) * math.sqrt(mtbf) if stall >= 0 and mtbf >= 0 else math.nan
+        return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)), unusual_inputs(inputs))
+
+
+class Daly:
+    """`T_c = sqrt(2 T_s M) (1 + sqrt(T_s / (2 M)) / 3 + T_s / (18 M)) - T_s` for `T_s < 2 M`, else M.
+
+    Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3),
+    2006: the expansion of the minimum of his exact wall time for exponential failures.
+    """
+
+    def choose(self, inputs: PlannerInputs) -> Choice:
+        """Daly's interval; a bound where an input is zero, infinite or unknown."""
+        stall, mtbf, note = inputs.stall_seconds, _mtbf_seconds(inputs), unusual_inputs(inputs)
+        if not (stall >= 0 and mtbf >= 0):
+            return Choice(SHORTEST, note)
+        if math.isinf(mtbf):
+            return Choice(SHORTEST if stall == 0 else LONGEST, note)
+        if stall >= 2 * mtbf:
+            seconds = mtbf
+        else:
+            ratio = math.sqrt(stall / (2 * mtbf))
+            seconds = 2 * mtbf * ratio * (1 + ratio / 3 + ratio * ratio / 9) - stall
+        return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)), note)
+
+
+class Theorem:
+    """`T_c = tau1 / (B + lambda sqrt(A / T_s))`, as printed.
+
+    Source: CPSR, Theorem 1 (Eq. 16).
+    """
+
+    def choose(self, inputs: PlannerInputs) -> Choice:
+        """The theorem's interval; a bound where its derivation has no solution."""
+        terms = linear_terms(inputs)
+        if isinstance(terms, Choice):
+            return terms
+        iterations = terms.tau1 / (terms.decay_per_iteration + terms.rate_per_iteration)
+        if iterations < 1:
+            return Choice(SHORTEST, f"the optimum of {iterations:.3g} iterations is shorter than one")
+        return Choice(whole_iterations(iterations))
+
+
+# The rules of a running job beside `cpsr`, the interval of least cost.
+POLICIES: Mapping[str, Rule] = {"theorem1": Theorem(), "young": Young(), "daly": Daly()}
+
+
+@dataclass(frozen=True)
+class PaperTerms:
+    """The terms of the theorem, all finite, with `lambda`, `tau1`, `T_s` and `A` positive.
+
+    Attributes:
+        tau1: decay of the predictor's error per checkpoint.
+        stall_iterations: T_s.
+        failures_per_iteration: lambda.
+        deviation_iterations: A.
+        decay_per_iteration: B.
+    """
+
+    tau1: float
+    stall_iterations: float
+    failures_per_iteration: float
+    deviation_iterations: float
+    decay_per_iteration: float
+
+    @property
+    def rate_per_iteration(self) -> float:
+        """`r = lambda sqrt(A / T_s)`."""
+        return self.failures_per_iteration * math.sqrt(self.deviation_iterations / self.stall_iterations)
+
+
+def paper_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
+    """The terms of the theorem, or the choice in cases outside of it."""
+    phase = inputs.phase
+    if phase is None:
+        return Choice(SHORTEST, f"the curves of loss and accuracy are not known yet; {SHORTEST_TAKEN}")
+    stall = in_iterations(inputs.stall_seconds, inputs.iteration_seconds)
+    failures = inputs.failures_per_second * inputs.iteration_seconds
+    if math.isnan(stall) or math.isnan(failures) or failures < 0:
+        return Choice(SHORTEST, f"stall, iteration time or failure rate is not known; {SHORTEST_TAKEN}")
+    if failures == 0:
+        return Choice(LONGEST, f"no failures are expected (lambda = 0); {LONGEST_TAKEN}")
+    if stall == 0:
+        return Choice(SHORTEST, f"checkpoints cost nothing (T_s = 0); {SHORTEST_TAKEN}")
+    if not phase.tau1_per_checkpoint > 0:
+        return Choice(LONGEST, f"more checkpoints do not make the predictor better (tau1 <= 0); {LONGEST_TAKEN}")
+    if not phase.alpha1_per_iteration > 0:
+        return Choice(SHORTEST, f"the loss does not fall (alpha1 <= 0); {SHORTEST_TAKEN}")
+    exponent = phase.tau2 - phase.alpha2
+    growth = math.exp(exponent) if exponent < EXPONENT_MAX else math.inf
+    size = phase.xi * phase.parameters * phase.tau1_per_checkpoint
+    deviation = size * growth / (2 * phase.alpha1_per_iteration)
+    if deviation == 0:
+        return Choice(LONGEST, f"predictions deviate by nothing (A = 0); {LONGEST_TAKEN}")
+    if not deviation > 0:
+        return Choice(SHORTEST, f"the gradients' second moment (xi) is not known; {SHORTEST_TAKEN}")
+    terms = PaperTerms(phase.tau1_per_checkpoint, stall, failures, deviation, phase.alpha1_per_iteration - failures)
+    if not all(math.isfinite(value) for value in (*vars(terms).values(), terms.rate_per_iteration)):
+        return Choice(SHORTEST, f"a term of the theorem is not finite; {SHORTEST_TAKEN}")
+    return terms
+
+
+def linear_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
+    """The terms if the linear stationarity condition has a minimum, else the choice without one."""
+    terms = paper_terms(inputs)
+    if isinstance(terms, Choice):
+        return terms
+    stall_root = terms.failures_per_iteration * math.sqrt(terms.deviation_iterations * terms.stall_iterations)
+    if terms.tau1 <= stall_root:
+        return Choice(SHORTEST, f"the cost only rises with the interval (tau1 <= lambda sqrt(A T_s)); {SHORTEST_TAKEN}")
+    if terms.decay_per_iteration + terms.rate_per_iteration <= 0:
+        return Choice(LONGEST, f"the cost only falls with the interval (B + r <= 0); {LONGEST_TAKEN}")
+    return terms
+
+
+def unusual_inputs(inputs: PlannerInputs) -> str:
+    """Unusual inputs of a rule that recomputes; empty if there are none."""
+    notes = []
+    for name in ("stall_seconds", "iteration_seconds", "failures_per_second"):
+        value = getattr(inputs, name)
+        if not value >= 0:
+            notes.append(f"{name} is not known ({value}); {SHORTEST_TAKEN}")
+        elif value == 0 or math.isinf(value):
+            notes.append(f"{name} is {value}: one end of the allowed intervals costs least")
+    return "; ".join(notes)
+
+
+def _mtbf_seconds(inputs: PlannerInputs) -> float:
+    rate = inputs.failures_per_second
+    return math.inf if rate == 0 else 1 / rate if rate > 0 else math.nan

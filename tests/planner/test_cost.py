@@ -1,0 +1,178 @@
+import math
+from dataclasses import replace
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import lambertw
+
+from cpsr.planner.cost import Costs, cheapest
+from cpsr.planner.inputs import Array, PlannerInputs
+from tests.planner.jobs import USUAL, cost_per_second, end_cost, exact_ettr, job, lost_work_seconds
+
+# Failures so rare that none meets another: costs are those that can be had by hand.
+RARE_HOURS = 1e5
+
+
+def costs_at(inputs: PlannerInputs, interval: int) -> float:
+    """Of predicting."""
+    return float(cost_per_second(inputs, numpy.array([float(interval)]), "predict")[0])
+
+
+def test_recomputing_by_hand() -> None:
+    # 100 iterations of 0.6 s, a stall of 0.9 s, 5 s until durable: a failure loses 60 s (30 s + 0.9 s + 5 s) / 60.9 s.
+    inputs = job(RARE_HOURS)
+    seconds = Costs(inputs).recovery_seconds(numpy.array([100.0]), "recompute").item()
+    assert seconds == pytest.approx(lost_work_seconds(0.6, 100, 0.9, 5.0), rel=1e-5)
+    cost = cost_per_second(inputs, numpy.array([100.0]), "recompute")[0]
+    assert cost == pytest.approx(0.9 / 60.9 + seconds / (RARE_HOURS * 3600))
+
+
+def test_predicting_by_hand() -> None:
+    # 35.37 s are lost, or 58.95 iterations, half of one unfinished: a lag of -20 + 0.5 * 58.45 + 0.1 * 100.
+    inputs = job(RARE_HOURS, recovery=end_cost(-20.0, 0.5, 0.1), predict_seconds=2.0)
+    seconds = Costs(inputs).recovery_seconds(numpy.array([100.0]), "predict").item()
+    horizon = lost_work_seconds(0.6, 100, 0.9, 5.0) / 0.6 - 0.5
+    assert seconds == pytest.approx(0.6 * (0.5 - 20 + 0.5 * horizon + 10) + 2.0, rel=1e-5)
+
+
+@given(st.floats(0.02, 1e4), st.integers(1, 5000), st.floats(0.01, 100.0))
+def test_recomputing_is_dalys_exact_cost_at_any_rate(mtbf_hours: float, interval: int, stall: float) -> None:
+    inputs = job(mtbf_hours, stall_seconds=stall, persist_seconds=0.0)
+    cost = cost_per_second(inputs, numpy.array([float(interval)]), "recompute")[0]
+    assert cost == pytest.approx(1 - exact_ettr(0.6, interval, stall, 0.0, mtbf_hours * 3600), rel=1e-6, abs=1e-9)
+
+
+@given(st.floats(0.02, 1e3), st.integers(1, 2000), st.integers(0, 500), st.floats(0.0, 50.0))
+def test_a_lag_of_all_that_was_lost_costs_what_recomputing_does(
+    mtbf_hours: float, interval: int, watch: int, stall: float
+) -> None:
+    """Where the watch is over before the interval; the step that was under way is in both."""
+    own = min(watch, interval)
+    inputs = job(
+        mtbf_hours, stall_seconds=stall, persist_seconds=0.0, recovery=end_cost(0.0, 1.0), watch_iterations=own
+    )
+    costs = [cost_per_second(inputs, numpy.array([float(interval)]), mode)[0] for mode in ("predict", "recompute")]
+    assert costs[0] == pytest.approx(costs[1], rel=1e-6, abs=1e-9)
+
+
+@given(st.floats(0.02, 1e3), st.integers(1, 2000), st.integers(0, 500), st.floats(0.1, 1.0))
+def test_a_longer_watch_costs_more_but_for_the_stalls_that_it_spares(
+    mtbf_hours: float, interval: int, watch: int, slope: float
+) -> None:
+    inputs = job(mtbf_hours, recovery=end_cost(0.0, slope), persist_seconds=0.0, stall_seconds=0.0)
+    costs = [
+        cost_per_second(replace(inputs, watch_iterations=each), numpy.array([float(interval)]), "predict")[0]
+        for each in (watch, 2 * watch)
+    ]
+    assert costs[1] >= costs[0] - 1e-12
+    assert watch >= interval or costs[0] == cost_per_second(inputs, numpy.array([float(interval)]), "predict")[0]
+
+
+LEADS = st.tuples(st.floats(0.02, 1e3), st.integers(1, 500), st.integers(0, 200), st.floats(0.0, 20.0))
+
+
+@given(LEADS, st.integers(0, 10**6), st.floats(0.0, 200.0), st.floats(0.0, 2.0))
+def test_what_is_behind_is_behind_however_soon_the_next_failure_comes(
+    job_: tuple[float, int, int, float], after: int, constant: float, slope: float
+) -> None:
+    mtbf_hours, interval, watch, stall = job_
+    inputs = job(mtbf_hours, recovery=end_cost(constant, slope), watch_iterations=watch, stall_seconds=stall)
+    costs = [costs_at(replace(inputs, lead_after_iterations=each), interval) for each in (0, after)]
+    assert costs[1] == pytest.approx(costs[0], rel=1e-9, abs=1e-12)
+
+
+@given(LEADS, st.floats(1.0, 100.0))
+def test_a_lead_that_is_never_had_is_none(job_: tuple[float, int, int, float], lead: float) -> None:
+    mtbf_hours, interval, watch, stall = job_
+    inputs = job(
+        mtbf_hours,
+        recovery=end_cost(-lead, 0.0),
+        watch_iterations=watch,
+        stall_seconds=stall,
+        lead_after_iterations=10**12,
+    )
+    even = replace(inputs, recovery=end_cost(0.0, 0.0))
+    assert costs_at(inputs, interval) == pytest.approx(costs_at(even, interval), rel=1e-6, abs=1e-9)
+
+
+@given(LEADS, st.integers(0, 1000), st.floats(-200.0, 50.0), st.floats(-2.0, 2.0))
+def test_the_later_a_lead_is_had_the_more_it_costs_up_to_the_lead(
+    job_: tuple[float, int, int, float], after: int, constant: float, slope: float
+) -> None:
+    mtbf_hours, interval, watch, stall = job_
+    inputs = job(mtbf_hours, recovery=end_cost(constant, slope), watch_iterations=watch, stall_seconds=stall)
+    costs = [costs_at(replace(inputs, lead_after_iterations=each), interval) for each in (0, after, 2 * after + 1)]
+    assert costs[0] <= costs[1] + 1e-9
+    assert costs[1] <= costs[2] + 1e-9
+
+
+def test_a_lost_lead_by_hand() -> None:
+    """A failure every 88 iterations: it comes after the first checkpoint and before 100 iterations in 16% of lives."""
+    mtbf_seconds = 88 * 0.6
+    inputs = replace(
+        job(recovery=end_cost(-30.0, 0.0), watch_iterations=60, stall_seconds=0.0, persist_seconds=3.0),
+        failures_per_second=1 / mtbf_seconds,
+    )
+    costs = [costs_at(replace(inputs, lead_after_iterations=after), 10) for after in (0, 100)]
+    early = math.exp(-65 / 88) - math.exp(-100 / 88)
+    late = Costs(replace(inputs, lead_after_iterations=100))
+    assert late.lost_lead_iterations(numpy.array([10.0]), "predict").item() == pytest.approx(30 * early)
+    assert late.lost_lead_iterations(numpy.array([10.0]), "recompute").item() == 0
+    assert early == pytest.approx(0.157, abs=0.001)
+    assert costs[1] - costs[0] == pytest.approx(early * 30 * 0.6 / mtbf_seconds, rel=1e-9)
+
+
+def test_no_lead_is_lost_where_a_checkpoint_is_durable_later_than_it_is_had() -> None:
+    # Durable after 60 iterations of 0.6 s, a stall of 0.9 s and 30 s more: 111.5 iterations.
+    inputs = job(0.02, recovery=end_cost(-80.0, 0.5), watch_iterations=60, persist_seconds=30.0)
+    assert costs_at(replace(inputs, lead_after_iterations=109), 60) == costs_at(inputs, 60)
+    assert costs_at(replace(inputs, lead_after_iterations=120), 60) > costs_at(inputs, 60)
+
+
+def test_the_mean_distance_of_failures_is_half_an_interval_and_the_persist_time() -> None:
+    rare = job(RARE_HOURS, stall_seconds=0.0, recovery=end_cost(0.0, 1.0), watch_iterations=60)
+    (found,) = Costs(rare).horizon_iterations(numpy.array([100.0]), "predict")
+    assert found == pytest.approx(50 + 5 / 0.6 - 0.5, rel=1e-4)
+
+
+def test_the_watch_lengthens_the_way_to_the_checkpoint() -> None:
+    often = replace(job(stall_seconds=0.0, recovery=end_cost(0.0, 1.0)), failures_per_second=1 / (88 * 0.6))
+    near, far = (
+        Costs(replace(often, watch_iterations=watch)).horizon_iterations(numpy.array([10.0]), "predict")[0]
+        for watch in (0, 60)
+    )
+    assert near < 20 < 40 < far
+
+
+def test_a_job_without_a_curve_cannot_be_predicted() -> None:
+    with pytest.raises(ValueError, match="recomputing only"):
+        cost_per_second(job(), numpy.array([100.0]), "predict")
+
+
+@given(USUAL, USUAL, st.floats(1e-3, 1e3))
+def test_the_best_interval_of_recomputing_is_dalys_exact_one(stall: float, iteration: float, mtbf_hours: float) -> None:
+    """`T_c / M - 1 = W(-exp(-1 - T_s / M))`, where the exact cost is stationary."""
+    inputs = job(mtbf_hours, stall_seconds=stall, iteration_seconds=iteration, persist_seconds=0.0)
+    mtbf = mtbf_hours * 3600
+    ideal = mtbf * (1 + float(lambertw(-math.exp(-1 - stall / mtbf)).real)) / iteration
+    costs = Costs(inputs)
+    found = cheapest(lambda grid: costs.per_second(grid, "recompute"), 1, 2**31)
+    near = [min(max(interval, 1), 2**31) for interval in (math.floor(ideal), math.ceil(ideal))]
+    best = min(cost_per_second(inputs, numpy.array(near, dtype=float), "recompute"))
+    assert cost_per_second(inputs, numpy.array([float(found)]), "recompute")[0] <= best * (1 + 1e-9)
+
+
+@given(st.integers(1, 3000), st.integers(0, 3000), st.floats(1.0, 5000.0))
+def test_the_search_finds_the_least_of_all_integers(low: int, more: int, optimum: float) -> None:
+    def cost(grid: Array) -> Array:
+        return numpy.asarray(optimum / grid + grid / optimum)
+
+    found = cheapest(cost, low, low + more)
+    every = numpy.arange(low, low + more + 1, dtype=float)
+    assert cost(numpy.array([float(found)]))[0] == pytest.approx(cost(every).min(), rel=1e-12)
+
+
+def test_the_search_takes_the_shortest_where_nothing_is_known() -> None:
+    assert cheapest(lambda grid: grid * numpy.nan, 10, 500) == 10

@@ -1,0 +1,123 @@
+"""The rules of a running job: by hand, at the limits, and against what they approximate."""
+
+import math
+from dataclasses import replace
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.policies import (
+    LONGEST,
+    POLICIES,
+    SHORTEST,
+    Choice,
+    Daly,
+    PaperTerms,
+    Rule,
+    Theorem,
+    Young,
+    paper_terms,
+)
+from tests.planner.jobs import HOUR, JOB, PHASE, any_job, job
+
+
+def chosen(rule: Rule, **fields: float) -> int:
+    return rule.choose(job(**fields)).interval_iterations
+
+
+def test_young_by_hand() -> None:
+    # sqrt(2 * 0.5 s * 43,200 s) = 207.846 s, at 1.5 s an iteration: 138.56
+    assert chosen(Young(), stall_seconds=0.5, iteration_seconds=1.5) == 139
+
+
+@pytest.mark.parametrize(
+    ("stall", "iteration", "interval"),
+    [
+        (0.0, 1.0, SHORTEST),
+        (math.inf, 1.0, LONGEST),
+        (math.nan, 1.0, SHORTEST),
+        (-1.0, 1.0, SHORTEST),
+        (1.0, 0.0, LONGEST),
+        (1.0, math.inf, SHORTEST),
+        (1.0, math.nan, SHORTEST),
+        (0.0, 0.0, SHORTEST),
+    ],
+)
+def test_young_at_the_limits_says_what_is_unusual(stall: float, iteration: float, interval: int) -> None:
+    choice = Young().choose(job(stall_seconds=stall, iteration_seconds=iteration))
+    assert choice.interval_iterations == interval
+    assert choice.note
+
+
+def test_no_failures_expected_is_no_checkpoint() -> None:
+    inputs = PlannerInputs(1.0, 0.5, 1.0, 0.0)
+    for rule in (Young(), Daly()):
+        assert rule.choose(inputs).interval_iterations == LONGEST
+
+
+@given(st.floats(0.1, 1000.0), st.floats(0.05, 100.0))
+def test_daly_is_the_minimum_of_his_wall_time(stall: float, mtbf_hours: float) -> None:
+    """`M exp(R / M) (exp((T_c + T_s) / M) - 1) / T_c` per second of work; the restart R moves nothing."""
+    mtbf, seconds = mtbf_hours * HOUR, 0.01
+    if stall > mtbf / 2:
+        return  # his expansion is for T_s < M / 2
+
+    def wall_time(interval: float) -> float:
+        return mtbf * math.expm1((interval + stall) / mtbf) / interval
+
+    daly = chosen(Daly(), mtbf_hours=mtbf_hours, stall_seconds=stall, iteration_seconds=seconds) * seconds
+    every = numpy.geomspace(stall / 100, 10 * mtbf, 20_000)
+    with numpy.errstate(over="ignore"):
+        least = float(numpy.min(mtbf * numpy.expm1((every + stall) / mtbf) / every))
+    assert wall_time(daly) <= least * 1.001
+    young = chosen(Young(), mtbf_hours=mtbf_hours, stall_seconds=stall, iteration_seconds=seconds) * seconds
+    assert wall_time(daly) <= wall_time(young) * (1 + 1e-6)
+
+
+def test_daly_beyond_his_range_takes_the_mean_time_between_failures() -> None:
+    assert chosen(Daly(), mtbf_hours=1.0, stall_seconds=3 * HOUR, iteration_seconds=1.0) == 3600
+
+
+def test_terms_are_in_iterations() -> None:
+    found = paper_terms(JOB)
+    assert isinstance(found, PaperTerms)
+    assert found.stall_iterations == pytest.approx(1.5)
+    assert found.failures_per_iteration == pytest.approx(0.6 / 43200)
+    # xi N_p tau1 e^(tau2 - alpha2) / (2 alpha1)
+    assert found.deviation_iterations == pytest.approx(1e-6 * 355e6 * 0.05 * math.exp(-9 - 1.8) / 6e-4)
+    assert found.decay_per_iteration == pytest.approx(3e-4 - 0.6 / 43200)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "interval", "word"),
+    [
+        (replace(JOB, phase=None), SHORTEST, "not known yet"),
+        (replace(JOB, failures_per_second=0.0), LONGEST, "lambda = 0"),
+        (replace(JOB, stall_seconds=0.0), SHORTEST, "T_s = 0"),
+        (job(phase=replace(PHASE, tau1_per_checkpoint=0.0)), LONGEST, "tau1 <= 0"),
+        (job(phase=replace(PHASE, tau1_per_checkpoint=-1.0)), LONGEST, "tau1 <= 0"),
+        (job(phase=replace(PHASE, alpha1_per_iteration=0.0)), SHORTEST, "alpha1 <= 0"),
+        (job(phase=replace(PHASE, xi=0.0)), LONGEST, "A = 0"),
+        (job(phase=replace(PHASE, xi=-1.0)), SHORTEST, "xi"),
+        (job(phase=replace(PHASE, tau2=2000.0)), SHORTEST, "not finite"),
+        (replace(JOB, stall_seconds=math.nan), SHORTEST, "not known"),
+        (job(phase=replace(PHASE, tau1_per_checkpoint=1e-9, tau2=0.0)), SHORTEST, "lambda sqrt"),
+    ],
+)
+def test_where_the_theorem_has_no_solution_the_bounds_decide(inputs: PlannerInputs, interval: int, word: str) -> None:
+    choice = Theorem().choose(inputs)
+    assert choice.interval_iterations == interval
+    assert word in choice.note
+    assert "allowed interval is taken" in choice.note
+
+
+@given(any_job())
+def test_any_input_gives_an_interval(inputs: PlannerInputs) -> None:
+    for rule in POLICIES.values():
+        choice = rule.choose(inputs)
+        assert isinstance(choice, Choice)
+        assert isinstance(choice.interval_iterations, int)
+        assert SHORTEST <= choice.interval_iterations <= LONGEST
