@@ -125,7 +125,7 @@ def mixture(known: dict[str, Any]) -> dict[str, Any]:
 )
 def test_a_fragment_runs(page: str, number: int, given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("cpsr.yaml").write_text("{run_dir: run, mode: exact, checkpoint: {interval_iterations: 2, fsync: false}}")
+    Path("cpsr.yaml").write_text("{run_dir: run, mode: exact, checkpoint: {interval_iterations: 2}}")
     language, text = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))[number]
     assert language == "python"
     known = names()

@@ -68,7 +68,7 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         f"a checkpoint every {interval} iterations ({interval * 1.5 / 60:.1f} min), by cpsr",
         "after a failure: predicted state; expected cost ",
         "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
-        "others would choose: young 139, ",
+        "young 139",
         "newest checkpoint: iteration 50, 2.5 MB",
         "last recovery: line from a failure at 92, continued at 92, kept",
         "the state descends from a predicted one, or from one that was restored in part",
