@@ -7,6 +7,7 @@ import numpy
 import pytest
 import yaml
 
+from cpsr.benchmarks.simulate.described import read_spec
 from cpsr.benchmarks.simulate.failures import Trace, TraceReplay, read_trace
 from cpsr.benchmarks.simulate.run import main
 from cpsr.benchmarks.simulate.simulation import Checkpoints, Job, Rollback, System, simulate
@@ -99,3 +100,10 @@ def test_incidents_during_a_wait_are_not_met(tmp_path: Path) -> None:
     assert replay.mtbf_seconds == 60
     with pytest.raises(ValueError, match="never has 4 nodes"):
         TraceReplay(traced(tmp_path, EVENTS), nodes=4)
+
+
+def test_the_description_on_the_page_is_accepted(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "simulation.md").read_text(encoding="utf-8")
+    path = tmp_path / "simulation.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    assert read_spec(path).wall_days == 54

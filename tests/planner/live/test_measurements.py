@@ -41,9 +41,11 @@ def test_the_first_ranks_own_times_the_share_is_the_mean_of_all(ranks: list[tupl
 
 
 def stall(meter: RankTimes, blocked_seconds: float) -> float:
-    """Of the newest checkpoint."""
+    """The cost of checkpoints that all stall alike."""
     meter.durable(SaveOutcome(100, "committed", "", 100, 0.1, 0.1, blocked_seconds, None))
-    return meter._saves[-1][1]
+    costs = meter.costs()
+    assert costs is not None
+    return costs.stall_seconds
 
 
 def metered(calm: int, under_way: list[float], blocked_seconds: float = 0.01) -> float:
