@@ -34,7 +34,8 @@ from cpsr.errors import ConfigError
 
 __all__ = ["HINTS_MAX", "Placement", "Task", "hints_of", "place", "recovery_seconds"]
 
-HINTS_MAX = 200_000  # of an unrolled program; the placement takes seconds
+HINTS_MAX = 200_000
+"""Most hints of an unrolled program; more are refused. The placement of so many takes seconds."""
 ROUNDING = 1e-12  # relative; of sums of floats
 EXPONENT_MAX = 700.0  # a float holds no larger power of e; a block this long never ends
 PRICES_MAX = 100  # that are tried; ten are usual
