@@ -47,7 +47,7 @@ def test_reads_yaml_json_and_the_block_of_a_deepspeed_file(tmp_path: Path) -> No
             {"run_dir": "x", "ranks": {"heartbeat_timeout": 5.0}},
             "unknown key 'ranks.heartbeat_timeout'; did you mean 'ranks.heartbeat_timeout_seconds'",
         ),
-        ({"run_dir": "x", "life": 3}, "'life' = 3"),
+        ({"run_dir": "x", "memory": 3}, "'memory' = 3"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
