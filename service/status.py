@@ -30,7 +30,7 @@ LOST = {  # parts of the wall time that are not useful
     "other": "other",
 }
 SIZES_SHOWN = 3  # earlier ones
-RIVALS_SHOWN = ("young", "checkfreq")
+RIVALS_SHOWN = ("young", "daly")
 ORPHANED = ("gone", "unclear", "unknown")  # as `cpsr release --orphans` lists them
 ENDINGS = {"clean": ", it has ended", "sigterm": ", it has left after SIGTERM"}
 

@@ -25,5 +25,5 @@ def test_every_command_is_in_the_changelog() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     commands: dict[str, object] = vars(typer.main.get_command(app))["commands"]
     names = [*commands, *vars(commands["bench"])["commands"]]
-    assert len(names) > 30
+    assert {"run", "bench", "recovery"} <= set(names)
     assert [name for name in names if not re.search(rf"`(cpsr (bench )?)?{name}\b", text)] == []

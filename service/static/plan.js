@@ -6,8 +6,8 @@ import { Plot, colour, drawFailures } from "./plot.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const ORIGINS = { fixed: "fixed by the configuration", override: "by an override", cpsr: "by least expected cost" };
-const RULES = { young: "Young", daly: "Daly", checkfreq: "CheckFreq", gemini: "Gemini", pccheck: "PCcheck" };
-const SHOWN = ["young", "checkfreq"]; // beside the job's own, in plots
+const RULES = { young: "Young", daly: "Daly" };
+const SHOWN = ["young", "daly"]; // beside the job's own, in plots
 const MODES = { predict: "prediction", recompute: "recomputing" };
 const SIZES = 3; // earlier ones that are named; the plot of the loss has all
 const TABLE_ROWS = 50;
@@ -92,7 +92,7 @@ export function showInterval(store) {
     // Logarithmic: other rules may choose a hundredth of it.
     scales: { y: { distr: 3, range: (_, least, most) => [(least ?? 1) / MARGIN, (most ?? 1) * MARGIN] } },
     axis: { label: "iterations", splits: (_, axis, least, most) => rounds(least, most), filter: (_, splits) => splits },
-    series: [steps("held", 2.5), steps("young", 1.5, [6, 3]), steps("checkfreq", 1.5, [2, 3])],
+    series: [steps("held", 2.5), steps("young", 1.5, [6, 3]), steps("daly", 1.5, [2, 3])],
     over: (drawn) => drawFailures(drawn, failures),
   });
   store.watch(["plans", "failures", "plan"], (answers) => {

@@ -17,7 +17,6 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FASTAPI = {"starlette"}  # which it is made of
 # Rows of `cpsr qualify` for users who have them.
 QUALIFIED = {"bitsandbytes", "lion-pytorch", "schedulefree", "torchdata"}
-EXAMPLES = {"scikit-learn"}  # digits of the first examples, so that they run at once
 MOTO = {"werkzeug"}  # as starlette
 
 
@@ -47,7 +46,7 @@ def product() -> set[str]:
 
 
 def test_every_dependency_is_imported_by_more_than_a_benchmark() -> None:
-    assert required(PROJECT["dependencies"]) - product() == EXAMPLES
+    assert required(PROJECT["dependencies"]) - product() == set()
 
 
 def test_every_import_is_of_a_dependency_or_of_an_extra() -> None:

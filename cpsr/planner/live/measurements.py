@@ -145,11 +145,11 @@ class RankTimes:
         """Load what `to_tree` of the last life returned.
 
         Args:
-            tree: it may hold more.
+            tree: it may hold more. Each value is None where another number of ranks had measured it.
             replicates: whether other machines take replicas in this life; else those of the last life count no more.
         """
         self._before = None if tree["costs"] is None else RankCosts(**tree["costs"])
-        self._memory_before = {name: float(value) for name, value in tree["memory"].items()}
+        self._memory_before = {name: float(value) for name, value in (tree["memory"] or {}).items()}
         if not replicates:
             self._memory_before.pop("replica_seconds", None)
 

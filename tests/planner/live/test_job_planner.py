@@ -405,6 +405,15 @@ def test_replicas_of_an_earlier_life_count_while_there_are_holders(tmp_path: Pat
         assert after.state_dict(Plan(50, "cpsr", {}))["memory"] == recorded
 
 
+def test_what_another_number_of_ranks_measured_is_unknown(tmp_path: Path) -> None:
+    before = planner_of(configured(tmp_path))
+    before.note_memory(0.002)
+    state = {**before.state_dict(Plan(50, "cpsr", {})), "costs": None, "memory": None, "second_moment_share": None}
+    after = planner_of(configured(tmp_path))
+    after.load_state_dict(state, replicates=True)
+    assert after.state_dict(Plan(50, "cpsr", {}))["memory"] == {}
+
+
 def test_a_long_fixed_interval_does_not_delay_the_plan_of_snapshots(tmp_path: Path, journal: RankJournal) -> None:
     planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 5000}))
     plan = planner.first_plan({})
