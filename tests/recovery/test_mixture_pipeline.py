@@ -103,11 +103,8 @@ def test_experts_of_all_stages_take_turns_and_come_back_with_their_ages(
     dense = Job(tmp_path / "dense")
     assert dense.launch(**{**options, "iterations": at + 1}).statuses == [0] * RANKS
     job = Job(tmp_path / "sparse")
-    settings = {
-        "experts": {"policy": "sequential", "experts_per_layer": 1},
-        # From which nothing can be predicted: the run goes on from the newest.
-        "checkpoint": {"disk_limit_bytes": 1},
-    }
+    settings = {"experts": {"policy": "sequential", "experts_per_layer": 1}}
+    options["unpredicted"] = True  # the run goes on from the newest checkpoint
     killed = job.launch(mode="auto", fault=f"step:1:{at + 1}", committed=at, settings=settings, **options)
     assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
     back = job.launch(mode="auto", settings=settings, began=True, **options)
