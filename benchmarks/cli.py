@@ -260,7 +260,3 @@ def simulate(
     from cpsr.benchmarks.simulate.run import main as run_simulations
 
     run_simulations(spec, trace, json_path)
-
-
-def _comma_separated(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",") if name.strip()]

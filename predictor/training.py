@@ -13,7 +13,6 @@ from torch.optim.adamw import adamw
 from cpsr.predictor.network import (
     MIN_SNAPSHOTS,
     PARAMETERS,
-    TINY,
     Geometry,
     coefficients,
     corrections,
@@ -395,36 +394,6 @@ class Head:
                 eps=EPSILON,
                 maximize=False,
             )
-
-
-def loss_slope(answers: torch.Tensor, question: Question) -> torch.Tensor:
-    """Gradient of the loss, 1 less the weighted mean cosine with the later motion, by the network's answers.
-
-    Written out: through autograd a whole update takes a seventh longer, for a hundred calls on small matrices.
-
-    Args:
-        answers: what `coefficients` returned for the question, `(B, K)` float32.
-        question: of B operators.
-
-    Returns:
-        `(B, K)` float32.
-    """
-    geometry, products = question.geometry, question.products
-    with torch.no_grad():
-        # From rows over the snapshots that are seen to rows over the window's differences, as in `cosines`.
-        places = torch.arange(products.shape[-1], device="cpu")
-        onto = -(question.seen.unsqueeze(1) <= places).float()
-        rows = (geometry.line + (answers - answers.mean(dim=1, keepdim=True)) @ geometry.denoised) @ onto
-        later = -question.later.cumsum(dim=0)[:-1]
-        towards = products @ later
-        moved = (products @ rows.unsqueeze(2)).squeeze(2)
-        inner, squared = (rows * towards).sum(dim=1, keepdim=True), (rows * moved).sum(dim=1, keepdim=True)
-        scale = squared.clamp_min(TINY) * (towards @ later).clamp_min(TINY).unsqueeze(1)
-        # Below `TINY` the length counts as constant.
-        along = moved * (inner / squared).where(squared >= TINY, 0.0)
-        share = question.weights.unsqueeze(1) / (question.weights.sum() * scale.sqrt())
-        slope = ((along - towards) * share) @ onto.T @ geometry.denoised.T
-        return slope - slope.mean(dim=1, keepdim=True)
 
 
 def _weighted(rows: torch.Tensor, question: Question) -> torch.Tensor:

@@ -83,7 +83,7 @@ class PlainLine(LinePredictor):
 
 
 class LineValue(PlainLine):
-    """The line from its own value at the checkpoint, in place of the checkpoint's weights."""
+    """The line, which starts from its own value at the checkpoint and not from the checkpoint's weights."""
 
     _base = 1.0
 

@@ -84,7 +84,7 @@ def read_spec(path: Path, trace_path: Path | None = None) -> SimulationSpec:
 
     Args:
         path: of it.
-        trace_path: failures as recorded there, in place of the description's.
+        trace_path: recorded failures, which replace those of the description.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown or missing, or a value does not fit; the message names

@@ -20,7 +20,7 @@ def main(spec_path: Path | None = None, trace_path: Path | None = None, json_pat
 
     Args:
         spec_path: the described job; None: the planner against brute force over a grid of jobs.
-        trace_path: failures as recorded there, in place of the description's.
+        trace_path: recorded failures, which replace those of the description.
         json_path: where the figures go.
 
     Raises:

@@ -123,7 +123,7 @@ class Prediction:
     Attributes:
         cost: the end cost by the distance from the checkpoint.
         seconds: to forecast, predict and inject.
-        watch_iterations: after it, in which no checkpoint is begun.
+        watch_iterations: no checkpoint begins in so many iterations after a predicted restart.
         lead_after_iterations: after it, before an end cost below zero is had.
     """
 

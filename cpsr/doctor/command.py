@@ -51,7 +51,7 @@ class Needs:
 
 
 def needs_of(config: Path | None, run_dir: Path | None, state_bytes: int | None, parameters: int | None) -> Needs:
-    """The job, by its configuration's file, or a run directory in place of the configured one, and a rank's state.
+    """The job that a configuration file describes; `run_dir`, if given, replaces its run directory.
 
     Raises:
         ConfigError: the configuration is not usable, or both sizes are given.

@@ -123,11 +123,6 @@ class Saver(Part):
 
     # In every step
 
-    def before_forward(self) -> None:
-        """A training forward begins; copies of weights that the loop has changed since the step count no more."""
-        if self._experts is not None:
-            self._experts.begin_forward()
-
     def before_update(self) -> None:
         """Wait for running copies: the optimizer is about to change their source."""
         self.finish()

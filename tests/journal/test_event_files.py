@@ -1,10 +1,8 @@
 """Rows of other ranks, which rank 0 reads from their event files."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import xxhash
 
 from cpsr.journal import BubbleRow, EventFile, EventRow, Journal, JournalReader
@@ -24,18 +22,6 @@ BUBBLES = BubbleRow(
     late_slices=2,
     created_unix_seconds=2.0,
 )
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "journal.db"
-
-
-@pytest.fixture
-def journal(path: Path) -> Iterator[Journal]:
-    journal = Journal.open(path)
-    yield journal
-    journal.close()
 
 
 def event(number: int, rank: int = 1) -> EventRow:

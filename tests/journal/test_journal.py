@@ -45,18 +45,6 @@ from cpsr.ranks.group import Group
 FLUSH_SECONDS = 20.0
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "journal.db"
-
-
-@pytest.fixture
-def journal(path: Path) -> Iterator[Journal]:
-    journal = Journal.open(path)
-    yield journal
-    journal.close()
-
-
 def step(iteration: int, life: int = 0, loss: float | None = 1.5) -> StepRow:
     return StepRow(life=life, iteration=iteration, loss=loss, learning_rate=1e-3, seconds=0.25, applied=True)
 
