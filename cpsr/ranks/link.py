@@ -53,6 +53,8 @@ SHUTDOWN_SECONDS = 30  # where that is not set
 REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h
 REFUSALS = (ConfigError, NotRestoredError, UnsupportedEngineError, RunMismatchError)
 PASSING = (RunDirectoryError, TargetError)  # of what cannot be reached now
+# torchrun chooses a free port for the ranks' store, which rank 0 opens seconds later: another process may be faster.
+PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 SHOWN = "shown-"  # begins the names of files that outlive a start
 
 # Removed from the environment: a program that a rank starts, with a run of its own, must not report here.
@@ -82,7 +84,7 @@ class Uncaught:
         rank: of the job.
         error: type and message, on one line.
         place: file and line that raised it.
-        passing: it may not come again: another rank or a file system was out of reach.
+        passing: it may not come again: another rank or a file system was out of reach, or a port was taken.
     """
 
     rank: int
@@ -227,13 +229,13 @@ def _uncaught(error: Exception, trace: TracebackType | None) -> Uncaught:
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     if isinstance(error, SyntaxError):
         place = f"{error.filename}:{error.lineno}"
-    unreachable = [one for one in _causes(error) if isinstance(one, RuntimeError | OSError) and lost_another(str(one))]
+    network = [str(one) for one in _causes(error) if isinstance(one, RuntimeError | OSError)]
     message = (str(error).splitlines() or [""])[0]
     return Uncaught(
         int(os.environ.get("RANK", "0")),
         f"{type(error).__name__}: {message}",
         place,
-        passing=isinstance(error, PASSING) or bool(unreachable),
+        passing=isinstance(error, PASSING) or any(lost_another(said) or PORT_TAKEN.search(said) for said in network),
     )
 
 

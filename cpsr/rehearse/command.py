@@ -115,11 +115,11 @@ class Rehearsal:
         requests = any(one.batches for one in witnesses.values())
         for number, planned in enumerate(plan_cuts(ran.iteration, ran.ranks, ends, requests=requests)):
             again = self._run(planned.name, f"cut-{number}", planned.cut, planned.interval_iterations)
-            if not again.was_cut:
-                one = Tried(planned, None, f"step {planned.cut.iteration} was not reached")
-            elif not again.succeeded:
+            if not again.succeeded:
                 self._show_output(again)
                 one = Tried(planned, None, _why_failed(again))
+            elif not again.was_cut:
+                one = Tried(planned, None, f"step {planned.cut.iteration} was not reached")
             else:
                 one = Tried(planned, compare(reference, again, second))
             self.say(f"  {planned.name}: {one.result}")

@@ -34,6 +34,14 @@ dist.init_process_group("gloo")
 print("path", os.environ.get("PYTHONPATH"), [path for path in sys.path if "rank_start" in path])
 import no_such_module
 """
+# Another process takes the port that torchrun has chosen for the ranks, before rank 0 opens it.
+PORT_TAKEN = """
+import os, socket, torch.distributed as dist
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    taken = socket.create_server(("", int(os.environ["MASTER_PORT"])))
+dist.init_process_group("gloo")
+print("met")
+"""
 # The state of iteration 10 is saved, and no start comes further.
 FAILS_LATER = SCRIPT.replace(
     "        time.sleep",
@@ -57,6 +65,14 @@ def test_a_refused_configuration_is_shown_once_and_not_started_again(tmp_path: P
     assert refusals[0].startswith("[cpsr run] ConfigError: ")
     assert "Traceback" not in launched.output
     assert len((tmp_path / "starts").read_text().split()) <= 2
+
+
+def test_a_start_whose_port_another_process_has_taken_is_repeated_at_another_port(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PORT_TAKEN)
+    with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=1", "train.py"]) as launched:
+        assert launched.wait() == 0, launched.output
+        assert "EADDRINUSE" in launched.output
+        assert launched.output.endswith("met\n")
 
 
 def test_a_script_that_is_not_there_is_not_tried(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def test_a_traceback_is_shown_once_by_all_ranks_and_starts(monkeypatch: pytest.M
         ("raise RuntimeError('Distributed package doesn\\'t have NCCL built in')", None, False),
         ("raise RuntimeError('wait timeout after 300000ms')", None, True),
         ("raise ConnectionResetError('Connection reset')", None, True),
+        ("import socket; a = socket.create_server(('', 0)); socket.create_server(a.getsockname())", None, True),
         ("from cpsr.errors import RunDirectoryError; raise RunDirectoryError('not mounted')", None, True),
         # A library that wraps what its collective raised.
         ("\ntry: raise RuntimeError('[gloo] Connection reset')\nexcept Exception: raise KeyError('x')", None, True),

@@ -58,13 +58,14 @@ def training(life: Life) -> str:
     inputs = torch.randn(64, 8)
     loader = DataLoader(TensorDataset(inputs, inputs[:, :4]), batch_size=8, shuffle=True)
     trainer = Trainer(fault)
-    if fault == "error" and life.number:
-        raise ValueError("cannot start twice")
+    cut = "cut-" in life.options["asked"]
+    if (fault == "error" and life.number) or (fault == "never cut" and cut):
+        raise ValueError("cannot start")
     with CPSRRecovery(TorchAdapter(model, optimizer), life.config()) as recovery:
         if fault == "registered":
             recovery.register("noise", trainer.noise)
         batches = recovery.resume(loader, epochs=5)
-        while recovery.iteration < 40:
+        while recovery.iteration < (3 if fault == "short" and cut else 40):
             x, y = (inputs[:8], inputs[:8, :4]) if "no loader" in fault else next(batches)
             optimizer.zero_grad()
             backward(torch.nn.functional.mse_loss(model(x), y) * trainer.scale())
@@ -74,8 +75,8 @@ def training(life: Life) -> str:
     return "done"
 
 
-def rehearsed(loop: Callable[[Life], Any], folder: Path, **options: Any) -> Verdict:
-    """The verdict on a loop whose lives are forked."""
+def rehearsed(loop: Callable[[Life], Any], folder: Path, said: StringIO | None = None, **options: Any) -> Verdict:
+    """The verdict on a loop whose lives are forked; what is printed goes to `said`."""
 
     def launch(asked: RehearsedJob, limit_seconds: float | None, on_step: Callable[[int], None]) -> Ran:
         place = Path(asked.folder)
@@ -90,7 +91,7 @@ def rehearsed(loop: Callable[[Life], Any], folder: Path, **options: Any) -> Verd
                 return ran
         return ran
 
-    return Rehearsal(Console(file=StringIO()), folder, launch, STEPS).verdict()
+    return Rehearsal(Console(file=said or StringIO()), folder, launch, STEPS).verdict()
 
 
 def test_a_loop_that_comes_back(tmp_path: Path) -> None:
@@ -118,10 +119,17 @@ def test_a_loop_that_does_not_reproduce_itself_and_takes_no_loader(tmp_path: Pat
     assert any("No batch came from recovery.resume" in one for one in verdict.unprotected)
 
 
-def test_a_loop_that_cannot_start_again(tmp_path: Path) -> None:
-    verdict = rehearsed(training, tmp_path, fault="error")
+@pytest.mark.parametrize("fault", ["error", "never cut"])
+def test_a_job_that_fails_says_so_and_shows_its_output_whether_it_was_cut_or_not(fault: str, tmp_path: Path) -> None:
+    said = StringIO()
+    verdict = rehearsed(training, tmp_path, said, fault=fault)
     assert (verdict.result, verdict.status) == ("does not come back", 1)
     assert "the job failed (exit status 1)" in verdict.sentence
+    assert said.getvalue().count("ValueError: cannot start") == 3
+
+
+def test_a_loop_that_ends_before_its_cut_was_not_rehearsed(tmp_path: Path) -> None:
+    assert "step 5 was not reached" in rehearsed(training, tmp_path, fault="short").sentence
 
 
 def test_ranks_that_train_on_the_same_batches_are_listed(tmp_path: Path) -> None:
