@@ -148,9 +148,9 @@ class TooManyReportsError(JournalError):
 
     Args:
         message: what happened.
-        retry_seconds: after which the next one is taken; None where none is any more.
+        retry_seconds: after which the next one is taken.
     """
 
-    def __init__(self, message: str, retry_seconds: float | None = None) -> None:
+    def __init__(self, message: str, retry_seconds: float) -> None:
         super().__init__(message)
         self.retry_seconds = retry_seconds

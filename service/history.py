@@ -124,16 +124,10 @@ def post_failure(run_dir: RunDir, report: FailureReport) -> Failure:
     try:
         report_failure(run_dir, failure)
     except TooManyReportsError as error:
-        raise _too_many(error) from error
+        again = math.ceil(error.retry_seconds)
+        hint = f"does something report the same failure over and over? Ask again in {again} s"
+        raise Problem(429, "too_many_reports", str(error), hint, {"Retry-After": str(again)}) from error
     return _reported(failure)
-
-
-def _too_many(error: TooManyReportsError) -> Problem:
-    hint = "does something report the same failure over and over?"
-    if error.retry_seconds is None:
-        return Problem(409, "reports_full", str(error), hint)
-    again = math.ceil(error.retry_seconds)
-    return Problem(429, "too_many_reports", str(error), f"{hint} Ask again in {again} s", {"Retry-After": str(again)})
 
 
 def _reported(failure: ReportedFailure) -> Failure:

@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from cpsr.errors import JournalError
-from cpsr.journal import FailureRow, JournalReader, reported_failures
+from cpsr.journal import FailureRow, JournalReader, PhaseRow, reported_failures
 from cpsr.journal.account import CHECKPOINT_SUMS
 from cpsr.service.ettr import PARTS, read_ettr
 from cpsr.service.run import RECENT_STEPS, LifeState, Runs, health_of, iteration_seconds, open_journal
@@ -156,9 +156,8 @@ def _plan(families: _Families, run: str, reader: JournalReader) -> None:
     families.gauge(
         "failures_per_second", "Failure rate that the plan uses.", run, None if rate is None else float(rate)
     )
-    ended = reader.latest_phase()
-    count = 0 if ended is None else ended.phase + 1
-    families.gauge("phases_ended", "Phases of the training that have ended.", run, count)
+    ended = reader.newest(PhaseRow, 1)
+    families.gauge("phases_ended", "Phases of the training that have ended.", run, ended[0].phase + 1 if ended else 0)
 
 
 def _checkpoints(families: _Families, run: str, reader: JournalReader) -> None:

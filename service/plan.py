@@ -12,6 +12,7 @@ from cpsr.errors import JournalError
 from cpsr.journal import (
     CheckpointRow,
     JournalReader,
+    PhaseRow,
     PlanOverride,
     PlanRow,
     RecoveryRow,
@@ -342,8 +343,7 @@ def _repeated_steps(reader: JournalReader) -> list[RepeatedSteps]:
 
 
 def _current_phase(reader: JournalReader, current: PlanRow) -> CurrentPhase | None:
-    ended = reader.latest_phase()
-    if ended is not None:
+    for ended in reader.newest(PhaseRow, 1):
         return CurrentPhase(phase=ended.phase + 1, first_iteration=ended.last_iteration)
     # A run that plans is in its first phase until that has ended.
     return CurrentPhase(phase=0, first_iteration=0) if "expected" in current.explanation else None

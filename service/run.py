@@ -190,7 +190,7 @@ def get_readiness(run_dir: RunDir) -> JSONResponse:
     """Whether the run's journal can be read: 200, or 503 with the reason."""
     try:
         with open_journal(run_dir) as reader:
-            reader.meta()
+            reader.last_event()
     except JournalError as error:
         unready = Readiness(ready=False, reason=str(error))
         return JSONResponse(unready.model_dump(), HTTPStatus.SERVICE_UNAVAILABLE)

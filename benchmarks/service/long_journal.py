@@ -37,7 +37,7 @@ def fill(run_dir: Path, steps: int, checkpoints: int, on_rows: Callable[[int], N
     _fill(run_dir / "journal.db", steps, checkpoints, on_rows)
 
 
-def thin_out(path: Path, full_steps: int, on_slice: Callable[[], None]) -> int:
+def thin_out(path: Path, full_steps: int) -> int:
     """Thin out the old steps, as the job's writer does beside training; returns how many steps are left.
 
     The file is then as small as it would be if that had been done from its beginning.
@@ -45,8 +45,7 @@ def thin_out(path: Path, full_steps: int, on_slice: Callable[[], None]) -> int:
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         prepare(connection, path)
-        while thin(connection, full_steps):
-            on_slice()
+        thin(connection, full_steps)
         connection.execute("VACUUM")
         (left,) = connection.execute("SELECT COUNT(*) FROM steps").fetchone()
         return int(left)

@@ -121,7 +121,7 @@ def main(
         building = call.progress.add_task("rows of the journal", total=steps)
         run_dir = call.directory / "run"
         fill(run_dir, steps, checkpoints, lambda rows: call.progress.update(building, completed=rows))
-        rows = thin_out(run_dir / "journal.db", FULL_STEPS, call.bar("slices thinned out"))
+        rows = thin_out(run_dir / "journal.db", FULL_STEPS)
         result = _measured(run_dir, rows, clients, seconds)
         table = {
             "step rows": f"{result.step_rows:,}",

@@ -25,7 +25,7 @@ def test_the_journal_is_a_job_s(tmp_path: Path) -> None:
     assert [checkpoint.iteration for checkpoint in checkpoints] == list(range(100, STEPS + 1, 100))
     assert plan is not None
     assert plan.from_iteration == STEPS
-    left = thin_out(own, 1_000, lambda: None)
+    left = thin_out(own, 1_000)
     with JournalReader(own) as reader:
         assert len(reader.losses()) == left < 10_000
 

@@ -7,14 +7,13 @@ the job's own restarts do not show, and an override of the checkpoint interval.
 import json
 import sqlite3
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cpsr.errors import JournalError, TooManyReportsError
-from cpsr.journal.database import filesystem_of, is_network, unreadable
+from cpsr.journal.database import unreadable
 
 __all__ = [
     "COMMANDS_FILE",
@@ -27,17 +26,13 @@ __all__ = [
 ]
 
 COMMANDS_FILE = "commands.db"
-APPLICATION_ID = int.from_bytes(b"CPSc", "big")
 BUSY_SECONDS = 5.0
-# Rank 0 reads them all at every fit: far more than the failures of a run, and few enough for one read.
-MAX_REPORTED_FAILURES = 10_000
 # The loss of a rack causes some hundred reports. A program that reports in a loop must not fill the file, nor distort
 # the failure rate.
 REPORTS_PER_HOUR_MAX = 1000
 HOUR_SECONDS = 3600.0
-SCHEMA_VERSION = 1
 TABLE = """
-CREATE TABLE commands (
+CREATE TABLE IF NOT EXISTS commands (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL CHECK (kind IN ('failure', 'override')),
     created_unix_seconds REAL NOT NULL, content TEXT NOT NULL)
 """
@@ -104,14 +99,10 @@ def report_failure(run_dir: Path, failure: ReportedFailure) -> None:
     """Store a reported failure; it is durable when this returns.
 
     Raises:
-        TooManyReportsError: too many were reported already, in the last hour or in all.
+        TooManyReportsError: too many were reported in the last hour.
         JournalError: there is no run here, or the file cannot be written.
     """
-
-    def refuse_flood(connection: sqlite3.Connection) -> None:
-        _refuse_flood(connection, run_dir, failure.created_unix_seconds)
-
-    _write(run_dir, "failure", failure, refuse_flood)
+    _write(run_dir, failure)
 
 
 def override_plan(run_dir: Path, override: PlanOverride) -> int:
@@ -120,7 +111,7 @@ def override_plan(run_dir: Path, override: PlanOverride) -> int:
     Raises:
         JournalError: there is no run here, or the file cannot be written.
     """
-    return _write(run_dir, "override", override)
+    return _write(run_dir, override)
 
 
 def reported_failures(run_dir: Path) -> list[ReportedFailure]:
@@ -143,9 +134,6 @@ def latest_override(run_dir: Path) -> PlanOverride | None:
 
 
 def _refuse_flood(connection: sqlite3.Connection, run_dir: Path, now_unix_seconds: float) -> None:
-    (count,) = connection.execute("SELECT count(*) FROM commands WHERE kind = 'failure'").fetchone()
-    if count >= MAX_REPORTED_FAILURES:
-        raise TooManyReportsError(f"{run_dir} has {count} reported failures, the maximum; this one was not written")
     # While the oldest of so many newest ones is younger than an hour, another one would exceed the limit.
     statement = "SELECT created_unix_seconds FROM commands WHERE kind = 'failure' ORDER BY id DESC LIMIT 1 OFFSET ?"
     for (oldest,) in connection.execute(statement, (REPORTS_PER_HOUR_MAX - 1,)):
@@ -157,32 +145,19 @@ def _refuse_flood(connection: sqlite3.Connection, run_dir: Path, now_unix_second
             )
 
 
-def _write(
-    run_dir: Path,
-    kind: str,
-    command: ReportedFailure | PlanOverride,
-    check: Callable[[sqlite3.Connection], None] = lambda _: None,
-) -> int:
-    """Store a command and return its id, unless `check`, in the same transaction, refuses."""
+def _write(run_dir: Path, command: ReportedFailure | PlanOverride) -> int:
+    """Store a command and return its id."""
     if not (run_dir / "journal.db").is_file():
         raise JournalError(f"there is no run in {run_dir} (no journal.db); nothing was written")
     path = run_dir / COMMANDS_FILE
+    kind = "failure" if isinstance(command, ReportedFailure) else "override"
     try:
+        # The rollback journal that SQLite uses by default is safe on every file system, and durable at the commit.
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-            if version or tables:  # before any change: the file may belong to another program
-                _check(connection, path)
-            connection.execute(f"PRAGMA journal_mode={'delete' if is_network(filesystem_of(path)) else 'wal'}")
-            connection.execute("PRAGMA synchronous=FULL")
             connection.execute("BEGIN IMMEDIATE")
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-                connection.execute(TABLE)
-                connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-            _check(connection, path)
-            check(connection)
+            connection.execute(TABLE)
+            if kind == "failure":
+                _refuse_flood(connection, run_dir, command.created_unix_seconds)
             values = kind, command.created_unix_seconds, json.dumps(asdict(command))
             statement = "INSERT INTO commands (kind, created_unix_seconds, content) VALUES (?, ?, ?)"
             row = connection.execute(statement, values).lastrowid
@@ -199,21 +174,9 @@ def _read(run_dir: Path, clause: str) -> list[tuple[int, dict[str, Any]]]:
         if not path.is_file():
             return []
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)) as reader:
-            (version,) = reader.execute("PRAGMA user_version").fetchone()
-            if version == 0:
+            if not reader.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
                 return []  # a process is about to write the first command, or was killed before it did
-            _check(reader, path)
             found = reader.execute(f"SELECT id, content FROM commands WHERE {clause}").fetchall()  # noqa: S608
     except (sqlite3.Error, OSError) as error:
         raise unreadable(path, error) from error
     return [(number, json.loads(content)) for number, content in found]
-
-
-def _check(connection: sqlite3.Connection, path: Path) -> None:
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if application != APPLICATION_ID or version != SCHEMA_VERSION:
-        raise JournalError(
-            f"{path} was not written by this version of cpsr (application {application}, version {version}); nothing "
-            "in it was changed; move it away, or use the version that wrote it"
-        )

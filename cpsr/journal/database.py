@@ -2,8 +2,6 @@
 
 import errno
 import sqlite3
-import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,36 +9,29 @@ import psutil
 
 from cpsr.errors import JournalDamagedError, JournalError
 
-__all__ = [
-    "NO_SPACE",
-    "SCHEMA_VERSION",
-    "check_identity",
-    "filesystem_of",
-    "is_network",
-    "lacks_room",
-    "prepare",
-    "read_fact",
-    "unreadable",
-    "write_fact",
-]
+__all__ = ["NO_SPACE", "SCHEMA_VERSION", "check_identity", "filesystem_of", "is_network", "prepare", "unreadable"]
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
 NO_SPACE = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG])  # no room on the disk, by quota, or for the file
 
 # `row` keeps the order of recording: after a restart or a roll-back the same iteration is trained and checkpointed
-# again, and both rows stay.
-STATEMENTS = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE steps (
+# again, and both rows stay. One transaction, so that a kill leaves a journal or an empty file.
+TABLES = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS steps (
     row INTEGER PRIMARY KEY, life INTEGER NOT NULL, iteration INTEGER NOT NULL CHECK (iteration >= 0), loss REAL,
     learning_rate REAL, seconds REAL NOT NULL, applied INTEGER NOT NULL);
-CREATE INDEX steps_by_iteration ON steps (iteration);
-CREATE TABLE events (
+CREATE INDEX IF NOT EXISTS steps_by_iteration ON steps (iteration);
+CREATE TABLE IF NOT EXISTS events (
     row INTEGER PRIMARY KEY, kind TEXT NOT NULL, life INTEGER NOT NULL CHECK (life >= 0),
     iteration INTEGER CHECK (iteration >= 0), unix_seconds REAL NOT NULL, content TEXT NOT NULL);
-CREATE INDEX events_by_kind ON events (kind);
-CREATE TABLE accounts (life INTEGER PRIMARY KEY, content TEXT NOT NULL)
+CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
+CREATE TABLE IF NOT EXISTS accounts (life INTEGER PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS event_files (name TEXT PRIMARY KEY, bytes_read INTEGER NOT NULL);
+PRAGMA application_id={APPLICATION_ID};
+PRAGMA user_version={SCHEMA_VERSION};
+COMMIT
 """
 
 # File systems whose memory maps are not shared with other hosts, as WAL's index requires. Everything under FUSE counts
@@ -51,6 +42,15 @@ _NETWORK_FILESYSTEMS = frozenset([
     "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
 ])
 # fmt: on
+
+_MEANINGS = {  # of SQLite's errors, by how their names begin
+    "SQLITE_BUSY": "is locked by another process; nothing was changed; try again, or end the process that locks it",
+    "SQLITE_NOTADB": "is not a CPSR journal (no SQLite file); nothing was changed; name a run directory's journal.db",
+    "SQLITE_CORRUPT": "is damaged or truncated; checkpoints are stored elsewhere and are not affected; move it (and "
+    "its -wal) away, and the run starts a new one",
+    "SQLITE_CANTOPEN": "cannot be opened; nothing was changed; if its directory is read-only, copy the file to a "
+    "writable one",
+}
 
 
 def is_network(filesystem: str) -> bool:
@@ -74,29 +74,18 @@ def filesystem_of(path: Path, mounts: Iterable[tuple[str, str]] | None = None) -
 
 
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Set up a writing connection: journal mode, tables of a new file, identity of an existing one.
+    """Set up a writing connection: journal mode, and the tables of a new file.
 
     Raises:
         JournalError: the file is no journal, or has another schema; it is not changed.
     """
     if connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()[0]:
         check_identity(connection, path)
-    filesystem = filesystem_of(path)
-    wanted = "delete" if is_network(filesystem) else "wal"
+    wanted = "delete" if is_network(filesystem_of(path)) else "wal"
     (mode,) = connection.execute(f"PRAGMA journal_mode={wanted}").fetchone()
     # NORMAL survives a kill at any point; after a power cut WAL may lack the last rows, never more.
     connection.execute(f"PRAGMA synchronous={'NORMAL' if mode == 'wal' else 'FULL'}")
-    connection.execute("BEGIN IMMEDIATE")
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == 0:
-        for statement in STATEMENTS.split(";"):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-        write_fact(connection, "created_unix_seconds", repr(time.time()))
-        connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-    write_fact(connection, "filesystem", filesystem)
-    write_fact(connection, "journal_mode", mode)
-    connection.execute("COMMIT")
+    connection.executescript(TABLES)
 
 
 def check_identity(connection: sqlite3.Connection, path: Path) -> None:
@@ -118,53 +107,9 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def read_fact(connection: sqlite3.Connection, key: str) -> str | None:
-    """A fact about the file; None if it is not there."""
-    found = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return None if found is None else str(found[0])
-
-
-def write_fact(connection: sqlite3.Connection, key: str, value: str) -> None:
-    """Set a fact about the file, in the open transaction."""
-    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
-
-
-def lacks_room(error: sqlite3.Error | OSError, path: Path) -> bool:
-    """Whether the disk prevents writing the file `path`: it is full, a quota is used up, or it fails."""
-    if isinstance(error, OSError):
-        return error.errno in NO_SPACE
-    name = getattr(error, "sqlite_errorname", "")
-    if name.startswith("SQLITE_CANTOPEN"):
-        return _lacks_files(path.parent)
-    return bool(name.startswith(("SQLITE_FULL", "SQLITE_IOERR")))
-
-
-def _lacks_files(directory: Path) -> bool:
-    """Whether no more files can be created, for lack of inodes or quota: SQLite does not report the reason."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".room-"):
-            return False
-    except OSError as error:
-        return error.errno in NO_SPACE
-
-
 def unreadable(path: Path, error: sqlite3.Error | OSError) -> JournalError:
     """Translate an error of SQLite or of the disk into a message about the journal `path` for its user."""
     name = getattr(error, "sqlite_errorname", "") or type(error).__name__
-    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        meaning = "is locked by another process; nothing was changed; try again, or end the process that locks it"
-    elif name.startswith("SQLITE_NOTADB"):
-        meaning = "is not a CPSR journal (no SQLite file); nothing was changed; name a run directory's journal.db"
-    elif name.startswith("SQLITE_CORRUPT"):
-        meaning = (
-            "is damaged or truncated; checkpoints are stored elsewhere and are not affected; move it (and its -wal) "
-            "away, and the run starts a new one"
-        )
-    elif name.startswith("SQLITE_CANTOPEN"):
-        meaning = (
-            "cannot be opened; nothing was changed; if its directory is read-only, copy the file to a writable one"
-        )
-    else:
-        meaning = "cannot be used; nothing was changed"
+    meaning = next((said for begin, said in _MEANINGS.items() if name.startswith(begin)), "cannot be used")
     kind = JournalDamagedError if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")) else JournalError
     return kind(f"the journal {path} {meaning} ({name}: {error})")

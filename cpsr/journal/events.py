@@ -1,15 +1,13 @@
 """Event files: rows of ranks that do not write the journal, for rank 0 to import.
 
-One line per row: the xxh3-64 of the JSON in hex, a blank, the row's kind, a blank, the JSON, a newline; written by a
-single append.
+One line per row: its kind, a blank, and its JSON. A newline before and after it, written by the same append, keeps it
+apart from a line that an earlier life did not finish.
 """
 
+import errno
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
-
-import xxhash
 
 from cpsr.journal.database import NO_SPACE
 from cpsr.journal.rows import BubbleRow, EventRow, Row, StepRow, decode, encode, row_type_of
@@ -24,8 +22,7 @@ RankRow = EventRow | BubbleRow  # what ranks other than 0 record
 class EventFile:
     """The append-only event file of one rank, for example `<run_dir>/events/rank-00001.jsonl`.
 
-    Like the journal, it never stops training: a failing append is logged once, counted in `failed_appends`, and
-    returned by `failures()`. If a full disk prevents the creation of the file, every append retries it.
+    Like the journal, it never stops training: a failing append loses its row, and the first one is logged.
 
     Raises:
         OSError: the file cannot be opened, for another reason than a full disk.
@@ -33,114 +30,79 @@ class EventFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.failed_appends = 0
-        self._failures: list[str] = []
+        self._failed = False
         self._descriptor = -1
-        self._torn = self._closed = False
         try:
-            self._open()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags, 0o644)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            self._fail(error.strerror or str(error))
-
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(self.path, flags, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        # A line torn by the death of an earlier life must not swallow the next one.
-        self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+            self._fail(error)
 
     def record(self, *rows: Row | StepRow) -> None:
-        """Append events and bubbles; rows that only rank 0 records are ignored.
-
-        A row is complete or left out, even if this process is killed.
-        """
+        """Append events and bubbles; rows that only rank 0 records are ignored."""
         for row in rows:
             if isinstance(row, RankRow):
-                self._append(row)
-
-    def _append(self, row: RankRow) -> None:
-        try:
-            if self._descriptor < 0 and not self._closed:
-                self._open()
-            kind = "event" if isinstance(row, EventRow) else row.KIND
-            data = f"{kind} {encode(row)}".encode()
-            line = (b"\n" if self._torn else b"") + f"{xxhash.xxh3_64_hexdigest(data)} ".encode() + data + b"\n"
-            written = os.write(self._descriptor, line)
-        except (OSError, ValueError) as error:
-            self._fail(getattr(error, "strerror", None) or str(error))
-            return
-        self._torn = written < len(line)
-        if self._torn:
-            self._fail(f"only {written} of {len(line)} bytes were written")
-
-    def failures(self) -> list[str]:
-        """Failures since the last call."""
-        failures, self._failures = self._failures, []
-        return failures
+                kind = "event" if isinstance(row, EventRow) else row.KIND
+                try:
+                    line = f"\n{kind} {encode(row)}\n".encode()
+                    if os.write(self._descriptor, line) < len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                except (OSError, ValueError) as error:
+                    self._fail(error)
 
     def close(self) -> None:
-        """Close the file; later rows are lost and reported by `failures()`."""
+        """Close the file; later rows are lost."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._closed = -1, True
+        self._descriptor = -1
 
-    def _fail(self, reason: str) -> None:
-        self.failed_appends += 1
-        if self.failed_appends == 1:
-            message = f"cannot append to the event file {self.path}: {reason}; the row is lost, training goes on"
-            self._failures.append(message)
-            log.error(message)
+    def _fail(self, error: OSError | ValueError) -> None:
+        if not self._failed:
+            said = getattr(error, "strerror", None) or str(error)
+            log.error("cannot append to the event file %s: %s; the row is lost, training goes on", self.path, said)
+        self._failed = True
 
 
-def read_new_rows(path: Path, place: Sequence[int], life: int) -> tuple[list[Row], list[int]]:
+def read_new_rows(path: Path, bytes_read: int, life: int) -> tuple[list[Row], int]:
     """The rows behind a place in an event file, and the place behind them.
 
-    A line without its newline is left for later. A damaged line becomes an event that names file and line; so does a
-    file that has lost its tail, which is read from its end on.
+    A line without its newline is left for later. A damaged line becomes an event that names its place; so does a file
+    that has lost its tail, which is read from its end on.
 
     Args:
         path: of the file.
-        place: bytes and lines that were read before.
+        bytes_read: before.
         life: of the events about damage.
 
     Raises:
         OSError: the file cannot be read.
     """
-    offset_bytes, lines = place
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        if size < offset_bytes:
-            file.seek(0)
-            message = f"has {size} bytes but {offset_bytes} were read before; it lost its tail, later lines are read"
-            return [_damage(path, message, life)], [size, file.read().count(b"\n")]
-        file.seek(offset_bytes)
+        if size < bytes_read:
+            message = f"has {size} bytes but {bytes_read} were read before; it lost its tail, later lines are read"
+            return [_damage(path, message, life)], size
+        file.seek(bytes_read)
         complete, newline, _torn = file.read().rpartition(b"\n")
     rows: list[Row] = []
-    for line in complete.split(b"\n") if newline else []:
-        lines += 1
+    for line in complete.split(b"\n"):
         try:
-            rows.append(_parse(line))
+            rows += [_parse(line)] if line else []
         except ValueError as error:
-            rows.append(_damage(path, f"line {lines} is damaged and was skipped: {error}", life))
-    return rows, [offset_bytes + len(complete) + len(newline), lines]
+            rows.append(_damage(path, f"has a damaged line near byte {bytes_read}, which was skipped: {error}", life))
+        bytes_read += len(line) + 1 if newline else 0
+    return rows, bytes_read
 
 
 def _parse(line: bytes) -> Row:
-    """The row of one complete line, without its newline.
-
-    Raises:
-        ValueError: the checksum does not fit, or the content is no row.
-    """
-    checksum, _, data = line.partition(b" ")
-    if checksum != xxhash.xxh3_64_hexdigest(data).encode():
-        raise ValueError("its checksum does not fit its content")
-    kind, _, content = data.decode().partition(" ")
+    """The row of one complete line, without its newline; raises ValueError if it holds none."""
+    kind, _, content = line.decode().partition(" ")
+    if kind not in ("event", BubbleRow.KIND):
+        raise ValueError(f"{kind[:20]!r} is no row of a rank other than 0")
     row: Row = decode(row_type_of(kind), content)
-    if not isinstance(row, RankRow):
-        raise ValueError(f"a {kind} is recorded by rank 0 alone")
     return row
 
 

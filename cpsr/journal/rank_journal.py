@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a script that reads a journal does not pay for torch
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 10.0
+EVENTS = "events"  # directory of the event files
 Answer = TypeVar("Answer")
 
 
@@ -35,24 +35,12 @@ class RankJournal:
     Args:
         life: number of this life of the run.
         rank: global rank.
-        events: the rank's event file; None on rank 0.
-        journal: None on other ranks.
-        events_directory: of the other ranks' event files.
+        file: the journal on rank 0, the rank's event file on others; None records nothing.
     """
 
-    def __init__(
-        self,
-        life: int,
-        rank: int,
-        events: EventFile | None,
-        journal: Journal | None = None,
-        events_directory: Path | None = None,
-    ) -> None:
-        self.life = life
-        self.rank = rank
-        self._events = events
-        self._journal = journal
-        self._directory = events_directory
+    def __init__(self, life: int, rank: int, file: Journal | EventFile | None) -> None:
+        self.life, self.rank, self._file = life, rank, file
+        self._journal = file if isinstance(file, Journal) else None
 
     def event(self, kind: str, message: str, iteration: int | None = None, level: int = logging.INFO) -> None:
         """Log one line and record it."""
@@ -61,10 +49,8 @@ class RankJournal:
 
     def record(self, *rows: Row | StepRow) -> None:
         """Record rows."""
-        if self._journal is not None:
-            self._journal.record(*rows)
-        elif self._events is not None:
-            self._events.record(*rows)
+        if self._file is not None:
+            self._file.record(*rows)
 
     def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
         """Add the stalls of so many snapshots to host memory to the run's account."""
@@ -90,8 +76,8 @@ class RankJournal:
 
     def gather_events(self) -> None:
         """Import new rows of the other ranks' event files."""
-        if self._journal is not None and self._directory is not None:
-            self._journal.import_events(self._directory)
+        if self._journal is not None:
+            self._journal.import_events(self._journal.path.parent / EVENTS)
 
     def flush(self, timeout_seconds: float) -> None:
         """Wait until all rows so far can be read; never on the training thread."""
@@ -103,9 +89,8 @@ class RankJournal:
         if self._journal is not None:
             self.gather_events()
             self._journal.end_life(ending)
-            self._journal.close(CLOSE_SECONDS)
-        elif self._events is not None:
-            self._events.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def open_journal(run_dir: Path, group: "Group", mode: str, after_life: int = -1) -> RankJournal:
@@ -120,14 +105,14 @@ def open_journal(run_dir: Path, group: "Group", mode: str, after_life: int = -1)
     Raises:
         JournalError: the journal cannot be used; every rank raises it.
     """
-    directory = run_dir / "events"
-    journal, events, refusal, life = None, None, None, 0
+    file: Journal | EventFile | None = None
+    refusal, life = None, 0
     try:
         if group.rank == 0:
-            journal = _open_writer(run_dir / "journal.db")
-            life = journal.start_life(mode, after_life, group.size)
+            file = _open_writer(run_dir / "journal.db")
+            life = file.start_life(mode, after_life, group.size)
         else:
-            events = EventFile(directory / f"rank-{group.rank:05d}.jsonl")
+            file = EventFile(run_dir / EVENTS / f"rank-{group.rank:05d}.jsonl")
     except JournalError as error:
         refusal = str(error)
     except OSError as error:
@@ -136,8 +121,7 @@ def open_journal(run_dir: Path, group: "Group", mode: str, after_life: int = -1)
     refusals = [part["refusal"] for part in opened if part["refusal"] is not None]
     if refusals:
         raise JournalError("; ".join(refusals))
-    life = opened[0]["life"]
-    return RankJournal(life, group.rank, events, journal, directory)
+    return RankJournal(opened[0]["life"], group.rank, file)
 
 
 def _open_writer(path: Path) -> Journal:

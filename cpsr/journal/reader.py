@@ -2,7 +2,6 @@
 
 import json
 import sqlite3
-import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,7 +33,6 @@ Parameters = Sequence[Any] | Mapping[str, Any]
 # Longest wait for a writer's lock; readers wait only for a rollback journal or a foreign process.
 BUSY_SECONDS = 1.0
 _STEP_COLUMNS = "life, iteration, loss, learning_rate, seconds, applied"
-_INDEX_ERRORS = "SQLITE_IOERR_SHM"  # prefix of the names of index errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +69,12 @@ class JournalReader:
 
     Args:
         path: of the file.
-        unwritten: the caller knows that no process writes to it.
 
     Raises:
         JournalError: the file is absent, is no journal, is truncated, locked, or has another schema.
     """
 
-    def __init__(self, path: Path, unwritten: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
             found = path.is_file()
@@ -86,15 +83,28 @@ class JournalReader:
         if not found:
             raise JournalError(f"there is no journal {path}; the run has not started, or this is not its directory")
         try:
-            self._connection = _connect(path, "mode=ro")
+            self._connection = self._connect("mode=ro")
         except sqlite3.Error as error:
             # In a read-only directory, or on a full disk, SQLite cannot create the index of a closed WAL. Without a WAL
             # there is no writer either, and the file can be read as it is.
             name = getattr(error, "sqlite_errorname", "")
-            without_index = name in ("SQLITE_READONLY_DIRECTORY", "SQLITE_CANTOPEN") or name.startswith(_INDEX_ERRORS)
-            if not without_index or _may_hold_rows(path.with_name(path.name + "-wal"), unwritten):
+            without_index = name.startswith(("SQLITE_READONLY_DIRECTORY", "SQLITE_CANTOPEN", "SQLITE_IOERR_SHM"))
+            if not without_index or path.with_name(path.name + "-wal").exists():
                 raise unreadable(path, error) from error
-            self._connection = _connect_archived(path)
+            try:
+                self._connection = self._connect("immutable=1")
+            except sqlite3.Error as damage:
+                raise unreadable(path, damage) from damage
+
+    def _connect(self, parameters: str) -> sqlite3.Connection:
+        uri = f"{self.path.resolve().as_uri()}?{parameters}"
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+        try:
+            check_identity(connection, self.path)
+        except (sqlite3.Error, JournalError):
+            connection.close()
+            raise
+        return connection
 
     def __enter__(self) -> "JournalReader":
         return self
@@ -105,10 +115,6 @@ class JournalReader:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
-
-    def meta(self) -> dict[str, str]:
-        """Facts about the file itself, among them `journal_mode` and `filesystem`."""
-        return dict(self._query("SELECT key, value FROM meta"))
 
     def lives(self) -> list[LifeRow]:
         """Every life of the run; one that reads `running` although a later one exists was killed."""
@@ -164,10 +170,6 @@ class JournalReader:
         newest = {row.phase: row for row in self._all(PhaseRow)}
         return [newest[phase] for phase in sorted(newest)]
 
-    def latest_phase(self) -> PhaseRow | None:
-        """The phase whose end was recorded last; None before the first. Does not read the others."""
-        return _first(self.newest(PhaseRow, 1))
-
     def events(self, *kinds: str) -> list[EventRow]:
         """The events of every rank, of some kinds or of all; rows that have a type of their own are none."""
         chosen = f"WHERE kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
@@ -182,9 +184,12 @@ class JournalReader:
             limit: of their number.
             equal: only those that have these values.
         """
-        chosen, values = _chosen(row_type, equal)
-        clause = f"{chosen} ORDER BY row DESC LIMIT :limit"
-        return [recorded.row for recorded in self._events(clause, {**values, "limit": limit})]  # type: ignore[misc]
+        clause, values = "WHERE kind = ?", [row_type.KIND]  # type: ignore[attr-defined]
+        for name, value in equal.items():
+            clause += " AND json_extract(content, ?) = ?"
+            values += [f"$.{name}", value]
+        found = self._events(f"{clause} ORDER BY row DESC LIMIT ?", (*values, limit))
+        return [recorded.row for recorded in found]  # type: ignore[misc]
 
     def count(self, row_type: type[Any]) -> int:
         """Number of rows of a type."""
@@ -240,8 +245,8 @@ class JournalReader:
         return [Account(**json.loads(content)) for (content,) in found]
 
     def _all(self, row_type: type[RowT]) -> list[RowT]:
-        chosen, values = _chosen(row_type, {})
-        return [recorded.row for recorded in self._events(f"{chosen} ORDER BY row", values)]  # type: ignore[misc]
+        found = self._events("WHERE kind = ? ORDER BY row", (row_type.KIND,))  # type: ignore[attr-defined]
+        return [recorded.row for recorded in found]  # type: ignore[misc]
 
     def _events(self, clause: str, parameters: Parameters) -> list[Recorded]:
         found = self._query(f"SELECT row, kind, content FROM events {clause}", parameters)  # noqa: S608
@@ -273,45 +278,6 @@ class JournalReader:
             return self._connection.execute(statement, parameters).fetchall()
         except sqlite3.Error as error:
             raise unreadable(self.path, error) from error
-
-
-def _chosen(row_type: type[Any], equal: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """The WHERE clause of the rows of one type, and its parameters."""
-    conditions = ["kind = :kind", *(f"{_field(name)} = :equal_{name}" for name in equal)]
-    values: dict[str, Any] = {f"equal_{name}": value for name, value in equal.items()}
-    return f"WHERE {' AND '.join(conditions)}", {**values, "kind": row_type.KIND}
-
-
-def _field(name: str) -> str:
-    if not name.isidentifier():
-        raise ValueError(f"{name!r} is no field of a row")
-    return f"json_extract(content, '$.{name}')"
-
-
-def _connect(path: Path, parameters: str) -> sqlite3.Connection:
-    uri = f"file:{urllib.parse.quote(str(path.resolve()))}?{parameters}"
-    connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
-    try:
-        check_identity(connection, path)
-    except (sqlite3.Error, JournalError):
-        connection.close()
-        raise
-    return connection
-
-
-def _may_hold_rows(log: Path, unwritten: bool) -> bool:
-    """Whether the file cannot be read without its write-ahead log."""
-    if not log.exists():
-        return False
-    # Opening the file on a full disk leaves an empty log; so does a writer that is about to write.
-    return not unwritten or log.stat().st_size > 0
-
-
-def _connect_archived(path: Path) -> sqlite3.Connection:
-    try:
-        return _connect(path, "immutable=1")
-    except sqlite3.Error as error:
-        raise unreadable(path, error) from error
 
 
 def _first(rows: list[RowT]) -> RowT | None:

@@ -35,7 +35,6 @@ __all__ = [
     "decode",
     "encode",
     "json_ready",
-    "kind_of",
     "row_type_of",
 ]
 
@@ -325,19 +324,6 @@ _ITERATIONS: dict[type[Any], str] = {
 }
 
 
-def kind_of(row: Row) -> str:
-    """The word that the table of events has for a row.
-
-    Raises:
-        ValueError: an event uses the word of another type.
-    """
-    if not isinstance(row, EventRow):
-        return row.KIND
-    if row.kind in _TYPES:
-        raise ValueError(f"an event's kind cannot be {row.kind!r}: that is the word for {_TYPES[row.kind].__name__}")
-    return row.kind
-
-
 def row_type_of(kind: str) -> type[Any]:
     """The type of the rows with this word."""
     row_type: type[Any] = _TYPES.get(kind, EventRow)
@@ -348,12 +334,15 @@ def columns_of(row: Row) -> tuple[str, int, int | None, float, str]:
     """The row's values in the table of events: kind, life, iteration, time, and content.
 
     Raises:
-        ValueError: a value is not of its field's type, or JSON cannot express it; the message names the field.
+        ValueError: as `encode`; or an event uses the word of another type.
     """
     content = encode(row)
+    kind = row.kind if isinstance(row, EventRow) else row.KIND
+    if isinstance(row, EventRow) and kind in _TYPES:
+        raise ValueError(f"an event's kind cannot be {kind!r}: that is the word for {_TYPES[kind].__name__}")
     iteration = getattr(row, _ITERATIONS.get(type(row), "iteration"), None)
     seconds = row.started_unix_seconds if isinstance(row, LifeRow) else row.created_unix_seconds
-    return kind_of(row), row.life, iteration, seconds, content
+    return kind, row.life, iteration, seconds, content
 
 
 def encode(row: Row) -> str:

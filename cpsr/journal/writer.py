@@ -13,17 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from cpsr.errors import JournalError
 from cpsr.journal.account import Account
-from cpsr.journal.database import lacks_room, prepare, read_fact, unreadable, write_fact
+from cpsr.journal.database import NO_SPACE, prepare, unreadable
 from cpsr.journal.events import read_new_rows
-from cpsr.journal.reader import JournalReader
 from cpsr.journal.rows import CheckpointRow, EventRow, FailureRow, LifeRow, Row, StepRow, columns_of, decode
 
-__all__ = ["FULL_STEPS", "Journal", "insert_event", "insert_steps", "thin"]
+__all__ = ["FULL_STEPS", "Journal", "insert_steps", "thin"]
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ CLOSE_SECONDS = 10.0  # how long an exit waits for the last rows
 # Newest steps that are all kept; of older ones every second, of those twice as old every fourth, and so on: 10 million
 # steps become about 430,000 rows. The fit of the loss looks 20,000 back.
 FULL_STEPS = 100_000
-SLICE_ROWS = 2_000  # most rows deleted in a transaction: some milliseconds, while new rows wait in their queue
+THIN_STEPS = 2_000  # recorded steps after which old ones are thinned out: some ten milliseconds, while new rows queue
 PACE_STEPS = 20  # the newest steps before a failure, whose mean is that of the steps that it kept from the journal
 
 # A row that fails with one of these fails every time; everything else may pass at the next attempt.
@@ -65,24 +65,22 @@ class Journal:
     """The writing side of `<run_dir>/journal.db`; opened by global rank 0 alone, called from any of its threads.
 
     Recording never blocks, and never raises because of the disk: rows wait in a bounded queue and are retried. A
-    failure is logged once per kind, and returned once by `failures()`. Rows dropped by the bound are counted in
-    `dropped_rows`, and in an event once the file can be written again. If the disk has no room for the file when it is
-    opened, nothing is recorded in this life.
+    failure is logged once per kind. Rows dropped by the bound are counted in `dropped_rows`, and in an event once the
+    file can be written again. If the disk has no room for the file when it is opened, nothing is recorded in this life.
     """
 
     def __init__(self, path: Path, connection: sqlite3.Connection | None, next_life: int, full_steps: int) -> None:
         self.path = path
-        self._next_life = next_life
-        self._full_steps = full_steps
+        self.dropped_rows = 0  # never reached the file
+        self._next_life, self._full_steps = next_life, full_steps
         self._life: LifeRow | None = None
         self._changed = threading.Condition()
         self._queue: collections.deque[_Write] = collections.deque()
         self._batch: list[_Write] = []  # popped by the thread, not committed yet
         self._closing = self._abandoned = False
         self._stopped = connection is None
-        self._failures: list[str] = []
-        self._noted: set[str] = set()  # kinds of failures
-        self._dropped_rows = self._dropped_rows_recorded = 0
+        self._logged: set[str] = set()  # kinds of failures
+        self._dropped_rows_recorded = self._thinned_steps = 0
         self._thread = threading.Thread(target=self._run, args=(connection,), name="cpsr-journal", daemon=True)
         self._thread.start()
 
@@ -108,11 +106,11 @@ class Journal:
                 raise
             return cls(path, connection, last + 1, full_steps)
         except (sqlite3.Error, OSError) as error:
-            if lacks_room(error, path):
-                journal = cls(path, None, _next_life(path), full_steps)
-                name = getattr(error, "sqlite_errorname", type(error).__name__)
+            name = getattr(error, "sqlite_errorname", type(error).__name__)
+            if getattr(error, "errno", None) in NO_SPACE or name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+                journal = cls(path, None, 0, full_steps)
                 why = "there is no room on its disk; nothing is recorded in this life, training goes on"
-                journal._note("opening", f"cannot be opened ({name}: {error}): {why}")
+                journal._log_once("opening", f"cannot be opened ({name}: {error}): {why}")
                 return journal
             if isinstance(error, sqlite3.Error):
                 raise unreadable(path, error) from error
@@ -143,52 +141,34 @@ class Journal:
 
         A life or a recovery is recorded again when something about it has changed: readers take the newest row.
         """
-        steps = [row for row in rows if isinstance(row, StepRow)]
-        if steps:
-            self._record_steps(steps)
+        if steps := [row for row in rows if isinstance(row, StepRow)]:
+            at = time.time()
+            self._enqueue("StepRow", len(steps), partial(_store_steps, steps=steps, at=at))
         for row in rows:
             if not isinstance(row, StepRow):
                 self._record(row)
 
+    def _record(self, row: Row) -> None:
+        try:
+            values = columns_of(row)  # on the caller's thread, which may change the referenced objects later
+        except (TypeError, ValueError) as error:
+            self._drop(type(row).__name__, 1, f"the row cannot be stored and is dropped: {error}")
+            return
+        self._enqueue(type(row).__name__, 1, partial(_store_row, row=row, values=values))
+
     def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
         """Add the stalls of so many snapshots to host memory to the run's account."""
-
-        def apply(_: sqlite3.Connection, account: Account | None) -> Account | None:
-            return None if account is None else account.with_memory_stalls(snapshots, seconds)
-
-        self._enqueue(_Write("StepRow", 0, apply))
+        self._enqueue("StepRow", 0, lambda _, account: account and account.with_memory_stalls(snapshots, seconds))
 
     def import_events(self, directory: Path) -> None:
         """Import new rows of the other ranks' event files in `directory`; every line exactly once."""
         life = self._next_life if self._life is None else self._life.life
-
-        def apply(connection: sqlite3.Connection, account: Account | None) -> Account | None:
-            for path in sorted(directory.glob("*.jsonl")):
-                key = f"events_read:{path.name}"
-                rows, place = read_new_rows(path, json.loads(read_fact(connection, key) or "[0, 0]"), life)
-                for row in rows:
-                    insert_event(connection, row)
-                write_fact(connection, key, json.dumps(place))
-            return account
-
-        self._enqueue(_Write(f"event files in {directory}", 0, apply))
+        self._enqueue("event files", 0, partial(_store_event_files, directory=directory, life=life))
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all rows so far are committed or rejected; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self._idle() or self._stopped, timeout_seconds) and self._idle()
-
-    def failures(self) -> list[str]:
-        """Failures since the last call, one message per kind; for the training thread to report."""
-        with self._changed:
-            failures, self._failures = self._failures, []
-            return failures
-
-    @property
-    def dropped_rows(self) -> int:
-        """Rows that never reached the file."""
-        with self._changed:
-            return self._dropped_rows
 
     def close(self, timeout_seconds: float = CLOSE_SECONDS) -> None:
         """Write the queued rows and close the file; rows not written in time are counted and logged."""
@@ -207,68 +187,36 @@ class Journal:
     def _idle(self) -> bool:
         return not (self._queue or self._batch)
 
-    def _record(self, row: Row) -> None:
-        try:
-            values = columns_of(row)  # on the caller's thread, which may change the referenced objects later
-        except (TypeError, ValueError) as error:
-            self._reject(type(row).__name__, 1, error)
-            return
-
-        def apply(connection: sqlite3.Connection, account: Account | None) -> Account | None:
-            account = _accounted(connection, account, row)
-            connection.execute(_INSERT_EVENT, values)
-            return account
-
-        self._enqueue(_Write(type(row).__name__, 1, apply))
-
-    def _record_steps(self, steps: Sequence[StepRow]) -> None:
-        at = time.time()
-
-        def apply(connection: sqlite3.Connection, account: Account | None) -> Account | None:
-            for life, of_life in itertools.groupby(steps, key=lambda step: step.life):
-                if account is None:
-                    account = Account(life=life, began_unix_seconds=at, until_unix_seconds=at)
-                account = account.with_steps(list(of_life), at)
-            insert_steps(connection, steps)
-            return account
-
-        self._enqueue(_Write("StepRow", len(steps), apply))
-
-    def _enqueue(self, write: _Write) -> None:
-        dropped: _Write | None = None
+    def _enqueue(self, kind: str, rows: int, apply: Apply) -> None:
         with self._changed:
-            if self._stopped and not self._closing:
-                self._dropped_rows += write.rows  # the reason was reported when the thread stopped
-                return
-            accepted = not self._closing
-            if accepted:
+            if self._closing or self._stopped:
+                dropped, why = (kind, rows), "the row was recorded after the journal had stopped and is lost"
+            else:
+                dropped, why = ("", 0), f"more than {WAITING_MAX} writes wait for the file; the oldest rows are dropped"
                 if len(self._queue) >= WAITING_MAX:
-                    dropped = next((one for one in self._queue if one.kind == "StepRow"), self._queue[0])
-                    self._queue.remove(dropped)
-                self._queue.append(write)
+                    oldest = next((one for one in self._queue if one.kind == "StepRow"), self._queue[0])
+                    self._queue.remove(oldest)
+                    dropped = oldest.kind, oldest.rows
+                self._queue.append(_Write(kind, rows, apply))
                 self._changed.notify_all()
-        if dropped is not None:
-            why = f"more than {WAITING_MAX} writes wait for the file; the oldest rows are dropped"
-            self._drop(dropped.kind, dropped.rows, why)
-        if not accepted:
-            self._drop(write.kind, write.rows, "the row was recorded after the journal had closed and is lost")
-
-    def _reject(self, kind: str, rows: int, error: BaseException) -> None:
-        self._drop(kind, rows, f"the row cannot be stored and is dropped: {error}")
+        if dropped[1]:
+            self._drop(*dropped, why)
 
     def _drop(self, kind: str, rows: int, message: str) -> None:
         with self._changed:
-            self._dropped_rows += rows
-        self._note(f"{kind} dropped", f"{kind}: {message}")
+            self.dropped_rows += rows
+            known = bool(self._logged & {"opening", "thread"})  # which have said that nothing is recorded
+        if not known:
+            self._log_once(f"{kind} dropped", f"{kind}: {message}")
 
-    def _note(self, kind: str, message: str) -> None:
+    def _log_once(self, kind: str, message: str) -> None:
         with self._changed:
-            first = kind not in self._noted
-            if first:
-                self._noted.add(kind)
-                self._failures.append(f"journal {self.path}: {message}")
+            first = kind not in self._logged
+            self._logged.add(kind)
         if first:
             log.error("journal %s: %s (further failures of this kind are not logged)", self.path, message)
+
+    # On the background thread
 
     def _run(self, connection: sqlite3.Connection | None) -> None:
         if connection is None:
@@ -279,11 +227,11 @@ class Journal:
                     with self._changed:
                         if self._changed.wait_for(lambda: self._abandoned, RETRY_SECONDS):
                             return
-                self._thin(connection)
+                self._thin_if_due(connection)
         except Exception as error:
-            # A defect in this file: training goes on without a journal, and `failures` reports it.
+            # A defect in this file: training goes on without a journal.
             log.exception("the journal's thread stopped; nothing more is recorded in this life")
-            self._note("thread", f"its thread stopped, nothing more is recorded: {type(error).__name__}: {error}")
+            self._log_once("thread", f"its thread stopped, nothing more is recorded: {type(error).__name__}: {error}")
         finally:
             connection.close()
             with self._changed:
@@ -321,36 +269,33 @@ class Journal:
                 insert_event(connection, EventRow(life=life, rank=0, kind="journal_rows_dropped", message=message))
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            self._roll_back(connection)
+            if connection.in_transaction:  # after some errors (a full disk) SQLite has rolled back already
+                connection.execute("ROLLBACK")
             name = getattr(error, "sqlite_errorname", type(error).__name__)
-            self._note(name, f"cannot write ({name}: {error}); rows wait and are tried again, training goes on")
+            self._log_once(name, f"cannot write ({name}: {error}); rows wait and are tried again, training goes on")
             return False
         self._dropped_rows_recorded = dropped_rows
         for write, row_error in rejected:
-            self._reject(write.kind, write.rows, row_error)
+            self._drop(write.kind, write.rows, f"the row cannot be stored and is dropped: {row_error}")
         with self._changed:
+            self._thinned_steps += sum(write.rows for write in self._batch if write.kind == "StepRow")
             self._batch = []
             self._changed.notify_all()
         return True
 
-    def _thin(self, connection: sqlite3.Connection) -> None:
-        """Delete one slice per batch: a batch has a few dozen steps, so that even an old file is thinned soon."""
+    def _thin_if_due(self, connection: sqlite3.Connection) -> None:
+        if self._thinned_steps < THIN_STEPS:
+            return
+        self._thinned_steps = 0
         try:
             thin(connection, self._full_steps)
-        except (sqlite3.Error, ValueError) as error:
-            self._roll_back(connection)
+        except sqlite3.Error as error:
             name = getattr(error, "sqlite_errorname", type(error).__name__)
-            why = "all are kept, and thinning is retried"
-            self._note("thinning", f"old steps cannot be thinned out ({name}: {error}); {why}")
-
-    @staticmethod
-    def _roll_back(connection: sqlite3.Connection) -> None:
-        if connection.in_transaction:  # after some errors (a full disk) SQLite has rolled back already
-            connection.execute("ROLLBACK")
+            self._log_once("thinning", f"old steps cannot be thinned out now ({name}: {error}) and are kept")
 
 
-def thin(connection: sqlite3.Connection, full_steps: int) -> bool:
-    """Delete one slice of old steps; False if there is no complete slice to delete.
+def thin(connection: sqlite3.Connection, full_steps: int) -> None:
+    """Delete old steps.
 
     The newest N steps are all kept. Of those with N later ones every second iteration is, of those with 2 N every
     fourth, and so on: every doubling of the run adds N / 2 rows. The iteration decides, not the row number: of an
@@ -361,37 +306,13 @@ def thin(connection: sqlite3.Connection, full_steps: int) -> bool:
         full_steps: N.
 
     Raises:
-        sqlite3.Error: nothing was deleted; a transaction may be open.
-        ValueError: a value in `meta` is no number; nothing was deleted.
+        sqlite3.Error: not everything was deleted.
     """
     (newest,) = connection.execute("SELECT COALESCE(MAX(row), 0) FROM steps").fetchone()
-    # The finest level first: after it, a slice of the next level has as many rows although it is twice as long.
     every = 2
     while (boundary := newest - full_steps * (every // 2)) > 0:
-        key = f"steps_thinned:{every}"  # up to which row only one of so many iterations was kept
-        done = int(read_fact(connection, key) or 0)
-        until = done + SLICE_ROWS * (every // 2)
-        if until <= boundary:
-            connection.execute("BEGIN IMMEDIATE")
-            chosen = "row > ? AND row <= ? AND iteration % ? != 0"
-            connection.execute(f"DELETE FROM steps WHERE {chosen}", (done, until, every))  # noqa: S608
-            write_fact(connection, key, str(until))
-            connection.execute("COMMIT")
-            return True
+        connection.execute("DELETE FROM steps WHERE row <= ? AND iteration % ? != 0", (boundary, every))
         every *= 2
-    return False
-
-
-_INSERT_EVENT = "INSERT INTO events (kind, life, iteration, unix_seconds, content) VALUES (?, ?, ?, ?, ?)"
-
-
-def insert_event(connection: sqlite3.Connection, row: Row) -> None:
-    """Insert one row into the table of events, in the open transaction.
-
-    Raises:
-        ValueError: it cannot be stored.
-    """
-    connection.execute(_INSERT_EVENT, columns_of(row))
 
 
 def insert_steps(connection: sqlite3.Connection, steps: Sequence[StepRow]) -> None:
@@ -400,46 +321,74 @@ def insert_steps(connection: sqlite3.Connection, steps: Sequence[StepRow]) -> No
     Raises:
         TypeError, ValueError: one cannot be stored.
     """
-    columns = "INSERT INTO steps (life, iteration, loss, learning_rate, seconds, applied)"
-    connection.executemany(f"{columns} VALUES (?, ?, ?, ?, ?, ?)", map(_step_values, steps))
 
-
-def _step_values(step: StepRow) -> tuple[Any, ...]:
     def real(value: float | None) -> float | str | None:
         # SQLite turns NaN into NULL, which would read back as "unknown".
         return None if value is None else "nan" if math.isnan(value) else float(value)
 
-    life, iteration = operator.index(step.life), operator.index(step.iteration)
-    return life, iteration, real(step.loss), real(step.learning_rate), real(step.seconds), bool(step.applied)
+    values = [
+        (
+            operator.index(step.life),
+            operator.index(step.iteration),
+            *(real(value) for value in (step.loss, step.learning_rate, step.seconds)),
+            bool(step.applied),
+        )
+        for step in steps
+    ]
+    columns = "INSERT INTO steps (life, iteration, loss, learning_rate, seconds, applied)"
+    connection.executemany(f"{columns} VALUES (?, ?, ?, ?, ?, ?)", values)
 
 
-def _accounted(connection: sqlite3.Connection, account: Account | None, row: Row) -> Account | None:
-    """The account with what a row adds to it."""
+def insert_event(connection: sqlite3.Connection, row: Row, values: Sequence[Any] | None = None) -> None:
+    """Insert a row into the table of events, in the open transaction."""
+    columns = "INSERT INTO events (kind, life, iteration, unix_seconds, content)"
+    connection.execute(f"{columns} VALUES (?, ?, ?, ?, ?)", columns_of(row) if values is None else values)
+
+
+def _store_steps(
+    connection: sqlite3.Connection, account: Account | None, steps: Sequence[StepRow], at: float
+) -> Account | None:
+    for life, of_life in itertools.groupby(steps, key=lambda step: step.life):
+        if account is None:
+            account = Account(life=life, began_unix_seconds=at, until_unix_seconds=at)
+        account = account.with_steps(list(of_life), at)
+    insert_steps(connection, steps)
+    return account
+
+
+def _store_row(
+    connection: sqlite3.Connection, account: Account | None, row: Row, values: Sequence[Any]
+) -> Account | None:
     if isinstance(row, LifeRow) and row.ending == "running":
         at = row.started_unix_seconds
-        if account is None:
-            return Account(life=row.life, began_unix_seconds=at, until_unix_seconds=at)
         newest = "SELECT content FROM events WHERE kind = 'life' ORDER BY row DESC LIMIT 1"
         before = connection.execute(newest).fetchone()
-        return account if before is None else account.with_life(row, decode(LifeRow, before[0]))
-    if account is not None and isinstance(row, CheckpointRow):
-        return account.with_checkpoint(row)
-    if account is not None and isinstance(row, FailureRow):
+        if account is None:
+            account = Account(life=row.life, began_unix_seconds=at, until_unix_seconds=at)
+        elif before is not None:
+            account = account.with_life(row, decode(LifeRow, before[0]))
+    elif account is not None and isinstance(row, CheckpointRow):
+        account = account.with_checkpoint(row)
+    elif account is not None and isinstance(row, FailureRow):
         newest = "SELECT seconds FROM steps WHERE life = ? ORDER BY row DESC LIMIT ?"
         recent = [float(seconds) for (seconds,) in connection.execute(newest, (row.life, PACE_STEPS))]
-        return account.with_failure(row.life, row.iteration, recent)
+        account = account.with_failure(row.life, row.iteration, recent)
+    insert_event(connection, row, values)
+    return account
+
+
+def _store_event_files(
+    connection: sqlite3.Connection, account: Account | None, directory: Path, life: int
+) -> Account | None:
+    places = dict(connection.execute("SELECT name, bytes_read FROM event_files").fetchall())
+    for path in sorted(directory.glob("*.jsonl")):
+        rows, place = read_new_rows(path, places.get(path.name, 0), life)
+        for row in rows:
+            insert_event(connection, row)
+        connection.execute("INSERT OR REPLACE INTO event_files VALUES (?, ?)", (path.name, place))
     return account
 
 
 def _read_account(connection: sqlite3.Connection) -> Account | None:
     found = connection.execute("SELECT content FROM accounts ORDER BY life DESC LIMIT 1").fetchone()
     return None if found is None else Account(**json.loads(found[0]))
-
-
-def _next_life(path: Path) -> int:
-    """Number of the next life, from a file that cannot be written now; 0 if it cannot be read."""
-    try:
-        with JournalReader(path, unwritten=True) as reader:
-            return max((life.life for life in reader.lives()), default=-1) + 1
-    except JournalError:
-        return 0

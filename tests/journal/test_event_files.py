@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-import xxhash
+import pytest
 
 from cpsr.journal import BubbleRow, EventFile, EventRow, Journal, JournalReader
 
@@ -58,31 +58,30 @@ def test_other_ranks_leave_word_of_their_bubbles_among_their_events(path: Path, 
     file = EventFile(path.parent / "events" / "rank-00001.jsonl")
     file.record(event(0), BUBBLES, event(1))
     file.close()
-    data = b'phase {"life": 0}'
     with file.path.open("ab") as lines:  # no rank's to write
-        lines.write(f"{xxhash.xxh3_64_hexdigest(data)} ".encode() + data + b"\n")
+        lines.write(b'phase {"life": 0}\n')
     journal.import_events(file.path.parent)
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         assert reader.newest(BubbleRow, 9) == [BUBBLES]
         first, second, damage = reader.events()
     assert [first, second] == [event(0), event(1)]
-    assert "line 4 is damaged" in damage.message
+    assert "a damaged line" in damage.message
 
 
 def test_a_torn_tail_waits_and_a_damaged_line_is_named(path: Path, journal: Journal) -> None:
     file = EventFile(path.parent / "events" / "rank-00007.jsonl")
     file.record(*map(event, range(3)))
     file.close()
-    lines = file.path.read_bytes().splitlines(keepends=True)
-    file.path.write_bytes(lines[0] + lines[1].replace(b"line 1", b"line 9") + lines[2][:-10])
+    lines = [line for line in file.path.read_bytes().splitlines(keepends=True) if line.strip()]
+    file.path.write_bytes(lines[0] + lines[1].replace(b'"kind"', b'"kinc"') + lines[2][:-10])
     journal.import_events(file.path.parent)
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         first, damage = reader.events()
     assert first == event(0)
     assert (damage.kind, damage.rank) == ("event_file_damaged", 7)
-    assert "rank-00007.jsonl line 2" in damage.message
+    assert f"rank-00007.jsonl has a damaged line near byte {len(lines[0])}" in damage.message
     with file.path.open("ab") as tail:
         tail.write(lines[2][-10:])
     journal.import_events(file.path.parent)
@@ -102,7 +101,7 @@ def test_a_line_after_a_torn_one_is_kept(path: Path, journal: Journal) -> None:
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         damage, kept = reader.events()
-    assert "line 1 is damaged" in damage.message
+    assert "a damaged line near byte 0" in damage.message
     assert kept == event(1)
 
 
@@ -111,7 +110,7 @@ def test_an_event_file_that_lost_its_tail_is_reported_and_not_imported_twice(pat
     file.record(*map(event, range(3)))
     journal.import_events(file.path.parent)
     assert journal.flush(FLUSH_SECONDS)
-    os.truncate(file.path, len(file.path.read_bytes().splitlines(keepends=True)[0]))
+    os.truncate(file.path, file.path.stat().st_size // 3)
     journal.import_events(file.path.parent)
     assert journal.flush(FLUSH_SECONDS)
     file.record(event(3))
@@ -125,10 +124,9 @@ def test_an_event_file_that_lost_its_tail_is_reported_and_not_imported_twice(pat
     assert messages[4:] == ["line 3"]
 
 
-def test_an_event_file_on_a_full_disk_reports_once_and_never_raises() -> None:
+def test_an_event_file_on_a_full_disk_reports_once_and_never_raises(caplog: pytest.LogCaptureFixture) -> None:
     file = EventFile(Path("/dev/full"))
     file.record(*map(event, range(3)))
     file.close()
-    assert file.failed_appends == 3
-    (failure,) = file.failures()
+    (failure,) = caplog.messages
     assert "No space left" in failure

@@ -11,6 +11,7 @@ import tempfile
 import time
 import typing
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,6 @@ def test_every_row_is_read_back_as_it_was_written(path: Path, journal: Journal) 
         (life,) = reader.lives()
         assert reader.restored_iterations() == {0: 92}
     assert (life.mode, life.pid, life.ending) == ("predict", os.getpid(), "running")
-    assert journal.failures() == []
 
 
 def test_losses_are_the_newest_of_each_iteration(path: Path, journal: Journal) -> None:
@@ -169,14 +169,10 @@ def test_a_phase_that_ended_again_after_a_restart_counts_once(path: Path, journa
         for life, last in ((0, 250), (1, 260))
     )
     later = dataclasses.replace(second, phase=4, first_iteration=260, last_iteration=400)
-    with JournalReader(path) as reader:
-        assert reader.latest_phase() is None
-    for row in (first, later, second):
-        journal.record(row)
+    journal.record(first, later, second)
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         assert reader.phases() == [second, later]
-        assert reader.latest_phase() == second
 
 
 def test_the_newest_rows_of_a_kind(path: Path, journal: Journal) -> None:
@@ -194,11 +190,11 @@ def test_the_newest_rows_of_a_kind(path: Path, journal: Journal) -> None:
         assert [(one.number, one.row) for one in reader.after(1, 2)] == [(2, rows[1]), (3, rows[2])]
         assert reader.last_event() == 6
         assert [event.kind for event in reader.events("x")] == ["x"]
-        with pytest.raises(ValueError, match="no field"):
-            reader.newest(FitRow, 9, **{"kind; DROP TABLE events": "x"})
 
 
-def test_a_bad_row_is_dropped_counted_and_reported_once(path: Path, journal: Journal) -> None:
+def test_a_bad_row_is_dropped_counted_and_reported_once(
+    path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
     bad = CheckpointRow(life=0, iteration=1, status="lost")  # type: ignore[arg-type]  # the point of the test
     wrong_type = CheckpointRow(life=0, iteration="x", status="skipped")  # type: ignore[arg-type]
     taken_kind = EventRow(life=0, rank=0, kind="plan", message="the word for another row")
@@ -209,10 +205,9 @@ def test_a_bad_row_is_dropped_counted_and_reported_once(path: Path, journal: Jou
     with JournalReader(path) as reader:
         assert [row.iteration for row in reader.checkpoints()] == [2]
     assert journal.dropped_rows == 4
-    first, second = journal.failures()
+    first, second = caplog.messages
     assert str(path) in first
     assert "EventRow" in second
-    assert journal.failures() == []
 
 
 def test_steps_that_came_together_are_stored_together_or_not_at_all(path: Path, journal: Journal) -> None:
@@ -266,8 +261,9 @@ def test_rollback_journal_is_used_on_network_disks(path: Path, monkeypatch: pyte
     journal.record(*[step(1)])
     journal.close()
     with JournalReader(path) as reader:
-        assert (reader.meta()["journal_mode"], reader.meta()["filesystem"]) == ("delete", "nfs4")
         assert len(reader.losses()) == 1
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
     assert not list(path.parent.glob("*-wal"))
 
 
@@ -328,7 +324,7 @@ def test_unusable_journals_are_refused_and_left_alone(path: Path, spoil: Any, wo
     assert path.read_bytes() == before
 
 
-def test_rows_wait_out_a_foreign_lock(path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_wait_out_a_foreign_lock(path: Path, journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
     journal.start_life("auto")
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("BEGIN IMMEDIATE")
@@ -339,7 +335,7 @@ def test_rows_wait_out_a_foreign_lock(path: Path, journal: Journal, monkeypatch:
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         assert reader.losses() == [step(1)]
-    (failure,) = journal.failures()
+    (failure,) = caplog.messages
     assert "training goes on" in failure
 
 
@@ -361,8 +357,6 @@ journal.record(EventRow(life=0, rank=0, kind="note", message="while full"))
 assert not journal.flush(0.5)
 for i in range(50):
     journal.record(*[step(i)])
-failures = journal.failures()
-assert any("cannot write" in failure for failure in failures), failures
 assert journal.dropped_rows == 40, journal.dropped_rows
 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))  # space again
 assert journal.flush(20)
@@ -382,6 +376,7 @@ def test_a_full_disk_keeps_what_fits_the_queue_and_counts_the_rest(path: Path) -
     )
     assert done.returncode == 0, done.stderr
     assert "survived" in done.stdout
+    assert done.stderr.count("cannot write") == 1
 
 
 FULL_FROM_THE_START = """
@@ -402,8 +397,6 @@ life = journal.start_life("auto", after=before - 1)
 assert time.monotonic() - began < 2, "nobody waits for room"
 assert life == before, life
 journal.record(*[StepRow(life=life, iteration=1, loss=1.0, learning_rate=1e-3, seconds=0.1)])
-(failure,) = journal.failures()
-assert "cannot be opened" in failure and "training goes on" in failure, failure
 journal.end_life("clean")
 journal.close()
 assert journal.dropped_rows == 3
@@ -433,8 +426,7 @@ def test_a_defect_in_the_thread_is_logged(
     monkeypatch.setattr(writer, "insert_steps", lambda *_: 1 / 0)
     journal.record(*[step(0)])
     assert not journal.flush(FLUSH_SECONDS)
-    (failure,) = journal.failures()
-    assert "ZeroDivisionError" in failure
+    assert "ZeroDivisionError" in caplog.text
     assert "nothing more is recorded" in caplog.text
     journal.record(*[step(1)])
     journal.close()
