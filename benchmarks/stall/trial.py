@@ -158,7 +158,6 @@ def damage_cases(entry: Entry, size: Size, directory: Path) -> list[Case]:
         AssertionError: what was saved does not come back when nothing is damaged.
     """
     home, copy = directory / "saved", directory / "damaged"
-    home.mkdir()
     method, older, newer, files = _two_checkpoints(entry, size, home)
     untouched, detail = _answer(method, size, home, older, newer)
     assert untouched is Answer.UNHARMED, f"{entry.name} does not give back what it saved: {untouched} {detail}"
@@ -173,15 +172,17 @@ def damage_cases(entry: Entry, size: Size, directory: Path) -> list[Case]:
 
 
 def _two_checkpoints(entry: Entry, size: Size, home: Path) -> tuple[Method, State, State, list[Path]]:
-    """The closed method, both states, and the files that came or changed with the second."""
+    """The closed method, both states, and the files that came or changed with the second; all are in `home`."""
     job = Job(size)
-    with entry.open(job, home) as method:
+    with TemporaryDirectory(dir=home.parent) as running, entry.open(job, Path(running)) as method:
         older = _saved(job, method)
-        before = _files(home / method.checkpoints)
+        before = _files(Path(running) / method.checkpoints)
         newer = _saved(job, method)
-        after = _files(home / method.checkpoints)
-    files = [path for path, identity in after.items() if before.get(path) != identity and path.stat().st_size > 0]
-    return method, older, newer, sorted(path.relative_to(home / method.checkpoints) for path in files)
+        after = _files(Path(running) / method.checkpoints)
+        changed = [path for path, identity in after.items() if before.get(path) != identity and path.stat().st_size > 0]
+        files = sorted(path.relative_to(Path(running) / method.checkpoints) for path in changed)
+        shutil.copytree(running, home)  # a job that ends in order may save its last state, too
+    return method, older, newer, files
 
 
 def _saved(job: Job, method: Method) -> State:
