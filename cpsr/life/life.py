@@ -145,7 +145,7 @@ class Life:
         if self._probation.active and self._is_given_up(iteration):
             return
         self._save_if_due(iteration)
-        self._probation.lag.report_if_due(iteration)
+        self._probation.measure_if_due(iteration)
         if self._votes.exchange(iteration, stop=self._leaving.asked):
             self._leaving.leave_together(self._steps.median_seconds)
 

@@ -203,7 +203,7 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
     memory.follow_replicas(planner.note_replica)
     loop.begin_life(job)
     loop.events.begin_life(job, saver.saved_iteration, loop.tail.defer_here)
-    steps.followers += [probation.lag.on_steps, saver.memory.on_steps]
+    steps.followers += [probation.on_steps, saver.memory.on_steps]
     votes = Votes(job, planner, saver)
     leaving = Leaving(job, ending, stop, loop, boundary, saver, witnessing)
 

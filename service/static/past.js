@@ -79,7 +79,7 @@ export function showRecoveries(store) {
 function recoveryTable(rows) {
   return table(
     "Newest first, in iterations. Exact: the run repeats these steps, and ends later. Predicted state: the run repeats none, " +
-      "and its last loss differs by the expected cost; the lag in the first 160 iterations hints at it",
+      "and its last loss differs by the expected cost",
     [
       { title: "When", fixed: true, value: (one) => clock(one.created_unix_seconds) },
       { title: "Failed at", numeric: true, value: (one) => number(one.failure_iteration, 9) },
@@ -108,13 +108,7 @@ function sources({ method, sources: known }) {
 
 function cost(one) {
   const spent = WHOLE.has(state(one)) ? later(one) : onTime(one);
-  const lag = one.guard.lag?.lag_iterations;
-  const lines = spent === null ? [] : [element("div", {}, spent)];
-  if (typeof lag === "number") {
-    const measured = `${signed(lag, 2)} \u00b1 ${number(one.guard.lag.standard_error_iterations, 2)}`;
-    lines.push(element("div", { class: "quiet" }, `lag after 60\u2013160: ${measured}`));
-  }
-  return lines.length ? element("div", {}, ...lines) : number(null);
+  return spent === null ? number(null) : element("div", {}, spent);
 }
 
 // The state that training went on from: of a given-up prediction, that of the checkpoint.

@@ -141,10 +141,7 @@ def record_run(journal: Journal) -> None:
         journal.record(CheckpointRow(life=0, iteration=iteration, status="committed", bytes=4_200_000))
     journal.record(CheckpointRow(life=0, iteration=110, status="skipped", reason="the disk was busy"))
     journal.record(FailureRow(life=0, iteration=92, checkpoint_iteration=90, description="<b>killed</b>"))
-    guard = {
-        "loss": {"accepted": True, "excess_nats": -0.0127, "tolerance_nats": 0.3},
-        "lag": {"lag_iterations": -7.0, "standard_error_iterations": 2.5},
-    }
+    guard = {"loss": {"accepted": True, "excess_nats": -0.0127, "tolerance_nats": 0.3}}
     sources = [RecoverySource(rank=rank, source="predicted", iteration=92) for rank in (0, 1, 2, 4)]
     sources.append(RecoverySource(rank=3, source="departure", iteration=92))
     journal.record(
@@ -184,14 +181,13 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         expect(section(page, "Newest checkpoints")).to_contain_text("skipped: the disk was busy")
 
 
-def test_a_recovery_shows_every_shard_the_lag_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
+def test_a_recovery_shows_every_shard_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
         table = section(page, "Recoveries").get_by_role("table")
         expect(table).to_contain_text("ranks 0\u20132, 4: predicted, of 92")
         expect(table).to_contain_text("rank 3: emergency dump, of 92")
-        expect(table).to_contain_text("lag after 60\u2013160: \u22127 \u00b1 2.5")
         expect(table).to_contain_text("accepted: \u22120.013 of 0.3 nats")
         expect(table.get_by_text("one sentence")).to_be_hidden()
         table.get_by_text("vitp, kept").click()
