@@ -10,7 +10,7 @@ from cpsr.journal import RankJournal
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 
-__all__ = ["Ending", "Job", "Part", "Rewind"]
+__all__ = ["Ending", "Job", "Rewind"]
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,3 @@ class Ending:
     def in_order(self) -> bool:
         """Whether all ranks end together."""
         return self.how != "error"
-
-
-class Part:
-    """One part of a life; parts are rewound in the order in which they were opened, and closed in reverse."""
-
-    def rewound(self, to: Rewind) -> None:
-        """The run was rewound to another state: drop data of the discarded steps."""
-
-    def close(self, ending: Ending) -> None:
-        """The life is over."""

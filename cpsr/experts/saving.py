@@ -286,13 +286,6 @@ class ExpertSaving:
         return numpy.array([oldest.get(name, iteration) for name in names])
 
     @property
-    def checkpoints_of_a_round(self) -> int | None:
-        """Checkpoints within which each expert is saved once; None where popularity or bytes decide."""
-        if self._config.policy != "sequential":
-            return None
-        return max(-(-layer.experts // self._config.experts_per_layer) for layer in self._layers)
-
-    @property
     def _experts_per_layer(self) -> int | None:
         """K; None where bytes decide."""
         if isinstance(self._policy, DynamicK):

@@ -7,7 +7,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.job import Job, Rewind
 from cpsr.journal import RankJournal
 from cpsr.learning.bubbles import BubbleLog
 from cpsr.learning.exchange import Exchange
@@ -20,7 +20,7 @@ from cpsr.predictor.vitp import VITPPredictor
 __all__ = ["Learning"]
 
 
-class Learning(Part):
+class Learning:
     """Owns the predictor and the thread that trains it; usable alone until `open` makes it one of several ranks.
 
     Args:
@@ -100,7 +100,7 @@ class Learning(Part):
             with self.learner.locked():
                 self.predictor.load_state_dict(self._nothing_learned)
 
-    def close(self, ending: Ending) -> None:
+    def close(self) -> None:
         """End the thread."""
         self.learner.close()
         self._report_failure()

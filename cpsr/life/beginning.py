@@ -11,7 +11,7 @@ from cpsr.ranks.exits import BEGAN, cause_of, exits_of, forget_exits, ranks_name
 from cpsr.ranks.link import report, restart_obstacle
 from cpsr.restart.restored import Recomputes, Restored
 
-__all__ = ["announce", "cause_of_failure", "diverged_message", "recovery_message"]
+__all__ = ["announce", "cause_of_failure", "recovery_message"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,21 +105,6 @@ def recovery_message(restored: Restored, cause: str | None, outlook: str) -> str
     costs = _cost(restored), exact, _check(restored)
     parts = [_lost(restored, cause), _source(restored), *costs]
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts if part)
-
-
-def diverged_message(checkpoint: int, next_checkpoint: int) -> str:
-    """What has happened where a diverged state cannot be rolled back, and what to do.
-
-    Args:
-        checkpoint: iteration of the checkpoint behind the predicted state.
-        next_checkpoint: iteration of the next one, which would keep the diverged state.
-    """
-    return (
-        "the predicted state diverged and cannot be rolled back, because a rank's data iterator is one-shot and "
-        "cannot return to earlier batches: training continues from the diverged state. Stop the job before its "
-        f"next checkpoint (iteration {next_checkpoint}) and restart it with mode 'exact' to recompute from "
-        f"checkpoint {checkpoint}; give resume() the DataLoader itself to have this done for you"
-    )
 
 
 def _lost(restored: Restored, cause: str | None) -> str:

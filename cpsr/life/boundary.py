@@ -11,7 +11,7 @@ from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines import TorchAdapter
 from cpsr.errors import SaveError
-from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.job import Ending, Job, Rewind
 from cpsr.life.publication import Publication
 from cpsr.life.run_state import RunState
 from cpsr.ranks.emergency_dump import EmergencyDump
@@ -25,7 +25,7 @@ __all__ = ["Boundary"]
 DEVICE_SECONDS = 10.0
 
 
-class Boundary(Part):
+class Boundary:
     """Publishes each step that is complete: the step counter, the heartbeat, and the state for an emergency dump.
 
     Args:

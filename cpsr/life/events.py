@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cpsr.checkpoint.run_directory import RunDirectory
-from cpsr.job import Job, Part, Rewind
+from cpsr.job import Job, Rewind
 from cpsr.journal import Beginning
 from cpsr.restart import restored as restart
 
@@ -89,7 +89,7 @@ Event = Restored | RolledBack | Committed | Leaving
 EventCallback = Callable[[Event], object]
 
 
-class EventCallbacks(Part):
+class EventCallbacks:
     """The user's callbacks of one run, called on the training thread; an error in one is recorded, training goes on."""
 
     def __init__(self) -> None:

@@ -287,11 +287,6 @@ class Leaving:
             self._loop.events.leaving(self._ending.iteration, saved=self._saved)
 
     @property
-    def asked(self) -> bool:
-        """Whether this process has received SIGTERM."""
-        return self._stop.made
-
-    @property
     def is_over(self) -> bool:
         """Whether this rank has left, and the loop went on nevertheless."""
         return self._over.is_set()

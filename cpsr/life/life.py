@@ -9,12 +9,23 @@ import torch
 
 from cpsr.config import CPSRConfig
 from cpsr.errors import NotRestoredError
-from cpsr.job import Rewind
-from cpsr.life.beginning import diverged_message
-from cpsr.life.leaving import Leave
+from cpsr.experts.saving import ExpertSaving
+from cpsr.job import Ending, Job, Rewind
+from cpsr.life.boundary import Boundary
+from cpsr.life.leaving import Leave, Leaving, StopRequest
 from cpsr.life.loop import Loop
-from cpsr.life.opening import adopted, open_life
+from cpsr.life.opening import adopt, open_life
+from cpsr.life.probation import Probation
+from cpsr.life.rehearsed import Rehearsed
+from cpsr.life.saver import Saver
+from cpsr.life.steps import Steps
+from cpsr.life.witnessing import Witnessing
+from cpsr.peers.host_memory import HostMemory
+from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.planner.plan import Plan
 from cpsr.ranks.emergency_dump import undisturbed
+from cpsr.ranks.group import Ballot, Votes
+from cpsr.restart.restore import Restorer
 from cpsr.restart.restored import Restored
 
 __all__ = ["Life"]
@@ -35,27 +46,48 @@ class Life:
 
     Attributes:
         job: this rank's.
-        boundary: publishes each finished step.
+        ending: how the life ends; final when it closes.
+        stop: the request to leave.
         restored: the state that this life began with, or the one after a roll-back.
-        saver: saves the state when it is due.
-        planner: of the interval.
+        restorer: brings the run back to its checkpoint.
+        memory: host buffers, which outlive the process.
         experts: chooses the experts that a checkpoint saves; None: all of them.
+        steps: times and records finished steps.
+        witnessing: compares repeated steps.
+        boundary: publishes each finished step.
+        probation: watches a predicted state.
+        planner: of the interval.
+        saver: saves the state when it is due.
+        leaving: commits the last state after SIGTERM.
+        votes: of all ranks at a step boundary.
+        rehearsed: cuts short a life that `cpsr rehearse` watches; None: nobody watches it.
 
     Raises:
         CPSRError: see `CPSRRecovery`.
     """
 
+    job: Job
+    restored: Restored
+    restorer: Restorer
+    memory: HostMemory
+    experts: ExpertSaving | None
+    steps: Steps
+    witnessing: Witnessing
+    boundary: Boundary
+    probation: Probation
+    planner: JobPlanner
+    saver: Saver
+    leaving: Leaving
+    votes: Votes
+    rehearsed: Rehearsed | None
+
     def __init__(self, loop: Loop, config: CPSRConfig) -> None:
         self.loop = loop
+        self.ending, self.stop = Ending(), StopRequest()
+        self._proposed: Plan | None = None  # not agreed upon yet
         self._disowned = False
         with ExitStack() as opened:
-            parts = open_life(loop, config, opened, self)
-            self.job, self.restored, self._restorer = parts.job, parts.restored, parts.restorer
-            self._ending, self._stop, self._leaving = parts.ending, parts.stop, parts.leaving
-            self._memory, self.experts = parts.memory, parts.experts
-            self._witnessing, self.boundary, self._probation = parts.witnessing, parts.boundary, parts.probation
-            self.planner, self.saver = parts.planner, parts.saver
-            self._steps, self._votes = parts.steps, parts.votes
+            open_life(self, config, opened)
             loop.state.on_request, loop.state.on_end = self._on_request, self._on_end
             self._opened = opened.pop_all()
 
@@ -65,9 +97,9 @@ class Life:
         """The optimizer is about to change the state that a snapshot may still be copying."""
         self.boundary.sign()
         self.loop.tail.finish()
-        self._steps.before_update()
-        self._witnessing.before_update()
-        self.saver.before_update()
+        self.steps.before_update()
+        self.witnessing.before_update()
+        self.saver.finish()
         self.boundary.before_update()
 
     def state_changes(self) -> None:
@@ -76,26 +108,26 @@ class Life:
 
     def on_train_batch(self) -> None:
         """A pipeline's `train_batch` is called."""
-        self._stop.look()
+        self.stop.look()
         self.loop.tail.finish()
 
     def _on_request(self) -> None:
         """The loop requests a batch."""
-        if self._leaving.is_over:  # it has caught the exception
-            self._leaving.raise_leave()
+        if self.leaving.is_over:  # it has caught the exception
+            self.leaving.raise_leave()
         self.boundary.request()
         if self.loop.tail.is_here:
-            self._leaving.look(self.job.adapter.iteration + 1)
+            self.leaving.look(self.job.adapter.iteration + 1)
         self.loop.tail.on_request()
-        if self._votes.rehearsed is not None:
-            self._votes.rehearsed.on_request()
+        if self.rehearsed is not None:
+            self.rehearsed.on_request()
 
     def _on_end(self, last: bool) -> None:
         """A pass has ended; the loop may change the state before the next one, or have no other."""
         if self.loop.tail.is_here:
             self.saver.finish()
             if last:
-                self._leaving.note_end(self.job.adapter.iteration, may_return=True)
+                self.leaving.note_end(self.job.adapter.iteration, may_return=True)
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins: it changes buffers and random states."""
@@ -104,13 +136,13 @@ class Life:
         self.loop.tail.finish()
         if self.experts is not None:
             self.experts.begin_forward()
-        self._witnessing.on_forward()
-        self._memory.look()
+        self.witnessing.on_forward()
+        self.memory.look()
         self.loop.on_forward(args, kwargs)
 
     def on_other_forward(self) -> None:
         """The module is called for something else, perhaps with other weights."""
-        self._memory.look()
+        self.memory.look()
 
     def log_loss(self, loss: torch.Tensor) -> None:
         """The script reports the loss of a micro-batch."""
@@ -131,23 +163,23 @@ class Life:
 
     def after_step(self, iteration: int, applied: bool) -> None:
         """One step is complete: publish, save if due, and agree on what comes next."""
-        if self._leaving.left:
+        if self.leaving.left:
             self._compare_later(iteration)
             return
-        self._leaving.look(iteration)
-        step = self._steps.end(iteration, applied)
+        self.leaving.look(iteration)
+        step = self.steps.end(iteration, applied)
         self.loop.after_step(step)
         self.saver.after_step(iteration, applied)
-        self._witnessing.after_step(iteration)
+        self.witnessing.after_step(iteration)
         self.boundary.publish(iteration)
         self.planner.step(step.seconds)
         self.loop.follow(iteration, self.saver.saved_iteration)
-        if self._probation.active and self._is_given_up(iteration):
+        if self.probation.active and self._is_given_up(iteration):
             return
         self._save_if_due(iteration)
-        self._probation.measure_if_due(iteration)
-        if self._votes.exchange(iteration, stop=self._leaving.asked):
-            self._leaving.leave_together(self._steps.median_seconds)
+        self.probation.measure_if_due(iteration)
+        if self._vote(iteration):
+            self.leaving.leave_together(self.steps.median_seconds)
 
     def before_external_load(self) -> None:
         """The user's load_checkpoint is about to overwrite state that a snapshot may still be copying."""
@@ -179,7 +211,7 @@ class Life:
     def _compare_later(self, iteration: int) -> None:
         """A step after the last commit of this life, for the next life to compare with."""
         self.loop.losses.close_iteration()
-        self._leaving.compare(iteration)
+        self.leaving.compare(iteration)
         self.loop.tail.after_step()
         self.loop.state.end_step()
         self.boundary.end_change(iteration)
@@ -190,18 +222,18 @@ class Life:
         A predicted state is not saved while it is watched: it may still be discarded, and the checkpoint it came from
         must stay the newest. Where the loop takes several steps on one batch, what is due waits for the last.
         """
-        tail, saver, watched = self.loop.tail, self.saver, self._probation.active
+        tail, saver, watched = self.loop.tail, self.saver, self.probation.active
         if not tail.saves:
             if not watched and saver.is_due(iteration):
                 saver.count_from(iteration)
                 tail.defer(self._begin_checkpoint, saves=True)
             else:
-                due = not watched and saver.is_memory_due(iteration)
-                if due and (turn := saver.turn_in_memory(iteration)) is not None:
-                    tail.defer_here(partial(saver.capture_in_memory, turn), saves=True)
+                due = not watched and saver.memory.is_due(iteration, saver.plan.memory_interval_iterations)
+                if due and (begin := saver.memory.turn(iteration)) is not None:
+                    tail.defer_here(begin, saves=True)
                 if iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
                     self._plan(iteration)  # a failure has changed the rate
-        if not watched and (end := saver.end_of(iteration)) is not None:
+        if not watched and (end := saver.memory.end_of(iteration)) is not None:
             tail.defer_here(end)
 
     def _begin_checkpoint(self) -> None:
@@ -212,7 +244,34 @@ class Life:
 
     def _plan(self, iteration: int) -> None:
         peak = self.loop.state.peak_learning_rate
-        self.planner.consider(self._steps.situation(iteration, peak, self.saver.plan))
+        self.planner.consider(self.steps.situation(iteration, peak, self.saver.plan))
+
+    def _vote(self, iteration: int) -> bool:
+        """Propose what all ranks are to do, and carry out what they agreed on at the step before, without waiting.
+
+        Returns:
+            Whether all ranks leave after this iteration.
+        """
+        if (failure := self.planner.failure()) is not None:
+            self.job.journal.event("planning ended", failure, level=logging.ERROR)
+        proposal = self.planner.proposal() if self._proposed is None else None
+        self._proposed = self._proposed or proposal
+        turns = self.saver.memory.turns
+        interval = 0 if proposal is None else proposal.interval_iterations
+        memory_interval = 0 if proposal is None else proposal.memory_interval_iterations or 0
+        agreed = self.votes.exchange(Ballot(self.stop.made, interval, memory_interval, *turns.ballot()))
+        turns.read(iteration, agreed.blocked, agreed.busy)
+        if agreed.interval_iterations:
+            # Rank 0's proposal, as far as this rank needs it.
+            plan = self._proposed or Plan(
+                agreed.interval_iterations,
+                self.job.config.planner.policy,
+                {"rule": "planned by rank 0, whose journal explains it"},
+                memory_interval_iterations=agreed.memory_interval_iterations or None,
+            )
+            self.saver.adopt(plan, iteration)
+            self._proposed = None
+        return agreed.stop or (self.rehearsed is not None and self.rehearsed.after_step(iteration))
 
     # Rewinding
 
@@ -230,26 +289,23 @@ class Life:
         """
         self.saver.set_aside(to)
         if restored is not None:
-            self.restored = adopted(restored, self.loop, self.experts, self.job.group)
+            adopt(self, restored)
             scalars = restored.scalars
             if scalars is not None:  # the loop will still finish the discarded iteration
                 self.loop.tail.defer(partial(self.loop.state.adopt_again, scalars))
         loop = self.loop
-        for part in (
-            loop.learning,
-            loop.state,
-            self._witnessing,
-            self._probation,
-            self.boundary,
-            self.saver,
-            loop.events,
-        ):
-            part.rewound(to)
+        loop.learning.rewound(to)
+        loop.state.rewound(to)
+        self.witnessing.compare_after(to.iteration)
+        self.probation.rewound()
+        self.boundary.rewound(to)
+        self.saver.rewound(to)
+        loop.events.rewound(to)
 
     def _is_given_up(self, iteration: int) -> bool:
         """Whether the watched state has diverged and was rolled back; a collective."""
         with self.boundary.busy():
-            decision = self._probation.observe(iteration)
+            decision = self.probation.observe(iteration)
             if decision is None:
                 return False
             self.job.journal.event("watch", f"the probation of the predicted state {decision.reason}", iteration)
@@ -267,23 +323,31 @@ class Life:
         self.boundary.begin_change()
         self.saver.discard()
         with self.loop.learning.learner.locked():
-            restored = self._restorer.roll_back(self.restored)
+            restored = self.restorer.roll_back(self.restored)
         iteration = restored.restored_iteration
         self.rewind(Rewind(iteration, iteration, DIVERGED), restored)
         self.job.journal.event("rolled back", restored.reason, iteration, logging.WARNING)
-        self._probation.discard(self.restored, watch)  # until now memory has kept the checkpoint
+        self.probation.discard(self.restored, watch)  # until now memory has kept the checkpoint
         self.boundary.no_dump = None
 
     def _go_on_diverged(self, iteration: int) -> None:
         """Report a diverged state that this process cannot roll back; a restart still can."""
         checkpoint = self.restored.checkpoint_iteration or 0
         self.rewind(Rewind(iteration, checkpoint, DIVERGED))
-        message = diverged_message(checkpoint, iteration + self.saver.plan.interval_iterations)
-        self.job.journal.event("diverged", message, iteration, logging.ERROR)
+        self.job.journal.event(
+            "diverged",
+            "the predicted state diverged and cannot be rolled back, because a rank's data iterator is one-shot and "
+            "cannot return to earlier batches: training continues from the diverged state. Stop the job before its "
+            f"next checkpoint (iteration {iteration + self.saver.plan.interval_iterations}) and restart it with mode "
+            f"'exact' to recompute from checkpoint {checkpoint}; give resume() the DataLoader itself to have this done "
+            "for you",
+            iteration,
+            logging.ERROR,
+        )
 
     def _end_probation(self, watch: dict[str, Any]) -> None:
         """Keep the predicted state, if one is watched."""
-        self._probation.keep(watch)
+        self.probation.keep(watch)
         self.boundary.no_dump = None
 
     # Closing
@@ -291,7 +355,7 @@ class Life:
     @property
     def on_probation(self) -> bool:
         """Whether the predicted state that this life began with may still be discarded."""
-        return self._probation.active
+        return self.probation.active
 
     def disown(self) -> None:
         """This process is a fork of the one that lives this life: here nothing of it is watched, saved or closed."""
@@ -304,11 +368,11 @@ class Life:
         """End the life after its `with` block, in its own process; parts close in reverse order of opening."""
         if self._disowned:
             return
-        leaving = self._leaving
+        leaving = self.leaving
         try:
             with undisturbed(), self._opened:
-                if self._votes.rehearsed is not None:
-                    self._votes.rehearsed.close()
+                if self.rehearsed is not None:
+                    self.rehearsed.close()
                 # Before rank 0 last gathers the other ranks' rows.
                 self.loop.learning.record_bubbles(self.job.adapter.iteration)
                 if not leaving.left:
@@ -320,50 +384,50 @@ class Life:
                 elif leaving.left or isinstance(error, NotRestoredError):
                     self.boundary.no_dump = NOT_OF_THE_RUN
                     self.boundary.abandon(error)
-                elif leaving.asked and self.job.group.size == 1 and not self.boundary.changing:
+                elif self.stop.made and self.job.group.size == 1 and not self.boundary.changing:
                     self._end_stopped()
                 else:
                     self.boundary.abandon(error)
         finally:
             leaving.close()
-        if kind is None and self._stop.kept is not None:
-            raise self._stop.kept
+        if kind is None and self.stop.kept is not None:
+            raise self.stop.kept
 
     def _end(self) -> None:
         """The loop has ended on this rank: wait for the others, and save the last state."""
-        if self._leaving.left:  # and by itself, before the last step to compare
+        if self.leaving.left:  # and by itself, before the last step to compare
             self._end_left()
-            self._leaving.raise_leave()
+            self.leaving.raise_leave()
         try:
             self.loop.tail.finish(ended=True)  # may leave, after a SIGTERM in the last step
-            self._votes.finish()
+            self.votes.finish()
             self.job.group.barrier()  # all ranks are done; a dead rank raises here and not in the last save
         except BaseException as failure:
-            if not self._leaving.left:
+            if not self.leaving.left:
                 self.boundary.abandon(failure)
                 raise
             self._end_left()
-            if isinstance(failure, Leave) and self._stop.script_handles:
+            if isinstance(failure, Leave) and self.stop.script_handles:
                 return  # the loop has ended by itself, maybe because the script's handler told it to
             raise
         self.boundary.leave_in_order()
         self.saver.finish()
-        iteration = self._ending.iteration = self.job.adapter.iteration
-        self._leaving.save_last(iteration)
+        iteration = self.ending.iteration = self.job.adapter.iteration
+        self.leaving.save_last(iteration)
         self.loop.events.at_step(iteration, self.saver.saved_iteration)
-        self._ending.how = "clean"
+        self.ending.how = "clean"
         self._end_unfinished_probation()
 
     def _end_stopped(self) -> None:
         """After SIGTERM the script's own code has left the loop with an exception, of this rank alone."""
         self.loop.tail.drop()
-        self._leaving.commit(self.job.adapter.iteration)
+        self.leaving.commit(self.job.adapter.iteration)
         self._end_left()
 
     def _end_left(self) -> None:
-        self._leaving.announce()
-        self._votes.finish()
-        self._ending.how = "sigterm"
+        self.leaving.announce()
+        self.votes.finish()
+        self.ending.how = "sigterm"
         self._end_unfinished_probation()
 
     def _end_unfinished_probation(self) -> None:

@@ -1,25 +1,23 @@
-"""Snapshots to host memory between the checkpoints, and windows: which of them all ranks take and send alike."""
+"""Snapshots to host memory between the checkpoints, or windows: which of them all ranks take and send alike."""
 
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.occupancy import Occupancy
-from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
-from cpsr.engines.adapter import EngineAdapter
+from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.experts.saving import ExpertSaving
-from cpsr.journal import RankJournal
+from cpsr.job import Job
+from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.live.job_planner import JobPlanner
-from cpsr.replay.windows import Windows
 from cpsr.state.losses import Step
 
-__all__ = ["MemorySnapshots", "Turn", "Turns", "WindowSnapshots"]
+__all__ = ["MemorySnapshots", "Turns"]
 
 STALLS = 1000  # that are remembered
 MEASURED_ITERATIONS = 10  # of a life: then enough copies were measured, and the first checkpoint may be far away
@@ -108,33 +106,21 @@ class Turns:
         return True
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One due snapshot, as all ranks take it.
-
-    Attributes:
-        contents: what it copies.
-        replicate: whether it is sent to the peers.
-    """
-
-    contents: Contents = WHOLE
-    replicate: bool = False
-
-
 class MemorySnapshots:
-    """Takes them on the training thread, every so many iterations; the disk and the other ranks are not waited for.
+    """Snapshots in host memory between the checkpoints: whole ones of some iterations, or windows of each.
+
+    All of it runs on the training thread, which waits neither for the disk nor for other ranks.
 
     Args:
-        adapter: the engine.
-        pool: the host buffers.
-        journal: takes an event where a snapshot fails.
+        job: this rank's.
+        memory: the host buffers; its windows, if it has any, take the place of whole snapshots and of their replicas.
         planner: receives their costs.
-        turns: which of them all ranks take and send.
+        experts: chooses the experts that a snapshot copies; None: all of them.
+        capture: captures the small state.
         iteration: start of the count.
 
     Attributes:
         turns: which of them all ranks take and send.
-        possible: whether snapshots survive the process; without shared memory none is taken.
         taken: number of snapshots that are complete.
         skipped: number of due ones that came late or not at all, because a rank had no buffer free.
         stalls_seconds: how long the newest ones have kept the training thread from its work, each.
@@ -142,42 +128,43 @@ class MemorySnapshots:
 
     def __init__(
         self,
-        adapter: EngineAdapter,
-        pool: SnapshotPool,
-        journal: RankJournal,
+        job: Job,
+        memory: HostMemory,
         planner: JobPlanner,
-        turns: Turns,
+        experts: ExpertSaving | None,
+        capture: Callable[[], dict[str, Any]],
         iteration: int,
     ) -> None:
-        self._adapter, self._pool, self._journal, self._planner = adapter, pool, journal, planner
-        self.turns = turns
-        self._last = iteration
+        self._job, self._pool, self._windows, self._planner = job, memory.pool, memory.windows, planner
+        self._experts, self._capture, self._last = experts, capture, iteration
+        keep = self._pool.occupancy.replicated if self._windows is None else self._windows.replicated
+        self.turns = Turns(self._pool.occupancy, lambda: memory.sending, keep, iteration)
         self._late = False
-        self.possible = pool.survives
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
         self._unreported, self._unreported_seconds = 0, 0.0  # since the journal was last told
         self._failed = False
         self._sealed: tuple[int, Future[bool]] | None = None  # of the newest one
-        self._views = adapter.shard
+        self._ended = 0
+        planner.note_window(None if self._windows is None else self._windows.iterations)
+
+    # Right after a step, at the same place on all ranks
 
     def is_due(self, iteration: int, interval_iterations: int | None) -> bool:
-        """Whether one is due after this iteration; None: none is wanted."""
-        return self.possible and interval_iterations is not None and iteration - self._last >= interval_iterations
+        """Whether a whole one is due after this iteration; never with windows, nor where it would not survive."""
+        if interval_iterations is None or self._windows is not None or not self._pool.survives:
+            return False
+        return iteration - self._last >= interval_iterations
 
-    def restart(self, iteration: int) -> None:
-        """Count from here: a snapshot of it is there, or the run has gone back to it."""
-        self._last = iteration
-
-    def turn(self, iteration: int, contents: Callable[[], Contents] = lambda: WHOLE) -> Turn | None:
-        """What the due snapshot copies, and whether it is sent; called on all ranks at the same place of a step.
+    def turn(self, iteration: int) -> Callable[[], None] | None:
+        """Agree on what the due snapshot copies, and whether it is sent; returns what starts it.
 
         Args:
             iteration: the finished one.
-            contents: gives the next turn.
 
         Returns:
-            None where a rank has no buffer free: the snapshot stays due.
+            To be called once the loop has finished its iteration; it returns while the state is being copied. None
+            where a rank has no buffer free: the snapshot stays due.
         """
         if not self.turns.may_take:
             if not self._late:  # counted once; it stays due
@@ -185,58 +172,70 @@ class MemorySnapshots:
             self._late = True
             return None
         self._late, self._last = False, iteration
-        return Turn(contents(), self.turns.may_send(iteration))
+        contents, replicate = self._contents(), self.turns.may_send(iteration)
+        return lambda: self._begin(contents, replicate)
 
-    def capture(self, iteration: int, turn: Turn, scalars: Callable[[], dict[str, Any]]) -> None:
-        """Start the snapshot of a finished iteration; returns while it is being copied.
+    def _contents(self) -> Contents:
+        """What a snapshot copies: with an interval that the user has set, the experts that an iteration overlaps."""
+        if self._experts is None or self._job.config.memory.interval_iterations is None:
+            return WHOLE
+        left_out = self._experts.in_memory.left_out()
+        return Contents(experts=frozenset(self._experts.units), carried=left_out, uncopied=left_out)
 
-        Args:
-            iteration: the finished one.
-            turn: as returned by `turn`.
-            scalars: captures the small state.
-        """
-        started = time.perf_counter()
+    def end_of(self, iteration: int) -> Callable[[], None] | None:
+        """What an iteration ends with: its part of a window, if there are any."""
+        windows = self._windows
+        if windows is None:
+            return None
+        self._ended += 1
+        if self._ended == MEASURED_ITERATIONS:
+            windows.agree(iteration)
+            self._planner.note_window(windows.iterations)
+        send = windows.ends_after(iteration) and self.turns.may_send(iteration)
+
+        def capture_part() -> None:
+            sent = windows.capture(iteration, self._capture, send=send)
+            if sent is not None:
+                self.turns.sent(iteration, sent.is_pending, sent.first)
+
+        return capture_part
+
+    def at_checkpoint(self, iteration: int) -> bool:
+        """A checkpoint of this iteration begins, from which all ranks count; returns whether the peers get it."""
+        self._last = iteration
+        # With windows these go to the peers instead: checkpoints are on the disk.
+        return self._windows is None and self.turns.may_send(iteration, always=True)
+
+    def after_checkpoint(self, iteration: int) -> None:
+        """Find the number of iterations of later windows anew, and the order of their experts; a collective."""
+        if self._windows is not None:
+            if self._experts is not None:
+                self._windows.order(self._experts.popularity)
+            self._windows.agree(iteration)
+            self._planner.note_window(self._windows.iterations)
+
+    # The copy
+
+    def _begin(self, contents: Contents, replicate: bool) -> None:
+        started, iteration = time.perf_counter(), self._job.adapter.iteration  # later than due where a batch repeats
         self._check_sealed()
         try:
-            snapshot = self._pool.begin(
-                self._views(), iteration, scalars(), turn.contents, disk=False, replicate=turn.replicate
-            )
+            shard = self._job.adapter.shard()
+            snapshot = self._pool.begin(shard, iteration, self._capture(), contents, disk=False, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
             self.failed(iteration, error)
             return
         if snapshot is None:
             self._skip(iteration)
             return
-        if turn.replicate:
+        if replicate:
             self.turns.sent(iteration, snapshot.is_pending)
         snapshot.stall_seconds = time.perf_counter() - started
 
-    def _skip(self, iteration: int) -> None:
-        self.skipped += 1
-        if self.skipped == 1:
-            self._journal.event(
-                "memory snapshot skipped",
-                f"snapshot {iteration} to host memory is late: no buffer is free, because the disk is still writing or "
-                "the newest snapshot is still hashed. A kill now goes back to the snapshot before it. Further ones are "
-                "counted until this life ends",
-                iteration,
-                logging.INFO if self._journal.rank == 0 else logging.DEBUG,
-            )
-
-    def on_steps(self, _: Sequence[Step]) -> None:
-        """Steps have gone to the journal: the stalls in them follow."""
-        if self._unreported:
-            self._journal.add_memory_stalls(self._unreported, self._unreported_seconds)
-            self._unreported, self._unreported_seconds = 0, 0.0
-
-    def close(self) -> None:
-        """Report how many were skipped."""
-        self._check_sealed()
-        if self.skipped > 1:
-            due = self.taken + self.skipped
-            message = f"{self.skipped} of {due} snapshots to host memory were late or skipped: no buffer was free"
-            level = logging.INFO if self._journal.rank == 0 else logging.DEBUG
-            self._journal.event("memory snapshots skipped", message, self._last, level)
+    def before_update(self) -> None:
+        """The state is about to change."""
+        if self._windows is not None:
+            self._windows.before_update()
 
     def complete(self, snapshot: Snapshot) -> None:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""
@@ -249,6 +248,28 @@ class MemorySnapshots:
         self._planner.note_memory(snapshot.stall_seconds)
         self._pool.release(snapshot)
 
+    def restart(self, iteration: int) -> None:
+        """The run has gone back to this iteration."""
+        self._last = iteration
+        self.turns.restart()
+
+    # Reports
+
+    def _skip(self, iteration: int) -> None:
+        self.skipped += 1
+        if self.skipped == 1:
+            self._report(
+                "memory snapshot skipped",
+                f"snapshot {iteration} to host memory is late: no buffer is free, because the disk is still writing or "
+                "the newest snapshot is still hashed. A kill now goes back to the snapshot before it. Further ones are "
+                "counted until this life ends",
+                iteration,
+            )
+
+    def _report(self, kind: str, message: str, iteration: int) -> None:
+        level = logging.INFO if self._job.group.rank == 0 else logging.DEBUG
+        self._job.journal.event(kind, message, iteration, level)
+
     def _check_sealed(self) -> None:
         """Report the first one that could not be sealed."""
         sealed, self._sealed = self._sealed, None
@@ -259,7 +280,7 @@ class MemorySnapshots:
         """Report the first failure; checkpoints, which copy the same state, report theirs."""
         if not self._failed:
             self._failed = True
-            self._journal.event(
+            self._job.journal.event(
                 "memory snapshot failed",
                 f"the state of iteration {iteration} was not copied to host memory: {error}; training goes on, older "
                 "snapshots and checkpoints are untouched. Not reported again in this life",
@@ -267,68 +288,15 @@ class MemorySnapshots:
                 logging.ERROR,
             )
 
+    def on_steps(self, _: Sequence[Step]) -> None:
+        """Steps have gone to the journal: the stalls in them follow."""
+        if self._unreported:
+            self._job.journal.add_memory_stalls(self._unreported, self._unreported_seconds)
+            self._unreported, self._unreported_seconds = 0, 0.0
 
-class WindowSnapshots:
-    """Does nothing where no windows are wanted.
-
-    Args:
-        windows: of this rank; None: none are wanted.
-        turns: which of them all ranks send.
-        note: is told of how many iterations windows are from now on; None: none are taken.
-        experts: token counts that order the experts; None: there are none.
-
-    Attributes:
-        wanted: whether windows take the place of snapshots in memory, and of their replicas.
-    """
-
-    def __init__(
-        self,
-        windows: Windows | None,
-        turns: Turns,
-        note: Callable[[int | None], object],
-        experts: ExpertSaving | None = None,
-    ) -> None:
-        self._windows, self._turns, self._note, self._experts = windows, turns, note, experts
-        self.wanted = windows is not None
-        self._ended = 0
-        note(None if windows is None else windows.iterations)
-
-    def end_of(self, iteration: int, capture: Callable[[], Any]) -> Callable[[], None] | None:
-        """Decide right after the step; returns what the iteration ends with, None without windows.
-
-        Args:
-            iteration: the finished one.
-            capture: gives the whole small state.
-        """
-        windows = self._windows
-        if windows is None:
-            return None
-        self._ended += 1
-        if self._ended == MEASURED_ITERATIONS:
-            windows.agree(iteration)
-            self._note(windows.iterations)
-        send = windows.ends_after(iteration) and self._turns.may_send(iteration)
-
-        def capture_part() -> None:
-            sent = windows.capture(iteration, capture, send=send)
-            if sent is not None:
-                self._turns.sent(iteration, sent.is_pending, sent.first)
-
-        return capture_part
-
-    def before_update(self) -> None:
-        """The state is about to change."""
-        if self._windows is not None:
-            self._windows.before_update()
-
-    def agree(self, iteration: int) -> None:
-        """Find the number of iterations of later windows anew, and what has its turn when; a collective.
-
-        Args:
-            iteration: the finished one, of which a checkpoint has begun.
-        """
-        if self._windows is not None:
-            if self._experts is not None:
-                self._windows.order(self._experts.popularity)
-            self._windows.agree(iteration)
-            self._note(self._windows.iterations)
+    def close(self) -> None:
+        """Report how many were skipped."""
+        self._check_sealed()
+        if self.skipped > 1:
+            message = f"{self.skipped} of {self.taken + self.skipped} snapshots to host memory were late or skipped: "
+            self._report("memory snapshots skipped", f"{message}no buffer was free", self._last)

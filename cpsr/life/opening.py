@@ -4,8 +4,9 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +25,7 @@ from cpsr.config import CPSRConfig, ExpertsConfig
 from cpsr.doctor.machine import report_machine
 from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
-from cpsr.engines.adapter import EngineAdapter, StepObserver
+from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.operators import experts_of
 from cpsr.engines.offload import offloaded_activations
 from cpsr.experts.completeness import wrong_experts
@@ -34,13 +35,13 @@ from cpsr.journal import open_journal
 from cpsr.learning.memory import LIMIT_BYTES
 from cpsr.life.beginning import announce, cause_of_failure
 from cpsr.life.boundary import Boundary
-from cpsr.life.leaving import Leaving, StopRequest
+from cpsr.life.leaving import Leaving
 from cpsr.life.loop import Loop
 from cpsr.life.probation import Probation
+from cpsr.life.rehearsed import Rehearsed, rehearsed
 from cpsr.life.saver import Saver, disk_bytes
 from cpsr.life.steps import Steps
 from cpsr.life.unsaved import Unsaved
-from cpsr.life.votes import Votes
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory
 from cpsr.planner.live.job_planner import JobPlanner
@@ -55,79 +56,41 @@ from cpsr.restart.sources import MemorySources
 from cpsr.service.process import ServiceProcess
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.loader_workers import prepared_workers
-from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
 
-__all__ = ["OpenLife", "adopted", "open_life"]
+if TYPE_CHECKING:
+    from cpsr.life.life import Life
+
+__all__ = ["adopt", "open_life"]
 
 logger = logging.getLogger(__name__)
 
 DISCARDABLE = "the state may still be discarded, and a dump of it would be taken for the newest one"
 
 
-@dataclass(frozen=True)
-class OpenLife:
-    """The parts of a life that is open.
-
-    Attributes:
-        job: this rank's.
-        ending: how the life ends; final when it closes.
-        stop: the request to leave.
-        restored: the state that the life begins with.
-        restorer: brings the run back to its checkpoint.
-        memory: host buffers, which outlive the process.
-        experts: chooses the experts that a checkpoint saves; None: all of them.
-        steps: times and records finished steps.
-        witnessing: compares repeated steps.
-        boundary: publishes each finished step.
-        probation: watches a predicted state.
-        planner: of the interval.
-        saver: saves the state when it is due.
-        votes: of all ranks at a step boundary.
-        leaving: commits the last state after SIGTERM.
-    """
-
-    job: Job
-    ending: Ending
-    stop: StopRequest
-    restored: Restored
-    restorer: Restorer
-    memory: HostMemory
-    experts: ExpertSaving | None
-    steps: Steps
-    witnessing: Witnessing
-    boundary: Boundary
-    probation: Probation
-    planner: JobPlanner
-    saver: Saver
-    votes: Votes
-    leaving: Leaving
-
-
-def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepObserver) -> OpenLife:
+def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     """Open a run and restore its state into the engine; a collective.
 
     Args:
-        loop: the training.
+        life: gets its parts, and follows the engine from here on.
         config: as given by the user.
         opened: closes the opened parts in reverse order.
-        observer: follows the engine from here on.
 
     Raises:
         CPSRError: see `CPSRRecovery`.
     """
-    ending, stop = Ending(), StopRequest()
+    loop, adapter, ending, exact = life.loop, life.loop.adapter, life.ending, config.mode == "exact"
     handlers = opened.enter_context(ExitStack())  # restored last: another SIGTERM must not interrupt leaving
-    opened.callback(loop.state.close, ending)  # closed late: the last checkpoint asks the loader for its position
+    opened.callback(loop.state.close)  # closed late: the last checkpoint asks the loader for its position
 
     # The ranks, and which of them saves what.
-    group, adapter, shard = Group(), loop.adapter, loop.adapter.shard()
+    group, shard = Group(), adapter.shard()
     opened.callback(_close_group, group, ending)
     # Mode exact restores no expert older than its checkpoint, and so saves all of them.
-    experts = None if config.mode == "exact" else ExpertSaving.of(adapter, shard, _repeatable(config), group)
-    if experts is not None:
-        opened.callback(experts.close)
-    writes = _write_assignment(adapter, config, group, experts, shard)
+    life.experts = None if exact else ExpertSaving.of(adapter, shard, _repeatable(config), group)
+    if life.experts is not None:
+        opened.callback(life.experts.close)
+    writes = _write_assignment(adapter, config, group, life.experts, shard)
 
     # The run's directory, the number of this life, and its journal.
     target = CheckpointTarget(config.checkpoint, config.run_dir, group)
@@ -135,98 +98,121 @@ def open_life(loop: Loop, config: CPSRConfig, opened: ExitStack, observer: StepO
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
     # A life that has claimed its number may not have trained.
     known = [*newest_life(config.run_dir), has_held_states(config.run_dir), newest_claim(config.run_dir)]
-    life, branch, held, claimed = group.broadcast(known)
-    journal = open_journal(config.run_dir, group, config.mode, max(life, claimed))
-    job, steps = Job(adapter, group, config, run, shard, journal), Steps(adapter, journal, loop.losses)
-    opened.callback(_close_journal, job, steps, ending)
+    number, branch, held, claimed = group.broadcast(known)
+    journal = open_journal(config.run_dir, group, config.mode, max(number, claimed))
+    job, life.steps = Job(adapter, group, config, run, shard, journal), Steps(adapter, journal, loop.losses)
+    opened.callback(_close_journal, job, life.steps, ending)
     claim_life(config.run_dir, journal.life, group)
     _start_beside(job, opened)
 
     # Checkpoints and host memory; from here on the configuration is what this life can follow.
     store = _open_store(job, loop.state.frozen)
     if run.resized:  # before this life's own buffers take the place of what they have left
-        Rescue(job, (life, branch), store.frozen).save()
-        life, branch, held = journal.life, 0, False
-    job, memory = _followed(job, loop, store, experts)
-    opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
-    if adapter.pipeline is not None:
-        memory.pool.copier.copy_in(loop.learning.bubbles)
-
-    # What watches and plans.
-    replays = (lambda: None) if memory.windows is None else memory.windows.replays
-    witnessing = Witnessing(job, loop.state, loop.losses, lambda: boundary.published, replays)
-    opened.callback(witnessing.close, ending)  # after the boundary, by when a GPU has completed the last steps
-    boundary = Boundary(job, memory.pool, loop.state)
-    opened.callback(boundary.close, ending)
-    opened.callback(loop.learning.close, ending)
-    planner = _planner(job, loop)
-    opened.callback(planner.close)
+        Rescue(job, (number, branch), store.frozen).save()
+        number, branch, held = journal.life, 0, False
+    _open_memory(life, job, store, opened)
+    _open_watches(life, opened)
 
     # The state: chosen by all ranks together, and put into the engine.
-    windows = memory.windows is not None
-    left = MemorySources(run.run_id, group, shard, (life, branch), held, windows)
-    prediction = StatePrediction(job, store, loop.learning.predictor, loop.probes)
-    restorer = Restorer(job, store, target, memory.pool, left, prediction, inexact=config.mode != "exact")
-    loop.state.hyperparameters.note_script()
-    restored = adopted(restorer.restore(job.config.mode), loop, experts, group)
-    iteration = restored.restored_iteration
-    store.abandon_after(iteration, f"the run continues from iteration {iteration}")
-    memory.settle(restored.sources)
-    group.barrier()  # no rank resets its counter before all have read where the run failed
-    boundary.reset(iteration)
-    if group.rank == 0:
-        mark_life(config.run_dir, journal.life)
-        run.adopt_ranks()
-    memory.begin(iteration)
-    cause = cause_of_failure(job)
-    probation = Probation(job, restored, loop.losses, memory.pool, loop.learning.learner, cause)
-    boundary.no_dump = DISCARDABLE if probation.active else None
-    witnessing.compare_after(iteration)
-    announce(job, restored, cause, restorer.damaged, witnessing.outlook(restored.lost_iterations))
-    if loop.state.notice is not None and group.rank == 0:
-        journal.event("hyperparameters", loop.state.notice, iteration, logging.WARNING)
+    left = MemorySources(run.run_id, group, shard, (number, branch), held, life.memory.windows is not None)
+    prediction = StatePrediction(life.job, store, loop.learning.predictor, loop.probes)
+    life.restorer = Restorer(life.job, store, target, life.memory.pool, left, prediction, inexact=not exact)
+    _restore(life, store)
 
-    # What runs beside the training.
-    if restored.scalars is not None:
-        planner.load_state_dict(restored.scalars.planning, replicates=memory.replicates)
-
-    def capture(*, whole: bool = True) -> Scalars:
-        if whole:
-            steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself
-        return loop.state.capture(whole=whole)
-
-    exact = config.mode == "exact"  # the job's own mode may be exact because nothing can be predicted
-    saver = Saver(job, store, memory, target, planner, restored, capture, experts, writes, exact=exact)
-    opened.callback(saver.close, ending)
-    loop.learning.start(job, store, memory.pool)
-    planner.start(config.run_dir, group.size, journal)
-    memory.follow_replicas(planner.note_replica)
-    loop.begin_life(job)
-    loop.events.begin_life(job, saver.saved_iteration, loop.tail.defer_here)
-    steps.followers += [probation.on_steps, saver.memory.on_steps]
-    votes = Votes(job, planner, saver)
-    leaving = Leaving(job, ending, stop, loop, boundary, saver, witnessing)
+    # What saves, and what runs beside the training.
+    life.saver = Saver(
+        life.job,
+        store,
+        life.memory,
+        target,
+        life.planner,
+        life.restored,
+        loop,
+        life.steps,
+        life.experts,
+        writes,
+        exact=exact,
+    )
+    opened.callback(life.saver.close, ending)
+    _start_training(life, store)
 
     # The engine.
-    boundary.prepare()
-    adapter.attach(observer)
+    life.boundary.prepare()
+    adapter.attach(life)
     opened.callback(adapter.detach)
-    unsaved = Unsaved(adapter, lambda: loop.state.objects, exact, journal.event)
-    opened.callback(unsaved.close)
-    opened.enter_context(offloaded_activations(adapter, job.config.engines, free_bytes, journal.event))
+    opened.callback(Unsaved(adapter, lambda: loop.state.objects, exact, journal.event).close)
+    opened.enter_context(offloaded_activations(adapter, life.job.config.engines, free_bytes, journal.event))
     opened.enter_context(prepared_workers())
-    if stop.watch(handlers):
-        boundary.emergency_dump.watch_sigterm(stop.note)
-    steps.start_clock()
-    parts = restored, restorer, memory, experts, steps, witnessing, boundary, probation, planner, saver, votes, leaving
-    return OpenLife(job, ending, stop, *parts)
+    if life.stop.watch(handlers):
+        life.boundary.emergency_dump.watch_sigterm(life.stop.note)
+    life.steps.start_clock()
 
 
-def adopted(restored: Restored, loop: Loop, experts: ExpertSaving | None, group: Group) -> Restored:
+def adopt(life: "Life", restored: Restored) -> None:
     """Continue the loop and the account of experts from the state in the engine; a collective."""
-    restored = with_lost_tokens(restored, experts, group)
-    loop.state.adopt(restored)
-    return restored
+    life.restored = with_lost_tokens(restored, life.experts, life.job.group)
+    life.loop.state.adopt(life.restored)
+
+
+def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitStack) -> None:
+    life.job, memory = _followed(job, life.loop, store, life.experts)
+    life.memory = memory
+    ending = life.ending
+    opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
+    if job.adapter.pipeline is not None:
+        memory.pool.copier.copy_in(life.loop.learning.bubbles)
+
+
+def _open_watches(life: "Life", opened: ExitStack) -> None:
+    """What follows the steps, the other ranks and the predictor."""
+    loop, pool, windows = life.loop, life.memory.pool, life.memory.windows
+    replays = (lambda: None) if windows is None else windows.replays
+    life.witnessing = Witnessing(life.job, loop.state, loop.losses, lambda: life.boundary.published, replays)
+    opened.callback(life.witnessing.close)  # after the boundary, by when a GPU has completed the last steps
+    life.boundary = Boundary(life.job, pool, loop.state)
+    opened.callback(life.boundary.close, life.ending)
+    opened.callback(loop.learning.close)
+    life.planner = _planner(life.job, loop)
+    opened.callback(life.planner.close)
+
+
+def _restore(life: "Life", store: CheckpointStore) -> None:
+    """Put the best state into the engine, tell how the life begins, and let go of what does not lead to it."""
+    job, loop, memory = life.job, life.loop, life.memory
+    loop.state.hyperparameters.note_script()
+    adopt(life, life.restorer.restore(job.config.mode))
+    restored, iteration = life.restored, life.restored.restored_iteration
+    store.abandon_after(iteration, f"the run continues from iteration {iteration}")
+    memory.settle(restored.sources)
+    job.group.barrier()  # no rank resets its counter before all have read where the run failed
+    life.boundary.reset(iteration)
+    if job.group.rank == 0:
+        mark_life(job.config.run_dir, job.journal.life)
+        job.run.adopt_ranks()
+    memory.begin(iteration)
+    cause = cause_of_failure(job)
+    life.probation = Probation(job, restored, loop.losses, memory.pool, loop.learning.learner, cause)
+    life.boundary.no_dump = DISCARDABLE if life.probation.active else None
+    life.witnessing.compare_after(iteration)
+    announce(job, restored, cause, life.restorer.damaged, life.witnessing.outlook(restored.lost_iterations))
+    if loop.state.notice is not None and job.group.rank == 0:
+        job.journal.event("hyperparameters", loop.state.notice, iteration, logging.WARNING)
+    if restored.scalars is not None:
+        life.planner.load_state_dict(restored.scalars.planning, replicates=memory.replicates)
+
+
+def _start_training(life: "Life", store: CheckpointStore) -> None:
+    """Start what learns and plans beside the loop, and follow the loop."""
+    job, loop = life.job, life.loop
+    loop.learning.start(job, store, life.memory.pool)
+    life.planner.start(job.config.run_dir, job.group.size, job.journal)
+    life.memory.follow_replicas(life.planner.note_replica)
+    loop.begin_life(job)
+    loop.events.begin_life(job, life.saver.saved_iteration, loop.tail.defer_here)
+    life.steps.followers += [life.probation.on_steps, life.saver.memory.on_steps]
+    life.votes, asked = job.group.votes(), rehearsed()
+    life.rehearsed = None if asked is None else Rehearsed(asked, job)
+    life.leaving = Leaving(job, life.ending, life.stop, loop, life.boundary, life.saver, life.witnessing)
 
 
 def _followed(job: Job, loop: Loop, store: CheckpointStore, experts: ExpertSaving | None) -> tuple[Job, HostMemory]:

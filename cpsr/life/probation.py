@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
 from cpsr.fitter.lag import SLOPE_STANDARD_ERRORS, StraightLine
-from cpsr.job import Job, Part, Rewind
+from cpsr.job import Job
 from cpsr.journal import JournalReader
 from cpsr.learning.learner import Learner
 from cpsr.predictor.watch import WATCH_ITERATIONS, Watch, WatchDecision
@@ -42,7 +42,7 @@ AUTOCORRELATION_MAX = 0.9
 _Array = NDArray[numpy.float64]
 
 
-class Probation(Part):
+class Probation:
     """Watches a predicted state on all ranks together, and records what became of it; opening it is a collective.
 
     The training loss, averaged over the ranks that see one, is compared with its level before the failure. Meanwhile
@@ -154,7 +154,7 @@ class Probation(Part):
             self._learner.record({"kind": "recovery", "settings": settings, **lag})
             self._update("kept", lag=lag)
 
-    def rewound(self, to: Rewind) -> None:
+    def rewound(self) -> None:
         """The recovered state was discarded or replaced."""
         self._before = None
 
@@ -191,9 +191,7 @@ def _losses_before(job: Job, iteration: int) -> list[tuple[int, float]]:
     return job.journal.read(question, [], "the next plan will not know what this recovery has cost")
 
 
-def measure_lag(
-    before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]]
-) -> tuple[float, float] | None:
+def measure_lag(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """Lag of a real recovery from training losses alone: `after` against the course of `before`, continued.
 
     Without a run that did not fail for comparison, the losses before are extrapolated as a straight line in the

@@ -17,7 +17,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.torch_support import refuse_known
 from cpsr.errors import ConfigError, RecoveryError
-from cpsr.job import Ending, Part, Rewind
+from cpsr.job import Rewind
 from cpsr.learning.learner import Learner
 from cpsr.life.draws import Draw, Draws
 from cpsr.life.hyperparameters import Hyperparameters
@@ -44,7 +44,7 @@ TWO_STREAMS = (
 )
 
 
-class RunState(Part):
+class RunState:
     """Keeps counters that the engine lacks, and collects the state of a checkpoint beside its tensors.
 
     Args:
@@ -411,7 +411,7 @@ class RunState(Part):
             self._losses.restart([])
             self.frozen.settle(anew=True)  # the user's own load may have written into them in any way
 
-    def close(self, ending: Ending) -> None:
+    def close(self) -> None:
         """Let the loader go with its workers: as garbage, these hang for seconds where it is collected."""
         if self._stream is not None:
             self._data = self._stream.position

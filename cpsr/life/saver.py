@@ -2,11 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.fence import refuse_superseded
 from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
@@ -19,15 +18,15 @@ from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.experts.saving import ExpertSaving
-from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.job import Ending, Job, Rewind
 from cpsr.journal import Beginning, CheckpointRow, RankJournal
-from cpsr.life.memory_snapshots import MemorySnapshots, Turn, Turns, WindowSnapshots
+from cpsr.life.loop import Loop
+from cpsr.life.memory_snapshots import MemorySnapshots
+from cpsr.life.steps import Steps
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
-from cpsr.predictor.calibration import MIN_CHECKPOINTS
 from cpsr.restart.restored import Restored
-from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
 
 __all__ = ["Origin", "Saver", "disk_bytes", "report_save"]
@@ -42,7 +41,7 @@ Origin = Literal["trained", "predicted"]
 EXIT_GRACE_SECONDS = 10.0
 
 
-class Saver(Part):
+class Saver:
     """Takes snapshots when they are due, passes them to the writer, and reports their costs to the planner.
 
     All of it runs on the training thread. All ranks call `begin_checkpoint` at the same iterations, because the
@@ -55,7 +54,8 @@ class Saver(Part):
         target: copies committed checkpoints.
         planner: gives the first plan of a life, and receives the result of every save.
         restored: the state that this life begins with.
-        capture: captures the small state; without what a recovery near the failure uses unless `whole`.
+        loop: its small state is part of every snapshot.
+        steps: whose losses that have arrived belong into the small state.
         experts: chooses the experts that a checkpoint saves; None: all of them.
         writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
         exact: whether a state that cannot be saved ends the job; otherwise each checkpoint reports it.
@@ -76,11 +76,12 @@ class Saver(Part):
         target: CheckpointTarget,
         planner: JobPlanner,
         restored: Restored,
-        capture: Callable[..., Scalars],
-        experts: ExpertSaving | None = None,
-        writes: WriteAssignment | None = None,
+        loop: Loop,
+        steps: Steps,
+        experts: ExpertSaving | None,
+        writes: WriteAssignment | None,
         *,
-        exact: bool = False,
+        exact: bool,
     ) -> None:
         self._exact = exact
         self._job, self._adapter, self._group, self._journal = job, job.adapter, job.group, job.journal
@@ -96,7 +97,7 @@ class Saver(Part):
             Retention(disk_limit_bytes=job.config.checkpoint.disk_limit_bytes),
         )
         self._planner = planner
-        self._capture = capture
+        self._loop, self._steps = loop, steps
         self._counted_from = self._last_due = restored.restored_iteration
         self._origins: dict[int, Origin] = {}
         self._experts = experts
@@ -107,25 +108,16 @@ class Saver(Part):
         if experts is not None and (in_memory or restored.beginning is Beginning.OLDER_EXPERTS):
             # The engine may have younger experts than the checkpoint of its iteration, if there is one.
             self._sparse_iterations.add(restored.restored_iteration)
-        keep = self.pool.occupancy.replicated if memory.windows is None else memory.windows.replicated
-        turns = Turns(self.pool.occupancy, lambda: memory.sending, keep, restored.restored_iteration)
-        self._windows = WindowSnapshots(memory.windows, turns, planner.note_window, experts)
-        self.memory = MemorySnapshots(job.adapter, self.pool, job.journal, planner, turns, restored.restored_iteration)
+        self.memory = MemorySnapshots(job, memory, planner, experts, self._small, restored.restored_iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two checkpoints that were begun
         self.saved_iteration = restored.checkpoint_iteration
         planning = {} if restored.scalars is None else restored.scalars.planning
         self.plan: Plan = planner.first_plan(planning)
         job.journal.record(self.plan.row(job.journal.life, restored.restored_iteration))
-        self._warned = False
-        self._warn_of_short_history()
         target.start(store)
 
     # In every step
-
-    def before_update(self) -> None:
-        """Wait for running copies: the optimizer is about to change their source."""
-        self.finish()
 
     def after_step(self, iteration: int, applied: bool) -> None:
         """A step is complete: count its experts' tokens, replay what a window has of it, and report on saves."""
@@ -136,34 +128,10 @@ class Saver(Part):
         self._target.notify(self.saved_iteration)
         self._report_copies()
 
-    def end_of(self, iteration: int) -> Callable[[], None] | None:
-        """Called right after the step; returns what the iteration ends with: its part of a window, if there are any."""
-        return self._windows.end_of(iteration, self._small)
-
-    # Snapshots in host memory
-
-    def is_memory_due(self, iteration: int) -> bool:
-        """Whether a snapshot to host memory is due after this iteration; windows take its place."""
-        return not self._windows.wanted and self.memory.is_due(iteration, self.plan.memory_interval_iterations)
-
-    def turn_in_memory(self, iteration: int) -> Turn | None:
-        """What the snapshot that is due copies, alike on all ranks, right after the step; None: all ranks wait."""
-        return self.memory.turn(iteration, self._contents_in_memory)
-
-    def capture_in_memory(self, turn: Turn) -> None:
-        """Start a snapshot to host memory alone, as returned by `turn_in_memory`."""
-        self.memory.capture(self._adapter.iteration, turn, self._small)
-
     def _small(self) -> dict[str, Any]:
+        """The small state of a snapshot in host memory."""
         experts = {} if self._experts is None else self._experts.state_dict()
-        return replace(self._capture(whole=False), experts=experts).without_learned()
-
-    def _contents_in_memory(self) -> Contents:
-        """What a snapshot copies: with an interval that the user has set, the experts that an iteration overlaps."""
-        if self._experts is None or self._config.memory.interval_iterations is None:
-            return WHOLE
-        left_out = self._experts.in_memory.left_out()
-        return Contents(experts=frozenset(self._experts.units), carried=left_out, uncopied=left_out)
+        return replace(self._loop.state.capture(whole=False), experts=experts).without_learned()
 
     # Checkpoints
 
@@ -186,7 +154,7 @@ class Saver(Part):
         if self.store.frozen is not None:
             self.store.frozen.agree(self._group)
         self._begin(iteration, self._contents(chosen))
-        self._windows.agree(iteration)
+        self.memory.after_checkpoint(iteration)
 
     def _chosen(self, iteration: int, *, whole: bool) -> frozenset[str] | None:
         """Experts that the next checkpoint saves, agreed by all ranks; None for all."""
@@ -236,15 +204,14 @@ class Saver(Part):
     def _begin(self, iteration: int, contents: Contents) -> None:
         started = time.perf_counter()
         self._last_due = iteration
-        # Windows go to the peers in its place: checkpoints are on the disk.
-        replicate = not self._windows.wanted and self.memory.turns.may_send(iteration, always=True)
-        self.memory.restart(iteration)  # also where this rank alone has no buffer: all count from here
+        replicate = self.memory.at_checkpoint(iteration)  # also where this rank alone has no buffer
         self._planner.begun()
         self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
             experts = {} if self._experts is None else self._experts.state_dict()
             planning = self._planner.state_dict(self.plan)
-            captured = replace(self._capture(whole=True), planning=planning, experts=experts).to_tree()
+            self._steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself
+            captured = replace(self._loop.state.capture(), planning=planning, experts=experts).to_tree()
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
             snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
@@ -259,8 +226,8 @@ class Saver(Part):
         snapshot.stall_seconds = time.perf_counter() - started
 
     def finish(self) -> Snapshot | None:
-        """Wait for a running copy, and return its snapshot, if the writer has it now."""
-        self._windows.before_update()
+        """Wait for a running copy, whose source is about to change; return its snapshot if the writer has it now."""
+        self.memory.before_update()
         running = self.pool.running
         try:
             snapshot = self.pool.finish()
@@ -310,7 +277,7 @@ class Saver(Part):
 
     def discard(self) -> None:
         """Drop a running snapshot (its iteration is about to be undone)."""
-        self._windows.before_update()
+        self.memory.before_update()
         snapshot = self.pool.finish()
         if snapshot is not None:
             self.pool.release(snapshot)
@@ -398,7 +365,6 @@ class Saver(Part):
         self.surface()  # now: the outcome of a discarded save must not be taken for that of a later one
         self.count_from(to.iteration)
         self.memory.restart(to.iteration)
-        self.memory.turns.restart()
         self._last_due = to.iteration
         self.saved_iteration = to.checkpoint_iteration
         self._all_experts = True
@@ -421,25 +387,6 @@ class Saver(Part):
         """Use an agreed plan from here on."""
         self.plan = plan
         self._journal.record(plan.row(self._journal.life, iteration))
-        self._warn_of_short_history()
-
-    def _warn_of_short_history(self) -> None:
-        """Warn once if experts are saved too rarely for the history to contain enough snapshots for a prediction."""
-        rounds = None if self._experts is None else self._experts.checkpoints_of_a_round
-        if rounds is None or self._warned or self._group.rank != 0:
-            return
-        needed = MIN_CHECKPOINTS * rounds * self.plan.interval_iterations
-        span = Retention().history_span_iterations
-        if needed > span:
-            self._warned = True
-            self._journal.event(
-                "experts saved rarely",
-                f"each expert is in one of {rounds} checkpoints, every {rounds * self.plan.interval_iterations} "
-                f"iterations: for {MIN_CHECKPOINTS} snapshots of it, which a prediction needs, "
-                f"checkpoints of {needed} iterations would have to be kept, and those of {span} are. Experts continue "
-                "as they were saved. Raise experts.experts_per_layer, or save more often",
-                level=logging.WARNING,
-            )
 
 
 def report_save(journal: RankJournal, outcome: SaveOutcome, origin: Origin) -> None:

@@ -10,7 +10,7 @@ import xxhash
 
 from cpsr.engines.weight_sample import SentSample, WeightSample
 from cpsr.errors import NotRestoredError
-from cpsr.job import Ending, Job, Part, Rewind
+from cpsr.job import Job
 from cpsr.life.run_state import RunState
 from cpsr.ranks.link import report
 from cpsr.state.losses import LossRecorder
@@ -80,7 +80,7 @@ class _Pending:
     whole: bool
 
 
-class Witnessing(Part):
+class Witnessing:
     """Records a witness of every step, and compares a repeated step with its first execution.
 
     Its cost per step is on docs/witnesses.md. Each rank compares its own steps. Two executions
@@ -306,13 +306,7 @@ class Witnessing(Part):
         if launcher is not None:
             launcher.recovered(f"{message[0].upper()}{message[1:]}.")
 
-    # Of a part
-
-    def rewound(self, to: Rewind) -> None:
-        """The run continues from another state."""
-        self.compare_after(to.iteration)
-
-    def close(self, ending: Ending) -> None:
+    def close(self) -> None:
         """Record what has arrived, and close the file, which keeps its content."""
         if self._ring is not None:
             self.poll()
