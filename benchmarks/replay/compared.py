@@ -17,7 +17,7 @@ from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text
 from cpsr.benchmarks.harness.ranks import start_ranks
 from cpsr.benchmarks.replay.mixture import Mixture, Part, found_path, rank_main
-from cpsr.benchmarks.simulate.rivals import CheckFreq
+from cpsr.benchmarks.simulate.rivals import checkfreq
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
@@ -143,7 +143,7 @@ def _interval(directory: Path, way: Callable[[int], dict[str, Any]], plan: Plan)
         )
     stall, persist = max(one.stall_seconds for one in costs), max(one.persist_seconds for one in costs)
     inputs = PlannerInputs(run.step_seconds, stall, persist, 0.0)
-    interval = plan.interval_iterations or CheckFreq(OVERHEAD_FRACTION).choose(inputs).interval_iterations
+    interval = plan.interval_iterations or checkfreq(inputs, OVERHEAD_FRACTION).interval_iterations
     return {
         "interval_iterations": interval,
         "iteration_seconds": run.step_seconds,

@@ -8,10 +8,10 @@ from typing import Any
 from cpsr.benchmarks.harness.measurement import Measurement
 from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WINDOW, WINDOWS
 from cpsr.benchmarks.simulate.failures import poisson
-from cpsr.benchmarks.simulate.rivals import Gemini
+from cpsr.benchmarks.simulate.rivals import gemini
 from cpsr.benchmarks.simulate.simulation import Checkpoints, Job, Rollback, System, simulate
 from cpsr.planner.inputs import PlannerInputs
-from cpsr.planner.policies import Young
+from cpsr.planner.policies import young
 
 __all__ = ["AIM", "Inputs", "simulated"]
 
@@ -75,15 +75,15 @@ class Inputs:
         # Its copies go to memory: no time until they are durable, and the stall of a checkpoint at the most.
         in_memory = PlannerInputs(self.iteration_seconds, self.stall_seconds, 0.0, 1 / mtbf_seconds)
         persist, restart = self.persist_seconds, self.restart_seconds
-        young = max(Young().choose(dense).interval_iterations, int(persist / self.iteration_seconds) + 1)
+        by_young = max(young(dense).interval_iterations, int(persist / self.iteration_seconds) + 1)
         stale = Checkpoints(self.stale_interval, self.stale_stall_seconds, self.stale_persist_seconds)
-        gemini = Checkpoints(Gemini().choose(in_memory).interval_iterations, self.stall_seconds)
+        in_copies = Checkpoints(gemini(in_memory).interval_iterations, self.stall_seconds)
         checkfreq = Checkpoints(self.checkfreq_interval, self.stall_seconds, persist)
         own = {name: _windows(name, self.iteration_seconds, *one) for name, one in self.windows.items()}
         return {
             **{name: (system, restart[WINDOWS]) for name, system in own.items()},
-            "gemini": (System("gemini", gemini, Rollback()), restart[WINDOWS]),
-            "young": (System("young", Checkpoints(young, self.stall_seconds, persist), Rollback()), restart[DENSE]),
+            "gemini": (System("gemini", in_copies, Rollback()), restart[WINDOWS]),
+            "young": (System("young", Checkpoints(by_young, self.stall_seconds, persist), Rollback()), restart[DENSE]),
             "checkfreq": (System("checkfreq", checkfreq, Rollback()), restart[DENSE]),
             "stale": (System("stale", stale, Rollback()), restart[STALE]),
         }

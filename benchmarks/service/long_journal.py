@@ -9,7 +9,7 @@ from cpsr.journal.database import prepare
 from cpsr.journal.rows import encode
 from cpsr.journal.writer import thin
 from cpsr.planner.inputs import Limits, PlannerInputs
-from cpsr.planner.plan import make_plan
+from cpsr.planner.planning import make_plan
 from cpsr.planner.recovery_curve import EndCostCurve
 
 __all__ = ["fill", "thin_out"]

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from rich.table import Table
 
 from cpsr.benchmarks.simulate.failures import Arrivals, Trace, TraceReplay, Weibull, read_trace
-from cpsr.benchmarks.simulate.rivals import RULES, PCcheck
+from cpsr.benchmarks.simulate.rivals import PCCHECK_CONCURRENT, RULES, pccheck
 from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
     Job,
@@ -34,7 +34,7 @@ from cpsr.config import read_model
 from cpsr.errors import ConfigError
 from cpsr.planner.description import FailureSpec, PlanSpec
 from cpsr.planner.inputs import SECONDS_PER_HOUR, PlannerInputs, bounds_of
-from cpsr.planner.plan import LEAST_COST, make_plan, policy_names
+from cpsr.planner.planning import LEAST_COST, make_plan, policy_names
 
 __all__ = ["SimulationSpec", "outcomes_of", "read_spec", "report", "table_of"]
 
@@ -139,15 +139,16 @@ def _arrivals(spec: SimulationSpec, trace: Trace | None) -> tuple[Arrivals, floa
 
 def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
     limits, rule = spec.bounds(), RULES.get(name)
-    if isinstance(rule, PCcheck):
+    if name == "pccheck":
         # Several checkpoints at once are what it is about: the persist time of one bounds nothing.
         low, high = limits.interval_min_iterations, limits.interval_max_iterations
-        interval = min(max(rule.choose(job).interval_iterations, low), high)
-        return System(name, Checkpoints(interval, job.stall_seconds, job.persist_seconds, rule.concurrent), Rollback())
+        interval = min(max(pccheck(job).interval_iterations, low), high)
+        checkpoints = Checkpoints(interval, job.stall_seconds, job.persist_seconds, PCCHECK_CONCURRENT)
+        return System(name, checkpoints, Rollback())
     if rule is not None and name not in ("theorem1", "untruncated", "sinh"):
         bounds = bounds_of(job, limits, "recompute")
         assert bounds is not None  # recomputing is always possible
-        interval, _ = bounds.clamp(rule.choose(job).interval_iterations)
+        interval, _ = bounds.clamp(rule(job).interval_iterations)
         return System(name, Checkpoints(interval, job.stall_seconds, job.persist_seconds), Rollback())
     plan = make_plan(job, limits, name, rules=RULES)
     checkpoints = Checkpoints(plan.interval_iterations, job.stall_seconds, job.persist_seconds, contention="skip")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 
 from cpsr.benchmarks.simulate.failures import poisson
-from cpsr.benchmarks.simulate.rivals import RULES, PCcheck
+from cpsr.benchmarks.simulate.rivals import PCCHECK_CONCURRENT, RULES
 from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
     Job,
@@ -20,7 +20,7 @@ from cpsr.benchmarks.simulate.simulation import (
     simulate,
 )
 from cpsr.planner.inputs import Limits, Mode, PlannerInputs, bounds_of
-from cpsr.planner.plan import make_plan, optimum
+from cpsr.planner.planning import make_plan, optimum
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.predictor.watch import WATCH_ITERATIONS
 
@@ -156,9 +156,8 @@ def _rivals(truth: PlannerInputs) -> Iterator[tuple[float, str, int]]:
     bounds = bounds_of(truth, LIMITS, "recompute")
     assert bounds is not None
     for name in RIVALS:
-        rule = RULES[name]
-        slots = rule.concurrent if isinstance(rule, PCcheck) else 1
-        chosen = rule.choose(truth).interval_iterations
+        slots = PCCHECK_CONCURRENT if name == "pccheck" else 1
+        chosen = RULES[name](truth).interval_iterations
         interval = chosen if slots > 1 else bounds.clamp(chosen)[0]
         yield _cost(truth, interval, "recompute", slots), name, interval
 

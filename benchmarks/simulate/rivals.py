@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cpsr.planner.cost import Costs, cheapest
 from cpsr.planner.inputs import PlannerInputs, in_iterations, whole_iterations
@@ -15,14 +15,16 @@ from cpsr.planner.policies import (
     Choice,
     PaperTerms,
     Rule,
+    chosen_interval,
     linear_terms,
     paper_terms,
     unusual_inputs,
 )
 
-__all__ = ["RULES", "CheckFreq", "Gemini", "PCcheck", "Sinh", "Untruncated", "exact_iterations"]
+__all__ = ["PCCHECK_CONCURRENT", "RULES", "checkfreq", "exact_iterations", "gemini", "pccheck", "sinh", "untruncated"]
 
-# Overhead of the baselines in CPSR's evaluation, "2% of the job completion time" (section VI-C2).
+# Overhead of the baselines in CPSR's evaluation, "2% of the job completion time" (section VI-C2): a fraction of the
+# training time for CheckFreq (whose paper takes 0.035), and a factor of 1.02 on the time of an iteration for PCcheck.
 TOLERANCE_FRACTION = 0.02
 # CheckFreq lengthens its interval by so many iterations in each round in which its overhead exceeds the limit.
 CHECKFREQ_STEP_ITERATIONS = 2
@@ -33,112 +35,83 @@ DOUBLINGS_MAX = 200
 ROOT_TOLERANCE_ITERATIONS = 1e-9
 
 
-@dataclass(frozen=True)
-class CheckFreq:
+def checkfreq(inputs: PlannerInputs, overhead_fraction: float = TOLERANCE_FRACTION) -> Choice:
     """The shortest interval in which a checkpoint finishes, lengthened until the overhead is within a limit.
 
     `k = max(ceil((t_f - overhead) / t_i), 1)`, then `k += 2` while `overhead / (k t_i)` exceeds the limit. `t_f` is the
     time of a checkpoint from snapshot to disk, `overhead` its stall, `t_i` the time of an iteration.
 
     Source: Mohan, Phanishayee, Chidambaram, "CheckFreq", FAST 2021, and the profiling of its published code.
-
-    Attributes:
-        overhead_fraction: the limit, a FRACTION of the training time (0.02 is 2%; its paper takes 0.035).
     """
-
-    overhead_fraction: float = TOLERANCE_FRACTION
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """Its interval; a bound where an input is unknown."""
-        persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
-        stall = in_iterations(inputs.stall_seconds, inputs.iteration_seconds)
-        if math.isnan(persist) or math.isnan(stall):
-            return Choice(SHORTEST, unusual_inputs(inputs) or f"the persist time is not known; {SHORTEST_TAKEN}")
-        longest = max(persist, stall / self.overhead_fraction if self.overhead_fraction > 0 else math.inf)
-        if longest >= LONGEST:
-            return Choice(LONGEST, f"its overhead is above the limit at every interval; {LONGEST_TAKEN}")
-        shortest = max(math.ceil(persist), 1)
-        rounds = math.ceil(max(stall / self.overhead_fraction - shortest, 0.0) / CHECKFREQ_STEP_ITERATIONS)
-        return Choice(shortest + CHECKFREQ_STEP_ITERATIONS * rounds)
+    persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
+    stall = in_iterations(inputs.stall_seconds, inputs.iteration_seconds)
+    if math.isnan(persist) or math.isnan(stall):
+        return Choice(SHORTEST, unusual_inputs(inputs) or f"the persist time is not known; {SHORTEST_TAKEN}")
+    if max(persist, stall / overhead_fraction) >= LONGEST:
+        return Choice(LONGEST, f"its overhead is above the limit at every interval; {LONGEST_TAKEN}")
+    shortest = max(math.ceil(persist), 1)
+    rounds = math.ceil(max(stall / overhead_fraction - shortest, 0.0) / CHECKFREQ_STEP_ITERATIONS)
+    return Choice(shortest + CHECKFREQ_STEP_ITERATIONS * rounds)
 
 
-@dataclass(frozen=True)
-class PCcheck:
+def pccheck(inputs: PlannerInputs) -> Choice:
     """`k = ceil(T_w / (N q t))`: N checkpoints at a time, each of `T_w` seconds, between iterations of `q t` seconds.
 
     Source: Strati, Friedman, Klimovic, "PCcheck", ASPLOS 2025; its published code only sweeps intervals.
-
-    Attributes:
-        slowdown_factor: q, a FACTOR on the time of an iteration (1.02 is 2% slower), not a fraction.
-        concurrent: N.
     """
-
-    slowdown_factor: float = 1 + TOLERANCE_FRACTION
-    concurrent: int = PCCHECK_CONCURRENT
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """Its interval; a bound where the time of an iteration or of a checkpoint is unknown."""
-        write = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
-        if math.isnan(write):
-            return Choice(SHORTEST, f"the persist time is not known; {SHORTEST_TAKEN}")
-        iterations = write / (self.concurrent * self.slowdown_factor)
-        return Choice(whole_iterations(math.ceil(iterations)) if iterations < LONGEST else LONGEST)
+    write = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
+    if math.isnan(write):
+        return Choice(SHORTEST, f"the persist time is not known; {SHORTEST_TAKEN}")
+    iterations = write / (PCCHECK_CONCURRENT * (1 + TOLERANCE_FRACTION))
+    return Choice(whole_iterations(math.ceil(iterations)) if iterations < LONGEST else LONGEST)
 
 
-class Gemini:
+def gemini(inputs: PlannerInputs) -> Choice:
     """Copies in other machines' memory, at the interval of least cost of recomputing, known from an oracle.
 
     Source: Wang et al., "Gemini", SOSP 2023; the oracle as in the evaluation of MoEvement (section 5.2), which chooses
     its interval in hindsight.
     """
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """The minimiser of the cost of recomputing."""
-        costs = Costs(replace(inputs, memory=None))
-        return Choice(
-            cheapest(lambda grid: costs.per_second(grid, "recompute"), SHORTEST, LONGEST), unusual_inputs(inputs)
-        )
+    costs = Costs(replace(inputs, memory=None))
+    interval = cheapest(lambda grid: costs.per_second(grid, "recompute"), SHORTEST, LONGEST)
+    return Choice(interval, unusual_inputs(inputs))
 
 
-class Untruncated:
+def untruncated(inputs: PlannerInputs) -> Choice:
     """`T_c = (tau1 - lambda sqrt(A T_s)) / (B + r)`: the theorem with the `T_s` that its last step drops.
 
     Source: the last equation of the proof in CPSR, section V-C, solved for T_c.
     """
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """The interval; a bound where the linear condition has no solution."""
-        terms = linear_terms(inputs)
-        if isinstance(terms, Choice):
-            return terms
-        stall_root = terms.rate_per_iteration * terms.stall_iterations
-        return _chosen((terms.tau1 - stall_root) / (terms.decay_per_iteration + terms.rate_per_iteration))
+    terms = linear_terms(inputs)
+    if isinstance(terms, Choice):
+        return terms
+    stall_root = terms.rate_per_iteration * terms.stall_iterations
+    return chosen_interval((terms.tau1 - stall_root) / (terms.decay_per_iteration + terms.rate_per_iteration))
 
 
-class Sinh:
-    """The root of `tau1 - B T_c = 2 sqrt(A / T_s) sinh(lambda (T_c + T_s) / 2)`.
+def sinh(inputs: PlannerInputs) -> Choice:
+    """The interval at which Eq. 17 is stationary.
+
+    It is the root of `tau1 - B T_c = 2 sqrt(A / T_s) sinh(lambda (T_c + T_s) / 2)`.
 
     Source: stationarity of CPSR, Eq. 17, without approximation.
     """
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """The interval; a bound where the cost has no minimum inside."""
-        terms = paper_terms(inputs)
-        if isinstance(terms, Choice):
-            return terms
-        interval = exact_iterations(terms)
-        if interval is None:
-            return Choice(SHORTEST, f"the cost only rises with the interval; {SHORTEST_TAKEN}")
-        return _chosen(interval)
+    terms = paper_terms(inputs)
+    if isinstance(terms, Choice):
+        return terms
+    interval = exact_iterations(terms)
+    if interval is None:
+        return Choice(SHORTEST, f"the cost only rises with the interval; {SHORTEST_TAKEN}")
+    return chosen_interval(interval)
 
 
 RULES: Mapping[str, Rule] = {
     **POLICIES,
-    "untruncated": Untruncated(),
-    "sinh": Sinh(),
-    "checkfreq": CheckFreq(),
-    "pccheck": PCcheck(),
-    "gemini": Gemini(),
+    "untruncated": untruncated,
+    "sinh": sinh,
+    "checkfreq": checkfreq,
+    "pccheck": pccheck,
+    "gemini": gemini,
 }
 
 
@@ -164,9 +137,3 @@ def exact_iterations(terms: PaperTerms) -> float | None:
             return float(brentq(slack, 0.0, high, xtol=ROOT_TOLERANCE_ITERATIONS))
         high *= 2
     return math.inf
-
-
-def _chosen(iterations: float) -> Choice:
-    if iterations < 1:
-        return Choice(SHORTEST, f"the optimum of {iterations:.3g} iterations is shorter than one")
-    return Choice(whole_iterations(iterations))

@@ -16,7 +16,6 @@ import xxhash
 
 from cpsr.engines.optimizer_restore import shared_scalars
 from cpsr.errors import CheckpointError, RunMismatchError
-from cpsr.predictor.vitp import without_slices
 from cpsr.state.codec import same
 from cpsr.state.scalars import Scalars
 
@@ -39,6 +38,8 @@ def small_state_of(
         saved: the tree of that rank.
         engine: `EngineAdapter.resharded`.
     """
+    from cpsr.predictor.vitp import without_slices
+
     scalars = Scalars.from_tree(dict(saved))
     return replace(
         scalars,

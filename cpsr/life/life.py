@@ -3,13 +3,12 @@
 import logging
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cpsr.config import CPSRConfig
 from cpsr.errors import NotRestoredError
-from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job, Rewind
 from cpsr.life.boundary import Boundary
 from cpsr.life.leaving import Leave, Leaving, StopRequest
@@ -21,12 +20,15 @@ from cpsr.life.saver import Saver
 from cpsr.life.steps import Steps
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory
-from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
 from cpsr.ranks.emergency_dump import undisturbed
 from cpsr.ranks.group import Ballot, Votes
 from cpsr.restart.restore import Restorer
 from cpsr.restart.restored import Restored
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.saving import ExpertSaving
+    from cpsr.planner.live.job_planner import JobPlanner
 
 __all__ = ["Life"]
 
@@ -70,12 +72,12 @@ class Life:
     restored: Restored
     restorer: Restorer
     memory: HostMemory
-    experts: ExpertSaving | None
+    experts: "ExpertSaving | None"
     steps: Steps
     witnessing: Witnessing
     boundary: Boundary
     probation: Probation
-    planner: JobPlanner
+    planner: "JobPlanner"
     saver: Saver
     leaving: Leaving
     votes: Votes
@@ -172,7 +174,7 @@ class Life:
         self.saver.after_step(iteration, applied)
         self.witnessing.after_step(iteration)
         self.boundary.publish(iteration)
-        self.planner.step(step.seconds)
+        self.planner.times.step(step.seconds)
         self.loop.follow(iteration, self.saver.saved_iteration)
         if self.probation.active and self._is_given_up(iteration):
             return

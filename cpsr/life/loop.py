@@ -10,7 +10,6 @@ from cpsr.config import CPSRConfig
 from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.job import Job
-from cpsr.learning.learning import Learning
 from cpsr.life.draws import DrawWarnings
 from cpsr.life.events import EventCallbacks
 from cpsr.life.run_state import RunState
@@ -154,6 +153,8 @@ class Loop:
         loss_fn: LossFunction | None,
         probe_batches: Sequence[Any] | None,
     ) -> None:
+        from cpsr.learning.learning import Learning  # with the predictor; who imports CPSR does not wait for it
+
         self.adapter = adapter
         self.loss_fn = loss_fn
         self.events = EventCallbacks()

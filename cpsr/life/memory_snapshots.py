@@ -5,17 +5,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import SaveError, UnsupportedEngineError
-from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Job
 from cpsr.peers.host_memory import HostMemory
-from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.state.losses import Step
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.saving import ExpertSaving
+    from cpsr.planner.live.job_planner import JobPlanner
 
 __all__ = ["MemorySnapshots", "Turns"]
 
@@ -130,8 +132,8 @@ class MemorySnapshots:
         self,
         job: Job,
         memory: HostMemory,
-        planner: JobPlanner,
-        experts: ExpertSaving | None,
+        planner: "JobPlanner",
+        experts: "ExpertSaving | None",
         capture: Callable[[], dict[str, Any]],
         iteration: int,
     ) -> None:

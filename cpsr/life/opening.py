@@ -21,18 +21,16 @@ from cpsr.checkpoint.run_directory import RunDirectory, open_run
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
-from cpsr.config import CPSRConfig, ExpertsConfig
+from cpsr.config import CPSRConfig
 from cpsr.doctor.machine import report_machine
 from cpsr.elastic.rescue import Rescue
 from cpsr.elastic.resharding import Resharding
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.operators import experts_of
 from cpsr.engines.offload import offloaded_activations
-from cpsr.experts.completeness import wrong_experts
-from cpsr.experts.saving import ExpertSaving, trained_experts
+from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
-from cpsr.learning.memory import LIMIT_BYTES
 from cpsr.life.beginning import announce, cause_of_failure
 from cpsr.life.boundary import Boundary
 from cpsr.life.leaving import Leaving
@@ -44,7 +42,6 @@ from cpsr.life.steps import Steps
 from cpsr.life.unsaved import Unsaved
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory
-from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.ranks.group import Group
 from cpsr.ranks.heartbeat import newest_claim
 from cpsr.ranks.link import Opened, report
@@ -60,6 +57,7 @@ from cpsr.state.shard import Shard
 
 if TYPE_CHECKING:
     from cpsr.life.life import Life
+    from cpsr.planner.live.job_planner import JobPlanner
 
 __all__ = ["adopt", "open_life"]
 
@@ -87,7 +85,7 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     group, shard = Group(), adapter.shard()
     opened.callback(_close_group, group, ending)
     # Mode exact restores no expert older than its checkpoint, and so saves all of them.
-    life.experts = None if exact else ExpertSaving.of(adapter, shard, _repeatable(config), group)
+    life.experts = None if exact else _expert_saving(config, adapter, shard, group)
     if life.experts is not None:
         opened.callback(life.experts.close)
     writes = _write_assignment(adapter, config, group, life.experts, shard)
@@ -206,7 +204,7 @@ def _start_training(life: "Life", store: CheckpointStore) -> None:
     job, loop = life.job, life.loop
     loop.learning.start(job, store, life.memory.pool)
     life.planner.start(job.config.run_dir, job.group.size, job.journal)
-    life.memory.follow_replicas(life.planner.note_replica)
+    life.memory.follow_replicas(life.planner.times.replica)
     loop.begin_life(job)
     loop.events.begin_life(job, life.saver.saved_iteration, loop.tail.defer_here)
     life.steps.followers += [life.probation.on_steps, life.saver.memory.on_steps]
@@ -242,7 +240,9 @@ def _followed(job: Job, loop: Loop, store: CheckpointStore, experts: ExpertSavin
     return replace(job, config=config), memory
 
 
-def _planner(job: Job, loop: Loop) -> JobPlanner:
+def _planner(job: Job, loop: Loop) -> "JobPlanner":
+    from cpsr.planner.live.job_planner import JobPlanner
+
     learner, predictor = loop.learning.learner, loop.learning.predictor
     return JobPlanner(
         job.config,
@@ -254,11 +254,16 @@ def _planner(job: Job, loop: Loop) -> JobPlanner:
     )
 
 
-def _repeatable(config: CPSRConfig) -> ExpertsConfig:
-    """With windows no layer has more capacity for a while: a repeated iteration would drop other tokens."""
-    if not config.replay.enabled:
-        return config.experts
-    return config.experts.model_copy(update={"recovering_capacity_fraction": 0.0})
+def _expert_saving(config: CPSRConfig, adapter: EngineAdapter, shard: Shard, group: Group) -> ExpertSaving | None:
+    """What chooses the experts that a checkpoint saves; None: all are saved. A collective."""
+    if config.experts.policy == "none":
+        return None
+    from cpsr.experts.saving import ExpertSaving
+
+    experts = config.experts
+    if config.replay.enabled:  # no layer has more capacity for a while: a repeated iteration would drop other tokens
+        experts = experts.model_copy(update={"recovering_capacity_fraction": 0.0})
+    return ExpertSaving.of(adapter, shard, experts, group)
 
 
 def _open_directory(
@@ -269,6 +274,8 @@ def _open_directory(
     Returns:
         The directory, and the bytes of host memory that are left for this rank.
     """
+    from cpsr.learning.memory import LIMIT_BYTES
+
     description = adapter.describe()
     run = open_run(config.run_dir, group, config.mode, description, config.elastic)
     claim_memory(run, group, shared=config.checkpoint.shared_memory)
@@ -353,6 +360,9 @@ def _missing_experts(job: Job) -> Missing | None:
     mixture = job.adapter.mixture
     if mixture is None:
         return None
+    from cpsr.experts.completeness import wrong_experts
+    from cpsr.experts.saving import trained_experts
+
     return partial(wrong_experts, naming=mixture.naming, trained=trained_experts(mixture, job.shard, job.group))
 
 

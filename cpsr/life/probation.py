@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy
 import torch
@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
-from cpsr.fitter.lag import SLOPE_STANDARD_ERRORS, StraightLine
 from cpsr.job import Job
 from cpsr.journal import JournalReader
-from cpsr.learning.learner import Learner
 from cpsr.predictor.watch import WATCH_ITERATIONS, Watch, WatchDecision
 from cpsr.ranks.group import Group
 from cpsr.restart.restored import Restored, report_recovery
 from cpsr.state.losses import LossRecorder, Step
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.learning.learner import Learner
 
 __all__ = ["Probation", "measure_lag"]
 
@@ -67,7 +68,7 @@ class Probation:
         restored: Restored,
         losses: LossRecorder,
         pool: SnapshotPool,
-        learner: Learner,
+        learner: "Learner",
         cause: str | None,
     ) -> None:
         self._job, self._restored, self._losses = job, restored, losses
@@ -205,6 +206,8 @@ def measure_lag(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, 
         Lag and standard error in iterations, that of the continued course included. None with fewer than 100 losses
         before or 10 after, with a loss that is not finite, or without a significant slope.
     """
+    from cpsr.fitter.lag import SLOPE_STANDARD_ERRORS, StraightLine  # after a predicted restart alone
+
     # A young run's loss curve bends too much before half of the newest iteration.
     recent = [one for one in before if one[0] > OLDEST_SHARE * before[-1][0]]
     if len(recent) < SLOPE_LOSSES_MIN or len(after) < AFTER_LOSSES_MIN:

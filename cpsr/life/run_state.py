@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -18,7 +18,6 @@ from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.torch_support import refuse_known
 from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Rewind
-from cpsr.learning.learner import Learner
 from cpsr.life.draws import Draw, Draws
 from cpsr.life.hyperparameters import Hyperparameters
 from cpsr.restart.probes import Probes
@@ -31,6 +30,9 @@ from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
 from cpsr.state.scalars import DataPosition, Scalars, capture_host_rng, restore_host_rng
 from cpsr.state.stateful import Stateful, stateful
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.learning.learner import Learner
 
 __all__ = ["RunState"]
 
@@ -69,7 +71,7 @@ class RunState:
         adapter: EngineAdapter,
         losses: LossRecorder,
         probes: Probes,
-        learner: Learner,
+        learner: "Learner",
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         global_batch: GlobalBatch | None = None,
         hyperparameters: Literal["checkpoint", "script"] = "checkpoint",

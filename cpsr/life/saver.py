@@ -3,7 +3,7 @@
 import logging
 import time
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.fence import refuse_superseded
@@ -17,17 +17,19 @@ from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
-from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job, Rewind
 from cpsr.journal import Beginning, CheckpointRow, RankJournal
 from cpsr.life.loop import Loop
 from cpsr.life.memory_snapshots import MemorySnapshots
 from cpsr.life.steps import Steps
 from cpsr.peers.host_memory import HostMemory
-from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.plan import Plan
 from cpsr.restart.restored import Restored
 from cpsr.state.shard import Shard
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.saving import ExpertSaving
+    from cpsr.planner.live.job_planner import JobPlanner
 
 __all__ = ["Origin", "Saver", "disk_bytes", "report_save"]
 
@@ -74,11 +76,11 @@ class Saver:
         store: CheckpointStore,
         memory: HostMemory,
         target: CheckpointTarget,
-        planner: JobPlanner,
+        planner: "JobPlanner",
         restored: Restored,
         loop: Loop,
         steps: Steps,
-        experts: ExpertSaving | None,
+        experts: "ExpertSaving | None",
         writes: WriteAssignment | None,
         *,
         exact: bool,
@@ -205,7 +207,7 @@ class Saver:
         started = time.perf_counter()
         self._last_due = iteration
         replicate = self.memory.at_checkpoint(iteration)  # also where this rank alone has no buffer
-        self._planner.begun()
+        self._planner.times.begun()
         self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
             experts = {} if self._experts is None else self._experts.state_dict()

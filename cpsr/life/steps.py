@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.journal import RankJournal, StepRow
-from cpsr.planner.live.expectations import Schedule
-from cpsr.planner.live.job_planner import Situation
-from cpsr.planner.plan import Plan
+from cpsr.planner.plan import Plan, Schedule, Situation
 from cpsr.state.losses import LossRecorder, Step
 
 __all__ = ["Steps"]

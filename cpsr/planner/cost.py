@@ -1,20 +1,39 @@
-"""The cost of an interval: seconds lost to checkpoints and failures, per second of wall time."""
+"""The cost of an interval: seconds lost to checkpoints, snapshots and failures, per second of wall time."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy
 
-from cpsr.planner.inputs import Array, Mode, PlannerInputs
-from cpsr.planner.snapshots import Snapshots
+from cpsr.planner.inputs import Array, MemoryTier, Mode, PlannerInputs
 
-__all__ = ["Costs", "cheapest"]
+__all__ = ["Costs", "Snapshots", "cheapest", "per_interval"]
 
 # Lower limit of the failure rate per period: without failures the cost per failure would be 0 / 0.
 RARE_PER_PERIOD = 1e-9
 # Intervals in one pass of the search. From 10 to 500 iterations neighbours are 6% apart, and the cost of recomputing
 # then differs by 0.2% around its optimum: the search misses no relevant minimum, and the last pass takes all integers.
 SEARCH_INTERVALS = 64
+
+
+@dataclass(frozen=True)
+class _Lives:
+    """Means over lives, `(intervals,)` each.
+
+    Attributes:
+        stall: share of the wall time.
+        trained_seconds: since the checkpoint of their own, or the restart, until they end.
+        durable: probability that a checkpoint of their own is durable.
+        ended: probability that such a checkpoint is durable, or that the life ends by a failure that goes to the disk.
+        renewed: share of such failures with no other one since the same checkpoint.
+    """
+
+    stall: Array
+    trained_seconds: Array
+    durable: Array
+    ended: Array
+    renewed: Array
 
 
 class Costs:
@@ -54,14 +73,9 @@ class Costs:
         self._persist_seconds = job.persist_seconds if numpy.isfinite(job.persist_seconds) else 0.0
 
     def stall_per_second(self, intervals: Array, mode: Mode) -> Array:
-        """Share of the wall time in stalls of checkpoints on the disk: `T_s / (T_c + T_s)` if failures are rare.
-
-        Args:
-            intervals: in iterations.
-            mode: how failures are recovered from.
-        """
+        """Share of the wall time in stalls of checkpoints on the disk: `T_s / (T_c + T_s)` if failures are rare."""
         with numpy.errstate(all="ignore"):
-            return self._life(intervals, mode).stall
+            return self._lives(intervals, mode).stall
 
     def recovery_seconds(self, intervals: Array, mode: Mode) -> Array:
         """Mean cost in seconds of a failure that goes back to the disk.
@@ -70,10 +84,6 @@ class Costs:
         time to predict, which a further failure repeats, and the end cost. Failures in a row without a durable
         checkpoint between them have one end cost in common, by the distance of the last one.
 
-        Args:
-            intervals: in iterations.
-            mode: predict, at the end cost of the curve and the time to predict; or recompute.
-
         Returns:
             Seconds; negative if predicted recoveries get ahead.
 
@@ -81,15 +91,14 @@ class Costs:
             ValueError: prediction is asked for and there is no curve for it.
         """
         with numpy.errstate(all="ignore"):
-            life = self._life(intervals, mode)
+            lives, rate = self._lives(intervals, mode), self._rate(intervals)
             if mode == "recompute":
-                return life.redone_seconds
-            mean = self._end_cost_iterations(self._horizons(life, mode), intervals)
-            costs = 0.5 + life.renewed * mean + self._lost_lead(mean, intervals)
-            lost = life.failures_per_second * costs * self._job.iteration_seconds
-            before = -life.failures_per_second * self._job.predict_seconds
-            share = -numpy.expm1(before) + numpy.exp(before) * lost
-            return numpy.asarray(share / life.failures_per_second)
+                return numpy.asarray(lives.trained_seconds / lives.ended)
+            mean = self._end_cost_iterations(self._horizons(lives, mode), intervals)
+            costs = 0.5 + lives.renewed * mean + self._lost_lead(mean, intervals)
+            before = -rate * self._job.predict_seconds
+            share = -numpy.expm1(before) + numpy.exp(before) * rate * costs * self._job.iteration_seconds
+            return numpy.asarray(share / rate)
 
     def per_second(self, intervals: Array, mode: Mode) -> Array:
         """Seconds lost per second of wall time, `J = stalls + lambda * mean T_p`, over all classes of failures.
@@ -107,21 +116,12 @@ class Costs:
             return disk if self.snapshots is None else disk + self.snapshots.per_second(intervals)
 
     def horizon_iterations(self, intervals: Array, mode: Mode) -> Array:
-        """Mean distance of a failure from the checkpoint that recovery uses, in whole iterations.
-
-        Args:
-            intervals: in iterations.
-            mode: how failures are recovered from.
-        """
+        """Mean distance of a failure from the checkpoint that recovery uses, in whole iterations."""
         with numpy.errstate(all="ignore"):
-            return self._horizons(self._life(intervals, mode), mode)
+            return self._horizons(self._lives(intervals, mode), mode)
 
     def lost_lead_iterations(self, intervals: Array, mode: Mode) -> Array:
         """Mean lead that is lost because the next failure comes too early; 0 if failures are recomputed.
-
-        Args:
-            intervals: in iterations.
-            mode: how failures are recovered from.
 
         Raises:
             ValueError: prediction is asked for and there is no curve for it.
@@ -129,37 +129,48 @@ class Costs:
         if mode == "recompute":
             return numpy.zeros_like(intervals)
         with numpy.errstate(all="ignore"):
-            horizons = self._horizons(self._life(intervals, mode), mode)
+            horizons = self._horizons(self._lives(intervals, mode), mode)
             return self._lost_lead(self._end_cost_iterations(horizons, intervals), intervals)
 
-    def _horizons(self, life: "_Life", mode: Mode) -> Array:
+    def _horizons(self, lives: _Lives, mode: Mode) -> Array:
         """Mean distances, without the unfinished last step of each life."""
-        whole = life.trained_seconds / self._job.iteration_seconds - 0.5
-        return numpy.asarray(whole / (life.durable if mode == "predict" else life.ended))
+        whole = lives.trained_seconds / self._job.iteration_seconds - 0.5
+        return numpy.asarray(whole / (lives.durable if mode == "predict" else lives.ended))
 
-    def _life(self, intervals: Array, mode: Mode) -> "_Life":
-        rate, share = self._rate(intervals), self._job.disk_share
-        other = self._part(intervals, intervals, rate)
-        if mode == "recompute":
-            return _joined(rate, share, other, other, numpy.ones_like(rate))
-        own = self._part(intervals, self._first_iterations(intervals), rate)
-        return _joined(rate, share, own, other, numpy.exp(-rate * self._job.predict_seconds))
+    def _lives(self, intervals: Array, mode: Mode) -> _Lives:
+        """All lives, by the failures before them: those that go back to the disk begin a life of the mode's own."""
+        other_stall, other_trained, other_durable = self._life(intervals, intervals)
+        own_stall, own_trained, own_durable = other_stall, other_trained, other_durable
+        if mode == "predict":
+            own_stall, own_trained, own_durable = self._life(intervals, self._first_iterations(intervals))
+            # A failure before the prediction is over: the life never gets to train.
+            own_stall = own_stall * numpy.exp(-self._rate(intervals) * self._job.predict_seconds)
+        share, rest = self._job.disk_share, 1 - self._job.disk_share
+        durable = share * own_durable + rest * other_durable
+        # After a life that ends otherwise, the next one decides.
+        later = other_durable / (1 - (1 - other_durable) * rest)
+        return _Lives(
+            share * own_stall + rest * other_stall,
+            share * own_trained + rest * other_trained,
+            durable,
+            1 - (1 - durable) * rest,
+            own_durable + (1 - own_durable) * rest * later,
+        )
 
-    def _rate(self, intervals: Array) -> Array:
-        period = intervals * self._job.iteration_seconds + self._job.stall_seconds
-        return numpy.asarray(numpy.maximum(self._job.failures_per_second, RARE_PER_PERIOD / period))
-
-    def _part(self, intervals: Array, first_iterations: Array, rate: Array) -> "_Part":
-        """Means of the lives whose first checkpoint begins so many iterations after the restart."""
-        stall_seconds = self._job.stall_seconds
+    def _life(self, intervals: Array, first_iterations: Array) -> tuple[Array, Array, Array]:
+        """Stall, trained seconds and durability of the lives with their first checkpoint so long after the restart."""
+        rate, stall_seconds = self._rate(intervals), self._job.stall_seconds
         trained = intervals * self._job.iteration_seconds
-        period = trained + stall_seconds
-        first = first_iterations * self._job.iteration_seconds
+        period, first = trained + stall_seconds, first_iterations * self._job.iteration_seconds
         # Shares of the 1 / rate seconds of a life: in stalls, and in training that a durable checkpoint preserves.
         stall = -numpy.expm1(-rate * stall_seconds) * numpy.exp(-rate * first) / -numpy.expm1(-rate * period)
         durable = numpy.exp(-rate * (first + stall_seconds + self._persist_seconds))
         kept = durable * rate * (first + trained / numpy.expm1(rate * period))
-        return _Part(stall, (1 - stall - kept) / rate, durable)
+        return stall, (1 - stall - kept) / rate, durable
+
+    def _rate(self, intervals: Array) -> Array:
+        period = intervals * self._job.iteration_seconds + self._job.stall_seconds
+        return numpy.asarray(numpy.maximum(self._job.failures_per_second, RARE_PER_PERIOD / period))
 
     def _first_iterations(self, intervals: Array) -> Array:
         """From a predicted restart to the first checkpoint."""
@@ -182,65 +193,133 @@ class Costs:
         return self._job.recovery.end_cost_iterations(horizons, intervals)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Means of the lives that begin alike.
+class Snapshots:
+    """Costs of a job's snapshots; intervals are those of the disk, arrays are `(intervals,)`.
 
-    Attributes:
-        stall: share of them.
-        trained_seconds: since the checkpoint of their own, or the restart, until they end.
-        durable: probability that a checkpoint of their own is durable.
-    """
+    A snapshot is complete an iteration later, before the next update. A failure that leaves the memory goes back to the
+    newest complete one. A failure of a machine goes back to the newest whole replica: a transfer begins with the newest
+    snapshot, when the one before has ended.
 
-    stall: Array
-    trained_seconds: Array
-    durable: Array
-
-
-@dataclass(frozen=True)
-class _Life:
-    """Means over all lives, and of the failures that go back to the disk.
-
-    Attributes:
-        failures_per_second: at least RARE_PER_PERIOD.
-        stall: share of the wall time.
-        trained_seconds: as in `_Part`.
-        durable: as in `_Part`.
-        ended: probability that a checkpoint of its own is durable, or that it ends by such a failure.
-        renewed: share of such failures with no other one since the same checkpoint.
-    """
-
-    failures_per_second: Array
-    stall: Array
-    trained_seconds: Array
-    durable: Array
-    ended: Array
-    renewed: Array
-
-    @property
-    def redone_seconds(self) -> Array:
-        """Training since the checkpoint that such a failure goes back to, over the lives since then."""
-        return numpy.asarray(self.trained_seconds / self.ended)
-
-
-def _joined(rate: Array, disk_share: float, own: _Part, other: _Part, begun: Array) -> _Life:
-    """All lives, by the failures before them.
+    A window of W iterations is a state that is whole W iterations later, and stalls nothing more: it goes on all the
+    time. A failure then costs W to 2 W iterations. Each window that ends while no other is sent goes to the peers.
 
     Args:
-        rate: of all failures.
-        disk_share: share of the failures that go back to the disk.
-        own: lives after such a failure.
-        other: lives after another one.
-        begun: probability that a life after such a failure gets to train at all.
+        job: its inputs.
+        memory: its snapshots.
     """
-    rest = 1 - disk_share
-    stall = disk_share * begun * own.stall + rest * other.stall
-    trained = disk_share * own.trained_seconds + rest * other.trained_seconds
-    durable = disk_share * own.durable + rest * other.durable
-    # After a life that ends otherwise, the next one decides.
-    later = other.durable / (1 - (1 - other.durable) * rest)
-    renewed = own.durable + (1 - own.durable) * rest * later
-    return _Life(rate, stall, trained, durable, 1 - (1 - durable) * rest, renewed)
+
+    def __init__(self, job: PlannerInputs, memory: MemoryTier) -> None:
+        self._job, self._memory = job, memory
+        self._process = job.failures_per_second * job.share("process")
+        self._machine = job.failures_per_second * (job.share("machine") if memory.replica_seconds is not None else 0.0)
+        self._replica_seconds = memory.replica_seconds or 0.0
+
+    def best(self, intervals: Array) -> Array:
+        """Iterations between snapshots, at most the interval; of windows their length.
+
+        By Young's formula, for the failures that go back to snapshots, and for those alone that leave the memory: a
+        slow network replicates as often whatever this interval is. Also the time of a transfer, within which no
+        snapshot waits for the network. Of the two next numbers of snapshots in an interval for each of these, the
+        cheapest: within 1% of the best of all. Where that exceeds the longest allowed, the fewest that do not.
+
+        Args:
+            intervals: in iterations.
+        """
+        memory, seconds = self._memory, self._job.iteration_seconds
+        if memory.interval_iterations is not None:
+            fixed = numpy.full_like(intervals, float(memory.interval_iterations))
+            return fixed if memory.window else numpy.minimum(fixed, intervals)
+        with numpy.errstate(all="ignore"):
+            rates = numpy.array([self._process + self._machine, self._process])
+            wanted = numpy.array([*numpy.sqrt(2 * memory.stall_seconds / rates), self._replica_seconds]) / seconds
+            counts = []
+            for one in wanted:
+                few = numpy.floor(intervals / numpy.clip(one if one > 0 else intervals, 1.0, intervals))
+                counts += [few, few + 1]
+            options = numpy.ceil(intervals / numpy.stack(counts))
+            costs = numpy.stack([self._cost(option, intervals) for option in options])
+            cheapest = numpy.argmin(numpy.where(numpy.isnan(costs), numpy.inf, costs), axis=0)
+            planned: Array = numpy.take_along_axis(options, cheapest[None], axis=0)[0]
+            longest = math.inf if memory.longest_iterations is None else float(memory.longest_iterations)
+            fewest = numpy.ceil(intervals / numpy.minimum(intervals, longest))
+            return numpy.where(planned > longest, numpy.ceil(intervals / fewest), planned)
+
+    def per_second(self, intervals: Array) -> Array:
+        """Seconds lost per second of wall time: stalls, and failures that go back to snapshots or replicas.
+
+        Args:
+            intervals: in iterations.
+        """
+        with numpy.errstate(all="ignore"):
+            return self._cost(self.best(intervals), intervals)
+
+    def stall_per_second(self, every: Array, intervals: Array) -> Array:
+        """Share of the wall time in stalls of snapshots beside those of the checkpoints.
+
+        Args:
+            every: iterations between snapshots.
+            intervals: in iterations.
+        """
+        with numpy.errstate(all="ignore"):
+            stalls = per_interval(every, intervals) * self._memory.stall_seconds
+            return numpy.asarray(stalls / (intervals * self._job.iteration_seconds + self._job.stall_seconds + stalls))
+
+    def process_seconds(self, every: Array) -> Array:
+        """Mean training that a failure loses that leaves the machines.
+
+        Args:
+            every: iterations between snapshots.
+        """
+        with numpy.errstate(all="ignore"):
+            trained = every * self._job.iteration_seconds
+            whole = trained if self._memory.window else numpy.full_like(trained, self._job.iteration_seconds)
+            return self._lost(trained, self._memory.stall_seconds, whole)
+
+    def machine_seconds(self, every: Array, intervals: Array) -> Array:
+        """Mean training that a failure loses that takes a machine, where replicas are on others.
+
+        Args:
+            every: iterations between snapshots.
+            intervals: in iterations; the disk may be nearer than a replica over a slow network; not of windows.
+        """
+        with numpy.errstate(all="ignore"):
+            trained, transfer = every * self._job.iteration_seconds, self._replica_seconds
+            if self._memory.window:
+                apart = numpy.maximum(numpy.ceil(transfer / trained), 1.0) * trained
+                return self._lost(apart, 0.0, transfer + trained)
+            waiting = numpy.where(transfer > trained, trained / 2, 0.0)
+            apart = numpy.maximum(trained, transfer)
+            replicated = self._lost(apart, 0.0, numpy.full_like(trained, transfer)) + waiting
+            return numpy.asarray(numpy.fmin(replicated, self._disk_seconds(intervals)))
+
+    def _disk_seconds(self, intervals: Array) -> Array:
+        return intervals * self._job.iteration_seconds / 2 + self._job.persist_seconds
+
+    def _cost(self, every: Array, intervals: Array) -> Array:
+        disk, process = self._disk_seconds(intervals), self.process_seconds(every)
+        if self._memory.window:  # one that is longer than the interval of the disk is not what a failure goes back to
+            process = numpy.fmin(process, disk)
+        machine = self._machine * numpy.fmin(self.machine_seconds(every, intervals), disk) if self._machine > 0 else 0.0
+        return numpy.asarray(self.stall_per_second(every, intervals) + self._process * process + machine)
+
+    def _lost(self, trained: Array, stall_seconds: float, until_whole: Array) -> Array:
+        """Mean training since the newest whole state, or the restart, in lives that any failure ends (`Costs`)."""
+        period = trained + stall_seconds
+        rate = numpy.maximum(self._job.failures_per_second, 1e-9 / period)
+        stalled = -numpy.expm1(-rate * stall_seconds) * numpy.exp(-rate * trained) / -numpy.expm1(-rate * period)
+        whole = numpy.exp(-rate * (period + until_whole))
+        kept = whole * rate * (trained + trained / numpy.expm1(rate * period))
+        return numpy.asarray((1 - stalled - kept) / rate)
+
+
+def per_interval(every: Array, intervals: Array) -> Array:
+    """Snapshots in memory alone between two checkpoints on the disk.
+
+    Args:
+        every: iterations between snapshots.
+        intervals: between checkpoints, in iterations.
+    """
+    return numpy.asarray(numpy.ceil(intervals / every) - 1)
 
 
 def cheapest(cost: Callable[[Array], Array], lowest: int, highest: int) -> int:

@@ -37,7 +37,8 @@ from cpsr.planner.inputs import (
     PlannerInputs,
     RecoveryCost,
 )
-from cpsr.planner.plan import LEAST_COST, Plan, make_plan, policy_names
+from cpsr.planner.plan import Plan
+from cpsr.planner.planning import LEAST_COST, make_plan, policy_names
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
 from cpsr.predictor.watch import WATCH_ITERATIONS
 from cpsr.tables import print_table

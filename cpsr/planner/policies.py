@@ -14,9 +14,8 @@ subtrahend: too long by `r T_s / (B + r)`.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from cpsr.planner.inputs import ITERATIONS_MAX, PlannerInputs, in_iterations, whole_iterations
 
@@ -27,14 +26,15 @@ __all__ = [
     "SHORTEST",
     "SHORTEST_TAKEN",
     "Choice",
-    "Daly",
     "PaperTerms",
     "Rule",
-    "Theorem",
-    "Young",
+    "chosen_interval",
+    "daly",
     "linear_terms",
     "paper_terms",
+    "theorem1",
     "unusual_inputs",
+    "young",
 ]
 
 SHORTEST = 1
@@ -60,68 +60,59 @@ class Choice:
     note: str = ""
 
 
-class Rule(Protocol):
-    """Chooses an interval from the inputs of a job."""
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """The interval by the rule, before any bound."""
+Rule = Callable[[PlannerInputs], Choice]
+"""Chooses an interval for a job before any bound; SHORTEST or LONGEST where an input is zero, infinite or unknown."""
 
 
-class Young:
+def young(inputs: PlannerInputs) -> Choice:
     """`T_c = sqrt(2 T_s M)`, with T_s the stall of a checkpoint and M the mean time between failures.
 
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """Young's interval; a bound where an input is zero, infinite or unknown."""
-        stall, mtbf = inputs.stall_seconds, _mtbf_seconds(inputs)
-        # The product of the roots cannot overflow; the root of the product could.
-        seconds = math.sqrt(2) * math.sqrt(stall) * math.sqrt(mtbf) if stall >= 0 and mtbf >= 0 else math.nan
-        return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)), unusual_inputs(inputs))
+    stall, mtbf = inputs.stall_seconds, _mtbf_seconds(inputs)
+    # The product of the roots cannot overflow; the root of the product could.
+    seconds = math.sqrt(2) * math.sqrt(stall) * math.sqrt(mtbf) if stall >= 0 and mtbf >= 0 else math.nan
+    return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)), unusual_inputs(inputs))
 
 
-class Daly:
+def daly(inputs: PlannerInputs) -> Choice:
     """`T_c = sqrt(2 T_s M) (1 + sqrt(T_s / (2 M)) / 3 + T_s / (18 M)) - T_s` for `T_s < 2 M`, else M.
 
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3),
     2006: the expansion of the minimum of his exact wall time for exponential failures.
     """
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """Daly's interval; a bound where an input is zero, infinite or unknown."""
-        stall, mtbf, note = inputs.stall_seconds, _mtbf_seconds(inputs), unusual_inputs(inputs)
-        if not (stall >= 0 and mtbf >= 0):
-            return Choice(SHORTEST, note)
-        if math.isinf(mtbf):
-            return Choice(SHORTEST if stall == 0 else LONGEST, note)
-        if stall >= 2 * mtbf:
-            seconds = mtbf
-        else:
-            ratio = math.sqrt(stall / (2 * mtbf))
-            seconds = 2 * mtbf * ratio * (1 + ratio / 3 + ratio * ratio / 9) - stall
-        return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)), note)
+    stall, mtbf, note = inputs.stall_seconds, _mtbf_seconds(inputs), unusual_inputs(inputs)
+    if not (stall >= 0 and mtbf >= 0):
+        return Choice(SHORTEST, note)
+    if math.isinf(mtbf):
+        return Choice(SHORTEST if stall == 0 else LONGEST, note)
+    seconds = mtbf
+    if stall < 2 * mtbf:
+        ratio = math.sqrt(stall / (2 * mtbf))
+        seconds = 2 * mtbf * ratio * (1 + ratio / 3 + ratio * ratio / 9) - stall
+    return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)), note)
 
 
-class Theorem:
-    """`T_c = tau1 / (B + lambda sqrt(A / T_s))`, as printed.
+def theorem1(inputs: PlannerInputs) -> Choice:
+    """`T_c = tau1 / (B + lambda sqrt(A / T_s))`, as printed; a bound where its derivation has no solution.
 
     Source: CPSR, Theorem 1 (Eq. 16).
     """
-
-    def choose(self, inputs: PlannerInputs) -> Choice:
-        """The theorem's interval; a bound where its derivation has no solution."""
-        terms = linear_terms(inputs)
-        if isinstance(terms, Choice):
-            return terms
-        iterations = terms.tau1 / (terms.decay_per_iteration + terms.rate_per_iteration)
-        if iterations < 1:
-            return Choice(SHORTEST, f"the optimum of {iterations:.3g} iterations is shorter than one")
-        return Choice(whole_iterations(iterations))
+    terms = linear_terms(inputs)
+    if isinstance(terms, Choice):
+        return terms
+    return chosen_interval(terms.tau1 / (terms.decay_per_iteration + terms.rate_per_iteration))
 
 
 # The rules of a running job beside `cpsr`, the interval of least cost.
-POLICIES: Mapping[str, Rule] = {"theorem1": Theorem(), "young": Young(), "daly": Daly()}
+POLICIES: Mapping[str, Rule] = {"theorem1": theorem1, "young": young, "daly": daly}
+
+
+def chosen_interval(iterations: float) -> Choice:
+    """The choice of a computed optimum, which may be shorter than one iteration."""
+    if iterations < 1:
+        return Choice(SHORTEST, f"the optimum of {iterations:.3g} iterations is shorter than one")
+    return Choice(whole_iterations(iterations))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy
 
-from cpsr.planner.explanation import INPUT_FIELDS, RECOVERY_LINE
 from cpsr.planner.inputs import (
     SECONDS_PER_HOUR,
     FailureClass,
@@ -16,7 +15,8 @@ from cpsr.planner.inputs import (
     PhaseInputs,
     PlannerInputs,
 )
-from cpsr.planner.plan import LEAST_COST, Plan, RecoveryMode, make_plan, policy_names
+from cpsr.planner.plan import Plan
+from cpsr.planner.planning import INPUT_FIELDS, LEAST_COST, RECOVERY_LINE, RecoveryMode, make_plan, policy_names
 from cpsr.planner.recovery_curve import EndCostCurve
 
 __all__ = ["Basis", "Change", "basis_of", "preview"]
@@ -100,29 +100,27 @@ def preview(
 
 
 def _changed(inputs: PlannerInputs, change: Change, state_bytes: float | None) -> dict[str, Any]:
+    """The changed times and rates by name; those of bytes need the size of the checkpoints."""
     changed: dict[str, Any] = {}
     if change.mtbf_hours is not None:
         changed["failures_per_second"] = 1 / (change.mtbf_hours * SECONDS_PER_HOUR)
-    if (change.state_bytes, change.snapshot_bytes_per_second, change.persist_bytes_per_second) == (None, None, None):
-        return changed
     size = state_bytes if change.state_bytes is None else change.state_bytes
-    if size is None:
-        raise ValueError("the size of a checkpoint is not known yet, and without it bandwidths give no times")
-    figures = {"stall_seconds": inputs.stall_seconds, "persist_seconds": inputs.persist_seconds}
-    rates = {
-        "stall_seconds": change.snapshot_bytes_per_second,
-        "persist_seconds": change.persist_bytes_per_second,
-    }
+    snapshot, persist = change.snapshot_bytes_per_second, change.persist_bytes_per_second
+    times = [
+        ("stall_seconds", inputs.stall_seconds, snapshot),
+        ("persist_seconds", inputs.persist_seconds, persist),
+    ]
     if inputs.memory is not None:
-        figures["memory_stall_seconds"] = inputs.memory.stall_seconds
-        rates["memory_stall_seconds"] = change.snapshot_bytes_per_second
-    for name, rate in rates.items():
-        if rate is not None:
-            changed[name] = size / rate
+        times.append(("memory_stall_seconds", inputs.memory.stall_seconds, snapshot))
+    for name, seconds, bytes_per_second in times:
+        if bytes_per_second is not None:
+            if size is None:
+                raise ValueError("the size of a checkpoint is not known yet, and without it bandwidths give no times")
+            changed[name] = size / bytes_per_second
         elif change.state_bytes is not None:
             if not state_bytes:
                 raise ValueError(f"the size of a checkpoint is not known yet, and {name} cannot be scaled with it")
-            changed[name] = figures[name] * size / state_bytes
+            changed[name] = seconds * change.state_bytes / state_bytes
     return changed
 
 
@@ -139,35 +137,25 @@ def _inputs(explanation: Mapping[str, Any]) -> PlannerInputs:
         line = [float(recorded["recovery_line"][name]) for name in RECOVERY_LINE]
         covariance = numpy.array(recorded["recovery_covariance"], dtype=numpy.float64)
         figures["recovery"] = EndCostCurve.of_estimate(line, covariance, SCATTER_ITERATIONS, recorded["recovery_curve"])
-    classes = {
-        scope: FailureClass(float(one["share"]), float(one["prior_share"]), int(one["seen"]))
-        for scope, one in explanation["classes"].items()
-    }
+    if (memory := explanation["memory"]) is not None:
+        replica = recorded.get("replica_seconds")
+        figures["memory"] = MemoryTier(
+            float(recorded["memory_stall_seconds"]),
+            memory["configured_iterations"],
+            None if replica is None else float(replica),
+            memory["windows"],
+            memory["longest_iterations"],
+        )
+    loads = {place: recorded.get(f"{place}_load_seconds") for place in ("disk", "memory")}
     return PlannerInputs(
         **figures,
         origins={name: Origin(**origin) for name, origin in explanation["origins"].items()},
-        classes=classes,
-        memory=_memory(explanation),
-        load_seconds={
-            place: float(recorded[name])
-            for place in ("disk", "memory")
-            if (name := f"{place}_load_seconds") in recorded
+        classes={
+            scope: FailureClass(float(one["share"]), float(one["prior_share"]), int(one["seen"]))
+            for scope, one in explanation["classes"].items()
         },
+        load_seconds={place: float(seconds) for place, seconds in loads.items() if seconds is not None},
         lost_share=float((explanation["prices"] or {}).get("lost_share", 1.0)),
-    )
-
-
-def _memory(explanation: Mapping[str, Any]) -> MemoryTier | None:
-    recorded, memory = explanation["inputs"], explanation["memory"]
-    if memory is None:
-        return None
-    replica = recorded.get("replica_seconds")
-    return MemoryTier(
-        float(recorded["memory_stall_seconds"]),
-        memory["configured_iterations"],
-        None if replica is None else float(replica),
-        memory["windows"],
-        memory["longest_iterations"],
     )
 
 

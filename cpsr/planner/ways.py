@@ -2,37 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy
 
-from cpsr.journal import FailureScope
-from cpsr.planner.cost import Costs
-from cpsr.planner.inputs import PlannerInputs, plain
+from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.recovery_curve import EndCostCurve, Row, as_row
 
-__all__ = [
-    "WAYS",
-    "Prices",
-    "Way",
-    "WayName",
-    "exact_price",
-    "explain_ways",
-    "in_order",
-    "predicted_price",
-    "ways_of",
-]
+__all__ = ["HOW", "Prices", "Way", "WayName", "exact_price", "in_order", "predicted_price"]
 
 WayName = Literal["memory", "replica", "window", "predicted", "disk"]
 
-# What each class of failures leaves, in the order of the recovery ladder: it decides between equal costs.
-WAYS: Mapping[FailureScope, tuple[WayName, ...]] = {
-    "process": ("memory", "window", "predicted", "disk"),
-    "machine": ("replica", "window", "predicted", "disk"),
-    "everything": ("predicted", "disk"),
-}
-_HOW = {
+HOW: Mapping[WayName, str] = {
     "memory": "exact, from the newest snapshot in host memory",
     "replica": "exact, from the newest replica on another machine",
     "window": "exact, by replaying the newest window that is whole",
@@ -93,60 +75,6 @@ def _goes_before(predicted: Way, exact: Way) -> bool:
     return exact.name == "disk" or (exact.name == "window" and predicted.safe_seconds < exact.seconds)
 
 
-def ways_of(
-    job: PlannerInputs,
-    interval_iterations: int,
-    memory_interval_iterations: int | None,
-    scope: FailureScope,
-    predictable_iterations: int | None = None,
-) -> list[Way]:
-    """What the ways of a class are expected to cost; those that are not possible are left out.
-
-    Args:
-        job: its inputs.
-        interval_iterations: between checkpoints.
-        memory_interval_iterations: between snapshots in host memory; None without any.
-        scope: the class.
-        predictable_iterations: longest interval to predict from; None: no limit is known.
-    """
-    costs, disk, loads = Costs(job), numpy.array([float(interval_iterations)]), job.load_seconds
-    recomputed = float(costs.recovery_seconds(disk, "recompute")[0])
-    found: dict[WayName, Way] = {"disk": Way("disk", recomputed, 0.0, loads.get("disk", 0.0))}
-    possible = predictable_iterations is None or interval_iterations <= predictable_iterations
-    horizon = math.inf if job.recovery is None else float(costs.horizon_iterations(disk, "predict")[0])
-    if job.recovery is not None and possible and math.isfinite(horizon):  # else no checkpoint is ever durable
-        deviation = 0.0  # not known of other curves
-        if isinstance(job.recovery, EndCostCurve):
-            deviation = job.recovery.deviation_iterations(horizon, interval_iterations) * job.iteration_seconds
-        cost = float(costs.recovery_seconds(disk, "predict")[0])
-        found["predicted"] = Way("predicted", cost, deviation, loads.get("disk", 0.0))
-    if job.memory is not None and costs.snapshots is not None and memory_interval_iterations is not None:
-        every, load = numpy.array([float(memory_interval_iterations)]), loads.get("memory", 0.0)
-        if scope == "process":
-            name: WayName = "window" if job.memory.window else "memory"
-            found[name] = Way(name, float(costs.snapshots.process_seconds(every)[0]), 0.0, load)
-        elif job.memory.replica_seconds is not None:
-            name = "window" if job.memory.window else "replica"
-            found[name] = Way(name, float(costs.snapshots.machine_seconds(every, disk)[0]), 0.0, load)
-    return [found[name] for name in WAYS[scope] if name in found]
-
-
-def explain_ways(ways: Sequence[Way], job: PlannerInputs) -> list[dict[str, Any]]:
-    """Ways in their order as JSON values, each with how it comes back; keys name their units."""
-    second = 1 / job.iteration_seconds if job.iteration_seconds > 0 else math.nan
-    return [
-        {
-            "way": way.name,
-            "loss_iterations": plain(way.loss_seconds * second),
-            "deviation_iterations": plain(way.deviation_seconds * second),
-            "load_seconds": plain(way.load_seconds),
-            "seconds": plain(way.seconds),
-            "how": _HOW[way.name],
-        }
-        for way in ways
-    ]
-
-
 @dataclass(frozen=True)
 class Prices:
     """What a plan leaves in checkpoints, by which a restart compares the states that it finds.
@@ -195,28 +123,12 @@ class Prices:
         if tree is None:
             return None
         line, covariance = tree["line"], tree["covariance"]
-        rows = None if covariance is None else [as_row(row) for row in covariance]
-        return cls(
-            float(tree["iteration_seconds"]),
-            float(tree["predict_seconds"]),
-            {str(place): float(seconds) for place, seconds in tree["load_seconds"].items()},
-            None if line is None else as_row(line),
-            None if rows is None else (rows[0], rows[1], rows[2]),
-            int(tree["interval_iterations"]),
-            float(tree["lost_share"]),
-        )
+        rows = None if covariance is None else tuple(as_row(row) for row in covariance)
+        return cls(**{**tree, "line": None if line is None else as_row(line), "covariance": rows})
 
     def to_tree(self) -> dict[str, Any]:
         """As plain data."""
-        return {
-            "iteration_seconds": self.iteration_seconds,
-            "predict_seconds": self.predict_seconds,
-            "load_seconds": dict(self.load_seconds),
-            "line": None if self.line is None else list(self.line),
-            "covariance": None if self.covariance is None else [list(row) for row in self.covariance],
-            "interval_iterations": self.interval_iterations,
-            "lost_share": self.lost_share,
-        }
+        return asdict(self)
 
     def repeated(self, name: WayName, iterations: int) -> Way:
         """An exact state that is so many iterations older than the failure."""

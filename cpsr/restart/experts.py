@@ -6,15 +6,18 @@ A checkpoint may leave experts out. After a restart these go on as they were sav
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cpsr.checkpoint.memory_reader import ages_in_memory, load_memory_state, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.experts.saving import ExpertSaving
 from cpsr.journal import Beginning
 from cpsr.ranks.group import Group
 from cpsr.restart.restored import Restored
 from cpsr.state.shard import Shard
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.saving import ExpertSaving
 
 __all__ = [
     "OlderExperts",
@@ -149,7 +152,7 @@ def _load(snapshot: Snapshot, state: MemoryState, names: Sequence[str]) -> set[s
     return set(names)
 
 
-def with_lost_tokens(restored: Restored, experts: ExpertSaving | None, group: Group) -> Restored:
+def with_lost_tokens(restored: Restored, experts: "ExpertSaving | None", group: Group) -> Restored:
     """Add the tokens that experts have lost to the guard's measurements; a collective.
 
     Args:

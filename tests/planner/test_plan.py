@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.planner.inputs import Bounds, Limits, PlannerInputs, RecoveryCost, bounds_of
-from cpsr.planner.plan import Plan, fixed_plan, make_plan, policy_names
+from cpsr.planner.plan import Plan, fixed_plan
+from cpsr.planner.planning import make_plan, policy_names
 from cpsr.planner.policies import POLICIES
 from cpsr.planner.recovery_curve import PaperCurve
 from tests.planner.jobs import (
@@ -74,7 +75,7 @@ def test_nothing_is_cheaper_by_more_than_two_per_cent(
     bounds = bounds_of(inputs, WIDE, "recompute")
     assert bounds is not None
     for rule in POLICIES.values():
-        interval = bounds.clamp(rule.choose(inputs).interval_iterations)[0]
+        interval = bounds.clamp(rule(inputs).interval_iterations)[0]
         assert cost <= 1.02 * cost_per_second(inputs, numpy.array([float(interval)]), "recompute")[0]
 
 

@@ -14,23 +14,23 @@ from cpsr.planner.policies import (
     POLICIES,
     SHORTEST,
     Choice,
-    Daly,
     PaperTerms,
     Rule,
-    Theorem,
-    Young,
+    daly,
     paper_terms,
+    theorem1,
+    young,
 )
 from tests.planner.jobs import HOUR, JOB, PHASE, any_job, job
 
 
 def chosen(rule: Rule, **fields: float) -> int:
-    return rule.choose(job(**fields)).interval_iterations
+    return rule(job(**fields)).interval_iterations
 
 
 def test_young_by_hand() -> None:
     # sqrt(2 * 0.5 s * 43,200 s) = 207.846 s, at 1.5 s an iteration: 138.56
-    assert chosen(Young(), stall_seconds=0.5, iteration_seconds=1.5) == 139
+    assert chosen(young, stall_seconds=0.5, iteration_seconds=1.5) == 139
 
 
 @pytest.mark.parametrize(
@@ -47,15 +47,15 @@ def test_young_by_hand() -> None:
     ],
 )
 def test_young_at_the_limits_says_what_is_unusual(stall: float, iteration: float, interval: int) -> None:
-    choice = Young().choose(job(stall_seconds=stall, iteration_seconds=iteration))
+    choice = young(job(stall_seconds=stall, iteration_seconds=iteration))
     assert choice.interval_iterations == interval
     assert choice.note
 
 
 def test_no_failures_expected_is_no_checkpoint() -> None:
     inputs = PlannerInputs(1.0, 0.5, 1.0, 0.0)
-    for rule in (Young(), Daly()):
-        assert rule.choose(inputs).interval_iterations == LONGEST
+    for rule in (young, daly):
+        assert rule(inputs).interval_iterations == LONGEST
 
 
 @given(st.floats(0.1, 1000.0), st.floats(0.05, 100.0))
@@ -68,17 +68,17 @@ def test_daly_is_the_minimum_of_his_wall_time(stall: float, mtbf_hours: float) -
     def wall_time(interval: float) -> float:
         return mtbf * math.expm1((interval + stall) / mtbf) / interval
 
-    daly = chosen(Daly(), mtbf_hours=mtbf_hours, stall_seconds=stall, iteration_seconds=seconds) * seconds
+    by_daly = chosen(daly, mtbf_hours=mtbf_hours, stall_seconds=stall, iteration_seconds=seconds) * seconds
     every = numpy.geomspace(stall / 100, 10 * mtbf, 20_000)
     with numpy.errstate(over="ignore"):
         least = float(numpy.min(mtbf * numpy.expm1((every + stall) / mtbf) / every))
-    assert wall_time(daly) <= least * 1.001
-    young = chosen(Young(), mtbf_hours=mtbf_hours, stall_seconds=stall, iteration_seconds=seconds) * seconds
-    assert wall_time(daly) <= wall_time(young) * (1 + 1e-6)
+    assert wall_time(by_daly) <= least * 1.001
+    by_young = chosen(young, mtbf_hours=mtbf_hours, stall_seconds=stall, iteration_seconds=seconds) * seconds
+    assert wall_time(by_daly) <= wall_time(by_young) * (1 + 1e-6)
 
 
 def test_daly_beyond_his_range_takes_the_mean_time_between_failures() -> None:
-    assert chosen(Daly(), mtbf_hours=1.0, stall_seconds=3 * HOUR, iteration_seconds=1.0) == 3600
+    assert chosen(daly, mtbf_hours=1.0, stall_seconds=3 * HOUR, iteration_seconds=1.0) == 3600
 
 
 def test_terms_are_in_iterations() -> None:
@@ -108,7 +108,7 @@ def test_terms_are_in_iterations() -> None:
     ],
 )
 def test_where_the_theorem_has_no_solution_the_bounds_decide(inputs: PlannerInputs, interval: int, word: str) -> None:
-    choice = Theorem().choose(inputs)
+    choice = theorem1(inputs)
     assert choice.interval_iterations == interval
     assert word in choice.note
     assert "allowed interval is taken" in choice.note
@@ -117,7 +117,7 @@ def test_where_the_theorem_has_no_solution_the_bounds_decide(inputs: PlannerInpu
 @given(any_job())
 def test_any_input_gives_an_interval(inputs: PlannerInputs) -> None:
     for rule in POLICIES.values():
-        choice = rule.choose(inputs)
+        choice = rule(inputs)
         assert isinstance(choice, Choice)
         assert isinstance(choice.interval_iterations, int)
         assert SHORTEST <= choice.interval_iterations <= LONGEST

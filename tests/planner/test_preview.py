@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, Origin, PhaseInputs, PlannerInputs
-from cpsr.planner.plan import fixed_plan, make_plan
+from cpsr.planner.plan import fixed_plan
+from cpsr.planner.planning import make_plan
 from cpsr.planner.preview import Change, basis_of, preview
 from cpsr.planner.recovery_curve import EndCostCurve
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.journal import FailureScope
-from cpsr.planner.cost import Costs
+from cpsr.planner.cost import Costs, per_interval
 from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, PlannerInputs
-from cpsr.planner.plan import fixed_plan, make_plan, with_memory
-from cpsr.planner.snapshots import per_interval
+from cpsr.planner.plan import fixed_plan
+from cpsr.planner.planning import make_plan, with_memory
 from tests.planner.jobs import HOUR, cost_per_second, end_cost, job
 
 

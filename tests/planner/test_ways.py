@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from cpsr.journal import FailureScope
 from cpsr.planner.cost import Costs
 from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, PlannerInputs
-from cpsr.planner.plan import Plan, make_plan
-from cpsr.planner.ways import WAYS, Prices, Way, in_order, ways_of
+from cpsr.planner.plan import Plan
+from cpsr.planner.planning import WAYS, make_plan, ways_of
+from cpsr.planner.ways import Prices, Way, in_order
 from tests.planner.jobs import end_cost, job
 
 SECONDS = 0.6

@@ -21,7 +21,8 @@ from cpsr.journal import (
     StepRow,
 )
 from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, Origin, PlannerInputs
-from cpsr.planner.plan import Plan, make_plan
+from cpsr.planner.plan import Plan
+from cpsr.planner.planning import make_plan
 from cpsr.planner.recovery_curve import EndCostCurve
 
 FLUSH_SECONDS = 20.0

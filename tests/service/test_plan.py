@@ -10,7 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from cpsr.journal import CheckpointRow, Journal, PhaseRow, latest_override
-from cpsr.planner.plan import fixed_plan, make_plan
+from cpsr.planner.plan import fixed_plan
+from cpsr.planner.planning import make_plan
 from tests.service.journals import (
     LIMITS,
     error_of,

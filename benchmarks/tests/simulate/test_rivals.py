@@ -9,35 +9,27 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 
-from cpsr.benchmarks.simulate.rivals import RULES, CheckFreq, Gemini, PCcheck, Sinh, Untruncated, exact_iterations
+from cpsr.benchmarks.simulate.rivals import RULES, checkfreq, exact_iterations, gemini, pccheck, sinh, untruncated
 from cpsr.planner.inputs import PhaseInputs, PlannerInputs
-from cpsr.planner.policies import LONGEST, SHORTEST, Choice, PaperTerms, Rule, Theorem, paper_terms
+from cpsr.planner.policies import LONGEST, SHORTEST, Choice, PaperTerms, paper_terms, theorem1
 from tests.planner.jobs import PHASE, any_job, cost_per_second, job
-
-
-def chosen(rule: Rule, **fields: float) -> int:
-    return rule.choose(job(**fields)).interval_iterations
 
 
 def test_checkfreq_by_hand() -> None:
     # 45 s to the disk are 30 iterations of 1.5 s; a stall of 1.2 s in 45 s is 2.67%, in 61.5 s (41) it is 1.95%.
-    job_seconds = {"stall_seconds": 1.2, "iteration_seconds": 1.5, "persist_seconds": 45.0}
-    assert chosen(CheckFreq(0.02), **job_seconds) == 40
-    assert chosen(CheckFreq(0.035), **job_seconds) == 30
-    assert chosen(CheckFreq(0.0), **job_seconds) == LONGEST
+    inputs = job(stall_seconds=1.2, iteration_seconds=1.5, persist_seconds=45.0)
+    assert [checkfreq(inputs, limit).interval_iterations for limit in (0.02, 0.035)] == [40, 30]
 
 
 def test_pcchecks_tolerance_is_a_factor() -> None:
     # 45 s to the disk, two at a time, between iterations of 1.02 * 1.5 s: 14.7.
-    assert chosen(PCcheck(1.02, 2), persist_seconds=45.0, iteration_seconds=1.5) == 15
-    # Twice as slow is twice as often; a fraction of 0.02 would make it 50 times as rare.
-    assert chosen(PCcheck(2.04, 2), persist_seconds=45.0, iteration_seconds=1.5) == 8
+    assert pccheck(job(persist_seconds=45.0, iteration_seconds=1.5)).interval_iterations == 15
 
 
 @given(st.floats(0.01, 100.0), st.floats(0.1, 100.0), st.floats(0.05, 100.0))
 def test_no_interval_is_cheaper_than_the_oracles(stall: float, iteration: float, mtbf_hours: float) -> None:
     inputs = job(mtbf_hours, stall_seconds=stall, iteration_seconds=iteration)
-    interval = Gemini().choose(inputs).interval_iterations
+    interval = gemini(inputs).interval_iterations
     every = numpy.unique(numpy.rint(numpy.geomspace(1, 1e6, 2000)))
     cost = cost_per_second(inputs, numpy.array([float(interval)]), "recompute")[0]
     assert cost <= cost_per_second(inputs, every, "recompute").min() * (1 + 1e-9)
@@ -98,7 +90,7 @@ def test_the_theorem_is_too_long_by_what_it_truncates(hours: float, stall: float
     inputs = job(hours, stall_seconds=stall, phase=replace(PHASE, tau1_per_checkpoint=tau1))
     these = paper_terms(inputs)
     assert isinstance(these, PaperTerms)
-    printed, whole = Theorem().choose(inputs), Untruncated().choose(inputs)
+    printed, whole = theorem1(inputs), untruncated(inputs)
     assume(not printed.note and not whole.note and printed.interval_iterations < LONGEST)
     rate = these.rate_per_iteration
     excess = rate * these.stall_iterations / (these.decay_per_iteration + rate)
@@ -123,7 +115,7 @@ def test_ten_minutes_between_failures_make_the_theorem_much_too_long() -> None:
     assert these.deviation_iterations == pytest.approx(32.9, abs=0.05)
     assert these.decay_per_iteration == pytest.approx(-7.0e-4)
     assert these.rate_per_iteration == pytest.approx(8.1e-4, abs=5e-6)
-    chosen = [rule.choose(inputs) for rule in (Theorem(), Untruncated(), Sinh())]
+    chosen = [rule(inputs) for rule in (theorem1, untruncated, sinh)]
     assert [choice.interval_iterations for choice in chosen] == [447, 84, 83]
     assert not any(choice.note for choice in chosen)
 
@@ -131,7 +123,7 @@ def test_ten_minutes_between_failures_make_the_theorem_much_too_long() -> None:
 @given(any_job())
 def test_any_input_gives_an_interval(inputs: PlannerInputs) -> None:
     for rule in RULES.values():
-        choice = rule.choose(inputs)
+        choice = rule(inputs)
         assert isinstance(choice, Choice)
         assert isinstance(choice.interval_iterations, int)
         assert SHORTEST <= choice.interval_iterations <= LONGEST

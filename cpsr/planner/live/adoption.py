@@ -13,7 +13,8 @@ from cpsr.errors import JournalError
 from cpsr.journal import PlanOverride, latest_override
 from cpsr.planner.inputs import Limits, MemoryTier, Origin, PlannerInputs
 from cpsr.planner.live.expectations import prior_curves
-from cpsr.planner.plan import Plan, fixed_plan, make_plan
+from cpsr.planner.plan import Plan, fixed_plan
+from cpsr.planner.planning import make_plan
 
 __all__ = [
     "OverrideWatch",

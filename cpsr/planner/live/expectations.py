@@ -18,6 +18,7 @@ from cpsr.fitter.accuracy import AccuracyCurve, fit_accuracy
 from cpsr.fitter.failures import FailureClasses, FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.journal import JournalReader, LifeRow, RecoveryRow, ReportedFailure
+from cpsr.planner.plan import Schedule
 from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
@@ -29,7 +30,6 @@ __all__ = [
     "Curves",
     "FitKind",
     "Predictable",
-    "Schedule",
     "expected_costs",
     "fit_curves",
     "predictable",
@@ -52,21 +52,6 @@ HORIZON_SHARES = (0.25, 0.5, 0.75, 1.0)
 # Required probability that most recoveries are useless. Four certainly useless ones, and no useful one, suffice.
 CONFIDENCE = 0.95
 EXPECTED = "the offline prior and the kept history"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Progress of the training, as far as the expected end cost depends on it.
-
-    Attributes:
-        iteration: completed steps.
-        learning_rate: of the next one.
-        peak_learning_rate: largest so far.
-    """
-
-    iteration: int
-    learning_rate: float
-    peak_learning_rate: float
 
 
 @dataclass(frozen=True)

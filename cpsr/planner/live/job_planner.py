@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from cpsr.planner.live.adoption import (
 )
 from cpsr.planner.live.expectations import (
     Predictable,
-    Schedule,
     expected_costs,
     fit_curves,
     predictable,
@@ -43,11 +42,12 @@ from cpsr.planner.live.measurements import (
     second_moment_share,
     slowest,
 )
-from cpsr.planner.plan import Plan, fixed_plan, make_plan, with_memory
+from cpsr.planner.plan import Plan, Situation, fixed_plan
+from cpsr.planner.planning import make_plan, with_memory
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve
 from cpsr.predictor.watch import WATCH_ITERATIONS
 
-__all__ = ["JobPlanner", "Situation"]
+__all__ = ["JobPlanner"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,23 +56,6 @@ CLOSE_SECONDS = 5.0  # longer than a fit takes; an exit does not wait for a file
 FLUSH_SECONDS = 5.0  # how long the thread waits for the journal's
 # Polling interval for overrides: a query of a small file takes about a millisecond; without the file, one stat.
 OVERRIDE_POLL_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Situation:
-    """The state of the training thread when it asks for a plan.
-
-    Attributes:
-        schedule: progress of the training.
-        iteration_seconds: median of the newest iterations.
-        timed_iterations: how many these are.
-        plan: the current one.
-    """
-
-    schedule: Schedule
-    iteration_seconds: float
-    timed_iterations: int
-    plan: Plan
 
 
 class JobPlanner:
@@ -96,6 +79,9 @@ class JobPlanner:
         beta2: decay of the optimizer's second moments; 0 if it keeps none.
         accuracy: how well the predictor has predicted checkpoints; called from the planner's thread.
         straightness: of the weights' path, as the predictor has learned it, None if unknown; called likewise.
+
+    Attributes:
+        times: what checkpoints and snapshots cost this rank.
     """
 
     def __init__(
@@ -111,7 +97,7 @@ class JobPlanner:
         self._rank = rank
         self._accuracy = accuracy
         self._straightness = straightness
-        self._times = RankTimes(parameters)
+        self.times = RankTimes(parameters)
         self._window_iterations: int | None = None
         self._phases = PhaseDetector(beta2=beta2)
         self._saves: list[SaveOutcome] = []  # not processed yet
@@ -149,36 +135,19 @@ class JobPlanner:
             self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
             self._thread.start()
 
-    def begun(self) -> None:
-        """A checkpoint was begun."""
-        with self._lock:
-            self._times.begun()
-
-    def step(self, seconds: float) -> None:
-        """Add the duration of one step."""
-        with self._lock:
-            self._times.step(seconds)
-
     def note(self, outcome: SaveOutcome) -> None:
         """This rank's part of a checkpoint is durable."""
-        with self._lock:
-            self._times.durable(outcome)
-            if self._rank == 0:
+        self.times.durable(outcome)
+        if self._rank == 0:
+            with self._lock:
                 self._saves.append(outcome)
 
     def note_memory(self, stall_seconds: float) -> None:
         """A snapshot went to host memory alone, and training waited so long for it."""
-        with self._lock:
-            self._times.snapshot(stall_seconds)
-            known = self._times.snapshots == MEASURED
+        self.times.snapshot(stall_seconds)
         # A long fixed interval may have no checkpoint for hours; the interval in memory does not wait for one.
-        if known and self._plans_memory_alone and self._thread is not None:
+        if self.times.snapshots == MEASURED and self._plans_memory_alone and self._thread is not None:
             self._wake.set()
-
-    def note_replica(self, seconds: float) -> None:
-        """A snapshot was whole on another machine so long after it was taken."""
-        with self._lock:
-            self._times.replica(seconds)
 
     def note_window(self, iterations: int | None) -> None:
         """Windows of snapshots have so many iterations now, the same on all ranks; None: none are taken."""
@@ -205,15 +174,15 @@ class JobPlanner:
     def state_dict(self, plan: Plan) -> dict[str, Any]:
         """State for this rank's part of a checkpoint: its costs, the phases, and the current intervals."""
         with self._lock:
-            return {
-                **self._times.to_tree(),
-                "phases": self._phases.state_dict(),
-                "second_moment_share": self._share,
-                "interval_iterations": plan.interval_iterations,
-                "memory_interval_iterations": plan.memory_interval_iterations,
-                "mode": plan.mode,
-                "prices": plan.explanation.get("prices"),
-            }
+            followed = {"phases": self._phases.state_dict(), "second_moment_share": self._share}
+        return {
+            **self.times.to_tree(),
+            **followed,
+            "interval_iterations": plan.interval_iterations,
+            "memory_interval_iterations": plan.memory_interval_iterations,
+            "mode": plan.mode,
+            "prices": plan.explanation.get("prices"),
+        }
 
     def load_state_dict(self, state: dict[str, Any], *, replicates: bool) -> None:
         """Continue with the phases and the costs of an earlier life.
@@ -226,9 +195,9 @@ class JobPlanner:
             ValueError: it is no such state.
         """
         if state:
+            self.times.restore(state, replicates=replicates)
             with self._lock:
                 self._phases.load_state_dict(state["phases"])
-                self._times.restore(state, replicates=replicates)
                 self._share = state.get("second_moment_share")
 
     def close(self) -> None:
@@ -266,7 +235,7 @@ class JobPlanner:
         """End phases, fit at their ends, and propose."""
         with self._lock:
             situation, saves, self._saves = self._situation, self._saves, []
-            own = self._own_report()
+        own = self._own_report()
         if situation is not None:
             self._read_other_ranks(situation.schedule.iteration, run_dir, world_size)
         with self._lock:
@@ -284,8 +253,7 @@ class JobPlanner:
 
     def _replan_under_override(self, journal: RankJournal) -> None:
         """Replan because the override has changed; later if nothing is measured yet."""
-        with self._lock:
-            situation, own = self._situation, self._own_report()
+        situation, own = self._situation, self._own_report()
         fixed = self._config.checkpoint.interval_iterations is not None
         if (not fixed or self._plans_memory_alone) and situation is not None and own is not None:
             self._propose(situation, own, journal, anew=True)
@@ -303,10 +271,10 @@ class JobPlanner:
 
     def _own_report(self) -> RankReport | None:
         """This rank's costs; of no checkpoint, once snapshots in memory are known and these alone are planned."""
-        own = self._times.costs()
-        if own is None and self._plans_memory_alone and self._times.snapshots >= MEASURED:
+        own = self.times.costs()
+        if own is None and self._plans_memory_alone and self.times.snapshots >= MEASURED:
             own = RankCosts(0, 0, 0.0, 0.0, 0, None)
-        return None if own is None else RankReport(own, self._times.memory())
+        return None if own is None else RankReport(own, self.times.memory())
 
     def _read_other_ranks(self, iteration: int, run_dir: Path, world_size: int) -> None:
         """Read all ranks' costs from the newest checkpoint: at first, and then as often as a phase can end.
@@ -471,8 +439,7 @@ class JobPlanner:
         failures = curves.failures.total
         read_at = iteration if self._others_iteration is None else self._others_iteration
         ranks = 1 if self._share is None else 1 + len(self._others)
-        with self._lock:
-            samples = self._times.memory_samples()
+        samples = self.times.memory_samples()
         origins = {
             "iteration_seconds": Origin.of_samples(situation.timed_iterations, 0),
             "stall_seconds": saves,

@@ -3,6 +3,7 @@
 import logging
 import math
 import statistics
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -59,7 +60,7 @@ class RankReport:
 
 
 class RankTimes:
-    """The newest times of this rank's checkpoints and snapshots; on the training thread.
+    """The newest times of this rank's checkpoints and snapshots: noted by the training thread, read by the planner's.
 
     A checkpoint's stall is how much longer steps take from its begin until it is durable. Until a time is measured in
     this life, that of the last life stands for it.
@@ -81,60 +82,70 @@ class RankTimes:
         names = ("stall_seconds", "copy_seconds", "replica_seconds")
         self._memory: dict[str, deque[float]] = {name: deque(maxlen=MEASURED) for name in names}
         self._memory_before: dict[str, float] = {}
+        self._lock = threading.Lock()
         self.snapshots = 0
 
     def begun(self) -> None:
         """A checkpoint was begun."""
-        self._under_way = []
+        with self._lock:
+            self._under_way = []
 
     def step(self, seconds: float) -> None:
         """Add the duration of one step; its wait for a snapshot to memory alone is no cost of the disk."""
-        seconds -= self._snapshot_seconds
-        self._snapshot_seconds = 0.0
-        (self._calm if self._under_way is None else self._under_way).append(seconds)
+        with self._lock:
+            seconds -= self._snapshot_seconds
+            self._snapshot_seconds = 0.0
+            (self._calm if self._under_way is None else self._under_way).append(seconds)
 
     def durable(self, outcome: SaveOutcome) -> None:
         """The checkpoint is durable: its stall is at least the time in which training waited."""
-        steps, self._under_way = self._under_way, None
-        stall_seconds = outcome.stall_seconds
-        # If checkpoints follow each other so closely that no pace is known, it is just that time.
-        if steps and len(self._calm) >= CALM_STEPS_MIN:
-            stall_seconds = max(stall_seconds, sum(steps) - len(steps) * statistics.median(self._calm))
-        self._saves.append((outcome, stall_seconds))
-        self._memory["copy_seconds"].append(outcome.stall_seconds)
+        with self._lock:
+            steps, self._under_way = self._under_way, None
+            stall_seconds = outcome.stall_seconds
+            # If checkpoints follow each other so closely that no pace is known, it is just that time.
+            if steps and len(self._calm) >= CALM_STEPS_MIN:
+                stall_seconds = max(stall_seconds, sum(steps) - len(steps) * statistics.median(self._calm))
+            self._saves.append((outcome, stall_seconds))
+            self._memory["copy_seconds"].append(outcome.stall_seconds)
 
     def snapshot(self, stall_seconds: float) -> None:
         """A snapshot went to host memory alone, and training waited so long for it."""
-        self._snapshot_seconds += stall_seconds
-        self._memory["stall_seconds"].append(stall_seconds)
-        self.snapshots += 1
+        with self._lock:
+            self._snapshot_seconds += stall_seconds
+            self._memory["stall_seconds"].append(stall_seconds)
+            self.snapshots += 1
 
     def replica(self, seconds: float) -> None:
         """A snapshot was whole on another machine so long after it was taken."""
-        self._memory["replica_seconds"].append(seconds)
+        with self._lock:
+            self._memory["replica_seconds"].append(seconds)
 
     def costs(self) -> RankCosts | None:
         """Medians over the newest saves; before the first save those of the last life, None in the first life."""
-        if not self._saves:
+        with self._lock:
+            saves = list(self._saves)
+        if not saves:
             return self._before
-        newest = self._saves[-1][0]
+        newest = saves[-1][0]
         return RankCosts(
             newest.iteration,
-            len(self._saves),
-            statistics.median(stall for _, stall in self._saves),
-            statistics.median(save.write_seconds + save.commit_seconds for save, _ in self._saves),
+            len(saves),
+            statistics.median(stall for _, stall in saves),
+            statistics.median(save.write_seconds + save.commit_seconds for save, _ in saves),
             self._parameters,
             newest.mean_second_moment,
         )
 
     def memory(self) -> dict[str, float]:
         """Medians of the snapshots, by name (`RankReport`)."""
-        now = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
+        with self._lock:
+            now = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
         return self._memory_before | now
 
     def memory_samples(self) -> dict[str, int]:
         """How many of each were measured in this life."""
-        return {name: len(seconds) for name, seconds in self._memory.items() if seconds}
+        with self._lock:
+            return {name: len(seconds) for name, seconds in self._memory.items() if seconds}
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data for this rank's part of the next checkpoint."""

@@ -6,7 +6,8 @@ import pytest
 from cpsr.journal import Journal, PlanOverride, override_plan
 from cpsr.planner.inputs import Limits, PlannerInputs
 from cpsr.planner.live.adoption import OverrideWatch, bounded, differs, overridden, override_message, pinned_plan
-from cpsr.planner.plan import Plan, fixed_plan, make_plan
+from cpsr.planner.plan import Plan, fixed_plan
+from cpsr.planner.planning import make_plan
 
 LIMITS = Limits(10, 500, 300, "the prior")
 

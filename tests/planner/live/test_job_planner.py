@@ -27,10 +27,10 @@ from cpsr.journal import (
     override_plan,
 )
 from cpsr.planner.live import job_planner
-from cpsr.planner.live.expectations import EXPECTED, Schedule
-from cpsr.planner.live.job_planner import JobPlanner, Situation
+from cpsr.planner.live.expectations import EXPECTED
+from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.live.measurements import RankCosts
-from cpsr.planner.plan import Plan
+from cpsr.planner.plan import Plan, Schedule, Situation
 from cpsr.planner.ways import Prices, Way
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
@@ -326,7 +326,7 @@ def test_snapshots_in_memory_are_planned_by_what_they_cost(tmp_path: Path, journ
     assert before.explanation["origins"]["memory_stall_seconds"]["samples"] == 1
     for stall in (0.002, 0.002, 9.0):
         planner.note_memory(stall)
-    planner.note_replica(1.5)
+    planner.times.replica(1.5)
     planner.consider(situation(130, before))
     after = proposed(planner)
     assert after is not None
@@ -394,7 +394,7 @@ def recovered(sources: tuple[RecoverySource, ...], load_seconds: float) -> Recov
 def test_replicas_of_an_earlier_life_count_while_there_are_holders(tmp_path: Path) -> None:
     before = planner_of(configured(tmp_path))
     before.note_memory(0.002)
-    before.note_replica(1.5)
+    before.times.replica(1.5)
     state = before.state_dict(Plan(50, "cpsr", {}))
     for replicates, recorded in (
         (True, {"stall_seconds": 0.002, "replica_seconds": 1.5}),
@@ -468,11 +468,11 @@ def test_a_plan_of_snapshots_is_proposed_once(tmp_path: Path, journal: RankJourn
 def test_the_stalls_of_snapshots_are_no_stalls_of_the_disk(tmp_path: Path) -> None:
     planner = planner_of(configured(tmp_path))
     for _ in range(20):
-        planner.step(0.1)
-    planner.begun()
+        planner.times.step(0.1)
+    planner.times.begun()
     for _ in range(10):
         planner.note_memory(0.05)
-        planner.step(0.1 + 0.05 + 0.01)
+        planner.times.step(0.1 + 0.05 + 0.01)
     planner.note(saved(100))
     costs = planner.state_dict(Plan(50, "cpsr", {}))["costs"]
     assert costs["stall_seconds"] == pytest.approx(10 * 0.01)
@@ -501,8 +501,9 @@ from pathlib import Path
 import numpy, torch
 from cpsr.config import CPSRConfig
 from cpsr.ranks.group import Group
-from cpsr.planner.live.expectations import Schedule
-from cpsr.planner.live.job_planner import JobPlanner, Situation
+from cpsr.planner.plan import Schedule
+from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.planner.plan import Schedule, Situation
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.journal import StepRow, open_journal
 run_dir = Path({str(tmp_path)!r})
@@ -551,7 +552,7 @@ def with_replicas(tmp_path: Path, journal: RankJournal, times: list[dict[str, fl
     planner = planner_of(configured(tmp_path))
     planner.start(tmp_path, 2, journal)
     planner.note_memory(0.1)
-    planner.note_replica(2.0)
+    planner.times.replica(2.0)
     planner.note(saved(2000))
     planner.consider(situation(2010, planner.first_plan({})))
     plan = proposed(planner)

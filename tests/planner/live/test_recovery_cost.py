@@ -6,7 +6,8 @@ import pytest
 
 from cpsr.checkpoint.retention import Retention
 from cpsr.journal import RecoveryRow
-from cpsr.planner.live.expectations import Schedule, _lost_share, _measured_costs, expected_costs
+from cpsr.planner.live.expectations import _lost_share, _measured_costs, expected_costs
+from cpsr.planner.plan import Schedule
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 

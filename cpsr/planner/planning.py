@@ -1,0 +1,428 @@
+"""Makes a plan: one checkpoint interval, the mode of recovery, what failures then cost, and why."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy
+
+from cpsr.journal import FailureScope
+from cpsr.planner.cost import Costs, cheapest, per_interval
+from cpsr.planner.inputs import (
+    SECONDS_PER_HOUR,
+    Array,
+    Bound,
+    Bounds,
+    FailureClass,
+    Limits,
+    Mode,
+    PlannerInputs,
+    bounds_of,
+    in_iterations,
+    plain,
+)
+from cpsr.planner.plan import Plan
+from cpsr.planner.policies import POLICIES, SHORTEST_TAKEN, Choice, Rule, unusual_inputs
+from cpsr.planner.recovery_curve import EndCostCurve
+from cpsr.planner.ways import HOW, Prices, Way, WayName, exact_price, in_order, predicted_price
+
+__all__ = [
+    "INPUT_FIELDS",
+    "LEAST_COST",
+    "RECOVERY_LINE",
+    "WAYS",
+    "RecoveryMode",
+    "make_plan",
+    "optimum",
+    "policy_names",
+    "ways_of",
+    "with_memory",
+]
+
+MODES: tuple[Mode, ...] = ("predict", "recompute")
+RecoveryMode = Literal["auto", "predict", "exact"]
+# The policy that takes the interval of least expected cost.
+LEAST_COST = "cpsr"
+RULES = {
+    LEAST_COST: "the interval at which stalls and failures together are expected to cost least",
+    "theorem1": "CPSR, Theorem 1 as printed: tau1 / (B + r)",
+    "young": "Young 1974: sqrt(2 * stall_seconds * mtbf_seconds) / iteration_seconds",
+    "daly": "Daly 2006, higher order",
+}
+INPUT_FIELDS = (
+    "iteration_seconds",
+    "stall_seconds",
+    "persist_seconds",
+    "failures_per_second",
+    "restart_seconds",
+    "predict_seconds",
+    "watch_iterations",
+    "lead_after_iterations",
+)
+# The coefficients of an end-cost curve: with them a plan can be recomputed from its explanation.
+RECOVERY_LINE = ("constant_iterations", "per_horizon_iteration", "per_interval_iteration")
+# What each class of failures leaves, in the order of the recovery ladder: it decides between equal costs.
+WAYS: Mapping[FailureScope, tuple[WayName, ...]] = {
+    "process": ("memory", "window", "predicted", "disk"),
+    "machine": ("replica", "window", "predicted", "disk"),
+    "everything": ("predicted", "disk"),
+}
+_ALL: Mapping[FailureScope, FailureClass] = {"everything": FailureClass(1.0, 1.0)}
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The interval that was chosen in one mode.
+
+    Attributes:
+        interval_iterations: inside the bounds.
+        mode: how failures are recovered from.
+        cost_per_second: seconds lost per second, without restarts; infinite if an input is unknown.
+        bounds: of the mode.
+        bound: the active one; without it another interval would be cheaper.
+        memory_interval_iterations: between snapshots in host memory, at most the interval; None without any.
+    """
+
+    interval_iterations: int
+    mode: Mode
+    cost_per_second: float
+    bounds: Bounds
+    bound: Bound
+    memory_interval_iterations: int | None = None
+
+
+def policy_names(rules: Mapping[str, Rule] = POLICIES) -> list[str]:
+    """Every policy of `make_plan`: the least cost, and the rules."""
+    return [LEAST_COST, *rules]
+
+
+def make_plan(
+    job: PlannerInputs,
+    limits: Limits,
+    policy: str = LEAST_COST,
+    recovery_mode: RecoveryMode = "auto",
+    rules: Mapping[str, Rule] = POLICIES,
+) -> Plan:
+    """The interval and the mode for the coming phase.
+
+    The policy of least cost finds the best interval of each mode inside its bounds, and takes the cheaper mode. Any
+    other policy chooses one interval, which is clamped to the bounds, and the cheaper mode at that interval.
+
+    Args:
+        job: its inputs.
+        limits: of the user and the predictor.
+        policy: one of `policy_names(rules)`.
+        recovery_mode: auto takes the cheaper mode; predict predicts if possible; exact always recomputes.
+        rules: by name; other than the usual ones in simulations.
+
+    Raises:
+        ValueError: an unknown policy.
+    """
+    if policy != LEAST_COST and policy not in rules:
+        raise ValueError(f"unknown policy {policy!r}; known: {', '.join(policy_names(rules))}")
+    by_mode = {mode: optimum(job, limits, mode) for mode in MODES}
+    modes = MODES
+    if recovery_mode == "exact" or by_mode["predict"] is None:
+        modes = ("recompute",)
+    elif recovery_mode == "predict":
+        modes = ("predict",)
+    notes: list[str] = []
+    if policy == LEAST_COST:
+        options = [by_mode[mode] for mode in modes]
+    else:
+        choice = rules[policy](job)
+        notes.append(choice.note)
+        options = [_bounded(job, limits, mode, choice) for mode in modes]
+    possible = [one for one in options if one is not None]  # recomputing always is
+    chosen = min(possible, key=lambda one: (one.cost_per_second, one.mode == "predict"))
+    if recovery_mode == "predict" and chosen.mode == "recompute":
+        notes.append("prediction is not possible at any allowed interval; failures are recomputed")
+    explanation = _explanation(job, limits, policy, chosen, by_mode, rules, notes)
+    return Plan(chosen.interval_iterations, policy, explanation, chosen.mode, chosen.memory_interval_iterations)
+
+
+def with_memory(plan: Plan, job: PlannerInputs, limits: Limits, recovery_mode: RecoveryMode = "auto") -> Plan:
+    """A plan of a fixed interval, with the best interval in memory beside it, and what failures then cost.
+
+    Where the disk needs longer than the interval, the costs are those at the interval that it manages.
+
+    Args:
+        plan: of the fixed interval.
+        job: its inputs.
+        limits: of the predictor; the fixed interval takes the place of the user's.
+        recovery_mode: the configured one.
+    """
+    interval = plan.interval_iterations
+    fixed = replace(limits, interval_min_iterations=interval, interval_max_iterations=interval)
+    planned = make_plan(job, fixed, recovery_mode=recovery_mode)
+    memory = planned.explanation["memory"]
+    if memory is not None and not memory["windows"] and memory["interval_iterations"] > interval:
+        assert job.memory is not None  # it is what was explained
+        within = replace(job, memory=replace(job.memory, interval_iterations=interval))
+        planned = make_plan(within, fixed, recovery_mode=recovery_mode)
+        memory = {**planned.explanation["memory"], "configured_iterations": memory["configured_iterations"]}
+    found = {name: planned.explanation[name] for name in ("expected", "classes", "prices")}
+    return replace(
+        plan,
+        memory_interval_iterations=planned.memory_interval_iterations,
+        explanation={**plan.explanation, **found, "memory": memory},
+    )
+
+
+def optimum(job: PlannerInputs, limits: Limits, mode: Mode) -> Optimum | None:
+    """The interval of least cost in one mode; None if prediction is not possible.
+
+    Args:
+        job: its inputs.
+        limits: of the user and the predictor.
+        mode: how failures are recovered from.
+    """
+    bounds = bounds_of(job, limits, mode)
+    if bounds is None:
+        return None
+    costs = Costs(job)
+    interval = cheapest(lambda grid: costs.per_second(grid, mode), bounds.minimum_iterations, bounds.maximum_iterations)
+    around = numpy.maximum(numpy.array([interval - 1.0, interval, interval + 1.0]), 1.0)
+    below, at, above = costs.per_second(around, mode).tolist()
+    bound: Bound = "none"  # or the one at which the cost still falls outwards
+    if interval == bounds.minimum_iterations and interval > 1 and (below < at or not math.isfinite(at)):
+        bound = bounds.minimum_by
+    elif interval == bounds.maximum_iterations and above < at:
+        bound = bounds.maximum_by
+    return _optimum(costs, interval, mode, at, bounds, bound)
+
+
+def _bounded(job: PlannerInputs, limits: Limits, mode: Mode, choice: Choice) -> Optimum | None:
+    """A rule's interval, clamped to the bounds of a mode, with its cost there."""
+    bounds, costs = bounds_of(job, limits, mode), Costs(job)
+    if bounds is None:
+        return None
+    interval, bound = bounds.clamp(choice.interval_iterations)
+    return _optimum(costs, interval, mode, float(costs.per_second(_array(interval), mode)[0]), bounds, bound)
+
+
+def _optimum(costs: Costs, interval: int, mode: Mode, cost: float, bounds: Bounds, bound: Bound) -> Optimum:
+    every = None if costs.snapshots is None else int(costs.snapshots.best(_array(interval))[0])
+    return Optimum(interval, mode, cost if math.isfinite(cost) else math.inf, bounds, bound, every)
+
+
+def _array(interval: float) -> Array:
+    return numpy.array([float(interval)])
+
+
+# The ways back from a failure
+
+
+def ways_of(
+    job: PlannerInputs,
+    interval_iterations: int,
+    memory_interval_iterations: int | None,
+    scope: FailureScope,
+    predictable_iterations: int | None = None,
+) -> list[Way]:
+    """What the ways of a class are expected to cost; those that are not possible are left out.
+
+    Args:
+        job: its inputs.
+        interval_iterations: between checkpoints.
+        memory_interval_iterations: between snapshots in host memory; None without any.
+        scope: the class.
+        predictable_iterations: longest interval to predict from; None: no limit is known.
+    """
+    costs, disk, loads = Costs(job), _array(interval_iterations), job.load_seconds
+    recomputed = float(costs.recovery_seconds(disk, "recompute")[0])
+    found: dict[WayName, Way] = {"disk": Way("disk", recomputed, 0.0, loads.get("disk", 0.0))}
+    possible = predictable_iterations is None or interval_iterations <= predictable_iterations
+    horizon = math.inf if job.recovery is None else float(costs.horizon_iterations(disk, "predict")[0])
+    if possible and math.isfinite(horizon):  # else no checkpoint is ever durable
+        deviation = _deviation_iterations(job, horizon, interval_iterations) * job.iteration_seconds
+        cost = float(costs.recovery_seconds(disk, "predict")[0])
+        found["predicted"] = Way("predicted", cost, deviation, loads.get("disk", 0.0))
+    if job.memory is not None and costs.snapshots is not None and memory_interval_iterations is not None:
+        every, load = _array(memory_interval_iterations), loads.get("memory", 0.0)
+        if scope == "process":
+            name: WayName = "window" if job.memory.window else "memory"
+            found[name] = Way(name, float(costs.snapshots.process_seconds(every)[0]), 0.0, load)
+        elif job.memory.replica_seconds is not None:
+            name = "window" if job.memory.window else "replica"
+            found[name] = Way(name, float(costs.snapshots.machine_seconds(every, disk)[0]), 0.0, load)
+    return [found[name] for name in WAYS[scope] if name in found]
+
+
+def _deviation_iterations(job: PlannerInputs, horizon: float, interval: float) -> float:
+    """Standard deviation of an expected end cost; 0 of other curves than the run's own, where it is not known."""
+    if not isinstance(job.recovery, EndCostCurve):
+        return 0.0
+    return job.recovery.deviation_iterations(horizon, interval)
+
+
+# The explanation: JSON values for the journal, the service and the command line, with units in the keys
+
+
+def _explanation(
+    job: PlannerInputs,
+    limits: Limits,
+    policy: str,
+    chosen: Optimum,
+    by_mode: Mapping[Mode, Optimum | None],
+    rules: Mapping[str, Rule],
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    interval, every = chosen.interval_iterations, chosen.memory_interval_iterations
+    longest, predicts = limits.predictable_interval_iterations, chosen.mode == "predict"
+    classes = job.classes or _ALL
+    ways = {scope: in_order(ways_of(job, interval, every, scope, longest), predicts=predicts) for scope in classes}
+    prices = Prices.of_job(job, interval)
+    bounds = {name: value for name, value in vars(chosen.bounds).items() if name != "notes"}
+    return {
+        "rule": RULES.get(policy, policy),
+        "mode": chosen.mode,
+        "bound": chosen.bound,
+        "bounds": {**bounds, **vars(limits)},
+        "inputs": _inputs(job),
+        "origins": {name: vars(origin).copy() for name, origin in job.origins.items()},
+        "expected": _expected(job, chosen, ways),
+        "memory": _memory(job, chosen),
+        "classes": {scope: _class(job, classes[scope], ordered) for scope, ordered in ways.items()},
+        "prices": None if prices is None else prices.to_tree(),
+        "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
+        "rivals": {name: _rival(job, name, rule) for name, rule in rules.items()},
+        "notes": _notes(job, chosen, by_mode, notes),
+    }
+
+
+def _notes(
+    job: PlannerInputs, chosen: Optimum, by_mode: Mapping[Mode, Optimum | None], notes: Sequence[str]
+) -> list[str]:
+    found = [*notes, *chosen.bounds.notes, *unusual_inputs(job).split("; ")]
+    if not job.persist_seconds >= 0:
+        found.append(f"persist_seconds is not known; {SHORTEST_TAKEN}")
+    found += [
+        f"the cost of a failure in mode {mode!r} cannot be computed from these inputs; a mode whose cost is known is "
+        f"preferred, and if there is none, {SHORTEST_TAKEN}"
+        for mode, best in by_mode.items()
+        if best is not None and not math.isfinite(best.cost_per_second)
+    ]
+    return list(dict.fromkeys(note for note in found if note))
+
+
+def _inputs(job: PlannerInputs) -> dict[str, Any]:
+    rate = job.failures_per_second
+    figures: dict[str, Any] = {name: plain(getattr(job, name)) for name in INPUT_FIELDS}
+    figures["mtbf_hours"] = plain(1 / rate / SECONDS_PER_HOUR) if rate > 0 else "inf" if rate == 0 else "nan"
+    figures["persist_iterations"] = plain(in_iterations(job.persist_seconds, job.iteration_seconds))
+    if job.memory is not None:
+        figures["memory_stall_seconds"] = plain(job.memory.stall_seconds)
+        if job.memory.replica_seconds is not None:
+            figures["replica_seconds"] = plain(job.memory.replica_seconds)
+    figures |= {f"{place}_load_seconds": plain(seconds) for place, seconds in job.load_seconds.items()}
+    figures["recovery_curve"] = "none" if job.recovery is None else job.recovery.source
+    if isinstance(job.recovery, EndCostCurve):
+        figures["recovery_line"] = dict(zip(RECOVERY_LINE, job.recovery.coefficients, strict=True))
+        figures["recovery_covariance"] = job.recovery.covariance.tolist()
+    if job.phase is not None:
+        figures["phase"] = {name: plain(value) for name, value in vars(job.phase).items()}
+    return figures
+
+
+def _expected(job: PlannerInputs, chosen: Optimum, ways: Mapping[FailureScope, Sequence[Way]]) -> dict[str, Any]:
+    """The expected costs of the plan, in seconds per second of wall time and per failure."""
+    interval, costs, rate = _array(chosen.interval_iterations), Costs(job), job.failures_per_second
+    classes = (job.classes or _ALL).items()
+    recovery = rate * sum(one.share * ways[scope][0].loss_seconds for scope, one in classes if one.share > 0)
+    stall = float(costs.stall_per_second(interval, chosen.mode)[0]) + _memory_stall_per_second(job, chosen)
+    return {
+        "cost_per_second": plain(chosen.cost_per_second),
+        "stall_per_second": plain(stall),
+        "recovery_per_second": plain(recovery),
+        "restart_per_second": plain(rate * job.restart_seconds),
+        "recovery_seconds_per_failure": plain(recovery / rate if rate > 0 else math.nan),
+        "lost_lead_iterations_per_failure": plain(float(costs.lost_lead_iterations(interval, chosen.mode)[0])),
+        "horizon_iterations": plain(float(costs.horizon_iterations(interval, chosen.mode)[0])),
+        "failure": _failure(job, chosen),
+    }
+
+
+def _memory(job: PlannerInputs, chosen: Optimum) -> dict[str, Any] | None:
+    """The interval of snapshots in host memory, with its inputs and its cost; None if there are none."""
+    memory, every = job.memory, chosen.memory_interval_iterations
+    if memory is None or every is None:
+        return None
+    return {
+        "interval_iterations": every,
+        "configured_iterations": memory.interval_iterations,
+        "longest_iterations": memory.longest_iterations,
+        "windows": memory.window,
+        "snapshots_between_checkpoints": int(per_interval(_array(every), _array(chosen.interval_iterations))[0]),
+        "stall_seconds": plain(memory.stall_seconds),
+        "disk_stall_seconds": plain(job.stall_seconds),
+        "stall_per_second": plain(_memory_stall_per_second(job, chosen)),
+    }
+
+
+def _memory_stall_per_second(job: PlannerInputs, chosen: Optimum) -> float:
+    """Share of the wall time in stalls of the snapshots in memory alone."""
+    snapshots, every = Costs(job).snapshots, chosen.memory_interval_iterations
+    if snapshots is None or every is None:
+        return 0.0
+    return float(snapshots.stall_per_second(_array(every), _array(chosen.interval_iterations))[0])
+
+
+def _class(job: PlannerInputs, one: FailureClass, ways: Sequence[Way]) -> dict[str, Any]:
+    """A class of failures: how often it is expected, what one goes back to and costs, and its other ways."""
+    rate, seconds = one.share * job.failures_per_second, ways[0].loss_seconds
+    iterations = 1 / job.iteration_seconds if job.iteration_seconds > 0 else math.nan
+    return {
+        "failures_per_second": plain(rate),
+        "share": plain(one.share),
+        "prior_share": one.prior_share,
+        "seen": one.seen,
+        "back_to": "disk" if ways[0].name == "predicted" else ways[0].name,  # whose checkpoints it is predicted from
+        "loss_iterations": plain(seconds / job.iteration_seconds if job.iteration_seconds > 0 else math.nan),
+        "loss_per_second": plain(rate * seconds),
+        "ways": [
+            {
+                "way": way.name,
+                "loss_iterations": plain(way.loss_seconds * iterations),
+                "deviation_iterations": plain(way.deviation_seconds * iterations),
+                "load_seconds": plain(way.load_seconds),
+                "seconds": plain(way.seconds),
+                "how": HOW[way.name],
+            }
+            for way in ways
+        ],
+    }
+
+
+def _option(job: PlannerInputs, best: Optimum | None) -> dict[str, Any] | str:
+    if best is None:
+        return "not possible"
+    return {
+        "interval_iterations": best.interval_iterations,
+        "cost_per_second": plain(best.cost_per_second),
+        "bound": best.bound,
+        "failure": _failure(job, best),
+    }
+
+
+def _failure(job: PlannerInputs, chosen: Optimum) -> str:
+    """How a failure is paid for in the mode of the optimum, at the mean distance from its checkpoint."""
+    interval = float(chosen.interval_iterations)
+    horizon = float(Costs(job).horizon_iterations(_array(interval), chosen.mode)[0])
+    if chosen.mode == "recompute" or job.recovery is None or not math.isfinite(horizon):
+        return exact_price(horizon)
+    cost = float(job.recovery.end_cost_iterations(_array(horizon), interval)[0])
+    return predicted_price(cost, _deviation_iterations(job, horizon, interval))
+
+
+def _rival(job: PlannerInputs, name: str, rule: Rule) -> dict[str, Any]:
+    """What a rule would choose before any bound, and its cost in one tier: of its own kind of recovery."""
+    choice = rule(job)
+    mode: Mode = "predict" if name == "theorem1" and job.recovery is not None else "recompute"
+    cost = Costs(replace(job, memory=None)).per_second(_array(choice.interval_iterations), mode)
+    return {
+        "interval_iterations": choice.interval_iterations,
+        "cost_per_second": plain(float(cost[0])),
+        "note": choice.note,
+    }
