@@ -5,14 +5,17 @@ Modules, optimizers, random generators and whatever else has `state_dict` and `l
 caller makes them again, and their state is restored in place. Everything else is refused by name.
 
 An object that is an argument, or part of one, is saved as the place where it is there. Any other object is saved once,
-as a node that all who hold it refer to.
+as a node that all who hold it refer to. What an object with a state keeps in its attributes, as the parameter groups of
+an optimizer, has no place: a variable that refers to it is refused, since it would go on as a copy.
 """
 
 import builtins
 import json
 import random
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,7 +32,9 @@ __all__ = ["Arguments", "Encoder", "decoded", "is_stateful"]
 
 _GENERATORS = (torch.Generator, numpy.random.Generator, random.Random)
 _LEAVES = (type(None), bool, int, float, complex, str, bytes)
+_REACHED_MAX = 10_000  # objects in the attributes of an argument, that are looked at
 Path = tuple[Any, ...]
+Array = torch.Tensor | numpy.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -65,11 +70,17 @@ class Arguments:
         self.places: dict[int, Path] = {}
         self._objects: dict[Path, Any] = {}  # by place, as the caller gave them; kept, or an id may go to another
         self._parts: list[_Part] = []
+        self._modules: dict[Path, nn.Module] = {}
         self._attributes: dict[str, Any] = {}
-        self.identity = {}
-        for name, value in values.items():
-            text = json.dumps(list(self._walk(value, (name,))), default=str)
-            self.identity[name] = xxhash.xxh3_128(text.encode()).hexdigest()
+        texts = {name: list(self._walk(value, (name,))) for name, value in values.items()}
+        self._memory = self._memory_now()
+        for path, where in self._memory.items():
+            texts[path[0]].append([path, where])
+        self.identity = {
+            name: xxhash.xxh3_128(json.dumps(text, default=str).encode()).hexdigest() for name, text in texts.items()
+        }
+        for part in self._parts:
+            self._require_arguments(part)
 
     def _walk(self, value: Any, path: Path) -> Iterator[Any]:
         """What tells a value from another one; notes every object in it."""
@@ -89,20 +100,17 @@ class Arguments:
             for key, one in value.items() if type(value) is dict else enumerate(value):
                 yield repr(key)
                 yield from self._walk(one, (*path, key))
-        else:
-            before = self._tensor_or_state(value, path)
-            self._parts.append(_Part(path, value, before if isinstance(value, torch.Tensor | numpy.ndarray) else None))
-            yield before
-
-    def _tensor_or_state(self, value: Any, path: Path) -> str:
-        """Hash of what it holds."""
-        if isinstance(value, torch.Tensor | numpy.ndarray):
-            return _digest(value, _said(path))
-        if not isinstance(value, _GENERATORS) and not is_stateful(value):
-            raise NotResumableError(f"{_said(path)} is a {type(value).__qualname__}, which no checkpoint can hold")
+            return
         if isinstance(value, nn.Module):
             self._note_module(value, path)
-        return _digest(_state(value), _said(path))
+        if isinstance(value, torch.Tensor | numpy.ndarray):
+            found = before = _digest(value, _said(path))
+        elif isinstance(value, _GENERATORS) or is_stateful(value):
+            found, before = _digest(_state(value), _said(path)), None
+        else:
+            raise NotResumableError(f"{_said(path)} is a {type(value).__qualname__}, which no checkpoint can hold")
+        self._parts.append(_Part(path, value, before))
+        yield found
 
     def _note(self, value: Any, path: Path) -> None:
         if id(value) not in self.places:
@@ -110,21 +118,69 @@ class Arguments:
             self._objects[path] = value
 
     def _note_module(self, module: nn.Module, path: Path) -> None:
+        self._modules[path] = module
         for name, one in module.named_modules():
             self._note(one, (*path, ("module", name)))
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        for place, tensor in _tensors_of(path, module):
             if tensor.device.type != "cpu":
                 raise NotResumableError(f"{_said(path)} has tensors on {tensor.device}: only host memory is saved")
-            self._note(tensor, (*path, ("tensor", name)))
+            self._note(tensor, place)
         self._attributes[_said(path)] = _attributes(module)
+
+    def _require_arguments(self, part: _Part) -> None:
+        """Refuse an optimizer, a schedule and the like whose tensors no argument has: they would not be saved."""
+        for one in _reachable(part.value) if part.before is None else ():
+            trained = isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad
+            if (trained or isinstance(one, nn.Module | torch.optim.Optimizer)) and id(one) not in self.places:
+                raise NotResumableError(
+                    f"{_said(part.path)} changes a {type(one).__qualname__} that is no argument, so that no checkpoint "
+                    "has it: pass that as an argument, too"
+                )
 
     def at(self, path: Path) -> Any:
         """The object at a place, in the arguments as the caller gave them."""
         return self._objects[path]
 
-    def tensors(self) -> Iterator[tuple[Path, torch.Tensor | numpy.ndarray[Any, Any]]]:
-        """Every tensor and array within the arguments, parameters and buffers of modules as well."""
-        return ((path, one) for path, one in self._objects.items() if isinstance(one, torch.Tensor | numpy.ndarray))
+    def places_now(self) -> dict[int, Path]:
+        """Places as now: a module may have replaced a buffer by another tensor, which takes its place."""
+        now = {place: one for path, module in self._modules.items() for place, one in _tensors_of(path, module)}
+        found: dict[int, Path] = {}
+        for path, one in self._objects.items():
+            found.setdefault(id(now.get(path, one)), path)
+        return found
+
+    def tensors(self) -> Iterator[tuple[Path, Array]]:
+        """Every tensor and array within the arguments, parameters and buffers of modules as well, as they are now."""
+        now = {place: one for path, module in self._modules.items() for place, one in _tensors_of(path, module)}
+        for path, one in self._objects.items():
+            if isinstance(one, torch.Tensor | numpy.ndarray):
+                yield path, now.get(path, one)
+
+    def _memory_now(self) -> dict[Path, Any]:
+        """How each tensor lies in its memory, and the first one that has the same memory."""
+        first: dict[int, Path] = {}
+        found: dict[Path, Any] = {}
+        for path, value in self.tensors():
+            address, memory, view = _placed(value, _said(path))
+            found[path] = [view, memory.nbytes, first.setdefault(address, path)]
+        return found
+
+    def require_memory(self) -> None:
+        """Refuse tensors that were given other memory or another shape: the caller's own cannot be restored to that."""
+        for path, where in self._memory_now().items():
+            if where != self._memory[path]:
+                raise NotResumableError(
+                    f"{_said(path)} has been given another shape, or other memory, in place: write into its elements"
+                )
+
+    def held(self) -> Iterator[tuple[str, Any]]:
+        """Objects that are in the attributes of arguments with a state, or are gradients; with whose they are."""
+        for part in self._parts:
+            for one in _reachable(part.value) if part.before is None else ():
+                yield _said(part.path), one
+        for path, value in self.tensors():
+            if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
+                yield _said(path), value.grad
 
     def changes(self, encoder: "Encoder") -> list[Any]:
         """What the call has changed, as pairs of a path and the content.
@@ -167,7 +223,7 @@ class Arguments:
             elif isinstance(value, torch.Tensor):
                 with torch.no_grad():
                     value.copy_(content["data"])
-                value.grad = content["grad"]
+                value.requires_grad_(content["trained"]).grad = content["grad"]
             elif isinstance(value, numpy.ndarray):
                 value[...] = content["data"]
             elif isinstance(value, nn.Module):
@@ -187,13 +243,40 @@ class Encoder:
     """
 
     def __init__(self, arguments: Arguments) -> None:
-        self._arguments = arguments
+        self.nodes: list[Any] = []
         self._index: dict[int, int] = {}  # by `id`
         self._alive: list[Any] = []  # or an id may become another object's
-        self.nodes: list[Any] = []
         self._memory: dict[int, Any] = {}  # address of tensors' and arrays' memory -> who has it: a node, or a place
+        self._ranges: list[tuple[int, int]] = []  # of these
+        arguments.require_memory()
+        self._places = arguments.places_now()
         for path, value in arguments.tensors():
-            self._memory.setdefault(_flat(value, _said(path))[0], {"place": list(path)})
+            address, memory, _ = _placed(value, _said(path))
+            if address not in self._memory:
+                self._claim(address, memory.nbytes, {"place": list(path)}, _said(path))
+        self._held: dict[int, str] = {}  # owner, by `id`
+        for owner, one in arguments.held():
+            if id(one) in self._places:
+                continue
+            self._alive.append(one)
+            if isinstance(one, dict | list | set | torch.Tensor | numpy.ndarray):
+                self._held[id(one)] = owner
+            if isinstance(one, torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu":
+                self._memory.setdefault(one.untyped_storage().data_ptr(), {"held": owner})
+
+    def _claim(self, address: int, size_bytes: int, holder: Any, name: str) -> None:
+        """Note who has this memory.
+
+        Raises:
+            NotResumableError: a part of it is known as another memory, as of an array and of a tensor made from it.
+        """
+        self._memory[address] = holder
+        if size_bytes:
+            at = bisect(self._ranges, (address, 0))
+            before, after = self._ranges[at - 1 : at], self._ranges[at : at + 1]
+            if (before and before[0][1] > address) or (after and after[0][0] < address + size_bytes):
+                raise NotResumableError(f"{name} is a part of another array or tensor that was made from it: copy it")
+            self._ranges.insert(at, (address, address + size_bytes))
 
     def add(self, value: Any, name: str) -> Any:
         """A value as plain data that `_Nodes.get` takes.
@@ -207,8 +290,10 @@ class Encoder:
             return {"value": value}
         if isinstance(value, range):
             return {"range": [value.start, value.stop, value.step]}
-        if (place := self._arguments.places.get(id(value))) is not None:
+        if (place := self._places.get(id(value))) is not None:
             return {"place": list(place)}
+        if (owner := self._held.get(id(value))) is not None:
+            raise _held_by(owner, name)
         if (known := self._index.get(id(value))) is not None:
             if self.nodes[known] is None:
                 raise NotResumableError(f"{name} holds itself: no checkpoint can hold that")
@@ -231,19 +316,18 @@ class Encoder:
             "dicts, tensors and arrays; pass modules, optimizers and generators as arguments"
         )
 
-    def _view(self, value: torch.Tensor | numpy.ndarray[Any, Any], name: str) -> dict[str, Any]:
+    def _view(self, value: Array, name: str) -> dict[str, Any]:
         """A tensor or an array as a view of its memory, which others may share."""
-        address, memory = _flat(value, name)
+        address, memory, view = _placed(value, name)
         if address not in self._memory:
-            self._memory[address] = {"node": len(self.nodes)}
+            self._claim(address, memory.nbytes, {"node": len(self.nodes)}, name)
             self.nodes.append({"memory": memory})
-        view = {"memory": self._memory[address], "shape": list(value.shape)}
+        if "held" in (holder := self._memory[address]):
+            raise _held_by(holder["held"], name)
         if isinstance(value, numpy.ndarray):
-            offset = value.__array_interface__["data"][0] - address if value.size else 0
-            return view | {"dtype": value.dtype.str, "strides": list(value.strides), "offset": offset}
-        view |= {"dtype": str(value.dtype).removeprefix("torch."), "strides": list(value.stride())}
+            return {"memory": holder, **view}
         gradient = self.add(value.grad if value.is_leaf else None, f"the gradient of {name}")
-        return view | {"offset": value.storage_offset(), "trained": value.requires_grad, "grad": gradient}
+        return {"memory": holder, **view, "trained": value.requires_grad, "grad": gradient}
 
 
 class _Nodes:
@@ -331,15 +415,27 @@ def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
     return [*mapping.keys(), *mapping.values()]
 
 
-def _content(value: torch.Tensor | numpy.ndarray[Any, Any], name: str) -> dict[str, Any]:
+def _content(value: Array, name: str) -> dict[str, Any]:
     """The elements of a tensor or array, and a tensor's gradient."""
     _flat(value, name)  # or it is refused
     if isinstance(value, numpy.ndarray):
         return {"data": value}
-    return {"data": value.detach(), "grad": value.grad if value.is_leaf else None}
+    gradient = value.grad if value.is_leaf else None
+    return {"data": value.detach(), "grad": gradient, "trained": value.requires_grad}
 
 
-def _flat(value: torch.Tensor | numpy.ndarray[Any, Any], name: str) -> tuple[int, torch.Tensor]:
+def _placed(value: Array, name: str) -> tuple[int, torch.Tensor, dict[str, Any]]:
+    """Address and bytes of its memory (see `_flat`), and where its elements lie there."""
+    address, memory = _flat(value, name)
+    if isinstance(value, numpy.ndarray):
+        offset = value.__array_interface__["data"][0] - address if value.size else 0
+        dtype, strides = value.dtype.str, value.strides
+    else:
+        offset, dtype, strides = value.storage_offset(), str(value.dtype).removeprefix("torch."), value.stride()
+    return address, memory, {"shape": list(value.shape), "dtype": dtype, "strides": list(strides), "offset": offset}
+
+
+def _flat(value: Array, name: str) -> tuple[int, torch.Tensor]:
     """Address and bytes of all the memory that a tensor or an array has, perhaps with others.
 
     Raises:
@@ -409,17 +505,47 @@ def _load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
         one.training = training
 
 
+def _tensors_of(path: Path, module: nn.Module) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Parameters and buffers of a module at a place, by their places."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        yield (*path, ("tensor", name)), tensor
+
+
+def _reachable(value: Any) -> Iterator[Any]:
+    """Containers, tensors and other objects that an object keeps in its attributes, and these in theirs."""
+    seen: set[int] = {id(value)}
+    waiting: list[Any] = [getattr(value, "__dict__", {})]
+    while waiting and len(seen) < _REACHED_MAX:
+        one = waiting.pop()
+        if type(one) in _LEAVES or id(one) in seen or _is_fixed(one):
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, dict):
+            waiting += [*islice(one, _REACHED_MAX), *islice(one.values(), _REACHED_MAX)]
+        elif isinstance(one, list | tuple | set | frozenset):
+            waiting += islice(one, _REACHED_MAX)
+        elif not isinstance(one, torch.Tensor | numpy.ndarray):
+            waiting.append(getattr(one, "__dict__", {}))
+
+
+def _held_by(owner: str, name: str) -> NotResumableError:
+    return NotResumableError(
+        f"{name} is kept by {owner} in its attributes, and would go on as a copy of that: take it from there again "
+        "after the hint"
+    )
+
+
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What modules hold beside parameters, buffers and modes: numbers and texts, hooks, names, and other objects."""
     found: dict[str, Any] = {}
     for name, one in module.named_modules():
         for key, value in vars(one).items():
-            if key in ("_parameters", "_buffers", "_modules"):
-                found[f"{name}.{key}"] = list(value)
+            if key in ("_parameters", "_buffers"):
+                kinds = [(one, tensor is not None and (tensor.dtype, tensor.shape)) for one, tensor in value.items()]
+                found[f"{name}.{key}"] = kinds
             elif key != "training":
                 found[f"{name}.{key}"] = _token(value)
-        for key, tensor in one.named_parameters(recurse=False):
-            found[f"{name}.{key}"] = (tensor.dtype, tuple(tensor.shape))
     return found
 
 
@@ -431,4 +557,6 @@ def _token(value: Any) -> Any:
         return [[_token(key), _token(one)] for key, one in value.items()]
     if isinstance(value, list | tuple | set):
         return [_token(one) for one in value]
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        return id(value), _digest(value, "an attribute of a module")
     return id(value)

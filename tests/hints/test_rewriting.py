@@ -1,13 +1,17 @@
 """Programs that are interrupted at every hint end as those that are not, or are refused by name."""
 
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from cpsr.errors import NotResumableError
+from cpsr.hints.values import Arguments
 from tests.hints.programs import Program, module_of
 
 SIMPLE = [
@@ -300,6 +304,66 @@ def test_a_module_that_is_changed_beside_its_state_is_refused(tmp_path: Path, ch
 
     with pytest.raises(NotResumableError, match="the argument 'model'"):
         Program(module.f).interrupted(given)
+
+
+# What a checkpoint would part from its owner, or the owner's would not come back.
+PARTED = {
+    "kept by the argument 'optimizer'": "group = optimizer.param_groups[0]\nhint()\ngroup['lr'] = 1",
+    "the loop in line": "for group in optimizer.param_groups:\n    group['lr'] = 1\n    hint()",
+    "variable 'grad' is kept by": "grad = x.grad\nhint()\ngrad.zero_()",
+    "variable 'part' is kept by": "part = x.grad[:1]\nhint()\npart.zero_()",
+    "been given another shape": "x.data = torch.ones(4)\nhint()",
+    "in place": "array.shape = (2, 2)\nhint()",
+    "changed the argument 'model'": "model.seen.add_(1)\nhint()",
+    "kept by the argument 'model'": "log = model.log\nhint()\nlog.append(1)",
+    "made from it": "whole = numpy.arange(4.0)\ntail = torch.from_numpy(whole[1:])\nhint()\nprint(whole, tail)",
+}
+
+
+@pytest.fixture
+def owners(tmp_path: Path) -> Callable[[str], Any]:
+    def make(text: str) -> Any:
+        module = module_of(tmp_path, f"def f(model, optimizer, x, array):\n{block(text.splitlines())}\n")
+
+        def given() -> dict[str, object]:
+            torch = module.torch
+            model, x = torch.nn.Linear(1, 1), torch.ones(2, requires_grad=True)
+            model.seen, model.log, x.grad = torch.zeros(2), [], torch.ones(2)
+            optimizer = torch.optim.SGD([*model.parameters(), x], lr=0.1)
+            return {"model": model, "optimizer": optimizer, "x": x, "array": module.numpy.arange(4.0)}
+
+        return Program(module.f), given
+
+    return make
+
+
+@pytest.mark.parametrize("words", PARTED)
+def test_what_would_be_parted_from_its_owner_is_refused(owners: Any, words: str) -> None:
+    program, given = owners(PARTED[words])
+    with pytest.raises(NotResumableError, match=words):
+        program.interrupted(given)
+
+
+def test_a_tensor_that_the_call_has_frozen_stays_frozen(owners: Any) -> None:
+    program, given = owners("x.requires_grad_(False)\nhint()\nassert not x.requires_grad")
+    assert program.interrupted(given) == 1
+
+
+def test_tensors_that_an_optimizer_changes_are_arguments_too(tmp_path: Path) -> None:
+    module = module_of(tmp_path, "def f(optimizer):\n    optimizer.step()\n    hint()\n")
+    with pytest.raises(NotResumableError, match="changes a Parameter that is no argument"):
+        Program(module.f).interrupted(
+            lambda: {"optimizer": module.torch.optim.SGD(module.torch.nn.Linear(1, 1).parameters(), lr=0.1)}
+        )
+
+
+def test_equal_arguments_in_other_memory_are_other_arguments() -> None:
+    whole = torch.arange(6.0)
+    tail = Arguments({"x": whole[2:]}).identity
+    assert Arguments({"x": whole[2:]}).identity == tail
+    assert Arguments({"x": whole[2:].clone()}).identity != tail
+    apart, shared = Arguments({"x": whole[:1], "y": whole[:1].clone()}), Arguments({"x": whole[:1], "y": whole[:1]})
+    assert apart.identity["y"] != shared.identity["y"]
 
 
 @pytest.mark.parametrize("value", ["object()", "{1}", "open('/dev/null')", "lambda: xs", "iter([])"])
