@@ -11,12 +11,10 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tiers import Source
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.moe.operators import experts_of
 from cpsr.journal import Beginning
 from cpsr.predictor.protocol import StatePredictor
 from cpsr.restart.restored import Restored
 from cpsr.state.scalars import Scalars
-from cpsr.state.shard import Shard
 
 __all__ = ["EngineState"]
 
@@ -37,31 +35,16 @@ class EngineState:
         self._predictor = predictor
         self._frozen = frozen
 
-    def expert_units(self, shard: Shard) -> dict[str, str]:
-        """Operator -> its expert, for experts' parameters alone."""
-        return experts_of(self._adapter.mixture, shard.operators)
-
     def load_frozen(self, scalars: dict[str, Any]) -> None:
-        """Give the engine the parameters outside the optimizer that go with a snapshot.
+        """Give the engine the parameters outside the optimizer that go with a snapshot, or with an emergency dump.
+
+        Those that had moved are in a dump. Of the others it has a hash, by which they are looked for in checkpoints.
 
         Raises:
             CheckpointError: neither it nor a checkpoint has them; the engine's are as they were.
         """
         if self._frozen is not None:
             self._frozen.bring(scalars.get("frozen", {}))
-
-    def load_moved(self, left: dict[str, Any]) -> None:
-        """Give it the parameters outside the optimizer that an emergency dump goes with.
-
-        Those that had moved are in it. Of the others it has a hash: one that came to rest after the checkpoint, which
-        the engine has, is looked for in the others.
-
-        Raises:
-            CheckpointError: as `load_frozen`.
-        """
-        if self._frozen is None:
-            return
-        self._frozen.bring(left.get("frozen", {}))
 
     def inject(self, snapshot: Snapshot) -> None:
         """Put a snapshot's tensors and the engine's scalars back, exactly.

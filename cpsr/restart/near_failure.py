@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from cpsr.checkpoint.tiers import Source
 from cpsr.errors import RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
+from cpsr.ranks.exits import ranks_named
 from cpsr.ranks.group import Group
 from cpsr.restart.choice import ATTEMPTS, Candidate
 from cpsr.restart.engine_state import EngineState
 from cpsr.restart.experts import older_operators
-from cpsr.restart.prediction import Prediction, PredictionSettings, StatePrediction
+from cpsr.restart.prediction import PredictionSettings, StatePrediction
 from cpsr.restart.restored import Recomputes, Refusal, RefusedError, Restored
-from cpsr.restart.sources import MemorySources, summary
+from cpsr.restart.sources import MemorySources
 from cpsr.state.scalars import DataPosition
 
 __all__ = ["Attempts", "NearFailure"]
@@ -177,7 +179,7 @@ class NearFailure:
         loss_checkpoint = self._prediction.probe_loss(exact.scalars.probes)
         self._memory.fetch(sources)
         left = self._memory.load(sources[self._job.group.rank], adapter.shard(to_fill=True))
-        self._engine.load_moved(left)
+        self._engine.load_frozen(left)
         adapter.load_scalars(left["engine"])
         adapter.push_down()
         guard: dict[str, Any] = {}
@@ -228,13 +230,11 @@ class NearFailure:
             settings,
             (lambda: self._load_part(sources, lineages)) if dumped else None,
         )
-        if not prediction.accepted:
-            raise RefusedError(_refusal(prediction))
         return replace(
             exact,
             beginning=Beginning.PREDICTED,
             restored_iteration=sources[0].iteration,
-            reason=f"{summary(sources)}; {prediction.reason}" if dumped else prediction.reason,
+            reason=f"{_summary(sources)}; {prediction.reason}" if dumped else prediction.reason,
             scalars=replace(exact.scalars, lineage=lineages[0]) if lineages else exact.scalars,
             forecast=prediction.forecast,
             guard=prediction.guard,
@@ -254,21 +254,13 @@ class NearFailure:
         self._memory.fetch(sources)
         left = self._memory.load(own, self._job.adapter.shard(to_fill=True))
         if left is not None:
-            self._engine.load_moved(left)
+            self._engine.load_frozen(left)
         lineages += [one for one in group.gather(None if left is None else left["lineage"]) if one is not None]
         return own.entry is not None
 
 
-def _refusal(prediction: Prediction) -> Refusal:
-    if prediction.guard:
-        why = Recomputes.PREDICTION_REFUSED
-    else:
-        why = Recomputes.CHEAPER if prediction.forecast.feasible else Recomputes.INFEASIBLE
-    return Refusal(
-        why,
-        prediction.reason,
-        prediction.forecast,
-        prediction.guard,
-        prediction.predict_seconds,
-        prediction.inject_seconds,
-    )
+def _summary(sources: Sequence[Source]) -> str:
+    """Which ranks use which source, as text: `ranks 0 to 3: departure, rank 4: predicted`."""
+    tiers = sorted({source.tier for source in sources})
+    ranks = {tier: ranks_named(source.rank for source in sources if source.tier == tier) for tier in tiers}
+    return ", ".join(f"{named}: {tier}" for tier, named in ranks.items())

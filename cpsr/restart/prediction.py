@@ -12,14 +12,13 @@ from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.job import Job
 from cpsr.predictor.calibration import of_part
-from cpsr.predictor.guard import LENGTHS, Displacements, Guard, measure, of_length, shorten
-from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
+from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
+from cpsr.predictor.protocol import Forecast, StatePredictor, Target
 from cpsr.restart.probes import Probes
+from cpsr.restart.restored import Recomputes, Refusal, RefusedError
 from cpsr.state.scalars import Scalars
 
-__all__ = ["Forecaster", "Prediction", "PredictionSettings", "StatePrediction"]
-
-Forecaster = Callable[[History, Target], Forecast]
+__all__ = ["Prediction", "PredictionSettings", "StatePrediction"]
 
 NO_PROBES = (
     "there are no probe batches on some rank: where the module does not return its loss, give loss_fn, and on "
@@ -39,21 +38,18 @@ class PredictionSettings:
             of a whole prediction.
         older_experts: whether an exact restart would begin with experts older than the checkpoint, too: their cost is
             then no reason to refuse.
-        forecaster: decides instead of the predictor's own `forecast`; the same on every rank.
     """
 
     recomputed_iterations: int | None = None
     lost_share: float = 1.0
     older_experts: bool = False
-    forecaster: Forecaster | None = None
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The result of one attempt to predict.
+    """A predicted state that the engine holds.
 
     Attributes:
-        accepted: the engine holds the predicted state; False: its weights may be anything and must be restored.
         reason: one sentence for the user.
         forecast: how the predictor forms the state.
         target: iteration, and place on the predictor's time axis.
@@ -62,7 +58,6 @@ class Prediction:
         inject_seconds: pushing them down and evaluating the probes.
     """
 
-    accepted: bool
     reason: str
     forecast: Forecast
     target: Target
@@ -105,8 +100,9 @@ class StatePrediction:
             take_dump: loads this rank's emergency dump into the engine, and returns whether there was one, so that
                 nothing is predicted here; a collective.
 
-        Returns:
-            Where it is not accepted, the engine's counters and perhaps its weights have been changed.
+        Raises:
+            RefusedError: nothing can be predicted, it would cost more than recomputing, or the guard refuses it. The
+                engine's counters and perhaps its weights have been changed.
         """
         started = time.perf_counter()
         ahead = failure_iteration - scalars.iteration
@@ -119,20 +115,23 @@ class StatePrediction:
                 scalars.cumulative_learning_rate + sum(rates),
                 max([scalars.peak_learning_rate, *rates]),
             )
-            forecast = (settings.forecaster or self.predictor.forecast)(history, target)
+            forecast = self.predictor.forecast(history, target)
             charged = of_part(forecast, settings.lost_share)
             refusal = _refusal(charged, settings)
             if not self._group.all(refusal is None):
-                return Prediction(False, refusal or "another rank cannot predict its part", charged, target, {})
+                raise _refused(refusal or "another rank cannot predict its part", charged, {})
             limited, guard = self._limit(history, forecast)
             if not guard["finite"]["accepted"]:
-                return Prediction(False, guard["finite"]["reason"], charged, target, guard)
+                raise _refused(guard["finite"]["reason"], charged, guard)
             decided = time.perf_counter() - started
             lost = take_dump is None or not take_dump()
             if take_dump is not None and not self.finite():
-                return Prediction(False, "what a rank left is not finite", charged, target, guard)
-            found = self._write_and_judge(scalars, history, limited, target, loss_checkpoint, guard, decided, lost=lost)
-            return replace(found, forecast=of_part(found.forecast, settings.lost_share))
+                raise _refused("what a rank left is not finite", charged, guard)
+            tried, reason, seconds = self._write_and_judge(scalars, history, limited, loss_checkpoint, guard, lost)
+            charged, seconds = of_part(tried, settings.lost_share), (decided + seconds[0], seconds[1])
+            if not guard["loss"]["accepted"]:
+                raise _refused(reason, charged, guard, *seconds)
+            return Prediction(reason, charged, target, guard, *seconds)
         finally:
             history.close()
 
@@ -141,15 +140,16 @@ class StatePrediction:
         scalars: Scalars,
         history: DiskHistory,
         forecast: Forecast,
-        target: Target,
         loss_checkpoint: float | None,
         guard: dict[str, Any],
-        predict_seconds: float,
-        *,
         lost: bool,
-    ) -> Prediction:
-        """Write the predicted state where this rank's is lost, with shorter displacements until the guard accepts."""
-        inject_seconds = 0.0
+    ) -> tuple[Forecast, str, tuple[float, float]]:
+        """Write the predicted state where this rank's is lost, with shorter displacements until the guard accepts.
+
+        Returns:
+            What was written last, the reason to keep or refuse it, and seconds that predicting and injecting took.
+        """
+        predict_seconds = inject_seconds = 0.0
         guard["tried"] = []
         for length in LENGTHS:
             started = time.perf_counter()
@@ -166,7 +166,7 @@ class StatePrediction:
                 break
         if length < 1.0:
             reason += f"; at {length:g} of the displacement's length, longer ones were vetoed" if accepted else ""
-        return Prediction(accepted, f"{tried.reason}; {reason}", tried, target, guard, predict_seconds, inject_seconds)
+        return tried, f"{tried.reason}; {reason}", (predict_seconds, inject_seconds)
 
     def _history(self, scalars: Scalars) -> DiskHistory:
         """The checkpoints that every rank can read and that led to this state."""
@@ -183,7 +183,7 @@ class StatePrediction:
         for sums in (moved.predicted_squared, moved.history_squared, moved.not_finite):
             self._group.reduce(sums)
         finite = self._guard.finite(moved)
-        scales = self._scales(moved)
+        scales = dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))
         shortened = sorted(name for name, scale in scales.items() if scale < 1.0)
         guard = {
             "finite": {"accepted": finite.accepted, "reason": finite.reason, **finite.numbers},
@@ -197,9 +197,6 @@ class StatePrediction:
         methods = self._group.gather(limited.method)
         method = self.predictor.name if self.predictor.name in methods else methods[0]
         return replace(limited, method=method, settings=settings), guard
-
-    def _scales(self, moved: Displacements) -> dict[str, float]:
-        return dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))
 
     def _write(self, history: DiskHistory, forecast: Forecast) -> None:
         operators = self._adapter.shard().operators
@@ -244,6 +241,14 @@ class StatePrediction:
         decision = self._guard.veto(loss_checkpoint, loss_predicted, what=what)
         guard["loss"] = {"accepted": decision.accepted, "reason": decision.reason, **decision.numbers}
         return decision.accepted, decision.reason
+
+
+def _refused(
+    reason: str, forecast: Forecast, guard: dict[str, Any], predict_seconds: float = 0.0, inject_seconds: float = 0.0
+) -> RefusedError:
+    dear = Recomputes.CHEAPER if forecast.feasible else Recomputes.INFEASIBLE
+    why = Recomputes.PREDICTION_REFUSED if guard else dear
+    return RefusedError(Refusal(why, reason, forecast, guard, predict_seconds, inject_seconds))
 
 
 def _refusal(forecast: Forecast, settings: PredictionSettings) -> str | None:

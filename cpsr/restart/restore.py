@@ -9,6 +9,7 @@ from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
@@ -165,7 +166,11 @@ class Restorer:
         """Load the first candidate that can be loaded; `refusal` says why none of them is near the failure."""
         for candidate in order:
             try:
-                return self._load(candidate, restart, refusal)
+                restored = self._load(candidate, restart)
+                if refusal is not None:
+                    return restored.instead(refusal)
+                lost = restored.lost_iterations > 0
+                return replace(restored, reason=f"mode {restart.mode}: {restored.reason}") if lost else restored
             except RefusedError as error:
                 refusal = error.refusal
             except CheckpointError as error:
@@ -177,7 +182,7 @@ class Restorer:
             "which looks for an older checkpoint; or with mode 'auto'"
         )
 
-    def _load(self, candidate: Candidate, restart: _Restart, refusal: Refusal | None) -> Restored:
+    def _load(self, candidate: Candidate, restart: _Restart) -> Restored:
         """Put one state into the engine.
 
         Raises:
@@ -185,13 +190,13 @@ class Restorer:
             RefusedError: it was refused, on every rank; the engine may hold anything.
         """
         if candidate.in_memory:
-            return self._from_memory(candidate, restart, refusal)
+            return self._from_memory(candidate, restart)
         if restart.checkpoint is None:
             reason = "no checkpoint has been committed yet"
             return Restored(Beginning.SCRATCH, self._job.adapter.iteration, None, None, reason)
         if candidate.near_failure:
             return self._from_failure(candidate, restart, restart.checkpoint)
-        return self._from_checkpoint(candidate, restart, restart.checkpoint, refusal)
+        return self._from_checkpoint(candidate, restart, restart.checkpoint)
 
     def _from_failure(self, candidate: Candidate, restart: _Restart, checkpoint: Snapshot) -> Restored:
         """The checkpoint first, then dumps or a prediction."""
@@ -204,15 +209,13 @@ class Restorer:
         settings = PredictionSettings(recomputed, share, older_experts=restart.older is not None)
         return self._near.advance(exact, candidate, checkpoint, settings)
 
-    def _from_checkpoint(
-        self, candidate: Candidate, restart: _Restart, checkpoint: Snapshot, refusal: Refusal | None
-    ) -> Restored:
+    def _from_checkpoint(self, candidate: Candidate, restart: _Restart, checkpoint: Snapshot) -> Restored:
         """The newest checkpoint, with older experts from memory where that has nearer ones."""
         nearer = 0
         if restart.older is not None:
-            units = self._engine.expert_units(checkpoint.shard)
+            units = experts_of(self._job.adapter.mixture, checkpoint.shard.operators)
             nearer = load_nearer_experts(checkpoint, units, self._memory.own, self._job.group)
-        restored = self._whole(candidate, restart, checkpoint, restart.load_seconds, refusal)
+        restored = self._whole(candidate, restart, checkpoint, restart.load_seconds)
         if restart.older is None:
             return restored
         older = older_experts(checkpoint, self._job.group) or OlderExperts(0, checkpoint.iteration)
@@ -222,13 +225,13 @@ class Restorer:
         text = f"{nearer} more come from snapshots in the memory of machines that are left, nearer to the checkpoint"
         return replace(labelled, reason=f"{labelled.reason}; {text}")
 
-    def _from_memory(self, candidate: Candidate, restart: _Restart, refusal: Refusal | None) -> Restored:
+    def _from_memory(self, candidate: Candidate, restart: _Restart) -> Restored:
         """A snapshot or window in this machine's host memory, or in that of a peer, from which it is fetched."""
         started = time.perf_counter()
         snapshot = self._loaded_from_memory(candidate, restart.checkpoint)
         older = older_experts(snapshot, self._job.group)
         seconds = restart.load_seconds + time.perf_counter() - started
-        restored = self._whole(candidate, restart, snapshot, seconds, refusal)
+        restored = self._whole(candidate, restart, snapshot, seconds)
         if candidate.is_window:  # the buffer holds no whole state
             self._pool.release(snapshot)
         return restored if older is None else _with_older(restored, snapshot, older)
@@ -277,21 +280,13 @@ class Restorer:
         if problems:
             raise CheckpointError(problems)
 
-    def _whole(
-        self, candidate: Candidate, restart: _Restart, snapshot: Snapshot, load_seconds: float, refusal: Refusal | None
-    ) -> Restored:
+    def _whole(self, candidate: Candidate, restart: _Restart, snapshot: Snapshot, load_seconds: float) -> Restored:
         """Load a whole state into the engine, and state the reason for it."""
         c, f = restart.checkpoint_iteration, restart.failure_iteration
         restored = self._engine.restore(snapshot, candidate.parts, c, f, load_seconds)
-        place, lost = _place(candidate), 0 if f is None else candidate.cost_iterations(f)
-        if lost == 0 and candidate.beginning is not Beginning.EXACT:
-            return replace(restored, reason=f"at {place}")
-        if lost == 0:
-            return replace(restored, reason=f"exactly at {place}; nothing is lost")
-        recomputed = f"{lost} iterations are recomputed from {place}"
-        if refusal is None:
-            return replace(restored, reason=f"mode {restart.mode}: {recomputed}")
-        return restored.instead(refusal, recomputed)
+        place, lost = _place(candidate), restored.lost_iterations
+        whole = f"exactly at {place}; nothing is lost" if candidate.beginning is Beginning.EXACT else f"at {place}"
+        return replace(restored, reason=f"{lost} iterations are recomputed from {place}" if lost else whole)
 
     def roll_back(self, restored: Restored) -> Restored:
         """Abandon a predicted state: restore the checkpoint in the recovery buffer exactly.

@@ -129,16 +129,11 @@ class Restored:
         f = self.failure_iteration
         return 0 if f is None else max(f - self.restored_iteration, 0)
 
-    def instead(self, refusal: Refusal, recomputed: str) -> "Restored":
-        """This beginning, after a state near the failure was refused.
-
-        Args:
-            refusal: of that state.
-            recomputed: what is recomputed instead, and from where.
-        """
+    def instead(self, refusal: Refusal) -> "Restored":
+        """This beginning, after a state near the failure was refused."""
         return replace(
             self,
-            reason=f"{refusal.reason}; {recomputed}",
+            reason=f"{refusal.reason}; {self.reason}",
             recomputes=refusal.why,
             forecast=refusal.forecast,
             guard=refusal.guard,

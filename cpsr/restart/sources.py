@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from cpsr.replay.conversion import load_window
 from cpsr.restart.experts import older_experts
 from cpsr.state.shard import Shard
 
-__all__ = ["MemorySources", "NewestCheckpoint", "summary", "what_is_left"]
+__all__ = ["MemorySources", "NewestCheckpoint", "what_is_left"]
 
 logger = logging.getLogger(__name__)
 
@@ -342,24 +341,6 @@ class MemorySources:
         if entry in self._fetched:
             return self._fetched[entry]
         return state_of(entry)
-
-
-def summary(sources: tuple[Source, ...]) -> str:
-    """Which ranks use which source, as text: `memory (0-3), predicted (4)`."""
-    tiers = Counter(source.tier for source in sources)
-    return ", ".join(
-        f"{tier} ({_ranges([source.rank for source in sources if source.tier == tier])})" for tier in sorted(tiers)
-    )
-
-
-def _ranges(ranks: list[int]) -> str:
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _small_iterations(states: Sequence[MemoryState]) -> list[int]:

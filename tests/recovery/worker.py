@@ -38,8 +38,8 @@ from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.fitter.phases import PhaseDetector
 from cpsr.learning import learning, memory
 from cpsr.planner.live import job_planner
+from cpsr.predictor.guard import Guard
 from cpsr.predictor.vitp import VITPPredictor
-from cpsr.restart.prediction import StatePrediction
 from cpsr.state.codec import encode
 from tests.device import ON_CUDA
 from tests.recovery.engines import (
@@ -129,8 +129,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     if options.rounds:
         setattr(MemoryTurns, "wanted_rounds", lambda turns: options.rounds)  # noqa: B010 - mypy refuses it otherwise
     if options.gain:
-        scales = lambda prediction, moved: dict.fromkeys(moved.operators, options.gain)  # noqa: E731
-        setattr(StatePrediction, "_scales", scales)  # noqa: B010 - mypy refuses to assign to a method
+        scales = lambda guard, moved: torch.full((len(moved.operators),), options.gain, dtype=torch.float64)  # noqa: E731
+        setattr(Guard, "limit", scales)  # noqa: B010 - mypy refuses to assign to a method
     if options.phase_iterations:
         lengths = {"min_iterations": options.phase_iterations, "max_iterations": options.phase_iterations}
         setattr(job_planner, "PhaseDetector", partial(PhaseDetector, **lengths))  # noqa: B010 - mypy refuses it otherwise
