@@ -25,10 +25,6 @@ class Resharding:
     Rank r takes the small state and the buffers of rank r modulo the old number. Buffers of layers and experts that
     this one did not have come from another. Stages in the middle of a pipeline are dealt no batches: there all ranks
     take the position of the one that was dealt most. Rank 0 also compares the small states of all old ranks.
-
-    Args:
-        adapter: of this rank.
-        frozen: files of its parameters outside the optimizer; None: it has none.
     """
 
     def __init__(self, adapter: EngineAdapter, frozen: FrozenFiles | None) -> None:

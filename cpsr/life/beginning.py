@@ -42,15 +42,7 @@ def announce(
     damaged: list[str],
     outlook: str,
 ) -> None:
-    """Report problems of the job, and how it recovered.
-
-    Args:
-        job: this rank's.
-        restored: how this life began.
-        cause: how the last life ended.
-        damaged: checkpoints that could not be used, one sentence each.
-        outlook: whether repeated steps are checked, one clause.
-    """
+    """Report problems of the job, and how it recovered."""
     obstacle = restart_obstacle() if job.group.rank == 0 and job.group.size > 1 else None
     if obstacle is not None:
         job.journal.event("launcher", obstacle, level=logging.WARNING)

@@ -28,11 +28,6 @@ DEVICE_SECONDS = 10.0
 class Boundary:
     """Publishes each step that is complete: the step counter, the heartbeat, and the state for an emergency dump.
 
-    Args:
-        job: this rank's.
-        pool: host buffers; an emergency dump goes into one of them.
-        state: the small state.
-
     Attributes:
         emergency_dump: dumps the state when this rank leaves a broken group.
         liveness: watches the other ranks.

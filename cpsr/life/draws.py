@@ -52,48 +52,30 @@ class Draws:
     steps of a life. After the first step alone, those drawn after its last forward are known to be ahead.
 
     Attributes:
-        ahead: batches drawn by the end of the last step, and not trained by it.
+        untrained: batches drawn by the end of the last step and not trained by it, oldest first.
+        next: the first batch drawn since the last step.
         requested: the loop has drawn a batch, or asks for one, since the last step.
         drawn: batches of this life.
+        counts: of each of the first steps: draws, forwards, and draws after the last forward.
         repeats: the loop has taken several steps on one batch.
         by_another_thread: not the one that trains takes the batches.
     """
 
     def __init__(self) -> None:
-        self.ahead = self.drawn = 0
-        self.repeats = False
-        self.requested = False
+        self.drawn = self._ahead = 0
+        self.repeats = self.requested = self.by_another_thread = False
+        self.untrained: list[Draw] = []
+        self.next: Draw | None = None
+        self.counts: list[tuple[int, int, int]] = []
         self._thread = threading.get_ident()
-        self.by_another_thread = False
         self._recent: deque[Draw] = deque(maxlen=AHEAD_MAX)
-        self._ahead: list[Draw] = []
-        self._next: Draw | None = None  # the first one since the last step
-        self._counts: list[tuple[int, int, int]] = []  # of the first steps: draws, forwards, draws after the last one
         self._depth, self._surplus = 0, 0  # drawn ahead; draws per step without a forward of their own
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self._draws = self._forwards = self._late = 0
-
-    @property
-    def untrained(self) -> list[Draw]:
-        """Batches drawn by the end of the last step and not trained by it, oldest first."""
-        return self._ahead
-
-    @property
-    def taken(self) -> list[int]:
-        """Batches drawn for each of the first steps of the life."""
-        return [draws for draws, _, _ in self._counts]
-
-    @property
-    def next(self) -> Draw | None:
-        """The first batch drawn since the last step."""
-        return self._next
+        self._draws = self._forwards = self._late = 0  # since the last step; draws since its last forward
 
     @property
     def inside(self) -> bool:
         """Whether the loop has no other batch than that of its last step; while it trains, it repeats that one."""
-        return self.drawn > 0 and not (self.requested or self._ahead or self.by_another_thread)
+        return self.drawn > 0 and not (self.requested or self.untrained or self.by_another_thread)
 
     def add(self, draw: Draw) -> None:
         """The loop has drawn a batch."""
@@ -101,7 +83,7 @@ class Draws:
         self.drawn += 1
         self._draws += 1
         self._late += 1
-        self._next = self._next or draw
+        self.next = self.next or draw
         self._recent.append(draw)
 
     def forward(self) -> None:
@@ -111,49 +93,46 @@ class Draws:
 
     def step(self) -> None:
         """A step is complete."""
-        self.repeats |= self.drawn > 0 and not self._draws and not self._ahead
-        if len(self._counts) < LEARNED:
+        self.repeats |= self.drawn > 0 and not self._draws and not self.untrained
+        if len(self.counts) < LEARNED:
             self._learn()
         else:
             surplus = self._draws - self._forwards - self._surplus
-            self.ahead = min(max(self.ahead + surplus, 0), self._depth)
+            self._ahead = min(max(self._ahead + surplus, 0), self._depth)
         if self.by_another_thread:
-            self.ahead = 0
-        self._ahead = list(self._recent)[-self.ahead :] if self.ahead else []
-        self._next, self.requested = None, False
-        self._begin_step()
+            self._ahead = 0
+        self._begin_step(list(self._recent)[-self._ahead :] if self._ahead else [])
+
+    def _begin_step(self, untrained: list[Draw]) -> None:
+        self.untrained, self.next, self.requested = untrained, None, False
+        self._draws = self._forwards = self._late = 0
 
     def _learn(self) -> None:
-        counts = self._counts
+        counts = self.counts
         counts.append((self._draws, self._forwards, self._late))
         (draws, forwards, late), (again, forwards_again, _) = counts[0], counts[-1]
         self._surplus = again - forwards_again
         excess = draws - forwards - self._surplus
         shown = late if forwards and all(one[2] == late for one in counts) else 0
         if len(counts) == 1:
-            self.ahead = shown
+            self._ahead = shown
         elif len(counts) < LEARNED:
-            self.ahead = shown if excess == shown else 0
+            self._ahead = shown if excess == shown else 0
         else:
             steady = forwards > 0 and counts[1][0] - counts[1][1] == self._surplus
             alike = counts[1] == counts[2] and again > 0 and draws - again <= excess
             depth = shown if shown == excess else draws - again if alike else 0
-            self._depth = self.ahead = depth if steady and 0 < depth <= AHEAD_MAX else 0
+            self._depth = self._ahead = depth if steady and 0 < depth <= AHEAD_MAX else 0
 
     def restart(self) -> None:
         """The state is another one, and no batch has been drawn from it."""
         self._recent.clear()
-        self.ahead, self._ahead, self._next, self.requested = 0, [], None, False
-        self._begin_step()
+        self._ahead = 0
+        self._begin_step([])
 
 
 class DrawWarnings:
-    """Reports, once and on rank 0, loops whose batches a checkpoint cannot follow.
-
-    Args:
-        job: this rank's.
-        draws: the batches that the loop has drawn.
-    """
+    """Reports, once and on rank 0, loops whose batches a checkpoint cannot follow."""
 
     def __init__(self, job: Job, draws: Draws) -> None:
         self._job, self._draws = job, draws
@@ -164,7 +143,7 @@ class DrawWarnings:
         """A step is complete."""
         self._steps += 1
         if self._steps == LEARNED and self._draws.drawn:
-            self._compare(self._draws.taken)
+            self._compare([draws for draws, _, _ in self._draws.counts])
 
     def at_checkpoint(self) -> None:
         """A checkpoint begins; without a batch from `resume` it has no position in the data."""

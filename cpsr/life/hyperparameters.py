@@ -21,10 +21,6 @@ __all__ = ["Hyperparameters", "script_sentence"]
 class Hyperparameters:
     """Compares what the script sets at its start with what it set when the run began, before either has trained.
 
-    Args:
-        adapter: the engine.
-        choice: `restart.hyperparameters`.
-
     Attributes:
         since: iterations at which the script's took the place of the run's.
     """
@@ -46,9 +42,6 @@ class Hyperparameters:
 
     def compare(self, saved: dict[str, Any]) -> str | None:
         """Called once the engine has been restored.
-
-        Args:
-            saved: what `state` returned.
 
         Returns:
             What differs and whose are used, one sentence; None if nothing does.

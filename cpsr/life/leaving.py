@@ -143,15 +143,6 @@ class Leave(SystemExit):
 class Leaving:
     """Commits the last state of a life.
 
-    Args:
-        job: this rank's.
-        ending: learns whether the last state is safe.
-        stop: keeps the exception of the script's handler.
-        loop: the training, and the work deferred to the end of its iteration.
-        boundary: ends the watch over the other ranks.
-        saver: commits.
-        witnessing: keeps the steps to compare.
-
     Attributes:
         begun: all ranks have agreed to leave.
         left: all ranks have agreed to leave, and have committed their state if they could. They may train on.
@@ -200,9 +191,6 @@ class Leaving:
         """Leave once the loop has finished this iteration, and all steps on its batch; a collective.
 
         If it evaluates for longer than launchers wait, the emergency dump remains.
-
-        Args:
-            step_seconds: that a step takes.
         """
         if self.begun:
             return

@@ -50,9 +50,6 @@ def fingerprints(saved: Iterable[Any]) -> dict[str, str]:
 class _Search:
     """Hashes values; each object once, under its first name.
 
-    Args:
-        saved: see `fingerprints`.
-
     Attributes:
         found: name -> hash.
     """

@@ -161,9 +161,6 @@ class MemorySnapshots:
     def turn(self, iteration: int) -> Callable[[], None] | None:
         """Agree on what the due snapshot copies, and whether it is sent; returns what starts it.
 
-        Args:
-            iteration: the finished one.
-
         Returns:
             To be called once the loop has finished its iteration; it returns while the state is being copied. None
             where a rank has no buffer free: the snapshot stays due.

@@ -291,13 +291,7 @@ def _open_directory(
 
 
 def _frozen_bytes(shard: Shard, shapes: Mapping[str, Sequence[int]], holders: int) -> int:
-    """What this rank writes of the parameters outside the optimizer, once in a run.
-
-    Args:
-        shard: of this rank.
-        shapes: of the whole parameters.
-        holders: ranks that share out what they all hold whole.
-    """
+    """What this rank writes of the parameters outside the optimizer, once in a run."""
     return sum(
         values.nbytes // (holders if values.numel() == math.prod(shapes[name]) else 1)
         for name, values in shard.frozen.items()

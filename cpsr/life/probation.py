@@ -106,11 +106,7 @@ class Probation:
         return None if decision is None or decision.status == "watching" else decision
 
     def keep(self, watch: Mapping[str, Any]) -> None:
-        """The state is kept: release the checkpoint in memory; without a watch nothing happens.
-
-        Args:
-            watch: what the watch found, for the journal.
-        """
+        """The state is kept: release the checkpoint in memory; without a watch nothing happens."""
         if self._watch is not None:
             self._end("kept", watch)
 

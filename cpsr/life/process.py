@@ -74,9 +74,6 @@ class ScriptEnd:
 
     A script that calls `sys.exit`, or just ends, may be one of several ranks, and the others may still train. So its
     run ends as after an error: the state of its last step goes to host memory.
-
-    Args:
-        end: ends the run, given an exception.
     """
 
     def __init__(self, end: End) -> None:

@@ -68,12 +68,7 @@ class RehearsedJob:
 
 
 class Rehearsed:
-    """Follows one life on one rank, records what the loop keeps, and cuts the life short.
-
-    Args:
-        asked: what the command asks.
-        job: this rank's.
-    """
+    """Follows one life on one rank, records what the loop keeps, and cuts the life short."""
 
     def __init__(self, asked: RehearsedJob, job: Job) -> None:
         self._asked, self._job = asked, job

@@ -108,11 +108,9 @@ class RunState:
         self._lineage: list[dict[str, int]] = []
         self.history_start = 0
         self.unwatch()
-        self.on_batch.append(probes.on_batch)
 
     def unwatch(self) -> None:
         """Call nobody when the loop takes batches."""
-        self.on_batch: list[Callable[[Any], None]] = []  # called with every batch before it is returned
         self.on_request: Callable[[], None] = lambda: None  # called when the loop asks for a further batch
         self.on_end: Callable[[bool], object] = lambda last: None  # called when a pass has ended
 
@@ -464,8 +462,7 @@ class RunState:
         if self._redrawn:
             self._redrawn.pop(0)
             self._positioned()
-        for callback in self.on_batch:
-            callback(batch)
+        self._probes.on_batch(batch)
 
     def _positioned(self) -> None:
         """Restore the random states from which the next batch is drawn: those of training, but for one drawn ahead."""

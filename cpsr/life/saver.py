@@ -11,7 +11,6 @@ from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import kept_bytes
 from cpsr.checkpoint.retention import Retention
-from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
@@ -172,11 +171,7 @@ class Saver:
         return chosen
 
     def _contents(self, chosen: frozenset[str] | None) -> Contents:
-        """What this rank's part of a checkpoint holds, and who writes it; a collective.
-
-        Args:
-            chosen: experts that the checkpoint saves; None: all there are.
-        """
+        """What this rank's part of a checkpoint holds, and who writes it; a collective."""
         self._stop_sharing()
         units = {} if self._experts is None else self._experts.units
         saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
@@ -227,8 +222,8 @@ class Saver:
             self.memory.turns.sent(iteration, snapshot.is_pending)
         snapshot.stall_seconds = time.perf_counter() - started
 
-    def finish(self) -> Snapshot | None:
-        """Wait for a running copy, whose source is about to change; return its snapshot if the writer has it now."""
+    def finish(self) -> None:
+        """Wait for a running copy, whose source is about to change; the writer gets that of a checkpoint."""
         self.memory.before_update()
         running = self.pool.running
         try:
@@ -238,17 +233,16 @@ class Saver:
                 self.memory.failed(running.iteration, error)
             else:
                 self._skip(self._last_due, error)
-            return None
+            return
         if snapshot is None:
-            return None
+            return
         if self._experts is not None:
             copied = snapshot.contents.copied(snapshot.shard).state_bytes
             self._experts.in_memory.copies.note(copied, snapshot.copy_seconds, snapshot.overlap_seconds)
         if snapshot.disk:
             self._writer.submit(snapshot)
-            return snapshot
-        self.memory.complete(snapshot)
-        return None
+        else:
+            self.memory.complete(snapshot)
 
     def _skip(self, iteration: int, error: SaveError | UnsupportedEngineError) -> None:
         """Report that a checkpoint cannot be taken.
@@ -265,13 +259,6 @@ class Saver:
                 f"does not train on without: {error}"
             ) from error
         self._writer.skip(iteration, f"{error}. No later checkpoint can be taken either" if lasting else str(error))
-
-    def settle(self, timeout_seconds: float) -> bool:
-        """Wait until nothing is being copied or written; False after the timeout."""
-        self.finish()
-        settled = self.drain(timeout_seconds)
-        self.surface()
-        return settled
 
     def drain(self, timeout_seconds: float) -> bool:
         """Wait until nothing is being written; False after the timeout."""
@@ -338,9 +325,6 @@ class Saver:
 
     def set_aside(self, to: Rewind) -> None:
         """Set aside checkpoints of discarded steps, on all ranks together.
-
-        Args:
-            to: where the run continues.
 
         Raises:
             SaveError: a disk did not answer in time.
@@ -427,12 +411,6 @@ def report_save(journal: RankJournal, outcome: SaveOutcome, origin: Origin) -> N
 
 
 def disk_bytes(shard: Shard, config: CPSRConfig, share: float = 1.0) -> int:
-    """Disk space of this rank's checkpoints: full ones, the one being written, and the weights of the history.
-
-    Args:
-        shard: of this rank.
-        config: the run's.
-        share: the share of it that this rank writes.
-    """
+    """Disk space of this rank's checkpoints: full ones, the one being written, and the weights of the history."""
     weights = sum(operator.parameter.values.nbytes for operator in shard.operators.values())
     return round(share * kept_bytes(shard.state_bytes, weights, config))

@@ -19,11 +19,6 @@ UNKNOWN_ITERATIONS = 20  # without a loss, before that is reported
 class Steps:
     """Times the steps of one life, and passes them on once their losses have arrived from the device.
 
-    Args:
-        adapter: the engine.
-        journal: of this rank.
-        losses: of this rank.
-
     Attributes:
         learning_rate: of the newest update.
         followers: called with finished iterations, after the journal.

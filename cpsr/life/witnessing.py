@@ -148,11 +148,7 @@ class Witnessing:
         self._expected, self._last = len(repeated), max(repeated, default=iteration)
 
     def outlook(self, lost_iterations: int) -> str:
-        """Whether the steps that this restart repeats are checked, one clause for people.
-
-        Args:
-            lost_iterations: steps that it repeats.
-        """
+        """Whether the steps that this restart repeats are checked, one clause for people."""
         if self._job.run.resized:
             return "not checked: the run had another number of ranks"
         if not self._expected:

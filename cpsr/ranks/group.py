@@ -161,13 +161,7 @@ class Mark:
 
 
 class Attendance:
-    """The marks of all ranks, in the store of torch's process group.
-
-    Args:
-        store: of this group alone.
-        rank: this one.
-        size: number of ranks.
-    """
+    """The marks of all ranks, in the store of torch's process group."""
 
     def __init__(self, store: PrefixStore, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size

@@ -99,11 +99,7 @@ class Uncaught:
 
 
 class Report:
-    """The files of one launcher, written by its ranks and read by the launcher.
-
-    Args:
-        directory: the launcher's own.
-    """
+    """The files of one launcher, written by its ranks and read by the launcher."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -22,13 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState:
-    """The engine's tensors and scalars, and the predictor's learned state of the same iteration.
-
-    Args:
-        adapter: the engine.
-        predictor: loads its learned state.
-        frozen: the parameters outside the optimizer; None: no rank has any.
-    """
+    """The engine's tensors and scalars, and the predictor's learned state of the same iteration."""
 
     def __init__(self, adapter: EngineAdapter, predictor: StatePredictor, frozen: FrozenFiles | None = None) -> None:
         self._adapter = adapter

@@ -153,13 +153,7 @@ def _load(snapshot: Snapshot, state: MemoryState, names: Sequence[str]) -> set[s
 
 
 def with_lost_tokens(restored: Restored, experts: "ExpertSaving | None", group: Group) -> Restored:
-    """Add the tokens that experts have lost to the guard's measurements; a collective.
-
-    Args:
-        restored: the state from which the life continues.
-        experts: counts the tokens; None if no checkpoint leaves experts out.
-        group: all ranks.
-    """
+    """Add the tokens that experts have lost to the guard's measurements; a collective."""
     if experts is None or restored.scalars is None:
         return restored
     experts.load_state_dict(restored.scalars.experts)

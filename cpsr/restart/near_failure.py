@@ -37,12 +37,7 @@ DUMPS = "departed.json"
 
 
 class Attempts:
-    """Attempts of one kind; only those from the newest checkpoint are counted.
-
-    Args:
-        path: the file that holds the count.
-        group: the ranks.
-    """
+    """Attempts of one kind; only those from the newest checkpoint are counted."""
 
     def __init__(self, path: Path, group: Group) -> None:
         self._path = path
@@ -83,12 +78,6 @@ class Attempts:
 
 class NearFailure:
     """Advances an engine from its exact checkpoint to the failure; every method is a collective.
-
-    Args:
-        job: of this life.
-        memory: reads emergency dumps in memory.
-        prediction: predicts and checks the lost state.
-        engine: has the checkpoint.
 
     Attributes:
         failures: attempts that have raised an error.
@@ -165,10 +154,6 @@ class NearFailure:
     def _load_dump(self, exact: Restored, sources: tuple[Source, ...]) -> Restored:
         """Every rank's dumped tensors, if they are finite and their loss is not far above the checkpoint's.
 
-        Args:
-            exact: how the life would begin at the checkpoint.
-            sources: what each rank takes.
-
         Raises:
             CheckpointError: a rank's tensors cannot be read; every rank raises it.
             RefusedError: they are not finite, or the guard refuses them.
@@ -211,12 +196,6 @@ class NearFailure:
         settings: PredictionSettings,
     ) -> Restored:
         """Predict the state of the ranks without an emergency dump.
-
-        Args:
-            exact: how the life would begin at the checkpoint.
-            sources: `departure` for an emergency dump, else `predicted`.
-            snapshot: this rank's part of the checkpoint.
-            settings: of the attempt.
 
         Raises:
             RefusedError: nothing can be predicted, it would cost more than recomputing, or the guard refuses it.

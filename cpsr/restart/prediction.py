@@ -67,14 +67,7 @@ class Prediction:
 
 
 class StatePrediction:
-    """Predicts on all ranks together; every method is a collective.
-
-    Args:
-        job: of this life; the engine is exactly at the checkpoint.
-        store: the run's checkpoints: the history.
-        predictor: forms the forecast.
-        probes: what the loss veto evaluates.
-    """
+    """Predicts on all ranks together; every method is a collective."""
 
     def __init__(self, job: Job, store: CheckpointStore, predictor: StatePredictor, probes: Probes) -> None:
         self._adapter = job.adapter

@@ -49,11 +49,7 @@ class Refusal:
 
 
 class RefusedError(Exception):
-    """A state near the failure was refused; raised on every rank.
-
-    Args:
-        refusal: why, and what the attempt found.
-    """
+    """A state near the failure was refused; raised on every rank."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.reason)

@@ -31,13 +31,6 @@ logger = logging.getLogger(__name__)
 class NewestCheckpoint:
     """Finds the newest whole checkpoint, on the disk or at the target of its copies; every method is a collective.
 
-    Args:
-        group: the ranks.
-        store: the run's checkpoints.
-        target: where copies of them may come from.
-        pool: the host buffers; the loaded checkpoint stays in the recovery buffer.
-        memory: finds whether a state in memory can replace a checkpoint.
-
     Attributes:
         damaged: iteration -> what is wrong with a checkpoint that was skipped.
     """

@@ -173,6 +173,13 @@ class PlainMixture(torch.nn.Module):
         return loss
 
 
+def settle(recovery: CPSRRecovery) -> None:
+    """Wait until nothing is being copied or written: tiny steps outrun the disk."""
+    recovery.life.saver.finish()
+    assert recovery.life.saver.drain(10.0)
+    recovery.life.saver.surface()
+
+
 def plain_life(
     config: dict[str, Any], fail_after: int, *, ends: bool = False
 ) -> tuple[Restored, dict[str, torch.Tensor]]:
@@ -188,7 +195,7 @@ def plain_life(
         if recovery.iteration == fail_after:
             return restored, start
         for batch in recovery.resume(batches):
-            assert recovery.life.saver.settle(10.0)
+            settle(recovery)
             if recovery.iteration == fail_after:
                 raise RuntimeError("the end of this life")
             loss = model(batch)
@@ -239,7 +246,7 @@ def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:
                     name: values.detach().clone() for name, values in model.named_parameters()
                 }
                 if recovery.iteration == kill_at - 4:
-                    assert recovery.life.saver.settle(10.0)  # tiny steps outrun the disk, which has a buffer
+                    settle(recovery)
                 if recovery.iteration == kill_at:
                     recovery.life.saver.finish()
                     recovery.life.saver.pool.settle()
