@@ -62,7 +62,7 @@ def test_everything_in_all_is_there() -> None:
 
 # What a user of plain torch may not have: packages that need much disk.
 ABSENT = ("deepspeed", "sklearn", "matplotlib", "accelerate", "lightning", "transformers")
-OF_THESE = re.compile(r"\.(benchmarks|demo|integrations)\b|deepspeed|\.qualify\.mixture|\.simulate\.plot|__main__")
+OF_THESE = re.compile(r"\.(benchmarks|demo|integrations)\b|deepspeed|\.simulate\.plot|__main__")
 OPENED = """
 import random, sys, torch
 from cpsr import CPSRRecovery, TorchAdapter

@@ -19,8 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cpsr.demo.device import CUDA, describe_device, find_device, rank_environment
 from cpsr.errors import ConfigError
-from cpsr.qualify.records import clear, read_records, release_memory
-from cpsr.qualify.result import Qualification, print_result, qualification_of
+from cpsr.qualify.result import clear, print_result, read_records, release_memory, result_of
 from cpsr.ranks.exits import exiting_at_sigterm
 from cpsr.ranks.link import EXPECTS_ERRORS, REFUSED_STATUS, report
 
@@ -67,7 +66,7 @@ def run_qualify(device: str, ranks: int | None, only: str, json_path: Path | Non
 
 def _as_rank(device: str, only: str, json_path: Path | None, folder: Path) -> NoReturn:
     os.environ.update(rank_environment(device))
-    from cpsr.qualify.trials import trials_of
+    from cpsr.qualify.checks import trials_of
     from cpsr.qualify.worker import Rank, leave
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -90,30 +89,30 @@ def finish(console: Console, folder: Path, device: str, log: str, json_path: Pat
         ConfigError: the ranks have recorded no check.
     """
     result = write_so_far(folder, device, log)
-    if not result.checks:
+    if not result["checks"]:
         raise ConfigError(f"no check ran: none has a name that --only asks for, or the ranks did not start; see {log}")
     if json_path is not None:
         json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(_text(result), encoding="utf-8")
     print_result(console, result, folder / JSON_NAME if json_path is None else json_path)
-    return 0 if result.passed else FAILED
+    return 0 if result["passed"] else FAILED
 
 
-def write_so_far(folder: Path, device: str, log: str) -> Qualification:
+def write_so_far(folder: Path, device: str, log: str) -> dict[str, Any]:
     """Put the records together as they are now, and write the JSON in the work folder if they name a check.
 
     A launcher that gives up leaves no rank to do it at the end. What has not ended by then counts as failed.
     """
-    result = qualification_of(read_records(folder), _machine(device), _versions(), log)
-    if result.checks:
+    result = result_of(read_records(folder), _machine(device), _versions(), log)
+    if result["checks"]:
         written = folder / f"{JSON_NAME}.{os.getpid()}"  # several ranks may write
         written.write_text(_text(result), encoding="utf-8")
         written.replace(folder / JSON_NAME)  # the rank may be killed meanwhile: the file is always whole
     return result
 
 
-def _text(result: Qualification) -> str:
-    return json.dumps(result.to_json(), indent=1) + "\n"
+def _text(result: Mapping[str, Any]) -> str:
+    return json.dumps(result, indent=1) + "\n"
 
 
 def _ranks(device: str) -> int:
@@ -182,7 +181,8 @@ def _watch(console: Console, job: "subprocess.Popen[bytes]", folder: Path) -> No
             lines = read_records(folder)
             if len(lines) > count:
                 count, heard = len(lines), time.monotonic()
-                total = next((len(line["trials"]) for line in lines if line["event"] == "planned"), None)
+                planned = next((line["trials"] for line in lines if line["event"] == "planned"), None)
+                total = None if planned is None else sum(not one["reason"] for one in planned)
                 ended = {line["trial"] for line in lines if line["event"] == "ended" and line["rank"] == 0}
                 newest = next((line["trial"] for line in reversed(lines) if line["event"] == "began"), "")
                 progress.update(task, total=total, completed=len(ended), description=newest)

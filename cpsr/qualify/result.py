@@ -1,194 +1,189 @@
-"""The result of `cpsr qualify`: what became of each check of each cell, over all ranks, as JSON and as a table."""
+"""What the ranks of `cpsr qualify` record in the work folder, and the result made of it, as JSON and as a table.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+Every line is complete once written, whatever happens to the process; the folder is on a disk that all ranks see.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.demo.device import device_text
 from cpsr.qualify.cells import Cell
 from cpsr.tables import print_table
 
-__all__ = ["CheckResult", "Qualification", "print_result", "qualification_of"]
+__all__ = ["Records", "cell_name", "clear", "folder_name", "print_result", "read_records", "release_memory"]
+__all__ += ["result_of"]
 
 FORMAT = 1  # of the JSON
+CELL = ("engine", "zero", "precision", "optimizer", "feature")
 WORDS = {"passed": "passed", "failed": "[bold red]FAILED[/]", "not applicable": "-"}
 
-Status = Literal["passed", "failed", "not applicable"]
 
+class Records:
+    """The file of one rank.
 
-@dataclass(frozen=True)
-class CheckResult:
-    """One place of the table.
-
-    Attributes:
-        engine, zero, precision, optimizer, feature: the cell; `zero` is None outside DeepSpeed.
-        check: name of the check.
-        status: of it.
-        reason: why it failed (end of the first traceback) or does not apply; empty where it passed.
-        seconds: of the slowest rank, over all lives.
-        figures: of rank 0.
+    Args:
+        folder: the work folder.
+        rank: that writes.
     """
 
-    engine: str
-    zero: int | None
-    precision: str
-    optimizer: str
-    check: str
-    status: Status
-    reason: str = ""
-    seconds: float = 0.0
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    feature: str = ""
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path, self._rank = folder / f"rank-{rank:05d}.jsonl", rank
 
-    @property
-    def cell(self) -> str:
-        """The cell in one line."""
-        return Cell(self.engine, self.zero, self.precision, self.optimizer, self.feature).name
+    def add(self, event: str, **fields: Any) -> None:
+        """Append one line, with the time and this rank."""
+        line = json.dumps({"event": event, "rank": self._rank, "unix_seconds": time.time()} | fields)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
+    def began(self, trial: str) -> None:
+        """This rank begins a check."""
+        self.add("began", trial=trial)
 
-@dataclass(frozen=True)
-class Qualification:
-    """Everything that `cpsr qualify` found.
-
-    Attributes:
-        date: UTC, ISO 8601.
-        machine: processor, cores, memory and device, as plain data.
-        versions: of the packages that matter.
-        ranks: of the job.
-        backend: of its training group.
-        log: path of the ranks' output, or where to find it.
-        seconds: of all checks.
-        checks: every place of the table.
-    """
-
-    date: str
-    machine: Mapping[str, Any]
-    versions: Mapping[str, str]
-    ranks: int
-    backend: str
-    log: str
-    seconds: float
-    checks: Sequence[CheckResult]
-
-    @property
-    def failed(self) -> list[CheckResult]:
-        """The checks that failed."""
-        return [one for one in self.checks if one.status == "failed"]
-
-    @property
-    def passed(self) -> bool:
-        """Whether there were checks, and none failed."""
-        return not self.failed and any(one.status == "passed" for one in self.checks)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"format": FORMAT, "passed": self.passed} | asdict(self)
+    def ended(self, trial: str, error: str, seconds: float, figures: Mapping[str, Any]) -> None:
+        """This rank has ended a check, with an error or without (empty)."""
+        self.add("ended", trial=trial, error=error, seconds=seconds, figures=dict(figures))
 
 
-def qualification_of(
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """All lines of all ranks, by time; a line that is being written is left out."""
+    found = [line for path in sorted(folder.glob("rank-*.jsonl")) for line in _lines(path)]
+    return sorted(found, key=lambda line: float(line["unix_seconds"]))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for text in path.read_text(encoding="utf-8").split("\n")[:-1]:  # what follows the last newline is incomplete
+        yield json.loads(text)
+
+
+def folder_name(trial: str) -> str:
+    """The name of a check as that of its folder."""
+    return trial.replace(": ", "--").replace(" ", "-")
+
+
+def clear(folder: Path) -> None:
+    """Remove what an earlier call left in its work folder, and its shared memory."""
+    release_memory(folder)
+    for path in folder.glob("rank-*.jsonl"):
+        path.unlink()
+    for path in folder.glob("*--*"):
+        shutil.rmtree(path, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def release_memory(folder: Path, spared: Collection[str] = ()) -> None:
+    """Free this machine's shared memory of the checks in a work folder, but for those in folders of these names."""
+    for identity in folder.glob(f"*/run/{IDENTITY}"):
+        if identity.parts[-3] not in spared:
+            remove_memory_states(json.loads(identity.read_text(encoding="utf-8"))["run_id"])
+
+
+def result_of(
     lines: Sequence[Mapping[str, Any]], machine: Mapping[str, Any], versions: Mapping[str, str], log: str
-) -> Qualification:
-    """Put the ranks' records together.
+) -> dict[str, Any]:
+    """Put the ranks' records together, as plain data.
 
     Args:
         lines: of all ranks, by time.
-        machine: see `Qualification`.
-        versions: likewise.
-        log: likewise.
+        machine: processor, cores, memory and device, as plain data.
+        versions: of the packages that matter.
+        log: path of the ranks' output, or where to find it.
+
+    Returns:
+        `checks` has every place of the table: its cell, `check`, `status` (`passed`, `failed` or `not applicable`),
+        `reason` why it failed or does not apply, `seconds` of the slowest rank over all lives, and `figures` of rank 0.
     """
     planned: Mapping[str, Any] = next((line for line in lines if line["event"] == "planned"), {})
-    trials = [_checked(place, lines, planned["ranks"]) for place in planned.get("trials", ())]
-    empty = [
-        CheckResult(**place["cell"], check=place["check"], status="not applicable", reason=place["reason"])
-        for place in planned.get("not_applicable", ())
-    ]
+    checks = [_place(one, lines, planned["ranks"]) for one in planned.get("trials", ())]
     times = [float(line["unix_seconds"]) for line in lines] or [0.0]
-    return Qualification(
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=machine,
-        versions=versions,
-        ranks=planned.get("ranks", 0),
-        backend=planned.get("backend", ""),
-        log=log,
-        seconds=times[-1] - times[0],
-        checks=[*trials, *empty],
-    )
+    statuses = {one["status"] for one in checks}
+    return {
+        "format": FORMAT,
+        "passed": "passed" in statuses and "failed" not in statuses,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": dict(machine),
+        "versions": dict(versions),
+        "ranks": planned.get("ranks", 0),
+        "backend": planned.get("backend", ""),
+        "log": log,
+        "seconds": times[-1] - times[0],
+        "checks": checks,
+    }
 
 
-def _checked(place: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], ranks: int) -> CheckResult:
+def _place(place: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
     """A check passed where every rank has ended it without an error."""
+    found = {**place["cell"], "check": place["check"]}
+    if place["reason"]:
+        return found | {"status": "not applicable", "reason": place["reason"], "seconds": 0.0, "figures": {}}
     mine = [line for line in lines if line.get("trial") == place["trial"]]
     ended = [line for line in mine if line["event"] == "ended"]
     reason = next((line["error"] for line in ended if line["error"]), "")
     if not reason and len({line["rank"] for line in ended}) < ranks:
         reason = "the job ended in this check" if mine else "the job ended before this check"
-    return CheckResult(
-        **place["cell"],
-        check=place["check"],
-        status="failed" if reason else "passed",
-        reason=reason,
-        seconds=max(line["unix_seconds"] for line in mine) - min(line["unix_seconds"] for line in mine)
-        if mine
-        else 0.0,
-        figures=next((line["figures"] for line in ended if line["rank"] == 0), {}),
-    )
+    times = [line["unix_seconds"] for line in mine] or [0.0]
+    figures: Mapping[str, Any] = next((line["figures"] for line in ended if line["rank"] == 0), {})
+    status = "failed" if reason else "passed"
+    return found | {"status": status, "reason": reason, "seconds": max(times) - min(times), "figures": figures}
 
 
-def print_result(console: Console, result: Qualification, json_path: Path) -> None:
+def print_result(console: Console, result: Mapping[str, Any], json_path: Path) -> None:
     """Print the table, the figures, and one line for each check that failed."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    checks: Sequence[Mapping[str, Any]] = result["checks"]
     print_table(console, _table(result))
-    for one in result.checks:
-        if one.status == "passed" and (text := _figures(one)):
-            console.print(f"{one.cell}, {one.check}: {text}", highlight=False, soft_wrap=True)
-    for one in result.failed:
-        why = (one.reason.strip().splitlines() or ["no reason"])[-1]
-        console.print(
-            f"FAILED {one.cell}, {one.check}: {why} | send us {json_path} and {result.log}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-    count = sum(one.status == "passed" for one in result.checks)
-    console.print(f"{count} checks passed, {len(result.failed)} failed; {json_path}", highlight=False, soft_wrap=True)
+    for one in checks:
+        if one["status"] == "passed" and (text := _figures_text(one["figures"])):
+            say(f"{cell_name(one)}, {one['check']}: {text}")
+    failed = [one for one in checks if one["status"] == "failed"]
+    for one in failed:
+        why = (one["reason"].strip().splitlines() or ["no reason"])[-1]
+        say(f"FAILED {cell_name(one)}, {one['check']}: {why} | send us {json_path} and {result['log']}")
+    passed = sum(one["status"] == "passed" for one in checks)
+    say(f"{passed} checks passed, {len(failed)} failed; {json_path}")
 
 
-def _machine_text(result: Qualification) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    machine = result.machine
-    return (
-        f"{machine['processor']}, {machine['cores']} cores, {device_text(machine['device'])}; "
-        f"{result.ranks} ranks over {result.backend}; {versions}; {result.seconds:.0f} s"
-    )
-
-
-def _table(result: Qualification) -> Table:
-    columns = list(dict.fromkeys(one.check for one in result.checks))
+def _table(result: Mapping[str, Any]) -> Table:
+    columns = list(dict.fromkeys(one["check"] for one in result["checks"]))
     rows: dict[str, dict[str, str]] = {}
-    for one in result.checks:
-        rows.setdefault(one.cell, dict.fromkeys(columns, "-"))[one.check] = WORDS[one.status]
-    table = Table("combination", *columns, title="cpsr qualify", caption=_machine_text(result))
+    for one in result["checks"]:
+        rows.setdefault(cell_name(one), dict.fromkeys(columns, "-"))[one["check"]] = WORDS[one["status"]]
+    machine, versions = result["machine"], [f"{name} {version}" for name, version in result["versions"].items()]
+    caption = (
+        f"{machine['processor']}, {machine['cores']} cores, {device_text(machine['device'])}; {result['ranks']} ranks "
+        f"over {result['backend']}; {', '.join(versions)}; {result['seconds']:.0f} s"
+    )
+    table = Table("combination", *columns, title="cpsr qualify", caption=caption)
     for cell, words in rows.items():
         table.add_row(cell, *words.values())
     return table
 
 
-def _figures(one: CheckResult) -> str:
+def cell_name(check: Mapping[str, Any]) -> str:
+    """The cell of a check in one line."""
+    return Cell(**{key: check[key] for key in CELL}).name
+
+
+def _figures_text(figures: Mapping[str, Any]) -> str:
     """What a reader compares; empty for checks without."""
-    figures: Mapping[str, Any] = one.figures
     if "stall_ratio" in figures:
-        return (
-            f"stall {_ratio(figures['stall_ratio'])} of a copy of {figures['copied_bytes'] / 1e6:.0f} MB, "
-            f"steps {_ratio(figures['step_ratio'])} of those without CPSR"
+        stall, step = (
+            f"{spread['median']:.2f} ({spread['min']:.2f} to {spread['max']:.2f})"
+            for spread in (figures["stall_ratio"], figures["step_ratio"])
         )
+        return f"stall {stall} of a copy of {figures['copied_bytes'] / 1e6:.0f} MB, steps {step} of those without CPSR"
     if "guard" in figures:
         return f"{figures['outcome']} ({figures['method']}); guard: {figures['guard']['reason']}"
     return ""
-
-
-def _ratio(spread: Mapping[str, float]) -> str:
-    return f"{spread['median']:.2f} ({spread['min']:.2f} to {spread['max']:.2f})"

@@ -1,4 +1,4 @@
-"""Where a check runs: the device, the ranks and the folder, and the kill by which a check ends its own process."""
+"""Where a check runs: the device, the ranks, the folder, the jobs, and the kill by which a rank ends itself."""
 
 import json
 import os
@@ -6,9 +6,15 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+
+from cpsr.qualify.cells import Cell
+from cpsr.qualify.torch_jobs import TinyLM, torch_job
 
 __all__ = ["Scene"]
 
@@ -56,3 +62,13 @@ class Scene:
             if time.monotonic() > deadline:
                 raise AssertionError(f"{what} within {WAIT_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
+
+    def builder(
+        self, cell: Cell, micro_batches: int, schedule: str = "none", model: Callable[[], nn.Module] = TinyLM
+    ) -> Callable[[], Any]:
+        """What makes a new job of a cell here; see `torch_job` and `deepspeed_job`."""
+        if cell.zero is None:
+            return partial(torch_job, cell, self.device, self.ranks, micro_batches, schedule, model)
+        from cpsr.qualify.deepspeed_jobs import deepspeed_job
+
+        return partial(deepspeed_job, cell, self.ranks, micro_batches, schedule, model)

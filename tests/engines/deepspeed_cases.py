@@ -23,6 +23,7 @@ from cpsr.learning.pipeline_schedule import RECEIVE_ACTIVATION, RECEIVE_GRADIENT
 from cpsr.qualify.conformance import (
     AFTER,
     BEFORE,
+    Recorder,
     assert_bitwise,
     check_early_state,
     check_resume,
@@ -33,10 +34,9 @@ from cpsr.qualify.conformance import (
     take_snapshot,
 )
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, configuration, initialize, pipeline_engine
-from cpsr.qualify.models import TinyLM, token_batch
-from cpsr.qualify.recorder import Recorder
-from cpsr.qualify.torch_cases import build_ddp
+from cpsr.qualify.torch_jobs import TinyLM, token_batch
 from tests.engines.optimizer_cases import Nested
+from tests.engines.torch_cases import ddp_job
 
 
 def resume(stage: int, precision: str, skip: int = 0, zero: Any = None, **options: Any) -> dict[str, Any]:
@@ -354,7 +354,7 @@ OTHER: dict[str, Case] = {
     "own-checkpoints-zero1": partial(own_checkpoints, 1),
     "own-checkpoints-zero3": partial(own_checkpoints, 3),
     "other-accumulation-zero1": partial(other_accumulation, 1),
-    "ddp": lambda: check_resume(build_ddp, skip=2),
+    "ddp": lambda: check_resume(ddp_job, skip=2),
     "zero0-rmsprop": partial(evaluated, 0, "fp32", optimizer="rmsprop", skip=3),
     "zero3-rmsprop": partial(evaluated, 3, "bf16", optimizer="rmsprop"),
     **{f"zero{stage}-nested": partial(any_optimizer, stage, "fp32", Nested) for stage in range(3)},

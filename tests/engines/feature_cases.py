@@ -6,6 +6,7 @@ import tempfile
 from functools import partial
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
@@ -15,8 +16,8 @@ from cpsr.engines import adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import AFTER, BEFORE, assert_bitwise, check_resume, seed
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
-from cpsr.qualify.environment import own_process_globals
-from cpsr.qualify.models import BATCH, TinyLM, token_batch
+from cpsr.qualify.torch_jobs import BATCH, TinyLM, token_batch
+from cpsr.qualify.worker import own_process_globals
 from tests.engines.deepspeed_cases import Case, skipped_steps
 
 __all__ = ["FEATURES"]
@@ -206,7 +207,9 @@ def refused_by_name(name: str) -> None:
 
 
 def muon_of_deepspeed() -> None:
-    engine = initialize(TinyLM(), configuration(1, "bf16"), "muon")
+    params = {"muon_lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.01, "torch_adam": True}
+    config = configuration(1, "bf16", optimizer={"type": "Muon", "params": params})
+    engine, *_ = deepspeed.initialize(model=TinyLM(), config=config)
     with pytest.raises(UnsupportedEngineError, match=r"optimizer: Muon: .*use AdamW"):
         adapt(engine)
 

@@ -17,10 +17,8 @@ from torch.nn import functional
 
 from cpsr.engines import adam_kernels
 from cpsr.qualify.conformance import AFTER, BEFORE, check_early_state, check_resume, run, seed
-from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
-from cpsr.qualify.mixture import TinyMoE
-from cpsr.qualify.models import VOCABULARY, WIDTH, TinyLM
-from cpsr.qualify.torch_cases import TorchJob
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, TinyMoE, configuration, initialize
+from cpsr.qualify.torch_jobs import VOCABULARY, WIDTH, TinyLM, TorchJob
 from tests.engines.deepspeed_cases import (
     Case,
     early_state,

@@ -1,6 +1,6 @@
 """The conformance cases of several ranks; those of one group run in one job, one after the other."""
 
-from cpsr.qualify.environment import no_cpu_sharding
+from cpsr.qualify.cells import no_cpu_sharding
 from tests.device import ON_CUDA
 from tests.engines.deepspeed_cases import OTHER, ZERO, Case
 from tests.engines.feature_cases import FEATURES, INDUCTOR

@@ -19,6 +19,7 @@ from cpsr.engines import adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import (
     AFTER,
+    Recorder,
     assert_bitwise,
     check_early_state,
     check_resume,
@@ -28,11 +29,8 @@ from cpsr.qualify.conformance import (
     seed,
     take_snapshot,
 )
-from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, configuration, initialize, pipeline_engine
-from cpsr.qualify.mixture import TinyMoE
-from cpsr.qualify.models import TinyLM
-from cpsr.qualify.recorder import Recorder
-from cpsr.qualify.torch_cases import TorchJob
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, TinyMoE, configuration, initialize, pipeline_engine
+from cpsr.qualify.torch_jobs import TinyLM, TorchJob
 from tests.engines.adam_kernels import in_torch
 from tests.engines.deepspeed_cases import Case, skipped_steps
 

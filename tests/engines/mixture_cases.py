@@ -15,11 +15,9 @@ from cpsr.engines.moe.operators import DEEPSPEED, ExpertParallel, operators_of
 from cpsr.engines.moe.token_counts import HookedTokenCounts
 from cpsr.engines.naming import parameter_names
 from cpsr.errors import UnsupportedEngineError
-from cpsr.qualify.conformance import AFTER, check_resume, run, seed
-from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
-from cpsr.qualify.mixture import EXPERTS, TinyMoE
-from cpsr.qualify.models import BATCH, LENGTH
-from cpsr.qualify.recorder import Recorder
+from cpsr.qualify.conformance import AFTER, Recorder, check_resume, run, seed
+from cpsr.qualify.deepspeed_jobs import EXPERTS, DeepSpeedJob, TinyMoE, configuration, initialize
+from cpsr.qualify.torch_jobs import BATCH, LENGTH
 from tests.engines.deepspeed_cases import early_state, evaluation_leaves_no_trace, own_checkpoints, skipped_steps
 
 LAYERS = ("first", "second")

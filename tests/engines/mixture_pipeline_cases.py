@@ -12,9 +12,8 @@ from cpsr.engines import adapt
 from cpsr.engines.moe.operators import check_shared
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import check_early_state, check_resume, run, seed
-from cpsr.qualify.deepspeed_jobs import PipelineJob, pipeline_engine
-from cpsr.qualify.mixture import EXPERTS, MixtureLoss, mixture_layers
-from cpsr.qualify.models import BATCH, LENGTH
+from cpsr.qualify.deepspeed_jobs import EXPERTS, MixtureLoss, PipelineJob, mixture_layers, pipeline_engine
+from cpsr.qualify.torch_jobs import BATCH, LENGTH
 from cpsr.ranks.group import Group
 from tests.engines.deepspeed_cases import skipped_steps
 from tests.engines.mixture_cases import Counting

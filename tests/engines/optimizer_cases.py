@@ -15,11 +15,10 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.engines import TorchAdapter
 from cpsr.predictor.line import LinePredictor
-from cpsr.qualify.conformance import seed
-from cpsr.qualify.models import lay_out
-from cpsr.qualify.recorder import Recorder
+from cpsr.qualify.conformance import Recorder, seed
 from cpsr.restart.engine_state import EngineState
 from tests.device import DEVICE
+from tests.engines.torch_cases import lay_out
 
 Make = Callable[[nn.Module], Any]
 WIDTH = 12

@@ -14,11 +14,9 @@ from cpsr.engines.moe.operators import DEEPSPEED, Expert
 from cpsr.errors import UnsupportedEngineError
 from cpsr.experts.completeness import wrong_experts
 from cpsr.experts.saving import ExpertSaving, unit_name
-from cpsr.qualify.conformance import run, seed
-from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
-from cpsr.qualify.mixture import EXPERTS, TinyMoE
-from cpsr.qualify.models import BATCH, LENGTH
-from cpsr.qualify.recorder import Recorder
+from cpsr.qualify.conformance import Recorder, run, seed
+from cpsr.qualify.deepspeed_jobs import EXPERTS, DeepSpeedJob, TinyMoE, configuration, initialize
+from cpsr.qualify.torch_jobs import BATCH, LENGTH
 from cpsr.ranks.group import Group
 from tests.engines.mixture_cases import LAYERS, PREFIX
 

@@ -18,9 +18,11 @@ from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.sharded import local
 from cpsr.errors import ConfigError, UnsupportedEngineError
+from cpsr.qualify.cells import Cell
 from cpsr.qualify.conformance import (
     AFTER,
     BEFORE,
+    Recorder,
     assert_bitwise,
     check_early_state,
     check_resume,
@@ -29,11 +31,21 @@ from cpsr.qualify.conformance import (
     seed,
     take_snapshot,
 )
-from cpsr.qualify.models import TinyLM, TinySplitLM, token_batch
-from cpsr.qualify.recorder import Recorder
-from cpsr.qualify.sharded_jobs import fully_sharded_job, mesh_of, sharded, tensor_parallel_job
-from cpsr.qualify.torch_cases import TorchJob, build_ddp, counts_of, optimizer_of, scaler_on, small_job
+from cpsr.qualify.torch_jobs import (
+    TinyLM,
+    TinySplitLM,
+    TorchJob,
+    fully_sharded_job,
+    mesh_of,
+    optimizer_of,
+    scaler_on,
+    sharded,
+    tensor_parallel_job,
+    token_batch,
+    torch_job,
+)
 from tests.device import DEVICE
+from tests.engines.torch_cases import counts_of, ddp_job
 
 RANKS = 2
 FSDP = partial(fully_sharded_job, DEVICE, (RANKS,))
@@ -156,7 +168,7 @@ def clipping_and_accumulation_are_those_of_the_user() -> None:
 
 
 def ddp_without_sync() -> TorchJob:
-    job = build_ddp(DEVICE)
+    job = ddp_job()
     assert isinstance(job.called, DistributedDataParallel)
     wrapper = job.called
     whole = job.accumulating
@@ -266,7 +278,7 @@ def gathered_weights_are_no_activations() -> None:
 
 def ranks_of_other_meshes() -> None:
     """Ranks that split a batch are those of the mesh of FSDP2, and of DDP's group around split parameters."""
-    alone = small_job("fp32", "sgd", DEVICE, ranks=1)
+    alone = torch_job(Cell("torch", None, "fp32", "sgd"), DEVICE, ranks=1)
     assert alone.adapter.data_parallel_ranks == [0, 1]
     rank = torch.distributed.get_rank()
     mesh = mesh_of(DEVICE, RANKS, 1)["shard"]

@@ -9,17 +9,15 @@ import json
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpsr.qualify.cells import no_muon
 from cpsr.qualify.conformance import check_early_state, check_resume
-from cpsr.qualify.environment import no_muon
-from cpsr.qualify.torch_cases import CASES, one_thread
-from tests.device import DEVICE
 from tests.engines.groups import GROUPS, LACKING, RANKS, SLOW
+from tests.engines.torch_cases import CASES, one_thread
 from tests.rank_processes import become_rank, start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -31,20 +29,20 @@ ALONE = [pytest.param(name, marks=[NO_MUON] if name == "two-optimizers" else [])
 @pytest.mark.parametrize("name", ALONE)
 def test_torch_resumes_bitwise(name: str) -> None:
     with one_thread():
-        result = check_resume(partial(CASES[name], device=DEVICE))
+        result = check_resume(CASES[name])
     assert len(result["evaluations"]) == 4
 
 
 @pytest.mark.parametrize("name", ["fp32-adamw-cosine", "fp32-sgd", "channels_last-sgd-onecycle"])
 def test_torch_skip_ahead_equals_training(name: str) -> None:
     with one_thread():
-        check_resume(partial(CASES[name], device=DEVICE), skip=3)
+        check_resume(CASES[name], skip=3)
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_torch_state_created_early_changes_nothing(name: str) -> None:
     with one_thread():
-        check_early_state(partial(CASES[name], device=DEVICE))
+        check_early_state(CASES[name])
 
 
 def run_job(group: str, folder: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 from deepspeed.runtime.zero import partition_parameters
 from cpsr.qualify.conformance import seed
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
-from cpsr.qualify.models import TinyLM, token_batch
+from cpsr.qualify.torch_jobs import TinyLM, token_batch
 
 seed(1)
 config = configuration(3, "bf16")

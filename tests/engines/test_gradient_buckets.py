@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cpsr.engines import TorchAdapter
-from cpsr.qualify.recorder import Recorder
+from cpsr.qualify.conformance import Recorder
 from tests.rank_processes import become_rank, found_by, start_ranks
 
 RANKS = 3

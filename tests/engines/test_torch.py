@@ -14,11 +14,10 @@ from torch.optim.swa_utils import AveragedModel
 from cpsr import CPSRRecovery
 from cpsr.engines import TorchAdapter, adapt
 from cpsr.errors import UnsupportedEngineError
-from cpsr.qualify.conformance import BEFORE, run, seed
-from cpsr.qualify.models import TinyConvNet, TinyLM, image_batch, token_batch
-from cpsr.qualify.recorder import Recorder
-from cpsr.qualify.torch_cases import build, optimizer_of
+from cpsr.qualify.conformance import BEFORE, Recorder, run, seed
+from cpsr.qualify.torch_jobs import TinyLM, optimizer_of, token_batch
 from cpsr.state.codec import SmallState
+from tests.engines.torch_cases import TinyConvNet, build, image_batch
 from tests.stand_in_device import stand_in_device
 
 

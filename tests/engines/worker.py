@@ -13,7 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from cpsr.qualify.environment import own_process_globals
+from cpsr.qualify.worker import own_process_globals
 from tests.device import ON_CUDA
 from tests.engines.groups import GROUPS, LACKING
 

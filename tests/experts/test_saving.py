@@ -16,7 +16,7 @@ from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.errors import ConfigError
 from cpsr.experts.saving import ExpertSaving
-from cpsr.qualify.recorder import Recorder
+from cpsr.qualify.conformance import Recorder
 from cpsr.ranks.group import Group
 from cpsr.state.codec import decode, encode
 from tests.two_ranks import run

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 
-from cpsr.qualify import environment
-from cpsr.qualify.environment import kernel_problem
-from cpsr.qualify.records import Records
+from cpsr.qualify import worker
+from cpsr.qualify.result import Records
+from cpsr.qualify.worker import kernel_problem
 from tests.device import cpu_only
 
 
@@ -31,6 +31,6 @@ def test_without_build_tools_the_reason_is_given_and_found_once(
 def test_a_build_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     monkeypatch.setattr(FusedAdamBuilder, "load", lambda self: ended.wait())
-    monkeypatch.setattr(environment, "BUILD_SECONDS", 0.05)
+    monkeypatch.setattr(worker, "BUILD_SECONDS", 0.05)
     assert kernel_problem("FusedAdam", tmp_path, Records(tmp_path, 0)) == "it was not compiled within 0.05 s"
     ended.set()

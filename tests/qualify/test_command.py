@@ -11,7 +11,7 @@ import psutil
 
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.run_directory import IDENTITY
-from cpsr.qualify.records import read_records
+from cpsr.qualify.result import read_records
 from tests.device import DEVICE
 from tests.qualify.jobs import END_SECONDS, command, start
 

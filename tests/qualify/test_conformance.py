@@ -3,7 +3,7 @@
 import torch
 
 from cpsr.qualify.conformance import inject, take_snapshot
-from cpsr.qualify.torch_cases import build
+from tests.engines.torch_cases import build
 from tests.stand_in_device import stand_in_device
 
 CUDA = torch.device("cuda", 1)

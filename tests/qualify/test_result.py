@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cpsr.qualify.records import Records, read_records
-from cpsr.qualify.result import Qualification, print_result, qualification_of
+from cpsr.qualify.result import Records, print_result, read_records, result_of
 
 MACHINE: Mapping[str, Any] = {
     "processor": "a processor",
@@ -16,18 +15,18 @@ MACHINE: Mapping[str, Any] = {
     "memory_bytes": 1 << 30,
     "device": {"kind": "cpu"},
 }
-CELL = {"engine": "deepspeed", "zero": 1, "precision": "bf16", "optimizer": "adamw"}
+CELL = {"engine": "deepspeed", "zero": 1, "precision": "bf16", "optimizer": "adamw", "feature": ""}
 SPREAD = {"median": 1.25, "min": 1.0, "max": 2.0}
 
 
-def found(folder: Path, ranks: int = 2) -> Qualification:
+def found(folder: Path, ranks: int = 2) -> dict[str, Any]:
     """Two ranks: one check passed, one failed on rank 1, one ended on rank 0 alone, and one was never begun."""
     first, second = Records(folder, 0), Records(folder, 1)
-    trials = [{"trial": name, "cell": CELL, "check": name} for name in ("speed", "one", "half", "none")]
+    trials = [{"trial": name, "cell": CELL, "check": name, "reason": ""} for name in ("speed", "one", "half", "none")]
+    trials.append({"trial": "dump", "cell": CELL, "check": "dump", "reason": "needs 3 ranks"})
     first.add(
         "planned",
         trials=trials,
-        not_applicable=[{"cell": CELL, "check": "dump", "trial": "dump", "reason": "needs 3 ranks"}],
         ranks=ranks,
         backend="gloo",
         device="cpu",
@@ -40,26 +39,26 @@ def found(folder: Path, ranks: int = 2) -> Qualification:
             records.ended(name, error, 1.0, figures)
     first.began("half")
     first.ended("half", "", 1.0, {})
-    return qualification_of(read_records(folder), MACHINE, {"torch": "2"}, "the.log")
+    return result_of(read_records(folder), MACHINE, {"torch": "2"}, "the.log")
 
 
 def test_a_check_passes_where_every_rank_has_ended_it(tmp_path: Path) -> None:
     result = found(tmp_path)
-    assert [(one.check, one.status) for one in result.checks] == [
+    assert [(one["check"], one["status"]) for one in result["checks"]] == [
         ("speed", "passed"),
         ("one", "failed"),
         ("half", "failed"),
         ("none", "failed"),
         ("dump", "not applicable"),
     ]
-    assert not result.passed
-    reasons = [one.reason for one in result.checks]
+    assert not result["passed"]
+    reasons = [one["reason"] for one in result["checks"]]
     assert "it differs" in reasons[1]
     assert reasons[2:] == ["the job ended in this check", "the job ended before this check", "needs 3 ranks"]
 
 
 def test_nothing_at_all_is_no_success() -> None:
-    assert not qualification_of([], MACHINE, {}, "the.log").passed
+    assert not result_of([], MACHINE, {}, "the.log")["passed"]
 
 
 def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:

@@ -1,64 +1,66 @@
 """Checks in which a rank kills itself with SIGKILL, the launcher restarts the job, and the training returns.
 
 A check runs in two lives. In the first the last rank records the kill and dies; the others leave as in any job. The
-second one restarts, trains to the end, and compares with the reference.
+second one restarts, trains to the end, and compares with a reference that ran without CPSR: equality also shows that
+CPSR changes nothing in a training.
 """
 
-import dataclasses
+import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.run_directory import IDENTITY
+from cpsr.engines import EngineAdapter
 from cpsr.journal import JournalReader, RecoveryRow
 from cpsr.qualify.cells import Cell
+from cpsr.qualify.conformance import as_bytes, seed
 from cpsr.qualify.scene import Scene
-from cpsr.qualify.training import Reference, Training, digest_of
+from cpsr.qualify.torch_jobs import BATCH, LENGTH, VOCABULARY
 from cpsr.recovery import CPSRRecovery
 from cpsr.restart.restored import Restored
 
-__all__ = [
-    "check_dump",
-    "check_prediction",
-    "check_replay",
-    "check_return_from_disk",
-    "check_return_from_memory",
-]
+__all__ = ["check_dump", "check_exact", "check_prediction"]
 
 INTERVAL, CHECKPOINT, FAILURE, END = 4, 20, 23, 30
 WINDOW, WINDOW_ITERATIONS = 19, 3  # the last complete window begins there
 SAVE_SECONDS = 10.0  # far more than a save of this model takes
+SEQUENCES = 24  # per rank
 
 
-def check_return_from_memory(cell: Cell, scene: Scene) -> Mapping[str, Any]:
-    """From the newest snapshot in shared memory, bit for bit."""
-    return _returned(cell, scene, "memory")
+def check_exact(tier: str, cell: Cell, scene: Scene) -> Mapping[str, Any]:
+    """Back from the newest state of a tier, bit for bit there and at the end of the training.
 
-
-def check_return_from_disk(cell: Cell, scene: Scene) -> Mapping[str, Any]:
-    """From the newest committed checkpoint, bit for bit."""
-    return _returned(cell, scene, "disk")
-
-
-def check_replay(cell: Cell, scene: Scene) -> Mapping[str, Any]:
-    """From the newest complete window in shared memory, bit for bit at its end and at the end of the training."""
-    life = _Life(cell, scene, "exact", shared_memory=True, replays=True)
-    if not scene.killed:
-        life.train_and_die()
+    Args:
+        tier: `memory`: the newest snapshot in shared memory; `disk`: the newest committed checkpoint; `replay`: the
+            newest complete window in shared memory.
+        cell: to train.
+        scene: where.
+    """
+    life = _Life(cell, scene, "exact", shared_memory=tier != "disk", replays=tier == "replay")
+    life.reach_failure()
+    if tier == "memory":
+        life.take_back_commit()
     restored, losses = life.train_on()
-    row, reference = life.recovery_row(), life.reference()
-    assert restored.restored_iteration == WINDOW, restored
-    assert "window" in row.reason, row.reason
-    assert losses == reference.losses[WINDOW:], f"{losses} differ from {reference.losses[WINDOW:]}"
-    assert life.digest_at_end == reference.digests[str(END)], "weights, optimizer state or buffers differ at the end"
+    row, reference = life.recovery_row(), life.reference(scene.rank)
+    start = WINDOW if tier == "replay" else CHECKPOINT
+    assert restored.restored_iteration == start, restored
+    if tier == "replay":
+        assert "window" in row.reason, row.reason
+    else:
+        assert [(source.source, source.iteration) for source in row.sources] == [(tier, start)] * scene.ranks, row
+    assert losses == reference["losses"][start:], f"{losses} differ from {reference['losses'][start:]}"
+    assert life.digest_at_end == reference[str(END)], "weights, optimizer state or buffers differ at the end"
     life.assert_label("trained")
     return {"load_seconds": row.load_seconds, "inject_seconds": row.inject_seconds}
 
@@ -66,8 +68,7 @@ def check_replay(cell: Cell, scene: Scene) -> Mapping[str, Any]:
 def check_prediction(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     """By prediction where memory is lost, or from the checkpoint if the guard refuses; both have the right labels."""
     life = _Life(cell, scene, "predict", shared_memory=False)
-    if not scene.killed:
-        life.train_and_die()
+    life.reach_failure()
     restored, losses = life.train_on()
     row = life.recovery_row()
     verdict = row.guard.get("loss", row.guard)
@@ -79,7 +80,8 @@ def check_prediction(cell: Cell, scene: Scene) -> Mapping[str, Any]:
         life.assert_label("predicted")
     else:
         assert row.outcome in ("vetoed", "rolled_back"), f"nothing was predicted: {row.reason}"
-        assert losses[-1] == life.reference().losses[-1], "after the guard's refusal the training is not the same"
+        expected = life.reference(scene.rank)["losses"][-1]
+        assert losses[-1] == expected, "after the guard's refusal the training is not the same"
         life.assert_label("trained")
     return {"outcome": row.outcome, "method": row.method, "guard": verdict}
 
@@ -87,43 +89,54 @@ def check_prediction(cell: Cell, scene: Scene) -> Mapping[str, Any]:
 def check_dump(cell: Cell, scene: Scene) -> Mapping[str, Any]:
     """The ranks that did not die leave their state at the failure, and the restart takes it."""
     life = _Life(cell, scene, "predict", shared_memory=True)
-    if not scene.killed:
-        life.train_and_die()
-    restored, losses = life.train_on(digest=True)
+    life.reach_failure()
+    restored, losses = life.train_on()
     row = life.recovery_row()
     sources = [(source.source, source.iteration) for source in sorted(row.sources, key=lambda one: one.rank)]
-    replicated = cell.replicated
-    lost = ("departure" if replicated else "predicted", FAILURE)
+    lost = ("departure" if cell.is_replicated else "predicted", FAILURE)
     expected = [("departure", FAILURE)] * (scene.ranks - 1) + [lost]
     assert sources == expected, f"{sources}, not {expected}: {row.reason}"
     assert restored.restored_iteration == FAILURE, restored
-    lost_rank = scene.rank == scene.ranks - 1
-    if replicated or not lost_rank:  # what all ranks hold alike comes from a survivor, with that rank's buffers
-        holders = range(scene.ranks - 1) if lost_rank else [scene.rank]
-        there = {life.reference(rank).digests[str(FAILURE)] for rank in holders}
+    is_lost = scene.rank == scene.ranks - 1
+    if cell.is_replicated or not is_lost:  # what all ranks hold alike comes from a survivor, with that rank's buffers
+        holders = range(scene.ranks - 1) if is_lost else [scene.rank]
+        there = {life.reference(rank)[str(FAILURE)] for rank in holders}
         assert life.digest_at_start in there, "the dump is not the state at the failure"
     assert all(math.isfinite(loss) for loss in losses), losses
     return {"sources": [source for source, _ in sources], "outcome": row.outcome}
 
 
-def _returned(cell: Cell, scene: Scene, tier: str) -> Mapping[str, Any]:
-    life = _Life(cell, scene, "exact", shared_memory=tier == "memory")
-    if not scene.killed:
-        life.train_and_die()
-    if tier == "memory":
-        life.take_back_commit()
-    restored, losses = life.train_on()
-    row, reference = life.recovery_row(), life.reference()
-    assert restored.restored_iteration == CHECKPOINT, restored
-    assert [(source.source, source.iteration) for source in row.sources] == [(tier, CHECKPOINT)] * scene.ranks, row
-    assert losses == reference.losses[CHECKPOINT:], f"{losses} differ from {reference.losses[CHECKPOINT:]}"
-    assert life.digest_at_end == reference.digests[str(END)], "weights, optimizer state or buffers differ at the end"
-    life.assert_label("trained")
-    return {"load_seconds": row.load_seconds, "inject_seconds": row.inject_seconds}
+class _Training:
+    """Engine and data of one life, the same in every life.
+
+    Attributes:
+        job: of this rank.
+        loader: of this rank's batches.
+    """
+
+    def __init__(self, cell: Cell, scene: Scene) -> None:
+        seed(1)
+        self.job = scene.builder(cell, micro_batches=1)()
+        data = TensorDataset(torch.randint(VOCABULARY, (SEQUENCES * scene.ranks, LENGTH + 1)))
+        # Ranks of tensor parallelism train on the same batches.
+        parts, part = (1, 0) if cell.engine == "tp" else (scene.ranks, scene.rank)
+        self._sampler: DistributedSampler[Any] = DistributedSampler(data, parts, part, seed=3)
+        self.loader: DataLoader[Any] = DataLoader(data, BATCH, sampler=self._sampler, drop_last=True)
+
+    def passes(self) -> Iterator[Any]:
+        """Batches of one pass after the other, as without CPSR."""
+        for epoch in itertools.count():
+            self._sampler.set_epoch(epoch)
+            yield from self.loader
+
+    def step(self, batch: Any) -> float:
+        """Train one iteration; returns the loss of this rank's batch."""
+        (sequences,) = batch
+        return float(self.job.train_on([(sequences[:, :-1], sequences[:, 1:])]).item())
 
 
 class _Life:
-    """A life of the small training under CPSR.
+    """A small training in two lives under CPSR.
 
     Args:
         cell: to train.
@@ -131,6 +144,9 @@ class _Life:
         mode: of the recovery.
         shared_memory: whether snapshots outlive the process.
         replays: whether windows are taken.
+
+    Attributes:
+        digest_at_start, digest_at_end: of this rank's state when the second life begins and ends.
     """
 
     def __init__(self, cell: Cell, scene: Scene, mode: str, *, shared_memory: bool, replays: bool = False) -> None:
@@ -143,32 +159,49 @@ class _Life:
         self._config = {
             "run_dir": str(self._run_dir),
             "mode": mode,
-            "checkpoint": {
-                "interval_iterations": interval,
-                "shared_memory": shared_memory,
-            },
+            "checkpoint": {"interval_iterations": interval, "shared_memory": shared_memory},
             "replay": {"enabled": replays, "window_iterations": WINDOW_ITERATIONS},
         }
 
-    def train_and_die(self) -> None:
-        """Make the reference, train to the failure, and kill the last rank; the others raise what they get.
+    def reach_failure(self) -> None:
+        """In the first life: make the reference, train, and kill the last rank; the others raise what they get.
 
         Raises:
             AssertionError: this rank trained on beside a dead one.
         """
-        reference = Reference.of(Training(self._cell, self._scene), END, (FAILURE, END))
-        self._reference_path(self._scene.rank).write_text(json.dumps(dataclasses.asdict(reference)), encoding="utf-8")
-        training, victim = Training(self._cell, self._scene), self._scene.rank == self._scene.ranks - 1
+        if self._scene.killed:
+            return
+        reference = self._train_reference()
+        training, victim = _Training(self._cell, self._scene), self._scene.rank == self._scene.ranks - 1
         losses: list[float] = []
-        with CPSRRecovery(training.recoverable, self._config) as recovery:
+        with CPSRRecovery(training.job.adapter, self._config) as recovery:
             for batch in recovery.resume(training.loader, repeat=True):
                 if recovery.iteration == FAILURE and victim:
-                    assert losses == reference.losses[:FAILURE], "CPSR changes the training"
+                    assert losses == reference["losses"][:FAILURE], "CPSR changes the training"
                     self._scene.wait_until(self._can_die, f"checkpoint {self._checkpoint} was not there on all ranks")
                     self._scene.kill_myself(FAILURE)
                 losses.append(training.step(batch))
                 _keep_pace(recovery)
                 assert recovery.iteration <= FAILURE + 1, "the training continued without the killed rank"
+
+    def _train_reference(self) -> dict[str, Any]:
+        """Train without CPSR; leaves the `losses` of all iterations, and digests of the state after two of them."""
+        training = _Training(self._cell, self._scene)
+        losses: list[float] = []
+        digests = {}
+        for batch in itertools.islice(training.passes(), END):
+            losses.append(training.step(batch))
+            if len(losses) in (FAILURE, END):
+                digests[str(len(losses))] = _digest(training.job.adapter)
+        reference = {"losses": losses, **digests}
+        (self._scene.folder / f"reference-{self._scene.rank:05d}.json").write_text(json.dumps(reference))
+        return reference
+
+    def reference(self, rank: int) -> dict[str, Any]:
+        """What `_train_reference` left on a rank."""
+        path = self._scene.folder / f"reference-{rank:05d}.json"
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
 
     def take_back_commit(self) -> None:
         """Remove the record of the newest commit, as if the kill had come before it: the disk would be preferred."""
@@ -177,28 +210,19 @@ class _Life:
         if dist.is_initialized():
             dist.barrier()
 
-    def train_on(self, *, digest: bool = False) -> tuple[Restored, list[float]]:
-        """Restart and train to the end; with `digest`, note the state that this rank began with."""
-        training = Training(self._cell, self._scene)
+    def train_on(self) -> tuple[Restored, list[float]]:
+        """Restart and train to the end; returns how the life began, and its losses."""
+        training = _Training(self._cell, self._scene)
         losses: list[float] = []
-        with CPSRRecovery(training.recoverable, self._config) as recovery:
-            if digest:
-                self.digest_at_start = digest_of(recovery.life.job.adapter)
+        with CPSRRecovery(training.job.adapter, self._config) as recovery:
+            self.digest_at_start = _digest(training.job.adapter)
             for batch in recovery.resume(training.loader, repeat=True):
                 losses.append(training.step(batch))
                 _keep_pace(recovery)
                 if recovery.iteration >= END:
                     break
-            self.digest_at_end = digest_of(recovery.life.job.adapter)
+            self.digest_at_end = _digest(training.job.adapter)
         return recovery.restored, losses
-
-    def reference(self, rank: int | None = None) -> Reference:
-        """What the first life left of the training that nothing happens to, by default on this rank."""
-        path = self._reference_path(self._scene.rank if rank is None else rank)
-        return Reference(**json.loads(path.read_text(encoding="utf-8")))
-
-    def _reference_path(self, rank: int) -> Path:
-        return self._scene.folder / f"reference-{rank:05d}.json"
 
     def recovery_row(self) -> RecoveryRow:
         """The journal's newest recovery; rank 0 has closed it when the others have left the run."""
@@ -223,13 +247,20 @@ class _Life:
         progress = read_progress(self._run_dir, self._scene.ranks)
         if not record.exists() or progress is None or progress.iteration < FAILURE:
             return False
-        return not self._shared_memory or self._in_memory()
-
-    def _in_memory(self) -> bool:
-        """Whether this machine's memory holds what every rank of it returns to."""
+        if not self._shared_memory:
+            return True
         run_id = json.loads((self._run_dir / IDENTITY).read_text(encoding="utf-8"))["run_id"]
         ranks = {state.rank for state in memory_states(run_id) if state.iteration == self._needed}
-        return self._scene.rank in ranks and len(ranks) >= self._scene.local_ranks
+        return self._scene.rank in ranks and len(ranks) >= self._scene.local_ranks  # all of this machine
+
+
+def _digest(adapter: EngineAdapter) -> str:
+    """SHA-256 of this rank's weights, optimizer state, buffers and frozen weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(adapter.shard().all_tensors(), key=lambda pair: pair[0]):
+        digest.update(name.encode())
+        digest.update(as_bytes(tensor).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _keep_pace(recovery: CPSRRecovery) -> None:
