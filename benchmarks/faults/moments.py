@@ -11,8 +11,7 @@ from typing import Any
 import cpsr.checkpoint.rank_part as part_module
 import cpsr.checkpoint.store as store_module
 import cpsr.life.opening as opening_module
-import cpsr.peers.incoming as incoming_module
-import cpsr.peers.outgoing as outgoing_module
+import cpsr.peers.replicator as replicator_module
 import cpsr.restart.sources as sources_module
 from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.manifest import step_name
@@ -114,8 +113,8 @@ PREDICTING = {
     "setting aside": Happening(CheckpointStore, "abandon_after", (2,)),
 }
 REPLICATING = {
-    "sending": Happening(outgoing_module, "send_state", (2, 3, 4)),
-    "receiving": Happening(incoming_module, "receive_state", (2, 3, 4)),
+    "sending": Happening(replicator_module, "send_state", (2, 3, 4)),
+    "receiving": Happening(replicator_module, "receive_state", (2, 3, 4)),
 }
 REPLAYING = {
     "load of a window": Happening(sources_module, "load_window", FIRST),

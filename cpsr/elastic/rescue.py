@@ -33,7 +33,7 @@ from cpsr.checkpoint.verify import read_manifest
 from cpsr.elastic.small_state import small_state_at_dump
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
-from cpsr.peers.small import load_states
+from cpsr.peers.alike import load_states
 from cpsr.ranks.group import this_node
 from cpsr.state.shard import Shard
 

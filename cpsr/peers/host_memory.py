@@ -16,7 +16,7 @@ from cpsr.checkpoint.tiers import Source
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.job import Job
 from cpsr.peers.fetch import fetched_path
-from cpsr.peers.replicator import OwnBuffers, Replicator
+from cpsr.peers.replicator import Replicator
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.windows import Windows
 
@@ -107,23 +107,20 @@ class HostMemory:
         # All ranks or none: what one sends another takes.
         if group.all(self.survives and config.peers.replicas > 0):
             assert memory is not None
-            checkpoints = run.path / "checkpoints"
             self._replicator = Replicator(
-                self._own_buffers(memory),
+                memory,
+                self.pool.occupancy,
                 group,
                 job.adapter.data_parallel_ranks,
                 shard,
                 config.peers,
                 report,
-                checkpoints=checkpoints,
+                checkpoints=run.path / "checkpoints",
+                window_bytes=0 if self.windows is None else self.windows.file_bytes,
+                bytes_to_come=0 if self.windows is None else self.windows.bytes_to_come,
             )
             if self.windows is None:
                 self.pool.sealing.on_sealed = self._replicator.offer
-
-    def _own_buffers(self, memory: SharedMemory) -> OwnBuffers:
-        if self.windows is None:
-            return OwnBuffers(memory, self.pool.occupancy)
-        return OwnBuffers(memory, self.pool.occupancy, self.windows.file_bytes, self.windows.bytes_to_come)
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state: replay what a window has of it."""

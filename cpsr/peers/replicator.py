@@ -1,33 +1,46 @@
 """Keeps this rank's newest snapshots in the host memory of other nodes, and theirs in this one's, beside training."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from cpsr.checkpoint.background import yield_to_training
 from cpsr.checkpoint.buffers import layout_bytes
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, SHARED_MEMORY
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, SHARED_MEMORY, memory_state, memory_states
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.config import PeersConfig
-from cpsr.errors import SaveError
-from cpsr.peers.incoming import Incoming
-from cpsr.peers.outgoing import Outgoing
+from cpsr.errors import CheckpointError, SaveError
+from cpsr.peers.alike import SmallStates, committed_words, fingerprint, small_bytes
 from cpsr.peers.placement import Member, place_within
-from cpsr.peers.report import Report
-from cpsr.peers.small import SmallStates, fingerprint, small_bytes
-from cpsr.peers.transport import TRANSFER, Channel, Transfer, sealed
-from cpsr.peers.twins import Twins
+from cpsr.peers.transport import (
+    TRANSFER,
+    Channel,
+    Kind,
+    Message,
+    Sealed,
+    Transfer,
+    erase,
+    problem_of,
+    receive_state,
+    sealed,
+    send_state,
+)
 from cpsr.ranks.group import Group, pair_groups, this_node
 from cpsr.state.shard import Shard
 
-__all__ = ["OwnBuffers", "Replicator", "replica_path"]
+__all__ = ["Replicator", "replica_path"]
 
 SLOTS = 2  # of each owner at each holder: the older state stays whole while the newer arrives
 CLOSE_SECONDS = 5.0  # beyond the timeout of a peer, within which every thread ends
+
+# Kind of the event, one sentence, iteration, level of logging; called from several threads.
+Report = Callable[[str, str, int | None, int], None]
 
 
 def replica_path(run_id: str, owner: int, holder: int, slot: int, directory: Path = SHARED_MEMORY) -> Path:
@@ -35,21 +48,190 @@ def replica_path(run_id: str, owner: int, holder: int, slot: int, directory: Pat
     return directory / f"cpsr-{run_id}-rank-{owner:05d}-replica-{holder:05d}-{slot}"
 
 
-@dataclass(frozen=True)
-class OwnBuffers:
-    """The buffers of this rank's snapshots.
+class Outgoing:
+    """Sends one holder the newest state that was offered, whenever it has the one before; in a thread of its own.
+
+    Args:
+        channel: to the holder.
+        bytes_per_second: rate limit; None: what the network does.
+        report: records an event.
+        is_twin: whether a small state is of use to the holder.
+        occupancy: of this rank's buffers: one that is sent is overwritten last.
 
     Attributes:
-        memory: their shared memory.
-        occupancy: which of them has which snapshot.
-        window_bytes: of a window, where these go to the peers in place of snapshots; else 0.
-        bytes_to_come: shared memory that this rank will take beside them.
+        on_replica: called with the seconds from the offer of a state until the holder had it.
     """
 
-    memory: SharedMemory
-    occupancy: Occupancy
-    window_bytes: int = 0
-    bytes_to_come: int = 0
+    def __init__(
+        self,
+        channel: Channel,
+        bytes_per_second: float | None,
+        report: Report,
+        is_twin: Callable[[], bool],
+        occupancy: Occupancy,
+    ) -> None:
+        self._channel, self._bytes_per_second, self._report = channel, bytes_per_second, report
+        self._is_twin, self._occupancy = is_twin, occupancy
+        self.on_replica: Callable[[float], None] = lambda seconds: None
+        self.peer = channel.peer
+        self._offered: tuple[Sealed, float] | None = None  # the state that waits, and since when
+        self._last_kept: int | None = None  # of what the holder is to forget, before it gets another state
+        self._changed, self._stop = threading.Condition(), threading.Event()
+        self._announced = self._overtaken = self._sending = False
+        self._thread = threading.Thread(target=self._run, name=f"cpsr-replica-to-{self.peer}", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a state is being sent, or waits; not once the link has failed."""
+        # In this order: a state that is taken meanwhile is seen as being sent.
+        return (self._offered is not None or self._sending) and self._thread.is_alive()
+
+    def offer(self, state: Sealed) -> None:
+        """Send this state next, in place of one that waits."""
+        with self._changed:
+            self._offered = state, time.monotonic()
+            self._changed.notify()
+
+    def forget_after(self, iteration: int) -> None:
+        """Send no state of a later iteration, and let the holder drop those that it has."""
+        with self._changed:
+            if self._offered is not None and self._offered[0].iteration > iteration:
+                self._offered = None
+            self._last_kept = iteration if self._last_kept is None else min(iteration, self._last_kept)
+            self._changed.notify()
+
+    def end(self, *, announced: bool) -> None:
+        """Send nothing more but what is to be forgotten, or nothing at all."""
+        with self._changed:
+            self._announced = announced
+            self._stop.set()
+            self._changed.notify()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the end; whether it came."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        yield_to_training()
+        try:
+            while (order := self._next()) is not None:
+                if isinstance(order, Message):
+                    self._channel.send(order)
+                else:
+                    self._send(*order)
+            if self._announced:
+                self._channel.send(Message(Kind.END))
+        except (RuntimeError, OSError) as error:
+            message = (
+                f"rank {self.peer} gets no more replicas of this rank's state in this life ({_brief(error)}); training "
+                "goes on, other replicas are not affected"
+            )
+            self._report("replication ended", message, None, logging.WARNING)
+
+    def _next(self) -> Message | tuple[Sealed, float] | None:
+        """What is to be sent now; None at the end."""
+        with self._changed:
+            self._sending = False
+            while self._offered is None and self._last_kept is None and not self._stop.is_set():
+                self._changed.wait()
+            if self._last_kept is not None and (self._announced or not self._stop.is_set()):
+                message, self._last_kept = Message(Kind.FORGET, self._last_kept), None
+                return message
+            if self._stop.is_set():
+                return None
+            self._sending = True
+            offered, self._offered = self._offered, None
+            return offered
+
+    def _send(self, state: Sealed, offered_at: float) -> None:
+        """Send a state, whose buffer is overwritten last meanwhile."""
+        if state.small and not self._is_twin():
+            return
+        reserved = self._occupancy.begin_sending(state.path.name)
+        try:
+            sent = send_state(self._channel, state, self._stop, self._bytes_per_second, offers=True)
+        finally:
+            if reserved:
+                self._occupancy.end_sending(state.path.name)
+        if sent:
+            self.on_replica(time.monotonic() - offered_at)
+        elif not self._stop.is_set() and not self._overtaken:
+            self._overtaken = True
+            message = (
+                f"the snapshot of iteration {state.iteration} was overwritten before rank {self.peer} had it: "
+                "snapshots come faster than the network takes them, and only some are replicated. Not reported again"
+            )
+            self._report("replica dropped", message, state.iteration, logging.WARNING)
+
+
+class Incoming:
+    """Receives the states of one owner into two files in turn, and verifies each; in a thread of its own.
+
+    Args:
+        channel: from the owner.
+        run_id: identity of the run.
+        paths: the two files.
+        report: records an event.
+    """
+
+    def __init__(self, channel: Channel, run_id: str, paths: Sequence[Path], report: Report) -> None:
+        self._channel, self._report, self.peer = channel, report, channel.peer
+        ages = {
+            state.path: (state.life, state.branch, state.iteration) for state in memory_states(run_id, paths[0].parent)
+        }
+        self._paths = sorted(paths, key=lambda path: ages.get(path, (-1, -1, -1)))  # the next to be overwritten first
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"cpsr-replica-from-{self.peer}", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the end; whether it came."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Take nothing more; what is arriving may still end."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        yield_to_training()
+        try:
+            while (message := self._channel.receive_unless(self._stop)) is not None and message.kind is not Kind.END:
+                if message.kind is Kind.FORGET:
+                    self._forget_after(message.iteration)
+                elif message.kind in (Kind.PIECE, Kind.OFFER):
+                    self._receive(message)
+        except (RuntimeError, OSError, ValueError, CheckpointError) as error:
+            message_text = (
+                f"this rank takes no more replicas of rank {self.peer}'s state in this life ({_brief(error)}); those "
+                "that it holds stay, training goes on, other replicas are not affected"
+            )
+            self._report("replication ended", message_text, None, logging.WARNING)
+
+    def _receive(self, first: Message) -> None:
+        path, newest = self._paths
+        if not receive_state(self._channel, first, path, newest):
+            return
+        problem = problem_of(path, self.peer, first.iteration)
+        if problem is None:
+            self._paths = [newest, path]
+            return
+        erase(path)
+        message = f"a replica of rank {self.peer} is not kept, it did not arrive whole: {problem}"
+        self._report("replica damaged", message, first.iteration, logging.WARNING)
+
+    def _forget_after(self, iteration: int) -> None:
+        for path in self._paths:
+            state = memory_state(path)
+            if state is not None and state.iteration > iteration:
+                erase(path)
+
+
+def _brief(error: Exception) -> str:
+    """The first sentence of an error: gloo adds advice for whoever debugs training."""
+    return str(error).partition(". ")[0]
 
 
 class Replicator:
@@ -70,22 +252,26 @@ class Replicator:
     holder would then have to copy the owner's slice from its own parameters at that iteration, and training would wait.
 
     Args:
-        buffers: of this rank's snapshots.
+        memory: shared memory of this rank's snapshots.
+        occupancy: which buffer there has which snapshot.
         group: the ranks.
         data_parallel_ranks: this rank's data-parallel group, itself included.
         template: the shard whose keys, shapes and dtypes every snapshot has.
         config: how many replicas, and at which rate.
         report: records an event; called from several threads.
         checkpoints: the run's directory of them, where all ranks see it.
+        window_bytes: of a window, where these go to the peers in place of snapshots; else 0.
+        bytes_to_come: shared memory that this rank will take for itself beside its buffers.
+        transfer: how states travel.
 
     Attributes:
         placement: who holds what.
-        nodes: machine of each rank.
     """
 
     def __init__(
         self,
-        buffers: OwnBuffers,
+        memory: SharedMemory,
+        occupancy: Occupancy,
         group: Group,
         data_parallel_ranks: Sequence[int],
         template: Shard,
@@ -93,21 +279,21 @@ class Replicator:
         report: Report,
         *,
         checkpoints: Path,
+        window_bytes: int = 0,
+        bytes_to_come: int = 0,
         transfer: Transfer = TRANSFER,
     ) -> None:
-        memory, occupancy = buffers.memory, buffers.occupancy
-        self._run_id, self._rank = memory.run_id, group.rank
-        self._directory = memory.path("").parent
-        self._report = report
-        self._twins = Twins(checkpoints)
-        members = _gathered(group, min(data_parallel_ranks), template, self._twins, buffers.window_bytes)
-        self.nodes = [member.node for member in members]
-        self.placement = place_within(members, config.replicas, self._room_bytes(group, buffers.bytes_to_come), SLOTS)
+        self._run_id, self._rank, self._report = memory.run_id, group.rank, report
+        self._directory, self._checkpoints = memory.path("").parent, checkpoints
+        members = _gathered(group, min(data_parallel_ranks), template, checkpoints, window_bytes)
+        self._nodes = [member.node for member in members]
+        self.placement = place_within(members, config.replicas, self._room_bytes(group, bytes_to_come), SLOTS)
         if self.placement.shortfall is not None and group.rank == 0:
-            alone = len(set(self.nodes)) == 1
+            alone = len(set(self._nodes)) == 1
             report("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
         # One for each rank that this one sends to or receives from.
-        self._groups = pair_groups(self._rank, self._pairs(), transfer.timeout_seconds)
+        pairs = [(owner, holder) for owner, holders in enumerate(self.placement.holders) for holder in holders]
+        self._groups = pair_groups(self._rank, pairs, transfer.timeout_seconds)
         holders, owners = self.placement.holders[group.rank], self.placement.owners_kept_by(group.rank)
         own = members[group.rank]
         self._takes_small: set[int] = set()
@@ -136,30 +322,24 @@ class Replicator:
 
         Whatever overwrites the file later need not wait: the replica is then dropped.
         """
-        if not self._outgoing:
-            return
-        try:
-            whole = sealed(file, snapshot.iteration)
-            small = None
-            if self._small is not None and self._takes_small:
-                small = sealed(self._small.seal(snapshot), snapshot.iteration, small=True)
-        except (SaveError, OSError) as error:
-            message = f"the snapshot of iteration {snapshot.iteration} is not replicated: {error}"
-            self._report("not replicated", message, snapshot.iteration, logging.WARNING)
-            return
-        for outgoing in self._outgoing:
-            outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
+        self._offer(file, f"the snapshot of iteration {snapshot.iteration}", snapshot.iteration, snapshot)
 
     def offer_window(self, file: Path, iteration: int) -> None:
         """Replicate the whole window from this iteration on that was sealed in this file; as `offer`."""
+        self._offer(file, f"the window that begins at iteration {iteration}", iteration)
+
+    def _offer(self, file: Path, name: str, iteration: int, snapshot: Snapshot | None = None) -> None:
+        if not self._outgoing:
+            return
         try:
-            window = sealed(file, iteration)
-        except OSError as error:
-            message = f"the window that begins at iteration {iteration} is not replicated: {error}"
-            self._report("not replicated", message, iteration, logging.WARNING)
+            whole, small = sealed(file, iteration), None
+            if snapshot is not None and self._small is not None and self._takes_small:
+                small = sealed(self._small.seal(snapshot), iteration, small=True)
+        except (SaveError, OSError) as error:
+            self._report("not replicated", f"{name} is not replicated: {error}", iteration, logging.WARNING)
             return
         for outgoing in self._outgoing:
-            outgoing.offer(window)
+            outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
 
     @property
     def has_holders(self) -> bool:
@@ -189,7 +369,7 @@ class Replicator:
 
     def _remove_all_but(self, owners: Sequence[int]) -> None:
         """Of the replicas on this machine, those that no rank of it holds, and this rank's but those of `owners`."""
-        local = {rank for rank, node in enumerate(self.nodes) if node == self.nodes[self._rank]}
+        local = {rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]}
         for path in self._directory.glob(f"cpsr-{self._run_id}-rank-*-replica-*"):
             owner, holder = int(path.name.split("-")[-4]), int(path.name.split("-")[-2])
             if holder not in local or (holder == self._rank and owner not in owners):
@@ -218,9 +398,6 @@ class Replicator:
         if remove:
             self._remove_all_but(())
 
-    def _pairs(self) -> Iterable[tuple[int, int]]:
-        return ((owner, holder) for owner, holders in enumerate(self.placement.holders) for holder in holders)
-
     def _small_states(self, memory: SharedMemory, template: Shard) -> SmallStates | None:
         if not self._takes_small:
             return None
@@ -233,7 +410,7 @@ class Replicator:
 
     def _is_twin(self, holder: int) -> bool:
         """Whether a small state is of use to that rank; by each holder's thread before it sends one."""
-        words = self._twins.words(self._rank, holder)
+        words = committed_words(self._checkpoints, self._rank, holder)
         if words is None or words[0] == words[1]:
             return True
         if holder in self._takes_small:
@@ -257,8 +434,8 @@ class Replicator:
         taken = sum(path.lstat().st_blocks * BLOCK_BYTES for path in replicas)
         room = min(available_host_bytes(), shared_memory_left(self._directory)) + taken
         rooms: dict[str, int] = {}
-        to_come = dict.fromkeys(self.nodes, 0)
-        for node, (gathered, own) in zip(self.nodes, group.gather([room, bytes_to_come]), strict=True):
+        to_come = dict.fromkeys(self._nodes, 0)
+        for node, (gathered, own) in zip(self._nodes, group.gather([room, bytes_to_come]), strict=True):
             rooms[node] = min(rooms.get(node, gathered), gathered)
             to_come[node] += own
         return {node: max(0, rooms[node] - to_come[node]) for node in rooms}
@@ -267,11 +444,11 @@ class Replicator:
         return Channel(self._groups[peer], peer, transfer.chunk_bytes, transfer.timeout_seconds)
 
 
-def _gathered(group: Group, label: int, template: Shard, twins: Twins, window_bytes: int) -> list[Member]:
+def _gathered(group: Group, label: int, template: Shard, checkpoints: Path, window_bytes: int) -> list[Member]:
     """What the placement must know of every rank."""
     whole = window_bytes or PAGE_BYTES + layout_bytes(template)
     small = window_bytes or small_bytes(template)  # nobody else has a rank's window, or a part of it
-    owned = [fingerprint(template), twins.words(group.rank)]
+    owned = [fingerprint(template), committed_words(checkpoints, group.rank)]
     gathered = group.gather([this_node(), label, whole, small, owned])
     alike: dict[int, bool] = {}
     for _, label_of_one, _, _, owned_by_one in gathered:

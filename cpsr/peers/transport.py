@@ -1,8 +1,12 @@
-"""The bytes of one state, from a file of one rank to a file of another, over a gloo group and in bounded pieces."""
+"""The bytes of one state, from a file of one rank to a file of another, over a gloo group and in bounded pieces.
+
+Parts of it that its holder has already, from the state before, are not sent again.
+"""
 
 import enum
 import errno
 import os
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -14,10 +18,9 @@ import torch
 from torch.distributed import Work
 
 from cpsr.checkpoint.memory_reader import verify_memory_state
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state, write_at
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, describe, memory_state, write_at
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.errors import CheckpointError
-from cpsr.peers.unchanged import decoded, encoded, parts_of, take_over
 from cpsr.ranks.group import SideGroup
 
 __all__ = [
@@ -39,6 +42,8 @@ _ANSWERS = 1  # tag: the other direction of the same pair is another state's
 # How often a rank that waits for the next state looks whether it begins: soon enough for what is sent every few seconds
 # at most, and next to nothing of a core.
 IDLE_SECONDS = 0.05
+_PART = struct.Struct("<2Q16s")
+_COPY_BYTES = 1 << 22
 
 
 class Kind(enum.IntEnum):
@@ -258,8 +263,8 @@ def send_state(
 
 def _ranges(channel: Channel, descriptor: int, state: Sealed, total: int) -> list[tuple[int, int]]:
     """What must be sent of the file, after its first page."""
-    parts = parts_of(state.path)
-    data = encoded(parts)
+    parts = file_parts(state.path)
+    data = encode_parts(parts)
     if len(parts) < 2 or len(data) > len(channel.buffer) or not _holds(descriptor, state):
         return [(PAGE_BYTES, total)]
     channel.view(len(data))[:] = data
@@ -292,14 +297,14 @@ def receive_state(channel: Channel, first: Message, path: Path, newest: Path | N
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(descriptor, 0o600)
-        held = parts_of(path) if first.kind is Kind.OFFER else []
+        held = file_parts(path) if first.kind is Kind.OFFER else []
         _erase(descriptor)
         os.ftruncate(descriptor, first.total_bytes)
         _require_memory(descriptor, first.total_bytes, path)
         os.posix_fallocate(descriptor, 0, first.total_bytes)  # or a write would fail halfway
         message = first
         if first.kind is Kind.OFFER and newest is not None:
-            channel.answer(take_over(decoded(bytes(channel.view(first.length))), descriptor, held, newest))
+            channel.answer(copy_unchanged(decode_parts(bytes(channel.view(first.length))), descriptor, held, newest))
             message = channel.receive()
         while message.kind is Kind.PIECE and (message.iteration, message.total_bytes) == (
             first.iteration,
@@ -344,3 +349,78 @@ def problem_of(path: Path, owner: int, iteration: int) -> str | None:
     if state is None or (state.rank, state.iteration) != (owner, iteration):
         return f"{path} does not hold iteration {iteration} of rank {owner}"
     return verify_memory_state(state)
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """One segment of a state's tensors, by its place in the file.
+
+    Attributes:
+        begin: first byte.
+        end: byte after the last one.
+        digest: xxh3-128 of the bytes.
+    """
+
+    begin: int
+    end: int
+    digest: bytes
+
+
+def file_parts(path: Path) -> list[FilePart]:
+    """The segments of the complete state in a file; empty where it holds none."""
+    found = describe(path)
+    if found is None:
+        return []
+    description = found[1]
+    return [
+        FilePart(PAGE_BYTES + begin, PAGE_BYTES + end, bytes.fromhex(digest))
+        for (begin, end), digest in zip(description["segments"], description["hashes"], strict=True)
+    ]
+
+
+def encode_parts(parts: Sequence[FilePart]) -> bytes:
+    """As it travels."""
+    return b"".join(_PART.pack(part.begin, part.end, part.digest) for part in parts)
+
+
+def decode_parts(data: bytes) -> list[FilePart]:
+    """What `encode_parts` was given; ValueError where it is something else."""
+    try:
+        return [FilePart(*fields) for fields in _PART.iter_unpack(data)]
+    except struct.error as error:
+        raise ValueError(f"{len(data)} bytes are no parts of a state") from error
+
+
+def copy_unchanged(parts: Sequence[FilePart], target: int, held: Sequence[FilePart], newest: Path) -> list[bool]:
+    """Copy what the holder's newest state has of an offered one into the file that takes it.
+
+    Args:
+        parts: of the offered state.
+        target: descriptor of the file that takes it, as long as that state.
+        held: what that file held before; it is still there.
+        newest: the holder's other file.
+
+    Returns:
+        For each part, whether it must be sent.
+    """
+    there, others, wanted = set(held), set(file_parts(newest)), []
+    source = os.open(newest, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) if others else -1
+    try:
+        for part in parts:
+            if part not in there and part in others:
+                _copy(source, target, part)
+            wanted.append(part not in there and part not in others)
+    finally:
+        if source >= 0:
+            os.close(source)
+    return wanted
+
+
+def _copy(source: int, target: int, part: FilePart) -> None:
+    offset = part.begin
+    while offset < part.end:
+        data = os.pread(source, min(_COPY_BYTES, part.end - offset), offset)
+        if not data:
+            return  # it is shorter than it says: the hash of the whole will not hold
+        write_at(target, data, offset)
+        offset += len(data)

@@ -16,8 +16,8 @@ from cpsr.checkpoint.tiers import Decision, Entry, Source, decide, state_of
 from cpsr.checkpoint.verify import UnreadableFileError
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.journal import FailureScope
+from cpsr.peers.alike import load_states
 from cpsr.peers.fetch import fetch
-from cpsr.peers.small import load_states
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.conversion import load_window
 from cpsr.restart.experts import older_experts

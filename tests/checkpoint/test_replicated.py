@@ -20,7 +20,7 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointCorruptError, SaveError
-from cpsr.peers.twins import Twins
+from cpsr.peers.alike import committed_words
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
 
@@ -185,6 +185,6 @@ def sparse(iteration: int, saved: Collection[str], rank: int) -> Snapshot:
 
 def test_ranks_that_say_all_hashes_are_known_as_twins(ranks: Ranks) -> None:
     assert commit(ranks, 10).committed
-    words = Twins(ranks[0].directory).words(0, 1)
+    words = committed_words(ranks[0].directory, 0, 1)
     assert words is not None
     assert words[0] == words[1]

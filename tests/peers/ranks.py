@@ -28,7 +28,7 @@ from cpsr.errors import CheckpointError
 from cpsr.ranks.group import NODE_VARIABLE, Group, this_node
 from cpsr.ranks.group import SideGroup, group_name
 from cpsr.peers.fetch import fetch
-from cpsr.peers.replicator import OwnBuffers, Replicator
+from cpsr.peers.replicator import Replicator
 from tests.peers.states import RUN_ID, States, is_right
 def follow(root, script, nodes):
     ranks, stopped, statuses = {}, set(), {}
@@ -70,9 +70,9 @@ def opened(states, groups=None, window_bytes=0, bytes_to_come=0, **settings):
     groups = groups or [range(group.size)] * group.size
     transfer = Transfer(**{key: settings.pop(key) for key in ("chunk_bytes", "timeout_seconds") if key in settings})
     config = PeersConfig(**settings)
-    buffers = OwnBuffers(states.memory, states.occupancy, window_bytes, bytes_to_come)
     beside = {"checkpoints": checkpoints, "transfer": transfer}
-    return Replicator(buffers, group, groups[rank], states.template, config, report, **beside)
+    beside |= {"window_bytes": window_bytes, "bytes_to_come": bytes_to_come}
+    return Replicator(states.memory, states.occupancy, group, groups[rank], states.template, config, report, **beside)
 def replicated(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''
     states = memory_states(RUN_ID, root / (node or this_node()))

@@ -10,7 +10,7 @@ from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.peers.small import load_together
+from cpsr.peers.alike import load_together
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 RUN_ID = "0123abcd"

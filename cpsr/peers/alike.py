@@ -1,19 +1,25 @@
-"""What no other rank has of a rank's state, where ranks own the same weights and moments: its buffers and scalars."""
+"""Ranks that own the same weights and moments: whether they do, and what each has beside them, buffers and scalars."""
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
+from cpsr.checkpoint.catalogue import newest_whole
+from cpsr.checkpoint.manifest import RankManifest, file_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
 
-__all__ = ["SmallStates", "fingerprint", "load_states", "load_together", "small_bytes"]
+__all__ = ["SmallStates", "committed_words", "fingerprint", "load_states", "load_together", "small_bytes"]
+
+logger = logging.getLogger(__name__)
 
 FILES = 2  # taken in turn: one is sent while the next is sealed
 
@@ -114,3 +120,39 @@ def fingerprint(shard: Shard) -> str:
 
 def _others(shard: Shard) -> Shard:
     return Shard({}, shard.others)
+
+
+def committed_words(checkpoints: Path, *ranks: int) -> list[str] | None:
+    """A hash of each rank's weights and moments in the newest committed checkpoint; None where nothing is known.
+
+    Whether the ranks of a data-parallel group hold the same depends on the training loop, which is not visible here:
+    without a wrapper that averages gradients each rank trains a model of its own. The manifests have the hashes, and
+    nothing else is read.
+
+    Args:
+        checkpoints: the run's directory of them.
+        ranks: to compare.
+    """
+    try:
+        newest = newest_whole(checkpoints)
+        return None if newest is None else [_word(read_rank_manifest(*newest, rank)) for rank in ranks]
+    except (OSError, CheckpointError, KeyError) as error:
+        # Retention deletes meanwhile, or the disk refuses; damage is the next restart's to find.
+        logger.debug("whether ranks hold the same cannot be read from %s: %r", checkpoints, error)
+        return None
+
+
+def _words(self, ranks: tuple[int, ...]) -> list[str] | None:
+    newest = newest_whole(self._checkpoints)
+    if newest is None:
+        return None
+    return [_word(read_rank_manifest(*newest, rank)) for rank in ranks]
+
+
+def _word(record: RankManifest) -> str:
+    """Hashes of the operators where the manifest has them all, as those of replicated ranks do; else of the files."""
+    hashes = [record.operators[name].xxh3_128 for name in sorted(record.operators)]
+    if hashes and None not in hashes:
+        return " ".join(map(str, hashes))
+    extra = file_name(record.rank, "extra")
+    return " ".join(file.xxh3_128 for name, file in sorted(record.files.items()) if name != extra)

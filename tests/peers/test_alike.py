@@ -1,0 +1,78 @@
+"""Ranks that own the same: what one keeps beside another's tensors, and what commits say of whether they do."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.errors import CheckpointError
+from cpsr.peers.alike import SmallStates, committed_words, fingerprint, load_together
+from tests.peers.states import RUN_ID, States, shard
+
+ELEMENTS = 100
+
+
+def test_a_small_state_and_the_tensors_of_another_rank(tmp_path: Path) -> None:
+    mine, other = (States(tmp_path, rank, ELEMENTS, alike=True) for rank in (0, 1))
+    small = SmallStates(mine.memory, mine.template)
+    for iteration in (10, 20, 30):
+        path = small.seal(mine.seal(iteration)[1])
+        other.seal(iteration)
+    states = memory_states(RUN_ID, tmp_path)
+    small_state = next(state for state in states if state.path == path)
+    tensors = next(state for state in states if (state.rank, state.iteration) == (1, 30))
+    into = shard(0, -1, ELEMENTS, alike=True)
+    assert load_together(small_state, tensors, into) == {"of": [0, 30]}
+    for (key, found), (_, expected) in zip(into.tensors(), shard(0, 30, ELEMENTS, alike=True).tensors(), strict=True):
+        assert torch.equal(found, expected), key
+    assert [state.iteration for state in states if str(state.kind) == "small"] == [20, 30]
+    with pytest.raises(CheckpointError, match="param/weight as nothing"):  # it is no state to go on from alone
+        load_memory_state(small_state, into)
+    small.close(remove=True)
+    assert not list(tmp_path.glob("*small*"))
+
+
+def test_fingerprints_distinguish_slices_and_not_ranks() -> None:
+    alike = {fingerprint(shard(rank, rank, ELEMENTS, alike=True)) for rank in range(3)}
+    assert len(alike) == 1
+    slices = {fingerprint(shard(rank, 0, ELEMENTS)) for rank in range(3)}
+    assert len(slices) == 3
+    assert fingerprint(shard(0, 0, ELEMENTS + 1)) not in slices
+
+
+def commit(run_dir: Path, iteration: int, alike: tuple[bool, ...], experts: bool = False) -> Path:
+    """A checkpoint of as many ranks, all of it in files of experts or nothing; its directory."""
+    stores = [CheckpointStore(run_dir, rank, len(alike), RUN_ID, 1, fsync=False) for rank in range(len(alike))]
+    for rank, store in enumerate(stores):
+        part = shard(rank, iteration, ELEMENTS, alike=alike[rank])
+        units = frozenset(part.operators)
+        contents = {"contents": Contents.sparse(units, units)} if experts else {}
+        store.write(Snapshot(iteration, part, {"origin": "trained"}, **contents))
+    assert stores[0].commit(iteration, 5.0, threading.Event()).committed
+    return run_dir / "checkpoints" / f"step-{iteration:010d}"
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_of_ranks_that_committed_the_same_the_words_are_equal(tmp_path: Path, experts: bool) -> None:
+    assert committed_words(tmp_path / "checkpoints", 0, 1) is None
+    commit(tmp_path, 10, (True, True, False), experts)
+    words = committed_words(tmp_path / "checkpoints", 0, 1, 2)
+    assert words is not None
+    assert words[0] == words[1] != words[2]
+    commit(tmp_path, 20, (True, False, True), experts)  # the newest counts
+    words = committed_words(tmp_path / "checkpoints", 0, 1, 2)
+    assert words is not None
+    assert words[0] == words[2] != words[1]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00001.json", "COMMIT"])
+def test_of_a_damaged_one_nothing_is_known(tmp_path: Path, name: str) -> None:
+    path = commit(tmp_path, 10, (True, True)) / name
+    path.write_bytes(path.read_bytes()[:-1])
+    assert committed_words(tmp_path / "checkpoints", 0, 1) is None
