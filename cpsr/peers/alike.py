@@ -142,13 +142,6 @@ def committed_words(checkpoints: Path, *ranks: int) -> list[str] | None:
         return None
 
 
-def _words(self, ranks: tuple[int, ...]) -> list[str] | None:
-    newest = newest_whole(self._checkpoints)
-    if newest is None:
-        return None
-    return [_word(read_rank_manifest(*newest, rank)) for rank in ranks]
-
-
 def _word(record: RankManifest) -> str:
     """Hashes of the operators where the manifest has them all, as those of replicated ranks do; else of the files."""
     hashes = [record.operators[name].xxh3_128 for name in sorted(record.operators)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import Snapshot
@@ -52,8 +52,8 @@ def commit(run_dir: Path, iteration: int, alike: tuple[bool, ...], experts: bool
     for rank, store in enumerate(stores):
         part = shard(rank, iteration, ELEMENTS, alike=alike[rank])
         units = frozenset(part.operators)
-        contents = {"contents": Contents.sparse(units, units)} if experts else {}
-        store.write(Snapshot(iteration, part, {"origin": "trained"}, **contents))
+        contents = Contents.sparse(units, units) if experts else WHOLE
+        store.write(Snapshot(iteration, part, {"origin": "trained"}, contents=contents))
     assert stores[0].commit(iteration, 5.0, threading.Event()).committed
     return run_dir / "checkpoints" / f"step-{iteration:010d}"
 
