@@ -104,7 +104,9 @@ def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
     steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
-    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,failures,comparison",
+    parts: Annotated[
+        str, typer.Option(help="What is measured, comma-separated.")
+    ] = "windows,failures,repeated,comparison",
     workdir: Workdir = None,
 ) -> None:
     """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""

@@ -13,16 +13,18 @@ from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.replay.compared import Plan, compare
 from cpsr.benchmarks.replay.ettr import Inputs, simulated
 from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
+from cpsr.benchmarks.replay.repeated import KINDS, WHOLE, repeated_seconds
 from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 
 __all__ = ["PARTS", "main"]
 
-PARTS = ("windows", "failures", "comparison")
+PARTS = ("windows", "failures", "repeated", "comparison")
 AIM = 1.03  # of a step without CPSR
 SETTLED = 0.5  # of a run's steps are left out at its begin
 WINDOW = 4  # of the failures
+TOKENS = 1024  # of a repeated step
 DEFAULT = Shape()
 COMPARISON = Plan()
 
@@ -80,6 +82,8 @@ def main(
             figures["ratios"] = _ratios(call, seconds)
         if "failures" in parts:
             figures["failures"] = _failures(call, shape)
+        if "repeated" in parts:
+            figures["repeated"] = {"tokens": TOKENS, **_repeated(call, steps)}
         if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
             figures["ettr"] = simulated(call, Inputs.of(figures["comparison"], figures.get("ratios")))
@@ -120,6 +124,22 @@ def _ratios(call: Measurement, step_seconds: Mapping[str, list[float]]) -> dict[
         if name.startswith("windows"):
             call.judge(f"{name}: {ratio.value:.3f} of a step, aim {AIM:g}", ratio.value < AIM)
     return {name: asdict(ratio) for name, ratio in found.items()}
+
+
+def _repeated(call: Measurement, steps: int) -> dict[str, Any]:
+    """What steps cost that leave weight gradients out, by model and by what is frozen, over whole ones of the same."""
+    found, rows = dict[str, Any](), []
+    advance = call.bar("models", len(KINDS))
+    for kind in KINDS:
+        seconds = in_own_process(repeated_seconds, kind, steps, TOKENS)
+        found[kind] = {name: {"step_seconds": median(one)} for name, one in seconds.items()}
+        for name, one in seconds.items():
+            ratio = median_ratio_interval(one, seconds[WHOLE])
+            found[kind][name] |= asdict(ratio)
+            rows.append((kind, name, f"{1e3 * median(one):.0f}", interval_text(ratio, digits=3)))
+        advance()
+    call.table("a repeated step, over a whole one", ("model", "weights", "step, ms", "ratio"), rows)
+    return found
 
 
 def _failures(call: Measurement, shape: Shape) -> list[dict[str, Any]]:

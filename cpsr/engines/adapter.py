@@ -3,7 +3,7 @@
 `DeepSpeedAdapter` and `TorchAdapter` implement it; `tests/engines/test_conformance.py` holds both to the same rules.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -22,10 +22,12 @@ __all__ = [
     "Operation",
     "Pipeline",
     "PredictedState",
+    "RepeatedSteps",
     "Repeats",
     "SavedState",
     "StageTraffic",
     "StepObserver",
+    "StepRepeater",
     "TrafficLog",
     "Verb",
     "WatchedLoop",
@@ -201,6 +203,40 @@ class StageTraffic(Protocol):
 
     def stop(self) -> None:
         """Follow no more."""
+
+
+class RepeatedSteps(Protocol):
+    """Steps of a replay, which leave out gradients of weights that nobody will use.
+
+    What depends on the gradients of all weights, as their norm and an overflow, is noted in every step. When the step
+    is repeated, it comes from there.
+    """
+
+    @property
+    def left_out(self) -> int:
+        """Calls of layers, so far, whose weights got no gradient."""
+
+    def outcome(self) -> dict[str, Any]:
+        """What was noted of the last step: numbers, and tensors that nobody changes."""
+
+    def repeat(self, outcome: Mapping[str, Any] | None, without: Collection[str] = ()) -> None:
+        """The next step is a repetition; all ranks call it for the same step, and name the same operators.
+
+        Args:
+            outcome: of the first time; None: the next step is no repetition.
+            without: operators, of any rank, whose update nobody will use.
+        """
+
+    def close(self) -> None:
+        """The engine is as before: nothing is noted any more."""
+
+
+@runtime_checkable
+class StepRepeater(Protocol):
+    """An engine that may repeat steps without all gradients."""
+
+    def repeated_steps(self) -> RepeatedSteps | None:
+        """Begin to note what steps come to; None where a replay has to compute every gradient."""
 
 
 @dataclass(frozen=True)

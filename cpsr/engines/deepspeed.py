@@ -31,6 +31,7 @@ from cpsr.engines.deepspeed_masters import (
     settle_after_forward,
     torch_optimizer,
 )
+from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps, can_leave_out
 from cpsr.engines.deepspeed_support import UNMANAGED, require_supported, warn_of_kept_gradients
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import preserved_training_state, required_loss
@@ -230,6 +231,10 @@ class DeepSpeedAdapter:
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """Those of the module's parameters."""
         return {self._name(piece): piece.parameter.dtype for piece in master_slices(self._engine.optimizer)}
+
+    def repeated_steps(self) -> DeepSpeedRepeatedSteps | None:
+        """See `StepRepeater.repeated_steps`."""
+        return DeepSpeedRepeatedSteps(self._engine, self._names) if can_leave_out(self._engine) else None
 
     def push_down(self) -> None:
         """Copy the masters into the module's parameters, and wait until they are there; collective under ZeRO."""

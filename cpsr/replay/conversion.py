@@ -5,8 +5,8 @@ operators whose turn it was get the state of that iteration, and those whose tur
 of that iteration. So every forward and backward is that of the first time, and so is every gradient. After the last
 step of the window each operator is what a whole snapshot of that iteration would have held, bit for bit.
 
-Source: moevement, section 3.3. The paper's frozen operators take part in no update, and get no weight gradient; here
-both are computed and overwritten (docs/history.md has what leaving them out saved).
+Source: moevement, section 3.3. The paper's frozen operators take part in no update; here their update is overwritten,
+and their weight gradients are left out where the engine can.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ import torch
 from cpsr.checkpoint.memory_reader import OpenState, ages_in_memory
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.adapter import EngineAdapter, RepeatedSteps
 from cpsr.engines.weight_sample import sampled
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
@@ -65,6 +65,8 @@ class Conversion:
         first: the iteration that the loop goes on from.
         last: the iteration after which the state is whole.
         anchors: by operator, the iteration at which the window has it whole.
+        outcomes: of the steps after the first iteration, as `RepeatedSteps.outcome` gave them, or None.
+        sealed_in_life: number of the life that took the window.
 
     Raises:
         CheckpointError: the window is no longer whole.
@@ -74,7 +76,10 @@ class Conversion:
         self._window, self._adapter = OpenState(state), adapter
         self._name = state.path.name
         self.anchors: Mapping[str, int] = ages_in_memory(state)
-        self.first, self.last = state.iteration, int(self._window.scalars()["last"])
+        scalars = self._window.scalars()
+        self.first, self.last = state.iteration, int(scalars["last"])
+        self.outcomes: list[Any] = scalars["outcomes"]
+        self.sealed_in_life = int(scalars["life"])
 
     def small_state(self) -> Any:
         """Of the first iteration."""
@@ -156,13 +161,17 @@ def _is_absent(moment: torch.Tensor) -> bool:
 class Replaying:
     """The replay of the window that a life began with, until the state is whole on all ranks.
 
-    This rank computes the iterations again or, in a pipeline, may rest.
+    This rank computes the iterations again or, in a pipeline, may rest. What an operator whose turn is still to come on
+    every rank becomes in a repeated step is overwritten after it. So its weight gradients are left out, where what the
+    step makes of all gradients together comes from the first time. That is done in the first life after the window's
+    own alone: if it ends early, whatever the reason, the next life computes every gradient.
 
     Args:
         job: this rank's.
         pool: takes no snapshot while the state is not whole.
         window: that is replayed, as one of this life.
         left: the same, as the life before left it.
+        steps: leaves out gradients; None where the engine computes all.
         logs: of this rank's stage.
 
     Attributes:
@@ -174,10 +183,19 @@ class Replaying:
         CheckpointError: the window is damaged.
     """
 
-    def __init__(self, job: Job, pool: SnapshotPool, window: MemoryState, left: MemoryState, logs: StageLogs) -> None:
-        self._job, self._pool, self._left, self._logs = job, pool, left, logs
+    def __init__(
+        self,
+        job: Job,
+        pool: SnapshotPool,
+        window: MemoryState,
+        left: MemoryState,
+        steps: RepeatedSteps | None,
+        logs: StageLogs,
+    ) -> None:
+        self._job, self._pool, self._left, self._steps, self._logs = job, pool, left, steps, logs
         self._conversion = Conversion(window, job.adapter)
         self._rest: Rest | None = None
+        self._turns: dict[str, int] = {}  # of operators, the first on any rank; empty: nothing is left out
         self.first, self.last = self._conversion.first, self._conversion.last
         self._end_at(self.last)
 
@@ -201,7 +219,19 @@ class Replaying:
             self._job.journal.event("stages rest", message, self.first)
 
     def start(self) -> None:
-        """States of the life before are void: the one that this rank rests on is stamped with this life."""
+        """Agree on what is left out; a collective, once states of the life before are void.
+
+        The one that this rank rests on is stamped with this life.
+        """
+        conversion = self._conversion
+        first_time = self._job.journal.life == conversion.sealed_in_life + 1
+        able = self._steps is not None and first_time and None not in conversion.outcomes
+        anchors = self._job.group.gather(dict(conversion.anchors) if able else None)
+        for own in anchors if None not in anchors else ():
+            for name, turn in own.items():
+                self._turns[name] = min(turn, self._turns.get(name, turn))
+        self._logs.pause(paused=bool(self._turns))
+        self._leave_out(self.first + 1)
         if self._rest is not None and self._rest.snapshot is not None:
             self._pool.seal(self._rest.snapshot, "departure")
 
@@ -218,6 +248,7 @@ class Replaying:
         if self._rest is not None and iteration == self.until:
             self._rest.end(self._job.adapter, self._pool)
             self._logs.go_on()
+        self._leave_out(iteration + 1)
 
     def check(self, iteration: int, forget: Callable[[], None]) -> bool:
         """At the end of an iteration: compare it with the first time.
@@ -233,7 +264,9 @@ class Replaying:
                 self._conversion.require_same(iteration)
         if iteration < self.until:
             return False
-        message = f"the iterations from {self.first + 1} to {self.until} are replayed: the state is whole"
+        calls = 0 if self._steps is None else self._steps.left_out
+        left_out = f"layers were called {calls} times without gradients of their weights"
+        message = f"the iterations from {self.first + 1} to {self.until} are replayed: the state is whole; {left_out}"
         self._job.journal.event("replayed", message, iteration)
         return True
 
@@ -242,8 +275,17 @@ class Replaying:
         if self._rest is not None and self._rest.snapshot is not None:
             self._pool.release(self._rest.snapshot)
             self._logs.go_on()
+        if self._steps is not None:
+            self._steps.repeat(None)
+        self._logs.pause(paused=False)
         self._pool.obstacle = None
         self._conversion.close()
+
+    def _leave_out(self, iteration: int) -> None:
+        """The next step is that of this iteration."""
+        if self._steps is not None and self._turns:
+            outcome = self._conversion.outcomes[iteration - self.first - 1] if iteration <= self.last else None
+            self._steps.repeat(outcome, [name for name, turn in self._turns.items() if turn >= iteration])
 
     @property
     def rests(self) -> bool:

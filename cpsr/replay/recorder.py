@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +61,7 @@ class Window:
         held: what the file has of them.
         first: its first iteration.
         small: the small state of that iteration.
+        outcomes: of the steps after that.
         sent: whether it goes to the peers once it is sealed.
         dropped: it will not be sealed.
         settled: it is sealed, and offered to the peers where it is sent.
@@ -72,6 +73,7 @@ class Window:
     held: Held
     first: int
     small: SmallState
+    outcomes: list[SmallState] = field(default_factory=list)
     taken: int = 0
     sent: bool = False
     dropped: bool = False
@@ -238,12 +240,13 @@ class Recorder:
         slots = (slot for slot in range(len(self._files)) if slot != before)
         return min(slots, key=lambda slot: (self._firsts[slot] in kept, self._firsts[slot]))
 
-    def capture(self, step: int, iteration: int, *, send: bool = False) -> Window | None:
+    def capture(self, step: int, iteration: int, outcome: Any = None, *, send: bool = False) -> Window | None:
         """Begin the snapshot of one iteration; the window ends with that of its last.
 
         Args:
             step: place in the window; 0 is captured by `begin_window`.
             iteration: the finished one.
+            outcome: of its step, as `RepeatedSteps.outcome` gives it.
             send: whether the window goes to the peers if it ends here.
 
         Returns:
@@ -258,6 +261,8 @@ class Recorder:
             return None
         window.taken += 1
         try:
+            if step > 0:
+                window.outcomes.append(SmallState(outcome))
             shard = self._shard()
             pairs = self._pairs(window, step, shard)
             if not self._writes.disturbed:
@@ -414,8 +419,11 @@ class Recorder:
         if window.dropped:
             return
         try:
-            window.small.wait()
-            scalars = {"start": window.small.tree(), "last": iteration}
+            for small in (window.small, *window.outcomes):
+                small.wait()
+            outcomes = [small.tree() for small in window.outcomes]
+            start, life = window.small.tree(), self._memory.life
+            scalars = {"start": start, "last": iteration, "outcomes": outcomes, "life": life}
             stamp = self._memory.rank, self._memory.life, "window"
             views = window.layout.shard(window.file.bytes)
             window.file.seal(*stamp, views, window.first, scalars, branch=self._memory.branch, held=window.held)

@@ -258,6 +258,11 @@ class StageLogs:
         assert self._traffic is not None
         self._traffic.repeat(LoggedSteps(rest.logs, rest.choice.ranks, self.forget))
 
+    def pause(self, *, paused: bool) -> None:
+        """Log nothing meanwhile."""
+        if self.upstream is not None:
+            self.upstream.paused = paused
+
     def go_on(self) -> None:
         """The next step is computed."""
         if self._traffic is not None:

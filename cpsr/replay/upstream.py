@@ -55,6 +55,7 @@ class Upstream:
     Attributes:
         iterations: as many are wanted.
         bytes: of one iteration; 0 until the first was measured.
+        paused: nothing is logged: norms are not what they were where gradients of repeated iterations are left out.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Upstream:
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch's stub has no types
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-upstream")
-        self.iterations, self.bytes = 0, 0
+        self.iterations, self.bytes, self.paused = 0, 0, False
         self._slots: list[_Slot] = []
         self._slot: _Slot | None = None  # that is filled
         self._off = self._dropped = False
@@ -87,7 +88,7 @@ class Upstream:
 
     def begin(self, iteration: int) -> None:
         """Overwrite the oldest iteration with this one."""
-        self._iteration, self._end, self._entries, self._dropped = iteration, 0, [], self._off
+        self._iteration, self._end, self._entries, self._dropped = iteration, 0, [], self._off or self.paused
         self._slot = None
         if self._kept < LEAST or self._dropped:
             return

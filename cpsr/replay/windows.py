@@ -10,6 +10,7 @@ from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_removal import bytes_in_memory, room_in_memory
 from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.engines.adapter import StepRepeater
 from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.memory_turns import CopyBudget
@@ -44,6 +45,7 @@ class Windows:
         self._popularity: Mapping[str, float] = {}
         self._order_units()
         self._replaying: Replaying | None = None
+        self._steps = job.adapter.repeated_steps() if isinstance(job.adapter, StepRepeater) else None
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = PAGE_BYTES + self._layout.bytes
         files = _files(job, self.file_bytes)
@@ -80,7 +82,7 @@ class Windows:
         state = memory_state(path)
         if state is None or left is None:
             raise CheckpointError(f"{path} holds no window any more")
-        replaying = self._replaying = Replaying(self._job, self._pool, state, left, self._logs)
+        replaying = self._replaying = Replaying(self._job, self._pool, state, left, self._steps, self._logs)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(replaying.last - replaying.first + 1)
             self._agreed = -1, len(self._layout.turns)
@@ -170,7 +172,8 @@ class Windows:
             return None
         step = self._step(iteration)
         if step > 0:
-            return self._recorder.capture(step, iteration, send=send)
+            outcome = None if self._steps is None else self._steps.outcome()
+            return self._recorder.capture(step, iteration, outcome, send=send)
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
             self._logs.keep(self._recorder.files * len(self._layout.turns))
@@ -217,6 +220,8 @@ class Windows:
         """Let the memory go; see `MemoryFile.close`."""
         self._end_replay()
         self._logs.close(remove=remove)
+        if self._steps is not None:
+            self._steps.close()
         if self._recorder is not None:
             self._recorder.close(remove=remove)
 

@@ -8,6 +8,7 @@ from tests.engines.fused_adam_cases import FUSED
 from tests.engines.kernel_cases import KERNELS, REAL_KERNELS
 from tests.engines.mixture_cases import MIXTURES
 from tests.engines.mixture_pipeline_cases import MIXTURE_PIPELINES
+from tests.engines.repeated_cases import REPEATED
 from tests.engines.saving_cases import SAVING
 from tests.engines.sharded_cases import SHARDED
 
@@ -24,6 +25,7 @@ ALL: dict[str, dict[str, Case]] = {
     "fused": FUSED,
     "mixtures": MIXTURES | SAVING,
     "mixture-pipelines": MIXTURE_PIPELINES,
+    "repeated": REPEATED,
     "sharded": SHARDED,
     "kernels": KERNELS,
 }
