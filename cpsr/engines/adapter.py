@@ -18,10 +18,12 @@ from cpsr.state.shard import Shard
 __all__ = [
     "SAMPLED_ELEMENTS",
     "EngineAdapter",
+    "GradientClipper",
     "Mixture",
     "Operation",
     "Pipeline",
     "PredictedState",
+    "RandomStateKeeper",
     "RepeatedSteps",
     "Repeats",
     "SavedState",
@@ -239,6 +241,33 @@ class StepRepeater(Protocol):
         """Begin to note what steps come to; None where a replay has to compute every gradient."""
 
 
+@runtime_checkable
+class GradientClipper(Protocol):
+    """An engine that clips gradients itself; elsewhere the loop does."""
+
+    @property
+    def gradient_clipping(self) -> float:
+        """The norm at which it clips; 0 is off."""
+
+    def clip_gradients(self, norm: float) -> None:
+        """Clip gradients at this norm from now on."""
+
+
+@runtime_checkable
+class RandomStateKeeper(Protocol):
+    """An engine that keeps random states beside torch's generators."""
+
+    def random_states(self) -> dict[str, Any]:
+        """They, as plain data; empty where none are in use."""
+
+    def load_random_states(self, states: dict[str, Any]) -> str | None:
+        """Put back what `random_states()` returned.
+
+        Returns:
+            What could not be restored, for people; None if all was.
+        """
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """This rank's place in a pipeline of several stages.
@@ -310,16 +339,6 @@ class SavedState(Protocol):
             UnsupportedEngineError: of other optimizers, groups or parts; the message names the first difference.
         """
 
-    def random_states(self) -> dict[str, Any]:
-        """Random states that the engine keeps beside torch's generators, as plain data; empty if it keeps none."""
-
-    def load_random_states(self, states: dict[str, Any]) -> str | None:
-        """Put back what `random_states()` returned.
-
-        Returns:
-            What could not be restored, for people; None if all was.
-        """
-
 
 class WatchedLoop(Protocol):
     """The user's loop over the engine."""
@@ -348,13 +367,6 @@ class WatchedLoop(Protocol):
     def loop_parts(self) -> list[Any]:
         """Objects of the user's loop whose state `scalars()` holds: the schedule and the gradient scaler, if any."""
 
-    @property
-    def gradient_clipping(self) -> float | None:
-        """Norm at which the engine clips gradients; None where the loop does that itself."""
-
-    def clip_gradients(self, norm: float | None) -> None:
-        """Clip gradients at this norm from now on; None changes nothing."""
-
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks; the engine's own methods keep their signatures and results."""
 
@@ -364,12 +376,6 @@ class WatchedLoop(Protocol):
 
 class PredictedState(Protocol):
     """What a prediction, and its check, need of an engine."""
-
-    def learning_rate(self) -> float:
-        """Mean learning rate over the parameter groups: what the next update will use."""
-
-    def second_moment_decay(self) -> float:
-        """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
 
     def prediction_obstacle(self) -> str | None:
         """Why no later state can be predicted, one clause for people; None where one can.
@@ -381,7 +387,7 @@ class PredictedState(Protocol):
         """Move counters, optimizer step counts and schedule forward as if that many steps had been applied.
 
         Returns:
-            The learning rate (`learning_rate()`) each of the skipped updates would have used, in order.
+            The learning rate (`optimizer_state.learning_rate`) each of the skipped updates would have used, in order.
         """
 
     @property

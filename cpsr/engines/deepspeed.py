@@ -138,16 +138,15 @@ class DeepSpeedAdapter:
         return [one for one in (self._engine.lr_scheduler, self._scalars.scaler) if one is not None]
 
     @property
-    def gradient_clipping(self) -> float | None:
+    def gradient_clipping(self) -> float:
         """`gradient_clipping` of the engine's configuration; 0 is off."""
         return float(self._engine.gradient_clipping())
 
-    def clip_gradients(self, norm: float | None) -> None:
-        """Clip gradients at this norm from now on; None changes nothing."""
-        if norm is not None:
-            self._engine._config.gradient_clipping = norm
-            if hasattr(self._engine.optimizer, "clip_grad"):
-                self._engine.optimizer.clip_grad = norm
+    def clip_gradients(self, norm: float) -> None:
+        """Clip gradients at this norm from now on."""
+        self._engine._config.gradient_clipping = norm
+        if hasattr(self._engine.optimizer, "clip_grad"):
+            self._engine.optimizer.clip_grad = norm
 
     @property
     def can_evaluate(self) -> bool:
@@ -287,14 +286,6 @@ class DeepSpeedAdapter:
         """Put `random_states()` back; see `load_tracked_states`."""
         return load_tracked_states(states)
 
-    def learning_rate(self) -> float:
-        """Mean learning rate over the parameter groups."""
-        return optimizer_state.learning_rate(self.optimizers)
-
-    def second_moment_decay(self) -> float:
-        """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
-        return optimizer_state.second_moment_decay(self.optimizers)
-
     def prediction_obstacle(self) -> str | None:
         """What of the optimizer cannot be extrapolated, or batches that nobody can count."""
         if not self._engine.managed_gradient_accumulation():
@@ -305,7 +296,7 @@ class DeepSpeedAdapter:
         """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""
         rates = []
         for _ in range(iterations):
-            rates.append(self.learning_rate())
+            rates.append(optimizer_state.learning_rate(self.optimizers))
             self._schedule.advance()
         updated = self._updated()
         self._state.advance(updated, iterations)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from cpsr.engines import optimizer_state
-from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.adapter import EngineAdapter, GradientClipper
 from cpsr.engines.schedules import needs_metric
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import same
@@ -43,7 +43,7 @@ def settings_of(adapter: EngineAdapter) -> dict[str, Any] | None:
         "groups": list(map(optimizer_state.hyperparameters, adapter.optimizers)),
         "schedules": [schedule_settings(one) for one in _schedules(adapter)],
         "scaler": None if scaler is None else scaler.state_dict(),
-        "clipping": adapter.gradient_clipping,
+        "clipping": adapter.gradient_clipping if isinstance(adapter, GradientClipper) else None,
     }
     return copy.deepcopy(found)
 
@@ -88,7 +88,7 @@ def keep_settings(adapter: EngineAdapter, then: Mapping[str, Any]) -> None:
     """Put back those settings of the run that no state holds: see `schedule_settings`, and the clipping."""
     for one, settings in zip(_schedules(adapter), then["schedules"], strict=False):
         keep_given(one, settings)
-    adapter.clip_gradients(then["clipping"])
+    _clip(adapter, then["clipping"])
 
 
 def keep_given(schedule: Any, settings: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def apply_settings(adapter: EngineAdapter, then: Mapping[str, Any], now: Mapping
         scaler.load_state_dict(
             scaler.state_dict() | {key: value for key, value in now["scaler"].items() if key not in _RUNNING}
         )
-    adapter.clip_gradients(now["clipping"])
+    _clip(adapter, now["clipping"])
 
 
 def begin_anew(schedules: list[Any], states: list[Any]) -> None:
@@ -161,6 +161,11 @@ def begin_anew(schedules: list[Any], states: list[Any]) -> None:
             if entry[1] > 0:
                 _step(*entry)
                 entry[1] -= 1
+
+
+def _clip(adapter: EngineAdapter, norm: float | None) -> None:
+    if norm is not None and isinstance(adapter, GradientClipper):
+        adapter.clip_gradients(norm)
 
 
 def _step(schedule: Any, left: int) -> None:

@@ -131,14 +131,6 @@ class TorchAdapter:
         return self._loop.iteration
 
     @property
-    def gradient_clipping(self) -> None:
-        """None: the loop clips by itself."""
-        return
-
-    def clip_gradients(self, norm: float | None) -> None:
-        """Nothing to do."""
-
-    @property
     def can_evaluate(self) -> bool:
         """Whether the last training forward returned a loss."""
         return self._loop.gives_loss
@@ -271,21 +263,6 @@ class TorchAdapter:
         self._loop.iteration = int(scalars["iteration"])
         self._loop.forget_step()
 
-    def random_states(self) -> dict[str, Any]:
-        """None: torch's generators are all that there is."""
-        return {}
-
-    def load_random_states(self, states: dict[str, Any]) -> str | None:
-        """Nothing to do."""
-
-    def learning_rate(self) -> float:
-        """Mean learning rate over the parameter groups."""
-        return optimizer_state.learning_rate(self.optimizers)
-
-    def second_moment_decay(self) -> float:
-        """Decay of the optimizer's second moments (Adam's beta2); 0 where it keeps none."""
-        return optimizer_state.second_moment_decay(self.optimizers)
-
     def prediction_obstacle(self) -> str | None:
         """What of the optimizers cannot be extrapolated."""
         return self._state.obstacle(self._updated())
@@ -294,7 +271,7 @@ class TorchAdapter:
         """Advance iteration, step counts, schedule and gradient scaler as `iterations` applied steps would have."""
         rates = []
         for _ in range(iterations):
-            rates.append(self.learning_rate())
+            rates.append(optimizer_state.learning_rate(self.optimizers))
             self._schedule.advance()
         self._state.advance(self._updated(), iterations)
         advance_scaler(self._scaler, iterations)

@@ -28,6 +28,7 @@ from cpsr.elastic.resharding import Resharding
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.operators import experts_of
 from cpsr.engines.offload import offloaded_activations
+from cpsr.engines.optimizer_state import second_moment_decay
 from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
@@ -248,7 +249,7 @@ def _planner(job: Job, loop: Loop) -> "JobPlanner":
         job.config,
         job.group.rank,
         job.shard.parameters,
-        job.adapter.second_moment_decay(),
+        second_moment_decay(job.adapter.optimizers),
         lambda: learner.ask(predictor.accuracy),
         lambda: learner.ask(predictor.straightness),
     )

@@ -318,7 +318,7 @@ class RunState:
         return Scalars(
             iteration=self._adapter.iteration,
             cumulative_learning_rate=self._cumulative_learning_rate,
-            learning_rate=self._adapter.learning_rate(),
+            learning_rate=optimizer_state.learning_rate(self._adapter.optimizers),
             peak_learning_rate=self._peak_learning_rate,
             origin="predicted" if self._lineage else "trained",
             lineage=list(self._lineage),

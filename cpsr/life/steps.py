@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.optimizer_state import learning_rate
 from cpsr.journal import RankJournal, StepRow
 from cpsr.planner.plan import Plan, Schedule, Situation
 from cpsr.state.losses import LossRecorder, Step
@@ -28,7 +29,7 @@ class Steps:
         self._adapter = adapter
         self._journal = journal
         self._losses = losses
-        self.learning_rate = adapter.learning_rate()
+        self.learning_rate = learning_rate(adapter.optimizers)
         self.followers: list[Callable[[Sequence[Step]], None]] = []
         self._seconds: deque[float] = deque(maxlen=TIMED_ITERATIONS)
         self._ended = time.perf_counter()
@@ -38,11 +39,11 @@ class Steps:
     def start_clock(self) -> None:
         """Training begins: the time before does not count to its first step."""
         self._ended = time.perf_counter()
-        self.learning_rate = self._adapter.learning_rate()
+        self.learning_rate = learning_rate(self._adapter.optimizers)
 
     def before_update(self) -> None:
         """An update begins: it uses the current learning rate."""
-        self.learning_rate = self._adapter.learning_rate()
+        self.learning_rate = learning_rate(self._adapter.optimizers)
 
     def end(self, iteration: int, applied: bool) -> Step:
         """A step is complete."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from cpsr.engines import EngineAdapter
 from cpsr.engines.evaluation import capture_random_states, restore_random_states
+from cpsr.engines.optimizer_state import learning_rate
 from cpsr.engines.sharded import local
 from cpsr.state.codec import SmallState, decode, encode, same
 
@@ -166,7 +167,7 @@ def final_state(job: Job, recorder: Recorder) -> dict[str, Any]:
     state |= {f"loss/{index}": loss for index, loss in enumerate(recorder.losses)}
     return state | {
         "scalars": _numbers(job.adapter.scalars()),
-        "rate": job.adapter.learning_rate(),
+        "rate": learning_rate(job.adapter.optimizers),
         "steps": recorder.steps(),
     }
 
@@ -231,7 +232,7 @@ def check_resume(build: Callable[[], Job], skip: int = 0) -> dict[str, Any]:
     rates = []
     boundaries = Boundaries(job.adapter, recorder)
     for step in range(BEFORE, BEFORE + AFTER):
-        rates.append(job.adapter.learning_rate())
+        rates.append(learning_rate(job.adapter.optimizers))
         job.train_step(step)
         if step - BEFORE + 1 == skip:
             scalars_after_skip = job.adapter.scalars()
