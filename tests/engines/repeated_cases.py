@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cpsr.engines.adapter import EngineAdapter, RepeatedSteps, StepRepeater
 from cpsr.qualify.conformance import AFTER, BEFORE, as_bytes, inject, run, seed, take_snapshot
-from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, configuration, initialize, pipeline_engine
-from cpsr.qualify.mixture import TinyMoE
-from cpsr.qualify.models import TinyLM
+from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, TinyMoE, configuration, initialize, pipeline_engine
+from cpsr.qualify.torch_jobs import TinyLM
 from cpsr.state.codec import SmallState
 from tests.engines.deepspeed_cases import Case
 from tests.engines.feature_cases import autocast
