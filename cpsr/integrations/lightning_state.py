@@ -73,6 +73,7 @@ class TrainerCheckpoint:
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
         connector.restore_loops()
+        self._reopen_pass(state["batches_of_a_pass"])
         connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
         # A Timer decides by itself whether its time is up, which may be another time now.
@@ -82,6 +83,20 @@ class TrainerCheckpoint:
         self._load_metrics(state["metrics"])
         self.restored = True
         warnings.filterwarnings("ignore", ".*before the epoch ended and your dataloader is not resumable")  # it is
+
+    def _reopen_pass(self, length: int) -> None:
+        """Go on within a pass that `max_steps` or `max_time` had cut: Lightning has counted it as a whole one.
+
+        With one pass too many, later passes would be shuffled as those after them.
+
+        Args:
+            length: batches of the pass.
+        """
+        loop = self._trainer.fit_loop
+        passes, batches = loop.epoch_progress, loop.epoch_loop.batch_progress.current
+        if 0 < batches.completed < length and passes.current.processed == passes.current.ready:
+            for one in (passes.current, passes.total):
+                one.processed, one.completed = one.processed - 1, one.completed - 1
 
     def place(self, batch: int, length: int) -> None:
         """Let the loop go on at this batch: another number of ranks counts other batches of the pass.
