@@ -41,7 +41,7 @@ from cpsr.state.loader_passes import (
     warn_of_other_length,
 )
 from cpsr.state.loader_state import LoaderState, has_more
-from cpsr.state.loader_workers import InTurn, WithState, workers_of_stream
+from cpsr.state.loader_workers import InTurn, WithState, prepared_workers
 from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
 from cpsr.state.stateful import Stateful
 
@@ -451,7 +451,7 @@ class ResumableLoader(Iterator[Any]):
 
     def _starting_workers(self, epoch: int, follower: InTurn | WithState | None = None) -> AbstractContextManager[None]:
         """Workers that start inside, for this pass, survive SIGTERM; `follower` keeps their random states."""
-        return workers_of_stream(seeded_before=not self._draws_seed(epoch), follower=follower)
+        return prepared_workers(follower, seeded_before=not self._draws_seed(epoch))
 
     def _walk(self, epoch: int) -> None:
         """Run through a whole pass without loading it, to bring the generators to their states after it."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cache, partial, wraps
 from multiprocessing import resource_tracker
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import numpy
@@ -35,15 +35,7 @@ import torch
 from torch.utils.data import DataLoader, dataloader, get_worker_info
 from torch.utils.data._utils import fetch
 
-__all__ = [
-    "Follower",
-    "InTurn",
-    "WithState",
-    "count_other_loaders",
-    "expect_other_loaders",
-    "prepared_workers",
-    "workers_of_stream",
-]
+__all__ = ["InTurn", "WithState", "count_other_loaders", "expect_other_loaders", "prepared_workers"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,37 +56,21 @@ _MORE_SLOTS = 3 + 8
 _DATASET, _RANDOM = "dataset", "cpsr_random_states"
 
 
-class Follower(Protocol):
-    """Keeps the random states of workers; each worker has a copy."""
-
-    def follow(self, worker: int) -> None:
-        """Begin, in a worker, before it loads anything."""
-
-
-# For workers that start now: who keeps their random states (None: nobody), and whether they go on for workers of an
+# For workers that start now: what keeps their random states (None: nothing), and whether they go on for workers of an
 # earlier life, and so draw no seed (None: they are of another loader than the run's).
-_requested: ContextVar[tuple[Follower | None, bool | None]] = ContextVar("_requested", default=(None, None))
+_requested: ContextVar[tuple["InTurn | WithState | None", bool | None]] = ContextVar("_requested", default=(None, None))
 
 
 @contextmanager
-def workers_of_stream(*, seeded_before: bool, follower: Follower | None = None) -> Iterator[None]:
-    """Inside, workers of the run's loader start; see `prepared_workers`.
+def prepared_workers(
+    follower: "InTurn | WithState | None" = None, *, seeded_before: bool | None = None
+) -> Iterator[None]:
+    """Inside, workers of any torch `DataLoader` start so that they survive SIGTERM, with equal seeds after a restart.
 
     Args:
-        seeded_before: they go on for those of an earlier life, and draw no seed.
-        follower: keeps their random states.
-    """
-    token = _requested.set((follower, seeded_before))
-    try:
-        with prepared_workers():
-            yield
-    finally:
-        _requested.reset(token)
-
-
-@contextmanager
-def prepared_workers() -> Iterator[None]:
-    """Inside, workers of any torch `DataLoader` start so that they survive SIGTERM, with equal seeds after a restart.
+        follower: keeps the random states of workers that start inside; each worker has a copy.
+        seeded_before: whether these go on for workers of an earlier life, and draw no seed; None: they are not of the
+            run's loader.
 
     They ignore SIGTERM with a handler, so that it still ends their own child processes. `terminate()`, with which torch
     and `multiprocessing` end a worker, kills it. A thread in the worker ends it soon after its rank. Nothing else
@@ -107,11 +83,16 @@ def prepared_workers() -> Iterator[None]:
     package was imported before. Not covered: workers started before, and the start method `forkserver`, whose server
     SIGTERM ends.
     """
-    with ExitStack() as prepared:
-        for iterator in _iterators():
-            if not hasattr(iterator.__init__, _PREPARED):
-                prepared.enter_context(_prepared(iterator))
-        yield
+    outside = _requested.get()
+    _requested.set((follower, seeded_before))
+    try:
+        with ExitStack() as prepared:
+            for iterator in _iterators():
+                if not hasattr(iterator.__init__, _PREPARED):
+                    prepared.enter_context(_prepared(iterator))
+            yield
+    finally:
+        _requested.set(outside)
 
 
 def _iterators() -> list[Any]:
@@ -167,7 +148,7 @@ class _Beginning:
     """
 
     init: Callable[[int], object] | None
-    follower: Follower | None
+    follower: "InTurn | WithState | None"
     rank: int | None
 
     def __call__(self, worker: int) -> None:
