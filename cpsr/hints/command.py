@@ -121,7 +121,6 @@ def _costs_table(placement: Placement) -> Table:
     table = Table("placement", "recovery s", title=title)
     chosen = f"{len(placement.checkpoints)} chosen, for {placement.cost_seconds:.4g} s"
     table.add_row(chosen, f"{placement.recovery_seconds:.4g}")
-    table.add_row("as many evenly spaced", f"{placement.even_recovery_seconds:.4g}")
     table.add_row("none", f"{placement.unprotected_recovery_seconds:.4g}")
     table.add_row("no schedule is below", f"{placement.least_recovery_seconds:.4g}")
     return table

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from cpsr.errors import ConfigError
 
-__all__ = ["HINTS_MAX", "Placement", "Task", "hints_of", "place", "recovery_seconds"]
+__all__ = ["HINTS_MAX", "Placement", "Task", "hints_of", "place"]
 
 HINTS_MAX = 200_000
 """Most hints of an unrolled program; more are refused. The placement of so many takes seconds."""
@@ -91,7 +91,6 @@ class Placement:
         recovery_seconds: with the chosen ones.
         least_recovery_seconds: no schedule within the allowance is below; with equal costs that is the chosen one's.
         unprotected_recovery_seconds: without any checkpoint.
-        even_recovery_seconds: with checkpoints at the hints nearest to equal distances, within the same allowance.
     """
 
     checkpoints: tuple[tuple[int, int], ...]
@@ -101,18 +100,18 @@ class Placement:
     recovery_seconds: float
     least_recovery_seconds: float
     unprotected_recovery_seconds: float
-    even_recovery_seconds: float
 
 
-def recovery_seconds(blocks_seconds: Floats, failures_per_second: float) -> float:
-    """Expected time to repeat work in blocks between checkpoints: the sum of `t/2 * p(b)/(1 - p(b))` (section 2.1).
+def recovery_seconds(blocks_seconds: Floats, failures_per_second: float) -> Floats:
+    """Expected time to repeat work in each block between checkpoints: `t/2 * p(b)/(1 - p(b))` (section 2.1).
 
     The paper calls the loss of one failure exactly t/2. It is less: earlier failures are likelier, as the first one
     ends the attempt. Exact would be `(exp(rate * t) - 1)/rate - t`. The paper's figure is too high by some `rate * t /
     6` of itself: 1.7% at a tenth of the mean time between failures. Both are convex, with nearly the same places.
     """
     exponents = np.minimum(failures_per_second * blocks_seconds, EXPONENT_MAX)
-    return float(np.sum(0.5 * blocks_seconds * np.expm1(exponents)))
+    found: Floats = 0.5 * blocks_seconds * np.expm1(exponents)
+    return found
 
 
 def place(tasks: Sequence[Task], allowance: float, mtbf_seconds: float) -> Placement:
@@ -153,7 +152,6 @@ def place(tasks: Sequence[Task], allowance: float, mtbf_seconds: float) -> Place
         program.recovery(chosen),
         bound,
         program.recovery(np.zeros(0, np.int64)),
-        program.recovery(program.evenly(allowed * (1 + ROUNDING))),
     )
 
 
@@ -229,7 +227,7 @@ class _Program:
         return np.diff(np.concatenate([[0.0], self.at_seconds[chosen], [self.seconds]]))
 
     def recovery(self, chosen: Integers) -> float:
-        return recovery_seconds(self.blocks(chosen), self.rate)
+        return float(recovery_seconds(self.blocks(chosen), self.rate).sum())
 
     def cost(self, chosen: Integers) -> float:
         return math.fsum(self.costs_seconds[chosen])
@@ -292,7 +290,8 @@ class _Program:
         """The best schedule within the allowance that follows one of both, and from some place on the other."""
         best, chosen = self.recovery(within), within
         for first, second in ((within, beyond), (beyond, within)):
-            blocks, later = self._block_costs(first)[:-1], self._block_costs(second)[1:]
+            blocks = recovery_seconds(self.blocks(first), self.rate)[:-1]
+            later = recovery_seconds(self.blocks(second), self.rate)[1:]
             heads = np.concatenate([[0.0], np.cumsum(blocks)])  # by how many of the first are taken
             tails = np.concatenate([np.cumsum(later[::-1])[::-1], [0.0]])  # behind each of the second
             spent = np.concatenate([[0.0], np.cumsum(self.costs_seconds[first])])
@@ -300,15 +299,11 @@ class _Program:
             after = np.searchsorted(second, np.concatenate([[-1], first]), side="right")
             begins = np.concatenate([[0.0], self.at_seconds[first]])
             ends = np.concatenate([self.at_seconds[second], [self.seconds]])[after]
-            joints = 0.5 * (ends - begins) * np.expm1(np.minimum(self.rate * (ends - begins), EXPONENT_MAX))
+            joints = recovery_seconds(ends - begins, self.rate)
             totals = np.where(spent + left[after] <= allowed_seconds, heads + joints + tails[after], np.inf)
             if totals[taken := int(totals.argmin())] < best:
                 best, chosen = float(totals[taken]), np.concatenate([first[:taken], second[after[taken] :]])
         return chosen
-
-    def _block_costs(self, chosen: Integers) -> Floats:
-        blocks = self.blocks(chosen)
-        return 0.5 * blocks * np.expm1(np.minimum(self.rate * blocks, EXPONENT_MAX))
 
     def _filled(self, chosen: Integers, allowed_seconds: float) -> Integers:
         """With more checkpoints between those chosen while one fits; each time the one that saves most."""
@@ -316,28 +311,13 @@ class _Program:
             place = np.searchsorted(chosen, np.arange(len(self.at_seconds)))
             marks = np.concatenate([[0.0], self.at_seconds[chosen], [self.seconds]])
             begins, ends = self.at_seconds - marks[place], marks[place + 1] - self.at_seconds
-            whole, first, second = (
-                0.5 * one * np.expm1(np.minimum(self.rate * one, EXPONENT_MAX)) for one in (begins + ends, begins, ends)
-            )
-            saved = whole - first - second
+            whole, *parts = (recovery_seconds(one, self.rate) for one in (begins + ends, begins, ends))
+            saved = whole - sum(parts)
             saved[chosen] = 0.0
             saved[self.costs_seconds > allowed_seconds - self.cost(chosen)] = 0.0
             if not len(saved) or saved.max() <= ROUNDING * self.recovery(chosen):
                 return chosen
             chosen = np.sort(np.append(chosen, saved.argmax()))
-
-    def evenly(self, allowed_seconds: float) -> Integers:
-        """The hints nearest to equal distances, as many as the allowance has."""
-        count = int(allowed_seconds / self.costs_seconds.min()) if len(self.costs_seconds) else 0
-        while True:
-            ideal = self.seconds * np.arange(1, count + 1) / (count + 1)
-            after = np.minimum(np.searchsorted(self.at_seconds, ideal), len(self.at_seconds) - 1)
-            before = np.maximum(after - 1, 0)
-            is_before = np.abs(self.at_seconds[before] - ideal) <= np.abs(self.at_seconds[after] - ideal)
-            nearest = np.unique(np.where(is_before, before, after)).astype(np.int64)
-            if (cost := self.cost(nearest)) <= allowed_seconds:
-                return nearest
-            count = min(count - 1, int(count * allowed_seconds / cost))
 
 
 class _Candidates:

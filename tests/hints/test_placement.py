@@ -107,13 +107,6 @@ def test_loops_are_unrolled_and_cost_what_their_tasks_do(tasks: list[Task], allo
     assert placement.recovery_seconds <= placement.unprotected_recovery_seconds * (1 + CLOSE) + CLOSE
 
 
-def test_equal_costs_are_never_worse_than_even_distances() -> None:
-    tasks = [Task("epoch", body=(Task("step", 1.0, 5.0, 200), Task("evaluate", 30.0, 5.0)), repetitions=10)]
-    placement = place(tasks, 0.05, 3600.0)
-    assert placement.recovery_seconds <= placement.even_recovery_seconds * (1 + CLOSE)
-    assert placement.recovery_seconds == pytest.approx(placement.least_recovery_seconds)
-
-
 def test_rounding_makes_no_further_checkpoint() -> None:
     tasks = [Task(str(index), 1.0, 1.0) for index in range(30)]
     assert place(tasks, 0.1, 100.0).cost_seconds == 3.0  # 0.1 * 30 is above 3 in floats
