@@ -4,26 +4,10 @@ import { showLoss } from "./loss.js";
 import { byId, clock, element, number, update } from "./page.js";
 import { showCheckpoints, showRecoveries, showTime } from "./past.js";
 import { showInterval, showNow, showPreview, showWhy } from "./plan.js";
-import { Api, ApiError, NAMES, Store, Stream, hasToken, keepToken } from "./service.js";
+import { Api, ApiError, Store, hasToken, keepToken } from "./service.js";
 
 const PANELS = [showNow, showLoss, showInterval, showTime, showRecoveries, showWhy, showCheckpoints, showPreview];
-const STANDING_SECONDS = 15; // a run that stands still sends no events, and loses time
 const RETRY_SECONDS = 3;
-// What may be different after an event of the journal; after `hello` and `reset` much may not have been heard.
-const TOUCHED = {
-  hello: NAMES,
-  reset: NAMES,
-  progress: ["losses", "plan"],
-  life: ["plan", "health"],
-  checkpoint: ["checkpoints", "plan", "health"],
-  plan: ["plan", "plans"],
-  failure: ["failures", "plan", "health"],
-  recovery: ["recoveries", "plan", "losses", "plans"],
-  phase: ["phases", "plan"],
-  fit: ["fits"],
-  event: ["plan", "health"],
-  unavailable: ["health"],
-};
 // Of the newest life, from /healthz: the sign and the words.
 const LIVES = {
   running: ["live", "Live"],
@@ -35,8 +19,6 @@ const LIVES = {
 };
 const NO_LIFE = ["waiting", "Waiting for the run"];
 
-let heard = false;
-let health = null; // null: not asked yet
 let lostSince = null;
 
 async function start() {
@@ -45,10 +27,8 @@ async function start() {
     show(chosen(runs.map((run) => run.name)));
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    if (error.status === 401) return signIn();
-    if (error.status) showRefused(error);
-    else showLost();
-    setTimeout(start, 1000 * RETRY_SECONDS);
+    showProblem(error);
+    if (error.status !== 401) setTimeout(start, 1000 * RETRY_SECONDS);
   }
 }
 
@@ -67,43 +47,20 @@ function chosen(names) {
 function show(run) {
   const api = new Api(run);
   const store = new Store(api);
-  store.watch(["health"], (answers) => {
-    health = answers.health;
-    if (heard) showHeard();
-  });
   showNotices(store);
   PANELS.forEach((panel) => panel(store, api));
-  store.want(NAMES);
-  setInterval(() => store.want(["health", "plan"]), 1000 * STANDING_SECONDS);
-  new Stream(api, {
-    heard: (name) => {
-      if (name === "reset") store.forget();
-      store.want(TOUCHED[name] ?? []);
-    },
-    live: showHeard,
-    lost: showLost,
-    refused: (problem) => (problem.status === 401 ? signIn() : showRefused(problem)),
-  }).follow();
+  store.follow((problem) => {
+    if (problem !== null) return showProblem(problem);
+    lostSince = null;
+    announce(...(LIVES[store.answers.health.answer.life] ?? NO_LIFE));
+  });
 }
 
-// The head of the page: whether events arrive, and whether the run is alive
+// The head of the page: whether the service answers, and whether the run is alive
 
-function showHeard() {
-  heard = true;
-  lostSince = null;
-  if (health !== null) announce(...(LIVES[health.life] ?? NO_LIFE));
-}
-
-// The service answers with a refusal: the page shows what is missing.
-function showRefused(problem) {
-  heard = false;
-  lostSince = null;
-  if (problem.code === "journal_unavailable") announce(...NO_LIFE);
-  else announce("waiting", problem.message);
-}
-
-function showLost() {
-  heard = false;
+function showProblem(problem) {
+  if (problem.status === 401) return signIn();
+  if (problem.status) return announce("waiting", problem.message);
   lostSince ??= Date.now() / 1000;
   announce("lost", `No connection since ${clock(lostSince).slice(-8)}; the page shows that state. Trying again.`);
 }
@@ -157,18 +114,13 @@ function sentence(text) {
   return `${text[0].toUpperCase()}${text.slice(1)}.`;
 }
 
-function override({
-  interval_min_iterations: low,
-  interval_max_iterations: high,
-  reason,
-  expires_unix_seconds: ends,
-  taken_up: taken,
-}) {
+function override({ interval_min_iterations: low, interval_max_iterations: high, ...more }) {
   const what =
     low === high
       ? `pinned to ${number(low, 9)} iterations`
       : `bounded (at least ${number(low, 9)}, at most ${number(high, 9)} iterations)`;
-  return `The interval is ${what} until ${clock(ends)}: ${reason}${taken ? "." : "; the job has not applied it yet."}`;
+  const taken = more.taken_up ? "." : "; the job has not applied it yet.";
+  return `The interval is ${what} until ${clock(more.expires_unix_seconds)}: ${more.reason}${taken}`;
 }
 
 start();

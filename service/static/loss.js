@@ -1,14 +1,13 @@
 // The loss with its fit, the band and the phases; checkpoints, failures and restarts as marks.
 
 import { byId, clock, element, number, plural, table, update } from "./page.js";
-import { Plot, colour, drawCheckpoints, drawFailures, drawPhases, drawRestarts, drawSizes } from "./plot.js";
-import uPlot from "./vendor/uPlot.esm.js";
+import { Plot, colour, drawMarks, drawPhases, failureMarks } from "./plot.js";
 
 const NEEDS = ["losses", "fits", "phases", "checkpoints", "failures", "recoveries", "plan"];
-const ROWS = 25;
 
 export function showLoss(store) {
-  let marks = {};
+  let phases = [];
+  let marks = [];
   let data = [[]];
   const curve = (name, width) => ({ stroke: () => colour(name), width, spanGaps: true, points: { show: false } });
   const plot = new Plot({
@@ -18,23 +17,19 @@ export function showLoss(store) {
     axis: { label: "loss" },
     series: [curve("loss", 1), curve("fit", 2), curve("band", 0), curve("band", 0)],
     bands: [{ series: [4, 3], fill: () => colour("band") }],
-    under: (drawn) => drawPhases(drawn, marks.phases ?? []),
-    over: (drawn) => {
-      drawCheckpoints(drawn, marks.checkpoints ?? []);
-      drawFailures(drawn, marks.failures ?? []);
-      drawRestarts(drawn, marks.restarts ?? []);
-      drawSizes(drawn, marks.sizes ?? []);
-    },
+    under: (drawn) => drawPhases(drawn, phases),
+    over: (drawn) => drawMarks(drawn, marks),
   });
   store.watch(NEEDS, (answers) => {
     const fit = lossFit(answers);
     data = columns(answers, fit);
+    phases = phasesOf(answers);
     marks = marksOf(answers);
     byId("loss-summary").textContent = summary(answers, fit);
     const known = lossIsKnown(answers);
     byId("loss-figure").hidden = !known;
     plot.show(data);
-    if (known) update(byId("loss-tables"), curveTable(data), marksTable(answers));
+    if (known) update(byId("loss-tables"), marksTable(answers));
   });
 }
 
@@ -64,29 +59,48 @@ function resized(plan) {
 
 // Iterations, losses, fit, lower and upper edge of the band; null where one has nothing.
 function columns({ losses }, fit) {
-  const measured = losses ? [losses.iterations, losses.losses] : [[], []];
+  const [iterations, measured] = losses ? [losses.iterations, losses.losses] : [[], []];
   const curve = fit?.result.curve;
-  if (!curve || !measured[0].length) return [...measured, ...[1, 2, 3].map(() => measured[0].map(() => null))];
-  const joined = uPlot.join([measured, [curve.iterations, curve.loss_nats, curve.low_nats, curve.high_nats]]);
-  return joined.map((column) => Array.from(column, (value) => value ?? null));
+  const drawn = [curve?.loss_nats, curve?.low_nats, curve?.high_nats];
+  return [iterations, measured, ...drawn.map((values) => iterations.map((at) => between(curve?.iterations, values, at)))];
 }
 
-function marksOf({ phases, checkpoints, failures, recoveries, plan }) {
+// A curve's value at a place; null outside of the curve.
+function between(places, values, at) {
+  const right = places?.findIndex((place) => place >= at) ?? -1;
+  if (right < 0 || at < places[0]) return null;
+  if (places[right] === at) return values[right];
+  const share = (at - places[right - 1]) / (places[right] - places[right - 1]);
+  return values[right - 1] + share * (values[right] - values[right - 1]);
+}
+
+function phasesOf({ phases, plan }) {
   const ended = [...(phases?.rows ?? [])].reverse();
   const spans = ended.map((one) => ({ first: one.first_iteration, last: one.last_iteration, phase: one.phase }));
   if (plan?.phase && plan.last_iteration !== null) {
     spans.push({ first: plan.phase.first_iteration, last: plan.last_iteration, phase: plan.phase.phase });
   }
-  return {
-    phases: spans,
-    checkpoints: committed(checkpoints).map((one) => one.iteration),
-    failures: placed(failures).map((one) => one.iteration),
-    restarts: known(recoveries).map((one) => ({
-      iteration: one.restored_iteration,
-      predicted: one.origin === "predicted",
+  return spans;
+}
+
+function marksOf({ checkpoints, failures, recoveries, plan }) {
+  return [
+    ...committed(checkpoints).map((one) => ({ at: one.iteration, tone: "checkpoint", line: 9 })),
+    ...failureMarks(placed(failures).map((one) => one.iteration)),
+    ...known(recoveries).map((one) => ({
+      at: one.restored_iteration,
+      tone: "restart",
+      line: 0,
+      sign: one.origin === "predicted" ? "\u25c6" : "\u25c7",
+      below: 36,
     })),
-    sizes: resized(plan),
-  };
+    ...resized(plan).map((one) => ({
+      at: one.since_iteration,
+      tone: "quiet",
+      dash: [1, 3],
+      name: `${one.before} \u2192 ${one.ranks} ranks`,
+    })),
+  ];
 }
 
 function lossIsKnown({ losses }) {
@@ -112,46 +126,10 @@ function said([iterations, losses, fit, low, high], index) {
   if (place < 0) return "";
   const parts = [`Iteration ${number(iterations[place], 9)}`];
   if (losses[place] !== null) parts.push(`loss ${number(losses[place], 4)}`);
-  const fitted = between(iterations, fit, place);
-  if (fitted !== null) parts.push(`fit ${number(fitted, 4)}`);
-  const band = bandAt(iterations, low, high, place);
-  if (band !== null) parts.push(`95% of losses ${band}`);
+  if (fit[place] !== null) {
+    parts.push(`fit ${number(fit[place], 4)}`, `95% of losses ${number(low[place])} to ${number(high[place])}`);
+  }
   return parts.join(" \u00b7 ");
-}
-
-// A curve's value at a place between two of its points, as it is drawn; null outside of the curve.
-function between(iterations, column, place) {
-  let left = place;
-  let right = place;
-  while (left >= 0 && column[left] === null) left -= 1;
-  while (right < column.length && column[right] === null) right += 1;
-  if (left < 0 || right === column.length) return null;
-  if (left === right) return column[left];
-  const share = (iterations[place] - iterations[left]) / (iterations[right] - iterations[left]);
-  return column[left] + share * (column[right] - column[left]);
-}
-
-// The band at a place, in words; null where there is none.
-function bandAt(iterations, low, high, place) {
-  const least = between(iterations, low, place);
-  const most = between(iterations, high, place);
-  return least === null || most === null ? null : `${number(least)} to ${number(most)}`;
-}
-
-function curveTable([iterations, losses, fit, low, high]) {
-  const places = [...iterations.keys()].filter((place) => losses[place] !== null);
-  const every = Math.max(1, Math.ceil(places.length / ROWS));
-  const shown = places.filter((_, count) => (places.length - 1 - count) % every === 0);
-  return table(
-    `The loss at ${shown.length} iterations`,
-    [
-      { title: "Iteration", numeric: true, value: (place) => number(iterations[place], 9) },
-      { title: "Loss", numeric: true, value: (place) => number(losses[place], 4) },
-      { title: "Fit", numeric: true, value: (place) => number(between(iterations, fit, place), 4) },
-      { title: "95% of losses", numeric: true, value: (place) => bandAt(iterations, low, high, place) ?? number(null) },
-    ],
-    shown,
-  );
 }
 
 function marksTable({ phases, failures, recoveries, checkpoints, plan }) {

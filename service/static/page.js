@@ -24,7 +24,6 @@ export function empty(text) {
   return element("p", { class: "empty" }, text);
 }
 
-
 // Makes what is in a host the same as `children`, and leaves alone what is so already: what somebody has marked, or
 // has read out, does not go away because another figure has changed.
 export function update(host, ...children) {

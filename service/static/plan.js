@@ -2,7 +2,7 @@
 
 import { placed } from "./loss.js";
 import { byId, bytes, duration, element, empty, number, percent, plural, table, update } from "./page.js";
-import { Plot, colour, drawFailures } from "./plot.js";
+import { Plot, colour, drawMarks, failureMarks } from "./plot.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
 const ORIGINS = { fixed: "fixed by the configuration", override: "by an override", cpsr: "by least expected cost" };
@@ -10,11 +10,11 @@ const RULES = { young: "Young", daly: "Daly" };
 const SHOWN = ["young", "daly"]; // beside the job's own, in plots
 const MODES = { predict: "prediction", recompute: "recomputing" };
 const SIZES = 3; // earlier ones that are named; the plot of the loss has all
-const TABLE_ROWS = 50;
 const MARGIN = 1.4; // of the scale, above and below
 const PAUSE_MILLISECONDS = 150; // between a move of the slider and the question
 const DECADES = 3; // to either side of the job's own rate
 const HOUR = 3600;
+const ROUND = [...Array(10).keys()].flatMap((decade) => [1, 2, 5].map((digit) => digit * 10 ** decade)); // of an axis
 
 // Now
 
@@ -91,9 +91,13 @@ export function showInterval(store) {
     readoutOf: (index) => readout(data, index ?? data[0].length - 1),
     // Logarithmic: other rules may choose a hundredth of it.
     scales: { y: { distr: 3, range: (_, least, most) => [(least ?? 1) / MARGIN, (most ?? 1) * MARGIN] } },
-    axis: { label: "iterations", splits: (_, axis, least, most) => rounds(least, most), filter: (_, splits) => splits },
+    axis: {
+      label: "iterations",
+      splits: (_, axis, least, most) => ROUND.filter((one) => one >= least && one <= most),
+      filter: (_, splits) => splits,
+    },
     series: [steps("held", 2.5), steps("young", 1.5, [6, 3]), steps("daly", 1.5, [2, 3])],
-    over: (drawn) => drawFailures(drawn, failures),
+    over: (drawn) => drawMarks(drawn, failureMarks(failures)),
   });
   store.watch(["plans", "failures", "plan"], (answers) => {
     const plans = present(answers.plans?.rows ?? []);
@@ -102,7 +106,6 @@ export function showInterval(store) {
     byId("interval-figure").hidden = !plans.length;
     plot.show(data);
     byId("interval-summary").textContent = summary(plans.at(-1));
-    update(byId("interval-table"), planTable(plans));
   });
 }
 
@@ -136,15 +139,6 @@ function summary(plan) {
   return `Every ${number(plan.interval_iterations, 9)} iterations now; ${said}.${inMemory}`;
 }
 
-// Round figures of a logarithmic axis.
-function rounds(least, most) {
-  const found = [];
-  for (let decade = 10 ** Math.floor(Math.log10(least)); decade <= most; decade *= 10) {
-    found.push(...[1, 2, 5].map((digit) => digit * decade).filter((value) => value >= least && value <= most));
-  }
-  return found;
-}
-
 function readout([iterations, interval, ...rivals], place) {
   if (place < 0) return "";
   const parts = [`From iteration ${number(iterations[place], 9)}`, `every ${number(interval[place], 9)}`];
@@ -152,21 +146,6 @@ function readout([iterations, interval, ...rivals], place) {
     if (column[place] !== null) parts.push(`${RULES[SHOWN[index]]} ${number(column[place], 9)}`);
   });
   return parts.join(" \u00b7 ");
-}
-
-function planTable(plans) {
-  const newest = plans.slice(-TABLE_ROWS).reverse();
-  return table(
-    `The newest ${newest.length} plans`,
-    [
-      { title: "From", numeric: true, value: (one) => number(one.from_iteration, 9) },
-      { title: "Interval", numeric: true, value: (one) => number(one.interval_iterations, 9) },
-      { title: "In memory", numeric: true, value: (one) => number(one.memory_interval_iterations, 9) },
-      { title: "Chosen by", value: (one) => one.origin },
-      ...SHOWN.map((name) => ({ title: RULES[name], numeric: true, value: (one) => number(rival(one, name), 9) })),
-    ],
-    newest,
-  );
 }
 
 // At another failure rate: POST /plan/preview, which changes nothing

@@ -1,16 +1,18 @@
 // A plot over iterations that follows the page's colours and width, and what happened, drawn into it. A drag shows a part
-// of the run, a double click all of it; the table below each plot reads it out.
+// of the run, a double click all of it.
 
+import { element } from "./page.js";
 import uPlot from "./vendor/uPlot.esm.js";
 
-const FONT = "12px system-ui, sans-serif";
-const SIGN_PIXELS = 5;
+const FONT = "px system-ui, sans-serif";
 const NAME_PIXELS = 56; // a phase that is narrower is not named
-const SIZE_PIXELS = 56; // from the upper edge: below the restarts, and above the end of a falling loss
+
+const probe = document.body.appendChild(element("i", { hidden: "" }));
 
 // A colour of style.css, as it is now.
 export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
 }
 
 export class Plot {
@@ -24,7 +26,8 @@ export class Plot {
       show(this.plot);
     };
     const line = { stroke: () => colour("line"), width: 1 };
-    const common = { stroke: () => colour("quiet"), font: FONT, labelFont: FONT, labelSize: 18, grid: line, ticks: line };
+    const font = `12${FONT}`;
+    const common = { stroke: () => colour("quiet"), font, labelFont: font, labelSize: 18, grid: line, ticks: line };
     const size = () => ({ width: Math.max(200, host.clientWidth), height: Math.max(150, host.clientHeight) });
     this.plot = new uPlot(
       {
@@ -50,123 +53,50 @@ export class Plot {
 
 // phases: {first, last, phase}.
 export function drawPhases(plot, phases) {
-  const { ctx, bbox } = plot;
-  const pixel = uPlot.pxRatio;
-  within(plot, () => {
+  within(plot, (ctx, { top, height }, pixel) => {
+    ctx.textAlign = "center";
     phases.forEach(({ first, last, phase }, index) => {
-      const left = plot.valToPos(first, "x", true);
-      const right = plot.valToPos(last, "x", true);
-      if (index % 2) {
-        ctx.fillStyle = colour("phase");
-        ctx.fillRect(left, bbox.top, right - left, bbox.height);
-      }
-      if (right - left < NAME_PIXELS * pixel) return;
+      const [left, right] = [first, last].map((iteration) => plot.valToPos(iteration, "x", true));
+      ctx.fillStyle = colour("phase");
+      if (index % 2) ctx.fillRect(left, top, right - left, height);
       ctx.fillStyle = colour("quiet");
-      ctx.font = `${11 * pixel}px system-ui, sans-serif`;
-      ctx.textAlign = "center";
-      ctx.textBaseline = "bottom";
-      ctx.fillText(`phase ${phase}`, (left + right) / 2, bbox.top + bbox.height - 12 * pixel);
+      if (right - left >= NAME_PIXELS * pixel) ctx.fillText(`phase ${phase}`, (left + right) / 2, top + height - 12 * pixel);
     });
   });
 }
 
-// Short strokes at the lower edge: there may be hundreds.
-export function drawCheckpoints(plot, iterations) {
-  const { ctx, bbox } = plot;
-  const pixel = uPlot.pxRatio;
-  within(plot, () => {
-    ctx.fillStyle = colour("checkpoint");
-    const bottom = bbox.top + bbox.height;
-    for (const iteration of iterations) {
-      ctx.fillRect(plot.valToPos(iteration, "x", true) - pixel / 2, bottom - 9 * pixel, pixel, 9 * pixel);
-    }
-  });
-}
-
-export function drawFailures(plot, iterations) {
-  const { ctx, bbox } = plot;
-  const pixel = uPlot.pxRatio;
-  const size = SIGN_PIXELS * pixel;
-  within(plot, () => {
-    ctx.strokeStyle = colour("failure");
-    for (const iteration of iterations) {
-      const x = plot.valToPos(iteration, "x", true);
-      const y = bbox.top + 2 * size;
+// marks: {at: an iteration, tone: a colour of style.css; line: pixels from the lower edge, or null for the whole height;
+// dash, sign: a character near the upper edge, so many pixels below it; name: text to the right of the line}.
+export function drawMarks(plot, marks) {
+  within(plot, (ctx, { top, height }, pixel) => {
+    for (const { at, tone, line = null, dash = [], sign = "", below = 0, name = "" } of marks) {
+      const x = plot.valToPos(at, "x", true);
+      ctx.fillStyle = ctx.strokeStyle = colour(tone);
       ctx.lineWidth = pixel;
-      stroke(ctx, [4 * pixel, 3 * pixel], [x, y + size, x, bbox.top + bbox.height]);
-      ctx.lineWidth = 2 * pixel;
-      stroke(ctx, [], [x - size, y - size, x + size, y + size], [x - size, y + size, x + size, y - size]);
-    }
-  });
-}
-
-// restarts: {iteration, predicted}. A full diamond where the state was predicted, an empty one where it was exact.
-export function drawRestarts(plot, restarts) {
-  const { ctx, bbox } = plot;
-  const pixel = uPlot.pxRatio;
-  const size = (SIGN_PIXELS + 1) * pixel;
-  within(plot, () => {
-    for (const { iteration, predicted } of restarts) {
-      const x = plot.valToPos(iteration, "x", true);
-      const y = bbox.top + 5 * size;
+      ctx.setLineDash(dash.map((length) => length * pixel));
       ctx.beginPath();
-      ctx.moveTo(x, y - size);
-      ctx.lineTo(x + size, y);
-      ctx.lineTo(x, y + size);
-      ctx.lineTo(x - size, y);
-      ctx.closePath();
-      ctx.fillStyle = colour(predicted ? "restart" : "surface");
-      ctx.fill();
-      ctx.strokeStyle = colour("restart");
-      ctx.lineWidth = 2 * pixel;
-      ctx.setLineDash([]);
+      ctx.moveTo(x, top + height);
+      ctx.lineTo(x, line === null ? top : top + height - line * pixel);
       ctx.stroke();
+      ctx.textAlign = "left";
+      ctx.fillText(name, x + 4 * pixel, top + 56 * pixel);
+      ctx.textAlign = "center";
+      ctx.font = `bold ${18 * pixel}${FONT}`;
+      ctx.fillText(sign, x, top + below * pixel);
+      ctx.font = `${11 * pixel}${FONT}`;
     }
   });
 }
 
-// sizes: {since_iteration, before, ranks}. Each line is named to its right, at the edge to its left, where there is room.
-export function drawSizes(plot, sizes) {
-  const { ctx, bbox } = plot;
-  const pixel = uPlot.pxRatio;
-  const gap = 4 * pixel;
-  within(plot, () => {
-    const places = sizes.map((one) => plot.valToPos(one.since_iteration, "x", true));
-    let free = bbox.left; // what lies left of this is taken
-    sizes.forEach(({ before, ranks }, index) => {
-      const x = places[index];
-      ctx.strokeStyle = colour("quiet");
-      ctx.lineWidth = pixel;
-      stroke(ctx, [pixel, 3 * pixel], [x, bbox.top, x, bbox.top + bbox.height]);
-      ctx.fillStyle = colour("quiet");
-      ctx.font = `${11 * pixel}px system-ui, sans-serif`;
-      ctx.textAlign = "left";
-      ctx.textBaseline = "bottom";
-      const name = `${before} \u2192 ${ranks} ranks`;
-      const width = ctx.measureText(name).width;
-      const right = x + gap + width <= (places[index + 1] ?? bbox.left + bbox.width);
-      const left = right ? x + gap : x - gap - width;
-      if (left >= free) ctx.fillText(name, left, bbox.top + SIZE_PIXELS * pixel);
-      free = right ? left + width : x;
-    });
-  });
-}
+export const failureMarks = (iterations) =>
+  iterations.map((at) => ({ at, tone: "failure", dash: [4, 3], sign: "\u00d7", below: 16 }));
 
 function within({ ctx, bbox }, draw) {
   ctx.save();
   ctx.beginPath();
   ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
   ctx.clip();
-  draw();
+  ctx.font = `${11 * uPlot.pxRatio}${FONT}`;
+  draw(ctx, bbox, uPlot.pxRatio);
   ctx.restore();
-}
-
-function stroke(ctx, dash, ...lines) {
-  ctx.setLineDash(dash);
-  ctx.beginPath();
-  for (const [fromX, fromY, toX, toY] of lines) {
-    ctx.moveTo(fromX, fromY);
-    ctx.lineTo(toX, toY);
-  }
-  ctx.stroke();
 }

@@ -29,7 +29,6 @@ from cpsr.service.app import create_app
 from tests.service.journals import (
     flushed,
     measured_plan,
-    new_run,
     plan_row,
     record_event,
     recovery_row,
@@ -220,7 +219,7 @@ def test_a_failure_is_paid_for_in_one_of_two_ways(page: Any, journal: Journal, t
         expect(section(page, "Why this interval")).to_contain_text("exact: ")
 
 
-def test_the_plots_are_drawn_and_shown_as_tables(page: Any, journal: Journal, tmp_path: Path) -> None:
+def test_the_plots_are_drawn_and_what_happened_is_a_table(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
         opened(page, service)
@@ -228,13 +227,10 @@ def test_the_plots_are_drawn_and_shown_as_tables(page: Any, journal: Journal, tm
         expect(loss).to_contain_text("Fitted")
         assert colours(page, "#loss-plot canvas") > 20
         assert colours(page, "#interval-plot canvas") > 5
-        loss.get_by_text("The plot as tables").click()
+        loss.get_by_text("What happened, as a table").click()
         expect(loss.get_by_role("cell", name="phase 0 ended (change)")).to_be_visible()
         # What a journal says is text, whatever it looks like.
         expect(loss.get_by_role("cell", name="failure: <b>killed</b>")).to_be_visible()
-        intervals = section(page, "Interval between checkpoints")
-        intervals.get_by_text("The plot as a table").click()
-        expect(intervals.get_by_role("row")).to_have_count(3)
 
 
 def colours(page: Any, selector: str) -> int:
@@ -313,25 +309,6 @@ def test_a_lost_connection_is_shown_and_taken_up_again(page: Any, journal: Journ
         service.start()
         expect(page.locator("#connection")).to_have_text("Live")
         expect(section(page, "Now")).to_contain_text("122")
-
-
-def test_a_journal_that_is_begun_anew_leaves_nothing_of_the_old_one(
-    page: Any, journal: Journal, tmp_path: Path
-) -> None:
-    followed = tmp_path.with_name(f"{tmp_path.name}-followed")
-    followed.symlink_to(tmp_path)
-    anew = tmp_path.with_name(f"{tmp_path.name}-anew")
-    new_run(anew)
-    record_run(journal)
-    with served(followed) as service:
-        opened(page, service)
-        expect(section(page, "Now")).to_contain_text("120")
-        # What cannot be asked for again must not stay in sight.
-        page.route("**/losses?**", lambda route: route.abort())
-        page.route("**/plan?**", lambda route: route.abort())
-        followed.unlink()
-        followed.symlink_to(anew)
-        expect(section(page, "Now")).not_to_contain_text("120")
 
 
 def test_what_is_amiss_is_shown_first(page: Any, journal: Journal, tmp_path: Path) -> None:
