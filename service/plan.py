@@ -16,6 +16,7 @@ from cpsr.journal import (
     PlanOverride,
     PlanRow,
     RecoveryRow,
+    Size,
     json_ready,
     latest_override,
     override_plan,
@@ -39,15 +40,6 @@ HOUR_SECONDS = 3600.0
 LONGEST_SECONDS = 30 * 24 * HOUR_SECONDS  # a longer override belongs into the configuration
 
 router = APIRouter(tags=["plan"])
-
-
-class RunSize(BaseModel):
-    """A number of ranks, and since when the run trains with them."""
-
-    ranks: int
-    since_iteration: int = Field(description="The checkpoint, or other state, that they went on from.")
-    life: int = Field(description="The first one with them.")
-    since_unix_seconds: float = Field(description="The start of that life.")
 
 
 class CurrentPhase(BaseModel):
@@ -91,7 +83,7 @@ class PlanReply(BaseModel):
     run_id: str | None
     mode: str | None = Field(description="Recovery mode of the newest life.")
     world_size: int | None = Field(description="null where the run directory lacks it.")
-    sizes: list[RunSize] = Field(description="Numbers of ranks in turn, the present one last.")
+    sizes: list[Size] = Field(description="Numbers of ranks in turn, the present one last.")
     last_iteration: int | None
     iteration_seconds: float | None = Field(description="Median of the recent steps.")
     phase: CurrentPhase | None = Field(
@@ -313,7 +305,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             run_id=identity.get("run_id"),
             mode=lives[-1].mode if lives else identity.get("mode"),
             world_size=identity.get("world_size"),
-            sizes=[RunSize(**plain_row(size)) for size in reader.sizes()],
+            sizes=reader.sizes(),
             last_iteration=steps[0].iteration if steps else None,
             iteration_seconds=seconds,
             phase=_current_phase(reader, current),

@@ -16,7 +16,7 @@ __all__ = ["PROBLEMS", "Error", "Problem", "answer_problems"]
 
 
 class Error(BaseModel):
-    """The one form of every answer that is not 2xx, `/healthz` and `/readyz` apart."""
+    """The one form of every answer that is not 2xx, `/healthz` apart."""
 
     code: str = Field(description="Stable word for programs, for example `journal_unavailable`.")
     message: str = Field(description="What happened and where, for people.")

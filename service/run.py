@@ -65,13 +65,6 @@ class Health(BaseModel):
     last_iteration: int | None
 
 
-class Readiness(BaseModel):
-    """Whether the service can answer about the run, healthy or not."""
-
-    ready: bool
-    reason: str | None = Field(description="Why it cannot.")
-
-
 class RunSummary(Health):
     """One run, and its health."""
 
@@ -183,18 +176,6 @@ def get_health(run_dir: RunDir) -> JSONResponse:
     health = health_of(run_dir)
     status = HTTPStatus.OK if health.status == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
     return JSONResponse(health.model_dump(mode="json"), status)
-
-
-@router.get("/readyz", operation_id="get_readiness", response_model=Readiness, responses={503: {"model": Readiness}})
-def get_readiness(run_dir: RunDir) -> JSONResponse:
-    """Whether the run's journal can be read: 200, or 503 with the reason."""
-    try:
-        with open_journal(run_dir) as reader:
-            reader.last_event()
-    except JournalError as error:
-        unready = Readiness(ready=False, reason=str(error))
-        return JSONResponse(unready.model_dump(), HTTPStatus.SERVICE_UNAVAILABLE)
-    return JSONResponse(Readiness(ready=True, reason=None).model_dump())
 
 
 def open_journal(run_dir: Path) -> JournalReader:

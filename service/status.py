@@ -120,7 +120,7 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
     lines = [f"{name}: {state}, {at}{'' if plan is None else _ranks(plan)}"]
     if plan is None:
         return [*lines, "no plan yet"]
-    lines += [*_ettr_lines(plan), _plan_line(plan), *_class_lines(plan)]
+    lines += [*_ettr_lines(plan), _plan_line(plan)]
     if plan["override"] is not None:
         lines.append(_override_line(plan["override"]))
     rivals = plan["explanation"].get("rivals", {})
@@ -168,26 +168,6 @@ def _plan_line(plan: dict[str, Any]) -> str:
     phase = "" if plan["phase"] is None else f", phase {plan['phase']['phase']}"
     every = plan["interval_iterations"]
     return f"a checkpoint every {every} iterations{took}, by {escape(plan['origin'])}{bound}{phase}{mode}"
-
-
-def _class_lines(plan: dict[str, Any]) -> list[str]:
-    parts = []
-    for scope, one in plan["explanation"].get("classes", {}).items():
-        rate, loss = one["failures_per_second"], one["loss_iterations"]
-        if isinstance(rate, str) or isinstance(loss, str) or not rate:
-            continue
-        seen = f", {one['seen']} seen" if one["seen"] else ""
-        parts.append(f"{scope} every {_duration(1 / rate)}{seen}: {loss:.1f} iterations, {_ways(one)}")
-    return [f"expected failures: {'; '.join(parts)}"] if parts else []
-
-
-def _ways(one: dict[str, Any]) -> str:
-    """Where such a failure goes back to, and what the other ways would cost."""
-    first, *others = [way["way"] for way in one["ways"]]
-    own = "predicted" if first == "predicted" else f"from {one['back_to']}"
-    costs = {way["way"]: way["loss_iterations"] for way in one["ways"]}
-    known = [f"{way} {costs[way]:.1f}" for way in others if not isinstance(costs[way], str)]
-    return own + (f" ({', '.join(known)})" if known else "")
 
 
 def _override_line(override: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from cpsr.errors import ServiceError
 from cpsr.journal import CheckpointRow, Journal
 from cpsr.service.access import Access
 from cpsr.service.app import create_app
-from cpsr.service.client import Client, _events
+from cpsr.service.client import Client
 from tests.service.journals import ROWS, flushed, measured_plan, plan_row, record_steps
 
 
@@ -72,22 +72,3 @@ def test_a_service_that_is_not_there_is_reported() -> None:
             next(client.events())
     with pytest.raises(ServiceError, match="no address"):
         Client("http://[::")
-
-
-def test_events_are_read_from_their_lines() -> None:
-    lines = [
-        "id: a-1",
-        "event: plan",
-        'data: {"life": 0}',
-        "",
-        ": still here",
-        "",
-        "event: progress",
-        "data: 1",
-        "",
-        "data: 2",
-    ]
-    assert list(_events(iter(lines))) == [
-        {"id": "a-1", "event": "plan", "data": {"life": 0}},
-        {"id": None, "event": "progress", "data": 1},
-    ]

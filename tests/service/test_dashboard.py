@@ -1,10 +1,6 @@
 """What is served for the dashboard, without a browser."""
 
-import fnmatch
-import hashlib
 import re
-import tomllib
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -15,32 +11,10 @@ from cpsr.service.app import PAGE, create_app
 from tests.service.conftest import BASE_URL
 from tests.service.journals import error_of, new_run
 
-ROOT = Path(__file__).parents[2]
 TOKEN = "c2VjcmV0LXNlY3JldC1zZWNyZXQ="
 NAMES = sorted(path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file())
 OWN = [name for name in NAMES if not name.startswith("vendor/")]
 TYPES = {"js": "javascript", "css": "text/css", "svg": "image/svg+xml", "html": "text/html"}
-IMPORT = re.compile(r"""(?:from|import) "(\./[^"]+)";""")
-
-
-class Page(HTMLParser):
-    """Elements of a page, with their attributes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def values(self, *names: str) -> list[str]:
-        return [value for _, attributes in self.elements for name in names if (value := attributes.get(name))]
-
-
-@pytest.fixture(scope="module")
-def page() -> Page:
-    return Page((PAGE / "index.html").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,45 +70,3 @@ def test_under_a_foreign_name_not_even_the_page_opens(client: TestClient) -> Non
 def test_no_file_names_another_place(name: str) -> None:
     text = (PAGE / name).read_text(encoding="utf-8").replace('"http://www.w3.org/2000/svg"', "")
     assert not re.search(r"""\w://|["'(]//\w|url\(|data:\w+/""", text)
-
-
-def test_the_page_has_no_script_or_style_of_its_own(page: Page) -> None:
-    """The policy would forbid them."""
-    assert all(attributes.get("src") for tag, attributes in page.elements if tag == "script")
-    assert not [tag for tag, attributes in page.elements if tag == "style" or "style" in attributes]
-    assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
-
-
-def test_every_file_that_is_named_is_there_and_none_is_idle(page: Page) -> None:
-    named = {value.removeprefix("/static/") for value in page.values("src", "href") if value.startswith("/")}
-    for name in (name for name in OWN if name.endswith(".js")):
-        found = IMPORT.findall((PAGE / name).read_text(encoding="utf-8"))
-        named |= {target.removeprefix("./") for target in found}
-    assert named | {"index.html", "vendor/README.md", "vendor/uPlot.LICENSE"} == set(NAMES)
-
-
-def test_the_vendored_files_are_as_they_were_released() -> None:
-    readme = (PAGE / "vendor" / "README.md").read_text(encoding="utf-8")
-    digests = dict(re.findall(r"\| `([\w.]+)` \| `(\w{64})` \|", readme))
-    assert set(digests) == {"uPlot.esm.js", "uPlot.min.css"}
-    for name, digest in digests.items():
-        assert hashlib.sha256((PAGE / "vendor" / name).read_bytes()).hexdigest() == digest
-    assert "MIT" in (PAGE / "vendor" / "uPlot.LICENSE").read_text(encoding="utf-8")
-
-
-def test_every_file_is_in_the_package() -> None:
-    project = ROOT / "pyproject.toml"
-    if not project.exists():  # against an installed wheel: what NAMES found there is what is shipped
-        assert {"index.html", "vendor/uPlot.LICENSE"} <= set(NAMES)
-        return
-    patterns = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]["cpsr.service"]
-    # As setuptools reads them: a star stands for no slash.
-    left = {
-        name
-        for name in NAMES
-        if not any(
-            pattern.count("/") == f"static/{name}".count("/") and fnmatch.fnmatch(f"static/{name}", pattern)
-            for pattern in patterns
-        )
-    }
-    assert left == set()

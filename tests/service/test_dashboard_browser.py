@@ -41,7 +41,6 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
 TOKEN = "c2VjcmV0LXNlY3JldC1zZWNyZXQ="
-NARROW = {"width": 375, "height": 800}
 WAIT_MILLISECONDS = 30_000  # the machine may be busy; what is there is there at once
 LAST = 120
 
@@ -193,32 +192,6 @@ def test_a_recovery_shows_every_shard_and_the_guard(page: Any, journal: Journal,
         expect(table.get_by_text("one sentence")).to_be_visible()
 
 
-def test_a_failure_is_paid_for_in_one_of_two_ways(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    expected: dict[str, Any] = {
-        "expected_end_cost_iterations": 12.4,
-        "settings": {"expected_deviation_iterations": 8.1},
-    }
-    journal.record(
-        recovery_row(**expected),
-        recovery_row(**expected, outcome="rolled_back"),
-        recovery_row(restored_iteration=70, method="exact"),
-        recovery_row(restored_iteration=60, method="stale"),
-    )
-    flushed(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        table = section(page, "Recoveries").get_by_role("table")
-        expect(table.get_by_role("row")).to_have_count(6)
-        rows = table.get_by_role("row").all_inner_texts()[1:5]  # newest first
-        exact = [f"exact: {later} later" for later in (22, 42)]
-        ways = ("32 later", *exact, "predicted state; expected cost +12 \u00b1 8.1")
-        assert all(way in row for row, way in zip(rows, ways, strict=True)), rows
-        assert "exact" not in rows[0]
-        expect(section(page, "Why this interval")).to_contain_text("predicted state; expected cost")
-        expect(section(page, "Why this interval")).to_contain_text("exact: ")
-
-
 def test_the_plots_are_drawn_and_what_happened_is_a_table(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
     with served(tmp_path) as service:
@@ -257,24 +230,6 @@ def test_what_happens_is_shown_without_being_asked(page: Any, journal: Journal, 
         expect(section(page, "Now")).to_contain_text("135")
         expect(section(page, "Newest checkpoints")).to_contain_text("5 of 5")
         assert page.evaluate("marked.isConnected"), "what is the same as before is left alone"
-
-
-def test_a_run_that_has_ended_is_not_live(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    with served(tmp_path) as service:
-        opened(page, service)
-        journal.end_life("sigterm")
-        record_event(journal, "something")
-        flushed(journal)
-        expect(page.locator("#connection")).to_have_text("The run has left after SIGTERM")
-        journal.start_life("auto")
-        record_event(journal, "started")
-        flushed(journal)
-        expect(page.locator("#connection")).to_have_text("Live")
-        journal.end_life("clean")
-        flushed(journal)
-        page.reload()
-        expect(page.locator("#connection")).to_have_text("The run has ended")
 
 
 def test_the_slider_asks_what_if(page: Any, journal: Journal, tmp_path: Path) -> None:
@@ -348,23 +303,3 @@ def test_with_a_token_it_asks_for_it(page: Any, journal: Journal, tmp_path: Path
         expect(page.locator("#connection")).to_have_text("Live")
         expect(section(page, "Now")).to_contain_text("120")
         assert TOKEN not in page.url
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_page_scrolls_to_no_side(page: Any, journal: Journal, tmp_path: Path, scheme: str) -> None:
-    record_run(journal)
-    page.set_viewport_size(NARROW)
-    page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-    with served(tmp_path) as service:
-        opened(page, service)
-        expect(section(page, "Recoveries").get_by_role("table")).to_contain_text("predicted, of 92")
-        assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
-        plot = page.locator("#loss-plot canvas").bounding_box()
-        assert plot is not None
-        assert plot["x"] + plot["width"] <= NARROW["width"]
-        text, ground = (
-            page.evaluate(f"getComputedStyle(document.body).{name}.match(/\\d+/g).map(Number)")
-            for name in ("color", "backgroundColor")
-        )
-        assert (sum(text) < sum(ground)) == (scheme == "light")
-        assert page.locator("#connection").evaluate("e => getComputedStyle(e, '::before').animationName") == "none"

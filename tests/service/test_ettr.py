@@ -129,22 +129,3 @@ def test_the_parts_add_up_to_the_wall_time(events: list[Any], state: LifeState, 
     assert all(part >= -1e-6 for part in parts)
     assert sum(parts) == pytest.approx(found.wall_seconds, rel=1e-9, abs=1e-5)
     assert found.ettr is None or 0 <= found.ettr <= 1
-
-
-@given(st.lists(st.tuples(st.integers(1, 70), st.integers(0, 90), st.booleans()), min_size=1, max_size=10))
-def test_an_iteration_counts_once_however_often_it_is_trained(courses: list[tuple[int, int, bool]]) -> None:
-    run, now, life, iteration, taken = Timeline(), 0.0, 0, 0, 0
-    completed: set[int] = set()
-    for count, back, restarts in courses:
-        run.train(iteration + 1, iteration + count, now)
-        now += count
-        completed |= set(range(iteration + 1, iteration + count + 1))
-        taken += count
-        iteration = max(0, iteration + count - back)
-        if restarts:
-            life += 1
-            run.begin(life, now + 5)
-            now += 8
-    found = ettr(run)
-    assert found.useful_seconds == pytest.approx(len(completed), abs=1e-5)
-    assert found.recompute_seconds == pytest.approx(taken - len(completed), abs=1e-5)

@@ -12,16 +12,12 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cpsr.errors import ServiceError
 from cpsr.journal import CheckpointRow, Journal
 from cpsr.service import events as events_module
 from cpsr.service.app import create_app
 from cpsr.service.client import Client
-from cpsr.service.events import Place
-from tests.service.journals import ROWS, error_of, flushed, new_run, record_event
+from tests.service.journals import ROWS, error_of, flushed, record_event
 
 WAIT_SECONDS = 20.0
 
@@ -49,12 +45,6 @@ def served(run_dir: Path) -> Iterator[str]:
 
 def take(events: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     return [next(events) for _ in range(count)]
-
-
-@given(st.integers(0, 10**18 - 1), st.from_regex(r"[0-9a-f]{0,16}", fullmatch=True))
-def test_a_place_survives_its_text(number: int, row_hash: str) -> None:
-    place = Place(number, row_hash)
-    assert Place.parse(str(place)) == place
 
 
 def test_every_row_is_sent_once_in_the_order_of_recording(tmp_path: Path, journal: Journal) -> None:
@@ -115,26 +105,6 @@ def test_an_id_of_another_journal_begins_anew_and_says_so(tmp_path: Path, journa
         record_event(journal, "now")
         sent = [one["data"] for one in take(events, 2)]
         assert [(one["row"], one["message"]) for one in sent] == [(2, "before"), (3, "now")]
-
-
-def test_a_run_that_is_removed_and_begun_anew_under_a_stream(tmp_path: Path) -> None:
-    run_dir = new_run(tmp_path / "run")
-    with served(run_dir) as url, Client(url) as client:
-        events = client.events()
-        take(events, 1)
-        shutil.rmtree(run_dir)
-        (gone,) = take(events, 1)
-        assert gone["event"] == "unavailable"
-        assert str(run_dir) in gone["data"]["message"]
-        new_run(run_dir)
-        # A journal that is being made is none yet, which may be sent as well.
-        reset = next(one for one in events if one["event"] != "unavailable")
-        assert reset["event"] == "reset"
-        assert [one["event"] for one in take(events, 2)] == ["life", "plan"]
-        shutil.rmtree(run_dir)
-        with pytest.raises(ServiceError) as refused:
-            next(client.events())
-        assert refused.value.code == "journal_unavailable"
 
 
 def test_rows_that_a_power_cut_took_are_sent_anew_under_their_numbers(tmp_path: Path, journal: Journal) -> None:

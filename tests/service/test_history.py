@@ -2,7 +2,6 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,17 +55,6 @@ def test_a_reported_failure_is_listed_beside_those_that_the_job_saw(writing: Tes
 )
 def test_a_report_that_makes_no_sense_is_refused(writing: TestClient, journal: Journal, body: dict[str, Any]) -> None:
     error_of(writing.post("/failures", json=body), 422)
-    assert writing.get("/failures").json()["total"] == 0
-
-
-def test_only_who_may_write_can_report(tmp_path: Path, client: TestClient, writing: TestClient) -> None:
-    Journal.open(tmp_path / "journal.db").close()
-    assert error_of(client.post("/failures", json={"description": "x"}), 403)["code"] == "writes_off"
-    foreign = writing.post("/failures", json={"description": "x"}, headers={"host": "evil.example"})
-    assert error_of(foreign, 403)["code"] == "foreign_host"
-    # What a page of another site can send without being asked first has no JSON type.
-    text = {"content-type": "text/plain"}
-    error_of(writing.post("/failures", content='{"description": "x"}', headers=text), 422)
     assert writing.get("/failures").json()["total"] == 0
 
 
@@ -124,9 +112,3 @@ def test_a_loss_that_is_none_is_null(client: TestClient, journal: Journal) -> No
     )
     flushed(journal)
     assert asked(client)["losses"] == [1.5, None, None, None]
-
-
-def test_a_curve_of_steps_that_were_thinned_out(client: TestClient, journal: Journal) -> None:
-    journal.record(*[row for row in steps(0, 1, 400) if row.iteration % 4 == 0])
-    flushed(journal)
-    assert asked(client)["iterations"] == list(range(4, 401, 4))

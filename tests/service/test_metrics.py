@@ -14,7 +14,6 @@ from tests.service.journals import (
     plan_row,
     record_steps,
     recovery_row,
-    two_tier_plan,
 )
 
 
@@ -76,15 +75,3 @@ def test_runs_stand_beside_each_other_and_one_that_cannot_be_read_does_not_hide_
     found = samples(TestClient(create_app(tmp_path), base_url=BASE_URL))
     up = {dict(labels)["run"]: value for (name, labels), value in found.items() if name == "cpsr_journal_up"}
     assert up == {"a": 1, "b": 0}
-
-
-def test_both_tiers_and_what_failures_leave(tmp_path: Path, client: TestClient, journal: Journal) -> None:
-    plan = two_tier_plan()
-    journal.record(plan_row(plan))
-    flushed(journal)
-    found, run = samples(client), ("run", tmp_path.name)
-    assert found["cpsr_memory_interval_iterations", frozenset([run])] == plan.memory_interval_iterations
-    process = frozenset([run, ("scope", "process")])
-    expected = plan.explanation["classes"]["process"]
-    assert found["cpsr_class_failures_per_second", process] == expected["failures_per_second"]
-    assert found["cpsr_class_loss_iterations", process] == expected["loss_iterations"]

@@ -163,22 +163,6 @@ def test_unreadable_journal_is_503(tmp_path: Path, client: TestClient, spoil: An
     health = client.get("/healthz")
     assert (health.status_code, health.json()["status"]) == (503, "degraded")
     assert health.json()["reason"]
-    ready = client.get("/readyz")
-    assert (ready.status_code, ready.json()["ready"]) == (503, False)
-
-
-def test_locked_journal_is_503_and_comes_back(tmp_path: Path, client: TestClient) -> None:
-    journal = Journal.open(tmp_path / "journal.db")
-    journal.record(plan_row())
-    journal.close()
-    connection = sqlite3.connect(tmp_path / "journal.db", isolation_level=None)
-    connection.execute("PRAGMA journal_mode=DELETE")
-    connection.execute("BEGIN EXCLUSIVE")
-    assert "locked" in error_of(client.get("/plan"), 503)["message"]
-    assert client.get("/healthz").status_code == 503
-    connection.execute("ROLLBACK")
-    connection.close()
-    assert client.get("/plan").status_code == 200
 
 
 def test_the_answer_is_the_planners_own(client: TestClient, journal: Journal) -> None:
@@ -236,20 +220,6 @@ def test_an_override_is_written_shown_and_withdrawn(tmp_path: Path, writing: Tes
     assert writing.delete("/plan/override").json()["id"] == shown["id"]
     assert writing.get("/plan").json()["override"] is None
     assert error_of(writing.delete("/plan/override"), 404)["code"] == "no_override"
-
-
-def test_the_newest_override_counts_until_it_expires(
-    writing: TestClient, journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal.record(plan_row())
-    flushed(journal)
-    writing.put("/plan/override", json={"interval_iterations": 25, "reason": "a"})
-    writing.put("/plan/override", json={"interval_max_iterations": 90, "reason": "b", "expires_in_seconds": 60})
-    shown = writing.get("/plan").json()["override"]
-    assert (shown["interval_min_iterations"], shown["interval_max_iterations"], shown["reason"]) == (None, 90, "b")
-    later = time.time() + 61
-    monkeypatch.setattr(time, "time", lambda: later)
-    assert writing.get("/plan").json()["override"] is None
 
 
 def test_only_who_may_write_can_override(tmp_path: Path, client: TestClient, journal: Journal) -> None:

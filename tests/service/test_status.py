@@ -1,8 +1,6 @@
 import json
-import sqlite3
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -10,11 +8,9 @@ from typer.testing import CliRunner
 from cpsr.checkpoint.orphans import mark_owner
 from cpsr.cli.main import app
 from cpsr.journal import CheckpointRow, EventRow, Journal, PlanOverride, StepRow, override_plan
-from cpsr.service.access import TOKEN_VARIABLE
 from tests.service.journals import (
     flushed,
     measured_plan,
-    new_run,
     plan_row,
     record_steps,
     recovery_row,
@@ -128,35 +124,6 @@ def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
     with served(tmp_path) as url:
         assert status(url)[1] == output
         assert json.loads(status(url, "--json")[1])["plan"] is None
-
-
-def spoil(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version=99")
-    connection.close()
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda path: path, "no run directory"),
-        (lambda path: (path / "journal.db").write_bytes(b"x" * 5000), "not a CPSR journal"),
-        (lambda path: spoil(new_run(path) / "journal.db"), "schema 99"),
-    ],
-    ids=["nothing", "foreign", "newer"],
-)
-def test_what_cannot_be_read_is_one_line_with_status_2(tmp_path: Path, make: Any, words: str) -> None:
-    make(tmp_path)
-    code, output, errors = status(tmp_path)
-    assert (code, output, errors.count("\n")) == (2, "", 1)
-    assert words in errors
-
-
-def test_a_service_that_is_not_there_is_one_line_with_status_2() -> None:
-    code, _, errors = status("http://127.0.0.1:1", **{TOKEN_VARIABLE: "a-token-that-is-long-enough"})
-    assert (code, errors.count("\n")) == (2, 1)
-    assert "cannot be reached" in errors
-    assert "a-token" not in errors
 
 
 def test_a_loop_that_is_not_restored_is_named_and_changes_the_exit_status(run_dir: Path) -> None:
