@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cpsr.benchmarks.harness.ranks import join_ranks
 from cpsr.benchmarks.overhead.blocks import NEVER_ITERATIONS, measure_pairs
-from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
+from cpsr.demo.model import BATCH, GPT, GPTConfig, Windows, read_corpus, zero_engine
 from cpsr.engines import adapt
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.torch import TorchAdapter
@@ -18,7 +18,6 @@ from cpsr.recovery import CPSRRecovery
 
 __all__ = ["main", "torch_job", "zero_job"]
 
-BATCH = 4  # windows per rank and step, as in the demo
 ALONE_BATCH = 2  # of one process; a step of a few tens of milliseconds on two cores
 
 Job = tuple[EngineAdapter, Iterable[Any], Callable[[Any], None]]
@@ -57,22 +56,10 @@ def torch_job(batch_windows: int, device: str = "cpu") -> Job:
 
 def zero_job(run_dir: Path) -> Job:
     """One rank of the demo's model under ZeRO-1."""
-    import deepspeed  # here: the job of plain torch does without
-
     join_ranks(run_dir)
     torch.manual_seed(0)
     model = GPT(GPTConfig())
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters()),
-        config={
-            "train_micro_batch_size_per_gpu": BATCH,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 10**9,
-        },
-    )
+    engine = zero_engine(model, torch.optim.AdamW(model.parameters()))
     windows = _windows()
     sampler: DistributedSampler[Any] = DistributedSampler(windows, seed=0)
 

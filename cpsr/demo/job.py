@@ -14,7 +14,7 @@ from cpsr.demo.timeline import Notes
 
 notes = Notes()
 
-import deepspeed  # noqa: E402 - what is imported is timed
+import deepspeed  # noqa: E402, F401 - what is imported is timed
 import torch  # noqa: E402
 from torch.utils.data import DataLoader, DistributedSampler  # noqa: E402
 
@@ -25,9 +25,8 @@ from cpsr.recovery import CPSRRecovery  # noqa: E402
 notes.add("cpsr")
 
 from cpsr.demo.device import join_ranks  # noqa: E402
-from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus  # noqa: E402
+from cpsr.demo.model import BATCH, GPT, GPTConfig, Windows, read_corpus, zero_engine  # noqa: E402
 
-BATCH = 4  # windows per rank and step
 PEAK_LEARNING_RATE = 1e-3
 WARM_UP_ITERATIONS = 50
 VALIDATION_CHUNKS = 8  # each rank evaluates half; the standard error of the lag is taken over these
@@ -84,19 +83,7 @@ def _engine(iterations: int) -> Any:
         warm_up = min(1.0, (step + 1) / WARM_UP_ITERATIONS)
         return warm_up * 0.5 * (1 + math.cos(math.pi * min(1.0, step / iterations)))
 
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, schedule),
-        config={
-            "train_micro_batch_size_per_gpu": BATCH,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 1.0,
-            "steps_per_print": 10**9,
-        },
-    )
-    return engine
+    return zero_engine(model, optimizer, schedule)
 
 
 def _validation_chunks(text: torch.Tensor) -> list[torch.Tensor]:

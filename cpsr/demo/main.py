@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cpsr.checkpoint.progress import read_progress
 from cpsr.demo.device import CPU, rank_environment
-from cpsr.demo.report import Kill, failure_iteration, measure, table, write_report
+from cpsr.demo.report import Kill, failure_iteration, measure, table, write_plot
 from cpsr.errors import ConfigError, CPSRError
 from cpsr.tables import print_table
 
@@ -34,10 +34,10 @@ JOB_TIMEOUT_SECONDS = 1800
 
 
 def run_demo(run_dir: Path, iterations: int = DEFAULT_ITERATIONS, device: str = CPU) -> None:
-    """Train, kill, recover, compare, and print and write the report.
+    """Train, kill, recover, compare, and print and write what it cost.
 
     Args:
-        run_dir: holds the runs `killed` and `fault-free` (replaced), `report.html`, `loss.png` and `result.json`.
+        run_dir: holds the runs `killed` and `fault-free` (replaced), `loss.png` and `result.json`.
         iterations: length of each run, in optimizer steps.
         device: `cpu`, or `cuda`, where the ranks share a GPU if there are fewer than two.
 
@@ -63,9 +63,9 @@ def run_demo(run_dir: Path, iterations: int = DEFAULT_ITERATIONS, device: str = 
         alone.train(device)
     result = measure(alone.run_dir, killed.run_dir, kill, device)
     (run_dir / "result.json").write_text(json.dumps(result.to_json(), indent=2))
-    write_report(result, run_dir)
+    write_plot(result, run_dir / "loss.png")
     print_table(console, table(result))
-    console.print(f"report: {run_dir / 'report.html'}   plot: {run_dir / 'loss.png'}")
+    console.print(f"plot: {run_dir / 'loss.png'}   everything: {run_dir / 'result.json'}")
 
 
 class _Job:

@@ -1,16 +1,19 @@
-"""A small byte-level GPT that returns its loss, and text that every machine has: Python's own standard library."""
+"""A small byte-level GPT under ZeRO-1, and text that every machine has: Python's own standard library."""
 
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-__all__ = ["GPT", "GPTConfig", "Windows", "read_corpus", "split_files"]
+__all__ = ["BATCH", "GPT", "GPTConfig", "Windows", "read_corpus", "split_files", "zero_engine"]
+
+BATCH = 4  # windows per rank and step
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,28 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
+
+
+def zero_engine(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Callable[[int], float] | None = None
+) -> Any:
+    """DeepSpeed's engine of this rank with ZeRO stage 1; `schedule` gives the factor of the learning rate by step."""
+    import deepspeed  # here: jobs of plain torch do without
+
+    scheduler = None if schedule is None else torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config={
+            "train_micro_batch_size_per_gpu": BATCH,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+        },
+    )
+    return engine
 
 
 CORPUS_BYTES = 8_000_000  # enough that a demo run never sees a window twice

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the job notes its start before it imports anything of weight
     from cpsr.journal import RecoveryRow
 
-__all__ = ["Notes", "Part", "Restart", "read_notes", "restart"]
+__all__ = ["Notes", "Part", "read_notes", "restart_parts"]
 
-RESTART_AIM_SECONDS, OURS_AIM_SECONDS = 10.0, 2.0
 PROCESS_START_FIELD = 19  # of /proc/<pid>/stat behind the name: when the process started, in ticks since the boot
 
 
@@ -66,57 +65,30 @@ class Part:
     ours: bool = False
 
 
-@dataclass(frozen=True)
-class Restart:
-    """The way from the kill to the first finished step of the new processes, in parts that follow each other."""
-
-    parts: Sequence[Part]
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return sum(part.seconds for part in self.parts)
-
-    @property
-    def ours_seconds(self) -> float:
-        """What is CPSR's."""
-        return sum(part.seconds for part in self.parts if part.ours)
-
-    @property
-    def aims(self) -> dict[str, bool]:
-        """Each aim and whether it is met."""
-        return {
-            f"below {RESTART_AIM_SECONDS:.0f} s": self.seconds < RESTART_AIM_SECONDS,
-            f"CPSR's own below {OURS_AIM_SECONDS:.0f} s": self.ours_seconds < OURS_AIM_SECONDS,
-        }
-
-
-def restart(kill: float, left: float | None, reached: Mapping[str, float], recovery: "RecoveryRow") -> Restart:
-    """Put together what the launcher, the journal and the processes noted.
+def restart_parts(kill: float, left: float | None, reached: Mapping[str, float], recovery: "RecoveryRow") -> list[Part]:
+    """The way from the kill to the first finished step of the new processes, in parts that follow each other.
 
     Args:
         kill: when the signal was sent, in Unix seconds, as all that follow.
-        left: when the failed life ended, if anybody was left to note it.
+        left: when the failed life ended; None where rank 0, which keeps the journal, was killed.
         reached: when the last new process had reached what (`read_notes`).
         recovery: how the new life began.
     """
-    return Restart(tuple(_parts(kill, left, reached, recovery)))
-
-
-def _parts(kill: float, left: float | None, reached: Mapping[str, float], recovery: "RecoveryRow") -> Iterator[Part]:
-    if left is None:  # rank 0 keeps the journal: where it was killed, nobody noted the end
-        yield Part("noticed, processes started anew", reached["started"] - kill)
+    if left is None:
+        parts = [Part("noticed, processes started anew", reached["started"] - kill)]
     else:
         # What its framework takes to notice is a small part: it is counted as ours, since closing is.
-        yield Part("the other rank notices, closes the run", left - kill, ours=True)
-        yield Part("it exits, processes are started anew", reached["started"] - left)
-    yield Part("imports of torch and DeepSpeed", reached["frameworks"] - reached["started"])
-    yield Part("imports of CPSR", reached["cpsr"] - reached["frameworks"], ours=True)
-    yield Part("process group, engine, data", reached["job"] - reached["cpsr"])
+        parts = [Part("the other rank notices, closes the run", left - kill, ours=True)]
+        parts += [Part("it exits, processes are started anew", reached["started"] - left)]
     ways = {"load": recovery.load_seconds, "predict": recovery.predict_seconds, "inject": recovery.inject_seconds}
     restoring = sum(seconds or 0.0 for seconds in ways.values())
-    yield Part("opening the run", reached["opened"] - reached["job"] - restoring, ours=True)
-    for name, seconds in ways.items():
-        yield Part(name, seconds or 0.0, ours=True)
-    yield Part("the demo's own evaluation", reached["evaluated"] - reached["opened"])
-    yield Part("first step", reached["stepped"] - reached["evaluated"])
+    return [
+        *parts,
+        Part("imports of torch and DeepSpeed", reached["frameworks"] - reached["started"]),
+        Part("imports of CPSR", reached["cpsr"] - reached["frameworks"], ours=True),
+        Part("process group, engine, data", reached["job"] - reached["cpsr"]),
+        Part("opening the run", reached["opened"] - reached["job"] - restoring, ours=True),
+        *(Part(name, seconds or 0.0, ours=True) for name, seconds in ways.items()),
+        Part("the demo's own evaluation", reached["evaluated"] - reached["opened"]),
+        Part("first step", reached["stepped"] - reached["evaluated"]),
+    ]

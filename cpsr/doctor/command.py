@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from cpsr.checkpoint.resources import kept_bytes
+from cpsr.checkpoint.resources import host_buffers, kept_bytes
 from cpsr.config import CPSRConfig
 from cpsr.doctor import disk, machine
 from cpsr.doctor.machine import Finding
@@ -27,7 +27,6 @@ FAILED = 1
 WAIT_SECONDS = 60.0  # for a rank that does not come
 REPORT_SECONDS = 5.0  # in which rank 0 reports that some are missing: a launcher ends all ranks when one ends
 BYTES_PER_PARAMETER = 12  # Adam with weights or masters in fp32: a weight and two moments
-BUFFERS = 3  # snapshot buffers of a rank
 _TENSORS_PER_PARAMETER = 3
 
 
@@ -156,9 +155,8 @@ def _of_all(group: Group, needs: Needs) -> list[Finding]:
 
 def _of_machine(needs: Needs, local_ranks: int) -> Iterator[Finding]:
     yield machine.check_devices(local_ranks)
-    yield from machine.check_memory(needs.bytes_of(local_ranks, BUFFERS))
+    yield from machine.check_memory(needs.bytes_of(local_ranks, host_buffers(needs.config)))
     yield machine.check_memory_kind()
-    yield machine.check_lifetime()
     yield machine.check_open_files(int(os.environ.get("WORLD_SIZE", "1")))
 
 

@@ -6,10 +6,8 @@ disk with what the job takes.
 
 import logging
 import os
-import pwd
 import resource
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,7 +20,7 @@ from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.job import Job
 from cpsr.journal.database import filesystem_of, is_network
 
-__all__ = ["EVENT", "Finding", "check_devices", "check_file_system", "check_lifetime", "check_open_files"]
+__all__ = ["EVENT", "Finding", "check_devices", "check_file_system", "check_open_files"]
 __all__ += ["check_memory", "check_memory_kind", "failed", "report_machine", "size"]
 
 logger = logging.getLogger(__name__)
@@ -38,9 +36,6 @@ _VOLATILE = {
     "overlay": "a container's own layer: the next container does not see the checkpoints",
 }
 _LARGER = "docker: --shm-size or --ipc=host; Kubernetes: an emptyDir of medium Memory at /dev/shm; else remount it"
-_SYSTEMD, _LINGER = Path("/run/systemd/system"), Path("/var/lib/systemd/linger")
-_LOGIND = ("/usr/lib/systemd/logind.conf", "/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d/*.conf")
-_SYSTEM_USERS = 1000  # whose memory systemd leaves alone
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Open files of a rank: a job of 4 ranks has 43, one of 6 on one machine 45, on four machines 64 (2026-11-26). The
 # training's own, loader workers and logs come to it.
@@ -107,7 +102,6 @@ def _cheap(job: Job) -> Iterator[Finding]:
     yield check_open_files(job.group.size)
     if job.config.checkpoint.shared_memory:
         yield check_memory_kind()
-        yield check_lifetime()
     if job.group.rank == 0:
         yield check_file_system(job.config.run_dir)
 
@@ -171,42 +165,6 @@ def check_memory_kind(directory: Path = SHARED_MEMORY) -> Finding:
         return Finding("ok", "memory kind", f"{directory} is {kind}")
     text = f"{directory} is {kind}, on a disk"
     return Finding("warning", "memory kind", text, "snapshots there are as slow as it; mount a tmpfs there")
-
-
-def check_lifetime(
-    user: int | None = None, system: Path = _SYSTEMD, linger: Path = _LINGER, files: Sequence[str] = _LOGIND
-) -> Finding:
-    """Whether systemd removes the shared memory of a user who has logged out (RemoveIPC).
-
-    Args:
-        user: number of it; None: of this process.
-        system: there where systemd runs.
-        linger: holds a file for each user whose processes stay.
-        files: patterns of the configuration of logind, later ones before earlier ones.
-    """
-    subject, user = "memory lifetime", os.getuid() if user is None else user
-    if not system.is_dir() or user < _SYSTEM_USERS:
-        return Finding("ok", subject, "nothing removes this user's shared memory at a logout")
-    stays = _setting("RemoveIPC", files) in ("no", "false", "0", "off")
-    with suppress(OSError, KeyError):  # of a folder that this user may not see, and of a user without a name
-        stays = stays or (linger / pwd.getpwuid(user).pw_name).exists()
-    if stays:
-        return Finding("ok", subject, "systemd leaves shared memory alone at a logout")
-    advice = "a restart after it begins from the disk; `loginctl enable-linger`, or RemoveIPC=no in logind.conf"
-    return Finding(
-        "warning", subject, "systemd may remove a user's shared memory at the last logout (RemoveIPC)", advice
-    )
-
-
-def _setting(name: str, patterns: Sequence[str]) -> str:
-    """The last value of a setting in files of INI lines; empty where there is none, or it may not be read."""
-    value = ""
-    for path in (found for pattern in patterns for found in sorted(Path("/").glob(pattern.lstrip("/")))):
-        with suppress(OSError):
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                key, _, given = line.partition("=")
-                value = given.strip().lower() if key.strip() == name else value
-    return value
 
 
 def check_open_files(ranks: int) -> Finding:

@@ -24,7 +24,7 @@ LAUNCHERS = ("PET_", "TORCHELASTIC", "CPSR_", "RANK", "WORLD_SIZE", "LOCAL_", "M
 PORT = 29471
 DOCTOR = [sys.executable, "-m", "cpsr", "doctor"]
 SUBJECTS = {
-    *("devices", "host memory", "shared memory", "memory kind", "memory lifetime", "open files"),
+    *("devices", "host memory", "shared memory", "memory kind", "open files"),
     *("file system", "disk space", "fsync", "bandwidth"),
 }
 Findings = dict[str, dict[str, Any]]
@@ -95,6 +95,12 @@ def test_under_torchrun_the_ranks_look_together(tmp_path: Path) -> None:
     assert set(found) == SUBJECTS | {"ranks", "shared directory", "locks"}
     assert all(found[subject]["level"] == "ok" for subject in ("ranks", "shared directory", "locks"))
     assert "buffers take 6 MB" in found["shared memory"]["measured"]
+
+
+def test_a_snapshot_at_every_iteration_takes_a_buffer_more(tmp_path: Path) -> None:
+    (tmp_path / "cpsr.yaml").write_text("run_dir: run\nmemory:\n  interval_iterations: 1\n")
+    ended = doctor("--config", tmp_path / "cpsr.yaml", "--state-bytes", "1000000", "--json")
+    assert "buffers take 4 MB" in by_subject(ended.stdout)["shared memory"]["measured"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from cpsr import CPSRRecovery
 from cpsr.doctor import machine
-from cpsr.doctor.machine import EVENT, check_devices, check_lifetime, check_memory, check_open_files, report_machine
+from cpsr.doctor.machine import EVENT, check_devices, check_memory, check_open_files, report_machine
 from cpsr.journal import JournalReader
 from cpsr.journal.database import filesystem_of
 from tests.doctor.mounts import mounted
@@ -55,26 +55,6 @@ def test_shared_memory_must_hold_the_buffers_and_be_writable_memory(tmp_path: Pa
 def test_the_machine_must_hold_the_buffers() -> None:
     first, *_ = check_memory(1 << 50)
     assert (first.subject, first.level) == ("host memory", "error")
-
-
-@pytest.mark.parametrize(
-    ("setting", "drop_in", "level"),
-    [
-        ("", "", "warning"),
-        ("RemoveIPC=no", "", "ok"),
-        ("#RemoveIPC=no", "", "warning"),
-        ("RemoveIPC=no", "RemoveIPC=yes", "warning"),
-    ],
-)
-def test_systemd_may_remove_it_at_a_logout(tmp_path: Path, setting: str, drop_in: str, level: str) -> None:
-    (tmp_path / "conf.d").mkdir()
-    (tmp_path / "logind.conf").write_text(f"[Login]\n{setting}\n")
-    (tmp_path / "conf.d" / "10-site.conf").write_text(f"[Login]\n{drop_in}\n")
-    files = [str(tmp_path / "logind.conf"), str(tmp_path / "conf.d" / "*.conf")]
-    user = 54321  # without a name
-    assert check_lifetime(user, tmp_path, tmp_path, files).level == level
-    assert check_lifetime(0, tmp_path, tmp_path, files).level == "ok"
-    assert check_lifetime(user, tmp_path / "no-systemd", tmp_path, files).level == "ok"
 
 
 def test_too_few_open_files_are_told_before_they_are_an_error() -> None:

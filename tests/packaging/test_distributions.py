@@ -53,7 +53,7 @@ def test_the_wheel_holds_every_room_and_nothing_else(distributions: tuple[Path, 
     }
     assert {name for name in names if name.endswith(".py")} == expected
     assert {f"cpsr/docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= names
-    assert {"cpsr/py.typed", "cpsr/demo/report.html", "cpsr/service/static/index.html"} <= names
+    assert {"cpsr/py.typed", "cpsr/service/static/index.html"} <= names
     assert {"cpsr/predictor/prior_table.json", "cpsr/predictor/vitp_weights.safetensors"} <= names
 
 
