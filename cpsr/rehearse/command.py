@@ -117,11 +117,11 @@ class Rehearsal:
             again = self._run(planned.name, f"cut-{number}", planned.cut, planned.interval_iterations)
             if not again.succeeded:
                 self._show_output(again)
-                one = Tried(planned, None, _why_failed(again))
+                one = Tried(planned, f"the job {again.failure}")
             elif not again.was_cut:
-                one = Tried(planned, None, f"step {planned.cut.iteration} was not reached")
+                one = Tried(planned, f"step {planned.cut.iteration} was not reached")
             else:
-                one = Tried(planned, compare(reference, again, second))
+                one = compare(planned, reference, again, second)
             self.say(f"  {planned.name}: {one.result}")
             tried.append(one)
         if requests and not ends:
@@ -154,10 +154,3 @@ def _reproduced(reference: Reference) -> str:
     if reference.varies is None:
         return "equal, bit for bit"
     return "equal but for rounding" if reference.reproduces else "not equal"
-
-
-def _why_failed(ran: Ran) -> str:
-    if ran.status is None:
-        return f"the job hung, and was ended after {ran.seconds:.0f} s"
-    said = ran.refusals()
-    return f"the job failed (exit status {ran.status})" + (f": {said[-1]}" if said else "")

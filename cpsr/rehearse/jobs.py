@@ -176,9 +176,13 @@ class Ran:
         lines = (self.folder / "output").read_text(encoding="utf-8", errors="replace").splitlines()
         return [line for line in lines if line.strip()][-TAIL_LINES:]
 
-    def refusals(self) -> list[str]:
-        """What `cpsr run` said about a job that it does not start again."""
-        return [line for line in self.last_lines if line.startswith("[cpsr run]")]
+    @property
+    def failure(self) -> str:
+        """What became of it, as a predicate, with what `cpsr run` said about a job that it does not start again."""
+        if self.status is None:
+            return f"hung, and was ended after {self.seconds:.0f} s"
+        said = [line for line in self.last_lines if line.startswith("[cpsr run]")]
+        return f"failed (exit status {self.status})" + (f": {said[-1]}" if said else "")
 
     def free(self) -> None:
         """Free the host memory that the run may have left."""

@@ -20,18 +20,7 @@ from cpsr.state.codec import same
 from cpsr.state.scalars import DataPosition
 from cpsr.state.witness import Difference, Witness, difference
 
-__all__ = [
-    "STATUS",
-    "Compared",
-    "Reference",
-    "StepDifference",
-    "Tried",
-    "Verdict",
-    "compare",
-    "failed",
-    "judge",
-    "undisturbed",
-]
+__all__ = ["STATUS", "Reference", "Tried", "Verdict", "compare", "failed", "judge", "undisturbed"]
 
 # Parts of the small state that two runs have alike, if nothing was lost.
 ALIKE = ("iteration", "learning_rate", "cumulative_learning_rate", "engine", "rng", "registered")
@@ -83,6 +72,9 @@ def _parts(directory: Path) -> Iterator[tuple[str, Any]]:
         yield f"rank {rank}: position in the data", [getattr(data, name) for name in POSITION]
 
 
+RankDifference = tuple[int, Difference]  # the rank, and the first of its steps that differs
+
+
 @dataclass(frozen=True)
 class Reference:
     """The undisturbed run, with what a second one has shown of how far it reproduces itself.
@@ -95,84 +87,86 @@ class Reference:
     """
 
     ran: Ran
-    varies: "StepDifference | None" = None
+    varies: RankDifference | None = None
     spread: float = 0.0
     unsteady: frozenset[str] = frozenset()
 
     @property
     def reproduces(self) -> bool:
         """Whether the two are equal, at least but for rounding."""
-        return self.varies is None or self.varies.found.rounding
+        return self.varies is None or self.varies[1].rounding
 
 
 @dataclass(frozen=True)
-class StepDifference:
-    """The first step that differs.
+class Tried:
+    """A cut, and what came of it.
 
     Attributes:
-        rank: on which.
-        found: what differs; `first` is of the undisturbed run.
-    """
-
-    rank: int
-    found: Difference
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A job beside the undisturbed one.
-
-    Attributes:
-        ran: the job.
-        steps: how many were compared, over all ranks.
+        cut: as planned.
+        failure: why the job failed, empty where it did not; nothing else is known then.
+        restarted_after: the step that it went on from.
+        steps: how many were compared with the undisturbed run, over all ranks.
         first: the first step that differs; None: none does.
         final: parts of the final state that differ.
         variables: names of variables that the restart did not bring back, those of objects first.
     """
 
-    ran: Ran
-    steps: int
-    first: StepDifference | None
-    final: Sequence[str]
-    variables: Sequence[str]
+    cut: PlannedCut
+    failure: str = ""
+    restarted_after: int | None = None
+    steps: int = 0
+    first: RankDifference | None = None
+    final: Sequence[str] = ()
+    variables: Sequence[str] = ()
 
     @property
-    def equal(self) -> bool:
-        """Whether nothing differs."""
-        return self.first is None and not self.final
+    def well(self) -> bool:
+        """Whether the job came back."""
+        return not self.failure and self.first is None and not self.final
+
+    @property
+    def result(self) -> str:
+        """In a few words."""
+        if self.failure or self.well:
+            return self.failure or "equal"
+        if self.first is not None:
+            return f"{self.first[1].differs} at step {self.first[1].iteration}"
+        return f"differs at the end: {_listed(self.final, 2)}"
 
 
-def compare(reference: Reference, again: Ran, second: Ran | None = None) -> Compared:
-    """Compare a job with the undisturbed one.
+def compare(cut: PlannedCut, reference: Reference, again: Ran, second: Ran) -> Tried:
+    """Compare a job that was cut with the undisturbed one.
 
     Args:
+        cut: as planned.
         reference: the undisturbed run.
         again: the job.
         second: another undisturbed run; variables that differ between the two are not reported.
     """
     first, steps = _first_difference(reference, again)
-    ignored = reference.unsteady
     final = _final_differences(reference.ran.run_dir, again.run_dir)
     if reference.varies is not None and first is None:
         final = []  # the weights differ by rounding
-    variables = [] if second is None else _lost_variables(reference.ran, second, again)
-    return Compared(again, steps, first, [name for name in final if name not in ignored], variables)
+    variables = _lost_variables(reference.ran, second, again)
+    unsteady = reference.unsteady
+    kept = [name for name in final if name not in unsteady]
+    return Tried(cut, "", again.restarted_after, steps, first, kept, variables)
 
 
-def _first_difference(reference: Reference, again: Ran) -> tuple[StepDifference | None, int]:
-    earliest: StepDifference | None = None
+def _first_difference(reference: Reference, again: Ran) -> tuple[RankDifference | None, int]:
+    """The earliest step that differs, and how many were compared."""
+    found: list[RankDifference] = []
     steps = 0
     for rank in range(reference.ran.ranks):
         own, its = reference.ran.witnesses(rank), again.witnesses(rank)
         steps += len(own.keys() & its.keys())
-        found = _of_rank(own, its, reference)
-        if found is not None and (earliest is None or found.iteration < earliest.found.iteration):
-            earliest = StepDifference(rank, found)
-    return earliest, steps
+        if (one := _of_rank(own, its, reference)) is not None:
+            found.append((rank, one))
+    return min(found, key=lambda one: one[1].iteration, default=None), steps
 
 
 def _of_rank(own: Mapping[int, Witness], its: Mapping[int, Witness], reference: Reference) -> Difference | None:
-    rounded = None if reference.varies is None else reference.varies.found.iteration
+    rounded = None if reference.varies is None else reference.varies[1].iteration
     for step in sorted(own):
         if step not in its:
             return None  # the runs end at different steps: their final states tell
@@ -191,7 +185,7 @@ def undisturbed(ran: Ran, second: Ran) -> Reference:
     """What two undisturbed runs have shown."""
     found, _ = _first_difference(Reference(ran), second)
     reference = Reference(ran, found)
-    if found is not None and found.found.rounding:  # later steps may differ by more than that explains
+    if found is not None and found[1].rounding:  # later steps may differ by more than that explains
         later, _ = _first_difference(reference, second)
         reference = Reference(ran, later or found)
     unsteady = frozenset(_final_differences(ran.run_dir, second.run_dir))
@@ -247,33 +241,6 @@ OTHER_ADVICE = "Give each object that changes to recovery.register(name, object)
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A cut, and what came of it.
-
-    Attributes:
-        cut: as planned.
-        compared: with the undisturbed run; None: the job failed.
-        failure: why it failed, empty where it did not.
-    """
-
-    cut: PlannedCut
-    compared: Compared | None
-    failure: str = ""
-
-    @property
-    def well(self) -> bool:
-        """Whether the job came back."""
-        return self.compared is not None and self.compared.equal
-
-    @property
-    def result(self) -> str:
-        """In a few words."""
-        if self.compared is None:
-            return self.failure
-        return "equal" if self.well else _what_differs(self.compared)
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The result of a rehearsal.
 
@@ -319,70 +286,51 @@ def judge(reference: Reference, tried: Sequence[Tried]) -> Verdict:
     bad = next((one for one in tried if not one.well), None)
     if bad is None:
         return Verdict("comes back", _comes_back(reference, tried), unprotected=unprotected)
-    if bad.compared is None:
-        sentence = f"Your script does not come back: after {bad.cut.name}, {bad.failure}"
+    sentence = f"Your script does not come back: after {bad.cut.name}, "
+    if bad.failure:
+        return Verdict("does not come back", sentence + bad.failure, unprotected=unprotected)
+    if bad.restarted_after is not None:
+        sentence += f"it went on from step {bad.restarted_after}, and "
+    if bad.first is None:
+        sentence += f"the final state differs: {_listed(bad.final)}"
         return Verdict("does not come back", sentence, unprotected=unprotected)
-    sentence = (
-        f"Your script does not come back: after {bad.cut.name}, {_went_on(bad.compared)} {_differs(bad.compared)}"
-    )
-    first = bad.compared.first
-    if first is None:
-        return Verdict("does not come back", sentence, unprotected=unprotected)
-    causes = likely_causes(first.found)
-    if bad.compared.variables:
-        causes.insert(0, f"variables that the restart did not bring back: {_listed(bad.compared.variables)}")
-    return Verdict("does not come back", sentence, causes, ADVICE.get(first.found.what, OTHER_ADVICE), unprotected)
+    found = bad.first[1]
+    causes = likely_causes(found)
+    if bad.variables:
+        causes.insert(0, f"variables that the restart did not bring back: {_listed(bad.variables)}")
+    sentence += f"differs first {_where(bad.first)}"
+    return Verdict("does not come back", sentence, causes, ADVICE.get(found.what, OTHER_ADVICE), unprotected)
 
 
 def failed(ran: Ran) -> Verdict:
     """The verdict on a script whose undisturbed run failed."""
-    if ran.status is None:
-        sentence = f"The script hung, and was ended after {ran.seconds:.0f} s"
-    elif ran.status == 0 and not ran.ranks:
+    if ran.status == 0 and not ran.ranks:
         sentence = "The script opened no run: it has no CPSRRecovery, or leaves before"
     elif ran.status == 0:
         sentence = f"The script ends after {ran.iteration} steps, which are too few to be cut short"
     else:
-        said = ran.refusals()
-        sentence = f"The script failed (exit status {ran.status})" + (f": {said[-1]}" if said else "")
+        sentence = f"The script {ran.failure}"
     return Verdict("could not be rehearsed", sentence)
 
 
 def _comes_back(reference: Reference, tried: Sequence[Tried]) -> str:
-    steps = sum(one.compared.steps for one in tried if one.compared is not None)
+    steps = sum(one.steps for one in tried)
     counted = f"{len(tried)} restarts, {steps} steps compared, and the final states"
     if reference.varies is None:
         return f"Your script comes back bit for bit: {counted} are equal"
-    varies = reference.varies.found
+    varies = reference.varies[1]
     return (
         f"Your script comes back, but for rounding: its arithmetic is not deterministic ({varies.amount:.1g} at step "
         f"{varies.iteration} between two undisturbed runs). {counted[0].upper()}{counted[1:]} differ by no more"
     )
 
 
-def _went_on(compared: Compared) -> str:
-    after = compared.ran.restarted_after
-    return "" if after is None else f"it went on from step {after}, and"
-
-
-def _differs(compared: Compared) -> str:
-    if compared.first is None:
-        return f"the final state differs: {_listed(compared.final)}"
-    return f"differs first {_where(compared.first)}"
-
-
-def _what_differs(compared: Compared) -> str:
-    if compared.first is not None:
-        return f"{compared.first.found.differs} at step {compared.first.found.iteration}"
-    return f"differs at the end: {_listed(compared.final, 2)}"
-
-
-def _where(one: StepDifference) -> str:
-    found = one.found
+def _where(one: RankDifference) -> str:
+    rank, found = one
     values = f": {found.again} instead of {found.first}"
     if found.what == "weights":
         values = f", by {found.amount:.1g}" if math.isfinite(found.amount) else ", and some are not finite"
-    return f"at step {found.iteration} on rank {one.rank}, in the {found.what}{values}"
+    return f"at step {found.iteration} on rank {rank}, in the {found.what}{values}"
 
 
 def _unprotected(ran: Ran, tried: Sequence[Tried]) -> list[str]:
@@ -401,7 +349,7 @@ def _unprotected(ran: Ran, tried: Sequence[Tried]) -> list[str]:
             "Several ranks had the same loss in each step. Unless the model is split over them, they train on the same "
             "batches: give the DataLoader sampler=DistributedSampler(dataset), without shuffle=True"
         )
-    variables = list(dict.fromkeys(name for one in tried if one.compared for name in one.compared.variables))
+    variables = list(dict.fromkeys(name for one in tried for name in one.variables))
     if variables:
         found.append(
             f"Variables that a restart did not bring back: {_listed(variables)}. Where they matter, give objects to "
