@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.overhead.blocks import NEVER_ITERATIONS, WARM_UP_STEPS, block_seconds, in_turns
-from cpsr.benchmarks.overhead.jobs import BATCH, torch_job, zero_job
+from cpsr.benchmarks.overhead.jobs import torch_job, zero_job
+from cpsr.demo.model import BATCH
 from cpsr.recovery import CPSRRecovery
 
 __all__ = ["main"]
