@@ -55,6 +55,13 @@ UnixSeconds = Annotated[float, Field(ge=-62_135_596_800, le=253_402_300_799, all
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @classmethod
+    def _parsed(cls, data: bytes) -> Self:
+        try:
+            return cls.model_validate(json.loads(data))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"is refused: {error}") from error
+
     def to_bytes(self) -> bytes:
         """The record as JSON, mappings in their own order. Not pydantic's JSON, which writes NaN as null."""
         return json.dumps(self.model_dump(), separators=(",", ":")).encode("ascii")
@@ -174,8 +181,24 @@ class RankManifest(_Record):
 
     @classmethod
     def parse(cls, data: bytes) -> "RankManifest":
-        """Read the JSON form; ValueError (which pydantic's error is too) where it is not one."""
-        return cls.model_validate(json.loads(data))
+        """Read the JSON form; ValueError where it is not one."""
+        return cls._parsed(data)
+
+    @classmethod
+    def parse_listed(cls, data: bytes, manifest: "Manifest", rank: int) -> "RankManifest":
+        """Read one rank's manifest of a committed checkpoint; ValueError with what is wrong with it."""
+        listed = manifest.ranks[rank]
+        if hashlib.sha256(data).hexdigest() != listed.sha256:
+            raise ValueError(f"its SHA-256 is not the one in {MANIFEST}; it is torn or altered")
+        record = cls.parse(data)
+        whole = (manifest.run_id, manifest.life, manifest.attempt, manifest.iteration, manifest.world_size, rank)
+        if (record.run_id, record.life, record.attempt, record.iteration, record.world_size, record.rank) != whole:
+            raise ValueError(f"is not of the checkpoint that {MANIFEST} describes")
+        hashes = {name: file.xxh3_128 for name, file in record.files.items()}
+        sizes = {name: file.bytes for name, file in record.files.items()}
+        if sizes != listed.files or listed.hashes not in (None, hashes):
+            raise ValueError(f"lists other files than {MANIFEST}")
+        return record
 
     def by_iteration(self) -> dict[int, dict[str, OperatorRecord]]:
         """Operators by the iteration at which they were taken, oldest first."""
@@ -237,10 +260,26 @@ class Manifest(_Record):
 
     @classmethod
     def parse(cls, data: bytes) -> "Manifest":
-        """Read the JSON form; ValueError (which pydantic's error is too) where it is not one."""
-        manifest = cls.model_validate(json.loads(data))
+        """Read the JSON form; ValueError where it is not one."""
+        manifest = cls._parsed(data)
         if sorted(manifest.ranks) != list(range(manifest.world_size)):
             raise ValueError(f"lists the ranks {sorted(manifest.ranks)} of {manifest.world_size}")
+        return manifest
+
+    @classmethod
+    def parse_committed(cls, data: bytes, commit: bytes, step: str) -> "Manifest":
+        """Read the manifest of a committed checkpoint; ValueError with what is wrong with it.
+
+        Args:
+            data: `manifest.json`.
+            commit: the commit record beside it.
+            step: the checkpoint's directory, by its name.
+        """
+        if commit != commit_record(data):
+            raise ValueError(f"does not match {COMMIT}; one of the two is torn or altered")
+        manifest = cls.parse(data)
+        if manifest.iteration != step_iteration(step):
+            raise ValueError(f"is of iteration {manifest.iteration}, not of its directory's")
         return manifest
 
     def history_bytes(self) -> int:

@@ -1,7 +1,6 @@
 """Verified reading of checkpoints: hashes up to the commit record cover every byte."""
 
 import errno
-import hashlib
 import os
 import stat
 import time
@@ -24,7 +23,6 @@ from cpsr.checkpoint.manifest import (
     Manifest,
     OperatorRecord,
     RankManifest,
-    commit_record,
     rank_manifest_name,
     step_iteration,
     thinned_record,
@@ -45,7 +43,6 @@ _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
 # Together below a second, so that a permanent error is reported before it looks like a hang.
 _PAUSES_SECONDS = (0.02, 0.1, 0.5)
 
-_Record = TypeVar("_Record", Manifest, RankManifest)
 _Read = TypeVar("_Read")
 
 
@@ -125,13 +122,12 @@ def read_manifest(directory: Path) -> Manifest:
         CheckpointCorruptError: COMMIT or the manifest is missing, torn or altered, or holds impossible values.
         UnreadableFileError: the file system refuses to give one of them, also when asked again.
     """
-    data = _read(directory / MANIFEST)
-    if _read(directory / COMMIT) != commit_record(data):
-        raise DamagedFileError(directory / COMMIT, f"does not match {MANIFEST}; one of the two is torn or altered")
-    manifest = _parse(Manifest.parse, directory / MANIFEST, data)
-    if manifest.iteration != step_iteration(directory.name):
-        raise DamagedFileError(directory / MANIFEST, f"is of iteration {manifest.iteration}, not of its directory's")
-    return manifest
+    path = directory / MANIFEST
+    data, commit = _read(path), _read(directory / COMMIT)
+    try:
+        return Manifest.parse_committed(data, commit, directory.name)
+    except ValueError as error:
+        raise DamagedFileError(path, str(error)) from error
 
 
 def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankManifest:
@@ -143,18 +139,10 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
     """
     path = directory / rank_manifest_name(rank)
     data = _read(path)
-    if hashlib.sha256(data).hexdigest() != manifest.ranks[rank].sha256:
-        raise DamagedFileError(path, f"its SHA-256 is not the one in {MANIFEST}; it is torn or altered")
-    record = _parse(RankManifest.parse, path, data)
-    whole = (manifest.run_id, manifest.life, manifest.attempt, manifest.iteration, manifest.world_size, rank)
-    if (record.run_id, record.life, record.attempt, record.iteration, record.world_size, record.rank) != whole:
-        raise DamagedFileError(path, f"is not of the checkpoint that {MANIFEST} describes")
-    recorded = manifest.ranks[rank]
-    hashes = {name: file.xxh3_128 for name, file in record.files.items()}
-    sizes = {name: file.bytes for name, file in record.files.items()}
-    if sizes != recorded.files or recorded.hashes not in (None, hashes):
-        raise DamagedFileError(path, f"lists other files than {MANIFEST}")
-    return record
+    try:
+        return RankManifest.parse_listed(data, manifest, rank)
+    except ValueError as error:
+        raise DamagedFileError(path, str(error)) from error
 
 
 def files_left_to(
@@ -426,10 +414,3 @@ def _map_tensors(path: Path) -> MappedTensors:
         raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
     except RuntimeError as error:
         raise OSError(errno.EIO, str(error), str(path)) from error
-
-
-def _parse(parse: Callable[[bytes], _Record], path: Path, data: bytes) -> _Record:
-    try:
-        return parse(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError(path, f"is refused: {error}") from error

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from cpsr.checkpoint.remote.catalogue import verify
+from cpsr.checkpoint.remote.copies import verify
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.verify import verify_run
 from cpsr.errors import RunMismatchError

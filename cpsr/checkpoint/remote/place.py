@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -14,22 +13,23 @@ import xxhash
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from cpsr.checkpoint.file_hash import Digest
-from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes
-from cpsr.checkpoint.manifest import step_iteration
+from cpsr.checkpoint.files import make_directory, sync_directory, sync_file, write_bytes
+from cpsr.checkpoint.manifest import FileRecord, step_iteration
 from cpsr.errors import ConfigError, CPSRError, TargetError
 
-__all__ = ["Place", "TargetAbsentError", "open_place"]
+__all__ = ["CopyDamagedError", "CopyStoppedError", "Place", "open_place"]
 
 _FOLDER = "checkpoints"
-_READ_BYTES = 4 << 20  # between two looks whether to stop
-# Of an upload in parts, where the file system takes such limits: 64 MiB of a file are under way.
-_PARTS = {"chunksize": 16 << 20, "max_concurrency": 4}
+_READ_BYTES = 16 << 20  # between two looks whether to stop
 _USER = re.compile(r"(?<=://)[^/@]*@")  # user and password in a URL
 
 
-class TargetAbsentError(TargetError):
-    """There is nothing, or no plain file, in a file's place at the target."""
+class CopyDamagedError(TargetError):
+    """A file of a copy is torn, missing, altered or no plain file; the message names it."""
+
+
+class CopyStoppedError(TargetError):
+    """Copying was asked to stop; what is at the target is not committed."""
 
 
 def open_place(url: str, run_dir: Path | None = None) -> "Place":
@@ -70,8 +70,8 @@ def open_place(url: str, run_dir: Path | None = None) -> "Place":
 class Place:
     """Folders of checkpoints, one level deep, with plain files in them.
 
-    Every error of a file system becomes a `TargetError` that names the file; `TargetAbsentError` where nothing is
-    there. Names in a listing never lead outside the folder. On this machine files are forced to the disk.
+    Every error of a file system becomes a `TargetError` that names the file; `CopyDamagedError` where a file to be read
+    is not there. Names in a listing never lead outside the folder. On this machine files are forced to the disk.
 
     Args:
         shown: the URL without user and password, for messages.
@@ -80,10 +80,12 @@ class Place:
 
     Attributes:
         shown: as given.
+        stopped: asked while files are sent and compared; once true, that ends with `CopyStoppedError`.
     """
 
     def __init__(self, shown: str, system: Any, root: str) -> None:
         self.shown = shown.rstrip("/")
+        self.stopped: Callable[[], bool] = lambda: False
         self._system = system
         self._root = root.rstrip("/")
         self._is_local = isinstance(system, LocalFileSystem)
@@ -106,40 +108,25 @@ class Place:
             names = [one["name"].rstrip("/").rpartition("/")[2] for one in found if not one.get("islink")]
             return [name for name in names if name]
 
-    def size(self, folder: str, file: str) -> int:
-        """Bytes of a file."""
-        with self._asking("reading", folder, file):
-            found = self._system.info(self._path(folder, file))
-            if found["type"] != "file" or found.get("islink"):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
-            return int(found["size"])
-
     def read(self, folder: str, file: str) -> bytes:
         """Content of a small file."""
-        self.size(folder, file)  # refuses what is no plain file
+        self._size(folder, file)
         with self._asking("reading", folder, file):
             return bytes(self._system.cat_file(self._path(folder, file)))
 
-    def digest(self, folder: str, file: str, check: Callable[[], None] = lambda: None) -> Digest:
-        """Size and hash of a file of any size; `check` is called after each piece, and ends it by raising."""
-        state, size = xxhash.xxh3_128(), 0
-        self.size(folder, file)
-        with (
-            self._asking("reading", folder, file),
-            self._system.open(self._path(folder, file), "rb", block_size=_PARTS["chunksize"]) as opened,
-        ):
-            while chunk := opened.read(_READ_BYTES):
-                state.update(chunk)
-                size += len(chunk)
-                check()
-        return Digest(size, state.hexdigest())
+    def holds(self, folder: str, file: str, record: FileRecord) -> bool:
+        """Whether a file has the size and the hash of its record; reads all of it."""
+        if self._size(folder, file) != record.bytes:
+            return False
+        found = xxhash.xxh3_128()
+        with self._asking("reading", folder, file), self._system.open(self._path(folder, file), "rb") as opened:
+            while piece := opened.read(_READ_BYTES):
+                found.update(piece)
+                self._refuse_stop()
+        return bool(found.hexdigest() == record.xxh3_128)
 
     def write(self, folder: str, file: str, data: bytes) -> None:
-        """Write a small file and read it back.
-
-        Raises:
-            TargetError: the target refused, or returned something else.
-        """
+        """Write a small file and read it back; TargetError also where something else was returned."""
         with self._asking("writing", folder, file):
             if self._is_local:
                 write_bytes(Path(self._path(folder, file)), data, fsync=True)
@@ -148,30 +135,26 @@ class Place:
         if self.read(folder, file) != data:
             raise TargetError(f"{self.name(folder, file)}: what was read back differs from what was written")
 
-    def send(self, folder: str, path: Path, check: Callable[[], None]) -> None:
-        """Write a local file under its own name.
-
-        Args:
-            folder: where to.
-            path: the file.
-            check: called while the file is sent, where the file system permits it; what it raises ends the sending.
-        """
-        takes = inspect.signature(getattr(self._system, "_put_file", self._system.put_file)).parameters
-        parts = _PARTS if takes.keys() >= _PARTS.keys() else {}
+    def send(self, folder: str, path: Path) -> None:
+        """Write a local file under its own name; the caller compares it."""
         with self._asking("writing", folder, path.name):
-            self._system.put_file(str(path), self._path(folder, path.name), callback=_Checking(check), **parts)
+            self._refuse_stop()
+            self._system.put_file(str(path), self._path(folder, path.name), callback=_Parts(self._refuse_stop))
             self._force(folder, path.name)
 
-    def receive(self, folder: str, file: str, target: Path) -> None:
-        """Copy a file to this machine; the caller compares it."""
-        with self._asking("reading", folder, file):
-            self._system.get_file(self._path(folder, file), str(target))
-
     def duplicate(self, folder: str, file: str, target: str) -> None:
-        """Copy a file into another folder under its name, at the target itself."""
+        """Copy a file into another folder under its name, at the target itself; the caller compares it."""
         with self._asking("copying", folder, file):
             self._system.cp_file(self._path(folder, file), self._path(target, file))
             self._force(target, file)
+
+    def receive(self, folder: str, file: str, record: FileRecord, target: Path) -> None:
+        """Copy a file of the recorded size to this machine; the caller compares it."""
+        size = self._size(folder, file)
+        if size != record.bytes:
+            raise CopyDamagedError(f"{self.name(folder, file)} has {size} bytes; {record.bytes} were committed")
+        with self._asking("reading", folder, file):
+            self._system.get_file(self._path(folder, file), str(target))
 
     def make(self, folder: str) -> None:
         """Create a folder, where there are folders. The target's parent must exist: a mount may be missing."""
@@ -196,18 +179,23 @@ class Place:
                     sync_directory(Path(self._path(folder)))
             self._system.rm(self._path(folder), recursive=True)
 
+    def _size(self, folder: str, file: str) -> int:
+        with self._asking("reading", folder, file):
+            found = self._system.info(self._path(folder, file))
+            if found["type"] != "file" or found.get("islink"):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
+            return int(found["size"])
+
+    def _refuse_stop(self) -> None:
+        if self.stopped():
+            raise CopyStoppedError("copying was stopped, because the run ends")
+
     def _force(self, folder: str, file: str) -> None:
         """Force a file on this machine to the disk, and out of the page cache: it is read back from the disk."""
-        if not self._is_local:
-            return
-        path = Path(self._path(folder, file))
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)
-        sync_directory(path.parent)
+        if self._is_local:
+            path = Path(self._path(folder, file))
+            sync_file(path)
+            sync_directory(path.parent)
 
     def _path(self, folder: str, file: str = "") -> str:
         path = "/".join(part for part in (self._root, _FOLDER, folder, file) if part)
@@ -224,14 +212,14 @@ class Place:
         except Exception as error:
             name = self.name(folder, file)
             absent = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
-            if absent or (isinstance(error, OSError) and error.errno == errno.ELOOP):
-                raise TargetAbsentError(f"{name}: {what} failed: nothing is there, or no plain file") from error
+            if what == "reading" and (absent or (isinstance(error, OSError) and error.errno == errno.ELOOP)):
+                raise CopyDamagedError(f"{name} is missing, or no plain file") from error
             # File systems raise errors of their own libraries: botocore, aiohttp and others.
             raise TargetError(f"{name}: {what} failed ({type(error).__name__}: {_USER.sub('', str(error))})") from error
 
 
-class _Checking(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Calls a function after each part of a file."""
+class _Parts(Callback):  # type: ignore[misc]  # fsspec has no types
+    """Calls a function after each part of a file that is sent."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         super().__init__()

@@ -1,31 +1,45 @@
-"""`checkpoint.target` in one life of a run: fetches at the start, copies during training."""
+"""`checkpoint.target` in one life of a run: fetches at the start, copies during training.
+
+A fetched copy arrives in `<run_dir>/fetching/step-...`, where it is no checkpoint. One rename puts it in place when
+every file was read back from the disk. A later fetch reuses the whole files of an interrupted one.
+"""
 
 import logging
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
-from cpsr.checkpoint.background import yield_to_training
 from cpsr.checkpoint.catalogue import scan as scan_local
-from cpsr.checkpoint.files import read_bytes
-from cpsr.checkpoint.manifest import COMMIT, step_iteration
-from cpsr.checkpoint.remote.catalogue import IDENTITY, Copy, scan
-from cpsr.checkpoint.remote.fetcher import Fetcher, Report, given_up_in
-from cpsr.checkpoint.remote.place import Place, open_place
-from cpsr.checkpoint.remote.transfer import CopyStoppedError, remove_old, set_aside, upload
+from cpsr.checkpoint.files import make_directory, write_bytes
+from cpsr.checkpoint.manifest import Manifest, step_iteration
+from cpsr.checkpoint.remote.copier import Copier, Report, given_up_in
+from cpsr.checkpoint.remote.copies import (
+    FETCHING,
+    IDENTITY,
+    Copies,
+    Copy,
+    fetch_rank,
+    prepare_fetch,
+    put_in_place,
+    scan,
+    set_aside,
+)
+from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
-from cpsr.errors import CheckpointError, RunMismatchError, TargetError
+from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError, TargetError
 from cpsr.ranks.group import Group
 
-__all__ = ["CheckpointTarget", "Copier"]
+__all__ = ["CheckpointTarget"]
 
 logger = logging.getLogger(__name__)
 
-# The thread looks for a stop between two pieces; a request that hangs is abandoned with it.
-STOP_SECONDS = 0.5
-THREAD_NAME = "cpsr-target"
+# For some ten small requests, a second at most: a restart that has a checkpoint waits no longer.
+ANSWER_SECONDS = 10.0
 
 
 class CheckpointTarget:
@@ -42,43 +56,69 @@ class CheckpointTarget:
     """
 
     def __init__(self, config: CheckpointConfig, run_dir: Path, group: Group) -> None:
-        self._config = config
+        self._keep = config.target_keep_checkpoints
         self._run_dir = run_dir
         self._group = group
+        self._place = None if config.target is None else open_place(config.target, run_dir)
         self._reports: deque[Report] = deque()
         self._copier: Copier | None = None
-        self._place = None if config.target is None else open_place(config.target, run_dir)
-        self._fetcher = None if self._place is None else Fetcher(self._place, run_dir, self._reports.append)
+        self._damaged: dict[str, str] = {}  # folders that were fetched in vain -> what is wrong
+        self._fetched: set[str] = set()
 
     def adopt_run(self) -> None:
-        """Before the run directory is opened: a new one adopts the run whose copies are at the target.
+        """Before a new run directory is opened, adopt the identity of the run whose copies lie at the target.
 
         Raises:
-            CPSRError: see `Fetcher.adopt_run`.
+            RunMismatchError: copies of several runs lie there.
+            RecoveryError: the target cannot be read now, so that it is unknown whether there is a run to continue; or
+                something is committed there, but nothing that can be used.
         """
-        if self._fetcher is not None:
-            self._fetcher.adopt_run(self._group)
+        if (place := self._place) is not None:
+            _agree(self._group, lambda: self._adopt(place))
 
     def fetch(self, store: CheckpointStore, damaged: Collection[int]) -> int | None:
-        """Fetch a newer checkpoint, before the newest one is loaded and after one could not be.
+        """Fetch the newest whole copy that is newer than everything usable in the run directory.
 
         Args:
             store: the run's checkpoints; nobody is writing.
-            damaged: iterations of unusable checkpoints.
+            damaged: iterations of unusable checkpoints in the run directory.
 
         Returns:
-            Iteration of the checkpoint that is in the run directory now, None where nothing was fetched.
+            Iteration of the checkpoint that now is in the run directory, None where nothing was fetched.
 
         Raises:
-            CPSRError: see `Fetcher.fetch`.
+            RunMismatchError: the target is another run's, or of another world size; nothing was changed.
+            RecoveryError: the target cannot be read now (or while fetching) and no older checkpoint is available; or
+                something is committed there, but nothing can be used.
         """
-        return None if self._fetcher is None else self._fetcher.fetch(store, self._group, damaged)
+        if (place := self._place) is None:
+            return None
+        while True:
+            chosen = _agree(self._group, lambda: self._choose(place, store, damaged))
+            if chosen is None:
+                return None
+            data = str(chosen[1]).encode()
+            copy = Copy(str(chosen[0]), Manifest.parse(data), data, b"")
+            iteration = copy.manifest.iteration
+            shown = f"checkpoint {iteration} ({copy.manifest.state_bytes()} bytes)"
+            logger.info("fetching %s from %s", shown, place.shown)
+            problem = self._fetch_together(place, store, copy)
+            if problem is None:
+                self._fetched.add(copy.folder)
+                if self._group.rank == 0:
+                    self._mark_damaged(place)
+                    message = f"{shown} was fetched from {place.shown} and verified"
+                    self._reports.append(Report("target fetched", message, iteration, logging.WARNING))
+                return iteration
+            self._damaged[copy.folder] = problem
+            if self._group.rank == 0:
+                message = f"{problem}; trying the next older one"
+                self._reports.append(Report("target copy damaged", message, iteration, logging.ERROR))
 
     def start(self, store: CheckpointStore) -> None:
         """Begin to copy the committed checkpoints of the run (rank 0; no effect elsewhere)."""
         if self._place is not None and self._group.rank == 0:
-            keep = self._config.target_keep_checkpoints
-            self._copier = Copier(self._place, keep, store, self._run_dir, self._reports.append)
+            self._copier = Copier(self._place, self._keep, store, self._reports.append)
 
     def notify(self, iteration: int | None) -> None:
         """Announce the newest committed checkpoint, at every step; returns at once."""
@@ -101,148 +141,147 @@ class CheckpointTarget:
         if self._copier is not None:
             self._copier.close(timeout_seconds)
 
-
-class Copier:
-    """The thread that copies the newest committed checkpoint to a target; it reports failures, and never raises one.
-
-    One copy is under way at a time. Of the checkpoints committed meanwhile the newest is copied next, so a slow target
-    gets fewer copies, and no queue grows. After a failure the next checkpoint is the next attempt.
-
-    Args:
-        place: the target.
-        keep: how many copies stay.
-        store: the run's checkpoints.
-        run_dir: the run's directory.
-        report: takes an event, from the thread, too.
-    """
-
-    def __init__(
-        self, place: Place, keep: int, store: CheckpointStore, run_dir: Path, report: Callable[[Report], None]
-    ) -> None:
-        self._place = place
-        self._keep = keep
-        self._store = store
-        self._run_dir = run_dir
-        self._report = report
-        self._newest: int | None = None
-        self._copying: int | None = None
-        self._overtaken = self._untidy = self._refused = False  # each is reported once
-        self._failures = 0  # in a row
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        self._thread.start()
-
-    def notify(self, iteration: int) -> None:
-        """Announce the newest committed checkpoint; returns at once."""
-        if iteration == self._newest:
+    def _adopt(self, place: Place) -> None:
+        if (self._run_dir / IDENTITY).exists():
             return
-        self._newest, copying = iteration, self._copying
-        if copying not in (None, iteration) and not self._overtaken:
-            self._overtaken = True
+        found = scan(place)
+        if found.usable:
+            newest = found.usable[-1]
+            make_directory(self._run_dir, fsync=True)
+            write_bytes(self._run_dir / IDENTITY, newest.identity, fsync=True)
             message = (
-                f"checkpoint {iteration} was committed while {copying} is still being copied to {self._place.shown}: "
-                "of those that come meanwhile the newest is copied next, the others are not (reported once)"
+                f"the run directory {self._run_dir} is new: it continues the run {newest.manifest.run_id!r}, whose "
+                f"newest copy at {place.shown} is of iteration {newest.manifest.iteration} (another target "
+                "begins anew)"
             )
-            self._report(Report("target slow", message, iteration, logging.WARNING))
-        self._wake.set()
+            self._reports.append(Report("target adopted", message, newest.manifest.iteration, logging.WARNING))
+        elif found.has_committed:
+            raise RecoveryError(
+                f"the run directory {self._run_dir} is new, and nothing that is committed at {place.shown} "
+                f"can be used: {'; '.join(found.damaged.values()) or 'it was given up'}. Nothing was changed; repair "
+                "it, or use another target to start anew"
+            )
 
-    def close(self, timeout_seconds: float) -> None:
-        """Copy the newest checkpoint if it is not there yet, and end; 0 seconds copy nothing more."""
-        if timeout_seconds <= 0:
-            self._stopped.set()
-        self._closing.set()
-        self._wake.set()
-        self._thread.join(timeout_seconds)
-        self._stopped.set()
-        self._thread.join(STOP_SECONDS)
-        if self._thread.is_alive():
-            logger.warning("the copy to %s did not end in time; it is not committed there", self._place.shown)
-
-    def _run(self) -> None:
-        yield_to_training()
-        last = False
-        while not last:
-            self._wake.wait()
-            self._wake.clear()
-            last = self._closing.is_set()  # checked after clearing, or an end in between would be missed
-            if self._newest is not None and not self._refused and not self._stopped.is_set():
-                self._try()
-
-    def _try(self) -> None:
+    def _choose(self, place: Place, store: CheckpointStore, damaged: Collection[int]) -> tuple[str, str] | None:
+        """Rank 0's choice: folder and manifest of a copy; None where the run directory has what is newest."""
+        left = [info for info in scan_local(store.directory).checkpoints if info.full and info.iteration not in damaged]
+        kept = max(left, key=lambda info: info.sequence, default=None)
         try:
-            self._copy_newest()
-        except CopyStoppedError as error:
-            self._report(Report("target copy stopped", f"{error}; nothing half copied counts", self._copying))
-        except RunMismatchError as error:
-            self._refused = True
-            message = f"{error}. Nothing is copied any more in this life"
-            self._report(Report("target refused", message, self._copying, logging.ERROR))
-        except (TargetError, CheckpointError, OSError, ValueError) as error:
-            self._fail(str(error))
-        except Exception as error:
-            logger.exception("copying to %s failed", self._place.shown)
-            self._fail(f"unexpected {type(error).__name__}: {error}")
-        finally:
-            self._copying = self._store.copied_iteration = None
-
-    def _copy_newest(self) -> None:
-        whole = [info for info in scan_local(self._store.directory).checkpoints if info.full]
-        info = max(whole, key=lambda info: info.sequence, default=None)
-        if info is None:
-            return
-        run_id = self._store.run_id
-        found = scan(self._place, run_id)
-        copies = self._without_given_up(found.copies)
-        if copies and info.sequence <= copies[-1].manifest.sequence:
-            return
-        self._copying = self._store.copied_iteration = info.iteration
-        for folder in found.unfinished:  # otherwise a full target would stay full
-            self._place.remove(folder, first=COMMIT)
-        identity = read_bytes(self._run_dir / IDENTITY)
-        copied_bytes, seconds = upload(self._place, info.directory, identity, self._stopped.is_set, copies)
-        what = (
-            f"checkpoint {info.iteration} ({copied_bytes} bytes) was copied to {self._place.shown} in {seconds:.2f} s"
-        )
-        if self._failures:
-            what += f", after {self._failures} attempts that failed"
-        self._report(Report("target copied", what, info.iteration, logging.INFO if self._failures else logging.DEBUG))
-        self._failures = 0
-        try:
-            remove_old(self._place, run_id, self._keep, self._report_removal)
+            # Without a local checkpoint, wait as long as the file system does.
+            found = _within(None if kept is None else ANSWER_SECONDS, lambda: scan(place, store.run_id))
         except TargetError as error:
-            message = f"checkpoint {info.iteration} was copied; older copies could not be removed: {error}"
-            level = logging.DEBUG if self._untidy else logging.WARNING
-            self._report(Report("target not tidied", f"{message} (reported once)", info.iteration, level))
-            self._untidy = True
+            if kept is None:
+                raise RecoveryError(
+                    f"the run directory {self._run_dir} holds no checkpoint to restart at, and the target cannot be "
+                    f"read: {error}. Nothing was changed: start again when it answers, or take checkpoint.target out "
+                    "of the configuration to go on without it"
+                ) from error
+            message = f"{error}. It may have a newer checkpoint than {kept.iteration}, from which the run goes on"
+            self._reports.append(Report("target not reachable", message, kept.iteration, logging.WARNING))
+            return None
+        given_up, newest = given_up_in(store.directory), -1 if kept is None else kept.sequence
+        for copy in reversed(found.usable):
+            manifest = copy.manifest
+            after = max(newest, given_up.get(manifest.iteration, -1))
+            if manifest.sequence > after and copy.folder not in self._damaged.keys() | self._fetched:
+                if manifest.world_size != self._group.size and store.reshard is None:
+                    raise RunMismatchError(
+                        f"{place.name(copy.folder)} was saved by {manifest.world_size} ranks, this job has "
+                        f"{self._group.size}: start it with {manifest.world_size} ranks. Nothing was changed"
+                    )
+                prepare_fetch(self._run_dir, copy)
+                return copy.folder, copy.manifest_bytes.decode()
+        if kept is not None:
+            self._mark_damaged(place)
+            shutil.rmtree(self._run_dir / FETCHING, ignore_errors=True)
+        elif found.has_committed and not store.remains():
+            wrong = "; ".join([*found.damaged.values(), *self._damaged.values()]) or "it was given up"
+            raise RecoveryError(
+                f"nothing that is committed at {place.shown} can be used ({wrong}), and the run directory holds "
+                "no checkpoint. Nothing was changed; repair one of the two, or use another run_dir and target to "
+                "start anew"
+            )
+        return None
 
-    def _report_removal(self, folder: str) -> None:
-        gone = step_iteration(folder)
-        message = f"the copy of checkpoint {gone} is being removed from {self._place.shown}: later ones are there"
-        self._report(Report("target removed", message, gone, logging.DEBUG))
+    def _fetch_together(self, place: Place, store: CheckpointStore, copy: Copy) -> str | None:
+        """Every rank fetches its share of the parts, rank 0 commits; returns what is wrong with the copy on any rank.
 
-    def _without_given_up(self, copies: list[Copy]) -> list[Copy]:
-        """Set aside copies of states that a roll-back, or the user's own load, went back behind."""
-        given_up = given_up_in(self._store.directory)
-        left = []
-        for copy in copies:
-            if given_up.get(copy.manifest.iteration, -1) < copy.manifest.sequence:
-                left.append(copy)
+        Raises:
+            RecoveryError: the target cannot be read any more, or a disk refused; every rank raises it.
+        """
+        group = self._group
+
+        def fetch() -> None:
+            # Its own part, of as many ranks as there are; of others every size-th.
+            for rank in range(group.rank, copy.manifest.world_size, group.size):
+                fetch_rank(place, copy, rank, self._run_dir)
+
+        def commit() -> None:
+            if group.rank == 0:
+                put_in_place(copy, self._run_dir, store, f"a whole copy was fetched from {place.shown}")
+
+        for part in (fetch, commit):
+            damage = refused = None
+            try:
+                part()
+            except CopyDamagedError as error:
+                damage = f"rank {group.rank}: {error}"
+            except (TargetError, CheckpointError, OSError) as error:
+                refused = f"rank {group.rank}: {error}"
+            gathered = group.gather((damage, refused))
+            if refusals := [one for _, one in gathered if one is not None]:
+                raise RecoveryError(
+                    f"checkpoint {copy.manifest.iteration} at {place.shown} is newer than what the run directory "
+                    f"holds, and could not be fetched: {'; '.join(refusals)}. What was fetched whole is kept: start "
+                    "again; to go on without it, take checkpoint.target out of the configuration"
+                )
+            if damages := [one for one, _ in gathered if one is not None]:
+                return "; ".join(damages)
+        return None
+
+    def _mark_damaged(self, place: Place) -> None:
+        """Set damaged copies aside, once another state was fetched."""
+        for folder, problem in self._damaged.items():
+            try:
+                set_aside(place, folder, problem)
+            except TargetError as error:
+                logger.warning("%s cannot be set aside: %s", place.name(folder), error)
                 continue
-            set_aside(self._place, copy.folder, "its state was given up by the run")
-            message = f"the copy of checkpoint {copy.manifest.iteration} at {self._place.shown} was set aside"
-            self._report(Report("target set aside", message, copy.manifest.iteration, logging.DEBUG))
-        return left
+            message = f"the copy {place.name(folder)} was set aside: {problem}"
+            self._reports.append(Report("target set aside", message, step_iteration(folder), logging.DEBUG))
+        self._fetched |= self._damaged.keys()
+        self._damaged = {}
 
-    def _fail(self, reason: str) -> None:
-        """Report a failure; of those in a row the first alone is logged."""
-        self._failures += 1
-        again = f" (attempt {self._failures} in a row)" if self._failures > 1 else ""
-        message = (
-            f"checkpoint {self._newest} was not copied to {self._place.shown}{again}: {reason}. The run directory is "
-            "not affected, training goes on, and the next checkpoint is tried again; further failures in a row are "
-            "in the journal only"
-        )
-        level = logging.DEBUG if self._failures > 1 else logging.WARNING
-        self._report(Report("target copy failed", message, self._newest, level))
+
+def _agree(group: Group, question: Callable[[], Any]) -> Any:
+    """Rank 0's result, or its exception, on every rank."""
+    answer: dict[str, Any] = {}
+    try:
+        answer = {"answer": question() if group.rank == 0 else None}
+    except RunMismatchError as error:
+        answer = {"mismatch": str(error)}
+    except (RecoveryError, TargetError, CheckpointError, OSError) as error:
+        answer = {"refused": str(error)}
+    agreed = group.broadcast(answer)
+    if "mismatch" in agreed:
+        raise RunMismatchError(agreed["mismatch"])
+    if "refused" in agreed:
+        raise RecoveryError(agreed["refused"])
+    return agreed["answer"]
+
+
+def _within(seconds: float | None, question: Callable[[], Copies]) -> Copies:
+    """The answer of a target, from a thread that is abandoned after the timeout."""
+    answer: Future[Copies] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="cpsr-target-scan", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError as error:
+        raise TargetError(f"the target did not answer within {seconds:g} s") from error

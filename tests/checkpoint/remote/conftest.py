@@ -12,12 +12,12 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from cpsr.checkpoint.remote.catalogue import scan
-from cpsr.checkpoint.remote.fetcher import Fetcher, Report
+from cpsr.checkpoint.remote.copies import scan, upload
 from cpsr.checkpoint.remote.place import Place
-from cpsr.checkpoint.remote.transfer import upload
+from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import verify_checkpoint
+from cpsr.config import CheckpointConfig
 from cpsr.ranks.group import Group
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
 
@@ -172,33 +172,30 @@ def commit(stores: list[CheckpointStore], iteration: int) -> Path:
     return stores[0].directory / f"step-{iteration:010d}"
 
 
-def identity_of(run_dir: Path) -> bytes:
-    return (run_dir / "run.json").read_bytes()
-
-
-def send(place: Place, run_dir: Path, directory: Path) -> int:
+def send(place: Place, directory: Path) -> int:
     """Copy one checkpoint; returns its bytes."""
-    return upload(place, directory, identity_of(run_dir), lambda: False)[0]
+    return upload(place, directory)[0]
 
 
 def committed_at(place: Place) -> list[int]:
     """Iterations of the copies, oldest commit first."""
-    return [copy.manifest.iteration for copy in scan(place).copies]
+    return [copy.manifest.iteration for copy in scan(place).usable]
 
 
-def silent(report: Report) -> None:
-    """Takes a report and drops it."""
+def target_at(place: Place, run_dir: Path) -> CheckpointTarget:
+    """A life's side of the target, of one rank."""
+    return CheckpointTarget(CheckpointConfig(target=place.shown), run_dir, Group())
 
 
 def fetched(place: Place, run_dir: Path) -> int | None:
     """What a new disk gets from the target, checked bit for bit (a run of one rank)."""
-    fetcher = Fetcher(place, run_dir, silent)
-    fetcher.adopt_run(Group())
+    target = target_at(place, run_dir)
+    target.adopt_run()
     if not (run_dir / "run.json").exists():
         return None
-    store = CheckpointStore(run_dir, 0, 1, json.loads(identity_of(run_dir))["run_id"], 9, fsync=False)
+    store = CheckpointStore(run_dir, 0, 1, json.loads((run_dir / "run.json").read_bytes())["run_id"], 9, fsync=False)
     store.prepare()
-    iteration = fetcher.fetch(store, Group(), ())
+    iteration = target.fetch(store, ())
     if iteration is not None:
         assert verify_run(run_dir) == []
         assert_whole(store, iteration)

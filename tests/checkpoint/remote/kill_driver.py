@@ -12,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.remote.catalogue import scan, verify
-from cpsr.checkpoint.remote.fetcher import Fetcher
+from cpsr.checkpoint.remote.copies import remove_old, scan, set_aside, verify
 from cpsr.checkpoint.remote.place import Place, open_place
-from cpsr.checkpoint.remote.transfer import remove_old, set_aside
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.ranks.group import Group
 from tests.checkpoint.kill_driver import STEPS, _in_child, chosen_steps
-from tests.checkpoint.remote.conftest import RUN, assert_whole, commit, committed_at, fetched, new_run, send, silent
+from tests.checkpoint.remote.conftest import RUN, assert_whole, commit, committed_at, fetched, new_run, send, target_at
 
 
 def main() -> None:
@@ -53,7 +50,7 @@ def _prepare_copy(case: Path) -> None:
     stores = new_run(case / "run")
     place = _place(case)
     for iteration in (10, 20, 25):
-        send(place, case / "run", commit(stores, iteration))
+        send(place, commit(stores, iteration))
     set_aside(place, "step-0000000025", "a test")
     shutil.rmtree(stores[0].directory / "step-0000000025")
     cut_off = case / "target" / "checkpoints" / "step-0000000022"
@@ -63,7 +60,7 @@ def _prepare_copy(case: Path) -> None:
 
 
 def _copy(case: Path) -> None:
-    send(_place(case), case / "run", case / "run" / "checkpoints" / "step-0000000030")
+    send(_place(case), case / "run" / "checkpoints" / "step-0000000030")
     (case / "acknowledged").touch()
     remove_old(_place(case), RUN, 2)
 
@@ -89,17 +86,17 @@ def _prepare_fetch(case: Path) -> None:
     """A run directory without identity whose newest checkpoint is damaged, and a target that has everything."""
     stores = new_run(case / "run")
     for iteration in (10, 20):
-        send(_place(case), case / "run", commit(stores, iteration))
+        send(_place(case), commit(stores, iteration))
     (stores[0].directory / "step-0000000020" / "rank-00000.params.safetensors").write_bytes(b"damaged")
     (case / "run" / "run.json").unlink()
 
 
 def _fetch(case: Path) -> None:
-    fetcher = Fetcher(_place(case), case / "run", silent)
-    fetcher.adopt_run(Group())
+    target = target_at(_place(case), case / "run")
+    target.adopt_run()
     store = CheckpointStore(case / "run", 0, 1, RUN, 2)
     store.prepare()
-    fetcher.fetch(store, Group(), (20,) if verify_run(case / "run") else ())
+    target.fetch(store, (20,) if verify_run(case / "run") else ())
     (case / "acknowledged").touch()
 
 

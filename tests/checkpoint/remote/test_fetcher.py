@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.checkpoint.remote import fetcher as module
-from cpsr.checkpoint.remote.catalogue import scan, verify
-from cpsr.checkpoint.remote.fetcher import Fetcher, Report
+from cpsr.checkpoint.remote import target as module
+from cpsr.checkpoint.remote.copies import scan, set_aside, verify
 from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.transfer import set_aside
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import RecoveryError, RunMismatchError
-from cpsr.ranks.group import Group
 from tests import two_ranks
 from tests.checkpoint.remote.conftest import (
     IDENTITY,
@@ -28,7 +25,7 @@ from tests.checkpoint.remote.conftest import (
     fetched,
     new_run,
     send,
-    silent,
+    target_at,
 )
 
 REGIONS = 12  # of a large file
@@ -38,12 +35,12 @@ def copied_run(run_dir: Path, url: str, iterations: tuple[int, ...] = (10, 20)) 
     """A run whose checkpoints are all at the target."""
     stores = new_run(run_dir)
     for iteration in iterations:
-        send(open_place(url), run_dir, commit(stores, iteration))
+        send(open_place(url), commit(stores, iteration))
     return stores[0]
 
 
 def fetch(url: str, run_dir: Path, store: CheckpointStore, damaged: tuple[int, ...] = ()) -> int | None:
-    return Fetcher(open_place(url), run_dir, silent).fetch(store, Group(), damaged)
+    return target_at(open_place(url), run_dir).fetch(store, damaged)
 
 
 def test_a_new_disk_continues_the_run(tmp_path: Path, url: str) -> None:
@@ -79,12 +76,12 @@ def test_a_newer_copy_is_fetched_beside_what_is_left(tmp_path: Path, url: str) -
 def test_a_damaged_checkpoint_is_replaced_by_its_copy_and_each_copy_is_tried_once(tmp_path: Path, url: str) -> None:
     store = copied_run(tmp_path / "run", url)
     (store.directory / "step-0000000020" / "rank-00000.params.safetensors").write_bytes(b"damaged")
-    fetcher = Fetcher(open_place(url), tmp_path / "run", silent)
-    assert fetcher.fetch(store, Group(), ()) is None  # the restart has yet to find out
-    assert fetcher.fetch(store, Group(), (20,)) == 20
+    target = target_at(open_place(url), tmp_path / "run")
+    assert target.fetch(store, ()) is None  # the restart has yet to find out
+    assert target.fetch(store, (20,)) == 20
     assert_whole(store, 20)
-    assert fetcher.fetch(store, Group(), (20,)) is None  # also damaged: this disk is
-    assert fetcher.fetch(store, Group(), (10, 20)) == 10
+    assert target.fetch(store, (20,)) is None  # also damaged: this disk is
+    assert target.fetch(store, (10, 20)) == 10
 
 
 def test_states_that_the_run_has_given_up_do_not_come_back(tmp_path: Path, url: str) -> None:
@@ -102,18 +99,18 @@ def test_another_runs_target_is_refused(tmp_path: Path, url: str) -> None:
     copied_run(tmp_path / "run", url)
     store = new_run(tmp_path / "other", run_id="ab" * 16)[0]
     with pytest.raises(RunMismatchError, match="holds copies of another run"):
-        Fetcher(open_place(url), tmp_path / "other", silent).fetch(store, Group(), ())
+        target_at(open_place(url), tmp_path / "other").fetch(store, ())
     assert list(store.directory.iterdir()) == []
 
 
 def test_another_world_size_is_refused(tmp_path: Path, url: str) -> None:
     stores = new_run(tmp_path / "run", world_size=2)
-    send(open_place(url), tmp_path / "run", commit(stores, 10))
-    fetcher = Fetcher(open_place(url), tmp_path / "new", silent)
-    fetcher.adopt_run(Group())
+    send(open_place(url), commit(stores, 10))
+    target = target_at(open_place(url), tmp_path / "new")
+    target.adopt_run()
     store = CheckpointStore(tmp_path / "new", 0, 1, RUN, 0)
     with pytest.raises(RunMismatchError, match="saved by 2 ranks, this job has 1"):
-        fetcher.fetch(store, Group(), ())
+        target.fetch(store, ())
 
 
 def test_a_target_that_does_not_answer(tmp_path: Path, faulty: type[FaultySystem]) -> None:
@@ -121,13 +118,12 @@ def test_a_target_that_does_not_answer(tmp_path: Path, faulty: type[FaultySystem
     url = "faulty://bucket/target"
     store = copied_run(tmp_path / "run", url)
     shutil.rmtree(store.directory / "step-0000000020")
-    events: list[Report] = []
-    fetcher = Fetcher(open_place(url), tmp_path / "run", events.append)
+    target = target_at(open_place(url), tmp_path / "run")
     faulty.arm(1)
-    assert fetcher.fetch(store, Group(), ()) is None
-    assert [(one.kind, one.level) for one in events] == [("target not reachable", logging.WARNING)]
+    assert target.fetch(store, ()) is None
+    assert [(one.kind, one.level) for one in target.reports()] == [("target not reachable", logging.WARNING)]
     with pytest.raises(RecoveryError, match="holds no checkpoint to restart at, and the target cannot be read"):
-        fetcher.fetch(store, Group(), (10,))
+        target.fetch(store, (10,))
     with pytest.raises(RecoveryError, match="does not answer"):
         fetched(open_place(url), tmp_path / "new")
     assert not (tmp_path / "new" / "run.json").exists()
@@ -138,18 +134,17 @@ def test_a_target_that_hangs_holds_up_no_restart_that_has_a_checkpoint(
 ) -> None:
     url = "faulty://bucket/target"
     store = copied_run(tmp_path / "run", url)
-    events: list[Report] = []
-    fetcher = Fetcher(open_place(url), tmp_path / "run", events.append)
+    target = target_at(open_place(url), tmp_path / "run")
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.2)
     faulty.arm(None, hangs_at=3)
     started = time.monotonic()
-    assert fetcher.fetch(store, Group(), ()) is None
+    assert target.fetch(store, ()) is None
     assert time.monotonic() - started < 5.0
-    assert [one.kind for one in events] == ["target not reachable"]
+    assert [one.kind for one in target.reports()] == ["target not reachable"]
     # With nothing to go on from, it is waited for.
     threading.Timer(0.6, faulty.answers.set).start()
     faulty.answers.clear()
-    assert fetcher.fetch(store, Group(), (10, 20)) == 20
+    assert target.fetch(store, (10, 20)) == 20
 
 
 def test_a_target_that_goes_away_while_fetching(tmp_path: Path, faulty: type[FaultySystem]) -> None:
@@ -226,7 +221,7 @@ def test_a_damaged_copy_is_set_aside_once_another_is_used(tmp_path: Path, url: s
     copied_run(tmp_path / "run", url, (10, 20, 30))
     place = open_place(url)
     place.remove("step-0000000030", first="rank-00000.params.safetensors")
-    send(place, tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-0000000030")
+    send(place, tmp_path / "run" / "checkpoints" / "step-0000000030")
     place.write("step-0000000030", "rank-00000.moments.safetensors", b"damaged")
     assert committed_at(place) == [10, 20, 30]
     assert fetched(place, tmp_path / "new") == 20
@@ -240,9 +235,9 @@ def test_a_copy_that_is_set_aside_is_reported_once_it_is(tmp_path: Path, url: st
     place.write("step-0000000030", "rank-00000.moments.safetensors", b"damaged")
     shutil.rmtree(store.directory)
     (store,) = new_run(tmp_path / "run")
-    events: list[Report] = []
-    assert Fetcher(place, tmp_path / "run", events.append).fetch(store, Group(), ()) == 20
-    found = {(one.kind, one.iteration) for one in events}
+    target = target_at(place, tmp_path / "run")
+    assert target.fetch(store, ()) == 20
+    found = {(one.kind, one.iteration) for one in target.reports()}
     assert found == {("target copy damaged", 30), ("target fetched", 20), ("target set aside", 30)}
 
 
@@ -252,34 +247,33 @@ from pathlib import Path
 import torch.distributed as dist
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CPSRError
-from cpsr.ranks.group import Group
-from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.fetcher import Fetcher
+from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.config import CheckpointConfig
 from tests.checkpoint.remote.conftest import RUN, assert_whole
 
 dist.init_process_group("gloo")
 group, base = Group(), Path(sys.argv[1]).parent
 found, kinds = [], []
-def report(one):
-    kinds.append(one.kind)
 for name in ("whole", "hurt"):
     run = base / f"new-{name}"
-    fetcher = Fetcher(open_place(f"file://{base}/{name}"), run, report)
-    fetcher.adopt_run(group)
+    target = CheckpointTarget(CheckpointConfig(target=f"file://{base}/{name}"), run, group)
+    target.adopt_run()
     store = CheckpointStore(run, group.rank, group.size, RUN, 7, fsync=False)
     if group.rank == 0:
         store.prepare()
-    found.append(fetcher.fetch(store, group, ()))
+    found.append(target.fetch(store, ()))
+    kinds += [one.kind for one in target.reports()]
     assert_whole(store, found[-1], group.rank)
 try:
-    fetcher = Fetcher(open_place(f"file://{base}/lost"), base / "new-lost", report)
-    fetcher.adopt_run(group)
+    target = CheckpointTarget(CheckpointConfig(target=f"file://{base}/lost"), base / "new-lost", group)
+    target.adopt_run()
     store = CheckpointStore(base / "new-lost", group.rank, group.size, RUN, 7, fsync=False)
     if group.rank == 0:
         store.prepare()
-    fetcher.fetch(store, group, ())
+    target.fetch(store, ())
 except CPSRError as error:
     found.append(str(error))
+kinds += [one.kind for one in target.reports()]
 Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps([found, kinds]))
 dist.destroy_process_group()
 """
@@ -292,7 +286,7 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
     for name in ("whole", "hurt", "lost"):
         place = open_place(f"file://{tmp_path}/{name}")
         for directory in directories[1:] if name == "lost" else directories:
-            send(place, tmp_path / "run", directory)
+            send(place, directory)
         if name != "whole":
             place.write("step-0000000020", "rank-00001.params.safetensors", b"damaged")
     (first, kinds), (second, other_kinds) = two_ranks.run(TWO_RANKS, tmp_path)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from cpsr.checkpoint.files import hash_file
-from cpsr.checkpoint.remote.place import TargetAbsentError, open_place
+from cpsr.checkpoint.manifest import FileRecord
+from cpsr.checkpoint.remote.place import CopyDamagedError, CopyStoppedError, open_place
 from cpsr.errors import ConfigError, TargetError
 
 FOLDER = "step-0000000010"
@@ -23,13 +24,16 @@ def test_what_is_written_is_there(tmp_path: Path, url: str) -> None:
     (tmp_path / "large").write_bytes(b"a" * 5_000_000 + b"b" * 3_000_000)
     (tmp_path / "empty").touch()
     for name in ("large", "empty"):
-        place.send(FOLDER, tmp_path / name, lambda: None)
+        place.send(FOLDER, tmp_path / name)
     assert place.folders() == [FOLDER]
     assert sorted(place.files(FOLDER)) == ["COMMIT", "empty", "large"]
     assert place.read(FOLDER, "COMMIT") == b"second"
     for name in ("large", "empty"):
-        assert place.digest(FOLDER, name) == hash_file(tmp_path / name)
-        place.receive(FOLDER, name, tmp_path / "back")
+        found = hash_file(tmp_path / name)
+        record = FileRecord(bytes=found.bytes, xxh3_128=found.xxh3_128)
+        assert place.holds(FOLDER, name, record)
+        assert not place.holds(FOLDER, name, FileRecord(bytes=found.bytes, xxh3_128="0" * 32))
+        place.receive(FOLDER, name, record, tmp_path / "back")
         assert (tmp_path / "back").read_bytes() == (tmp_path / name).read_bytes()
     place.remove(FOLDER, first="COMMIT")
     assert place.folders() == []
@@ -38,11 +42,23 @@ def test_what_is_written_is_there(tmp_path: Path, url: str) -> None:
 
 def test_what_is_absent_is_reported_so(url: str) -> None:
     place = open_place(url)
-    with pytest.raises(TargetAbsentError, match=FOLDER):
+    with pytest.raises(CopyDamagedError, match=FOLDER):
         place.read(FOLDER, "COMMIT")
     place.make(FOLDER)
-    with pytest.raises(TargetAbsentError, match="COMMIT"):
-        place.digest(FOLDER, "COMMIT")
+    with pytest.raises(CopyDamagedError, match="COMMIT"):
+        place.holds(FOLDER, "COMMIT", FileRecord(bytes=1, xxh3_128="0" * 32))
+
+
+def test_a_stop_ends_what_is_sent_and_compared(tmp_path: Path, url: str) -> None:
+    place = open_place(url)
+    place.make(FOLDER)
+    (tmp_path / "large").write_bytes(b"a" * 5_000_000)
+    place.send(FOLDER, tmp_path / "large")
+    place.stopped = lambda: True
+    with pytest.raises(CopyStoppedError):
+        place.send(FOLDER, tmp_path / "large")
+    with pytest.raises(CopyStoppedError):
+        place.holds(FOLDER, "large", FileRecord(bytes=5_000_000, xxh3_128="0" * 32))
 
 
 def test_only_folders_of_checkpoints_are_seen(url: str) -> None:
@@ -84,7 +100,7 @@ def test_the_folder_above_a_local_target_must_exist(tmp_path: Path) -> None:
     """A mount that is missing must not be filled underneath."""
     place = open_place(f"file://{tmp_path}/mount/target")
     assert place.folders() == []
-    with pytest.raises(TargetAbsentError):
+    with pytest.raises(TargetError):
         place.make(FOLDER)
     assert not (tmp_path / "mount").exists()
 
@@ -97,9 +113,9 @@ def test_links_at_a_local_target_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "target" / "checkpoints" / FOLDER).symlink_to(outside)
     place = open_place(f"file://{tmp_path}/target")
     assert place.folders() == []
-    with pytest.raises(TargetAbsentError):
+    with pytest.raises(TargetError):
         place.files(FOLDER)
-    with pytest.raises(TargetAbsentError):
+    with pytest.raises(CopyDamagedError):
         place.read(FOLDER, "COMMIT")
     with pytest.raises(TargetError):
         place.write(FOLDER, "COMMIT", b"ours")

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cpsr.checkpoint.manifest import COMMIT
-from cpsr.checkpoint.remote.catalogue import scan
-from cpsr.checkpoint.remote.fetcher import Report
+from cpsr.checkpoint.remote.copier import Copier, Report
+from cpsr.checkpoint.remote.copies import scan
 from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.target import CheckpointTarget, Copier
+from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli.main import app
@@ -44,13 +44,10 @@ class Copied:
         self.store: CheckpointStore = new_run(run_dir)[0]
         self.place = open_place(URL)
         self.events: list[tuple[str, str, int]] = []
-        self.removed: list[int | None] = []
-        self.copier = Copier(self.place, keep, self.store, run_dir, self._report)
+        self.copier = Copier(self.place, keep, self.store, self._report)
 
     def _report(self, report: Report) -> None:
         self.events.append((report.kind, report.message, report.level))
-        if report.kind == "target removed":
-            self.removed.append(report.iteration)
 
     def commit(self, iteration: int) -> None:
         commit([self.store], iteration)
@@ -78,8 +75,6 @@ def test_every_checkpoint_is_copied_and_the_newest_stay(tmp_path: Path, faulty: 
     run.copier.close(PATIENCE_SECONDS)
     assert committed_at(run.place) == [20, 30]
     assert {level for _, _, level in run.events} == {logging.DEBUG}  # nothing that people must read
-    (removed,) = [message for kind, message, _ in run.events if kind == "target removed"]
-    assert "checkpoint 10 is being removed" in removed
     assert fetched(run.place, tmp_path / "new") == 30
 
 
@@ -110,7 +105,6 @@ def test_a_slow_target_holds_nothing_up_and_the_newest_is_next(tmp_path: Path, f
         run.copier.notify(iteration)
         assert time.monotonic() - started < 0.1
     assert [info.iteration for info in run.store.catalogue() if info.full] == [20, 50, 60]  # 20 stays while it is read
-    assert run.count("target slow") == 1
     faulty.answers.set()
     run.wait_for("target copied", 3)
     run.copier.close(PATIENCE_SECONDS)
@@ -168,19 +162,19 @@ def test_states_that_were_given_up_are_set_aside_at_the_target_too(tmp_path: Pat
     run.wait_for("target copied", 3)
     run.copier.close(PATIENCE_SECONDS)
     assert committed_at(run.place) == [10, 20]
-    assert [copy.manifest.sequence for copy in scan(run.place).copies] == [1, 3]
+    assert [copy.manifest.sequence for copy in scan(run.place).usable] == [1, 3]
 
 
 def test_two_runs_at_one_target(tmp_path: Path, faulty: type[FaultySystem]) -> None:
     other = new_run(tmp_path / "other", run_id="ab" * 16)
-    send(open_place(URL), tmp_path / "other", commit(other, 10))
+    send(open_place(URL), commit(other, 10))
     run = Copied(tmp_path / "run")
     run.commit(10)
     run.wait_for("target refused")
     run.commit(20)
     run.copier.close(PATIENCE_SECONDS)
     assert [(kind, level) for kind, _, level in run.events] == [("target refused", logging.ERROR)]
-    assert [copy.manifest.run_id for copy in scan(run.place).copies] == ["ab" * 16]
+    assert [copy.manifest.run_id for copy in scan(run.place).usable] == ["ab" * 16]
 
 
 def test_what_nobody_foresaw_is_a_failed_copy(tmp_path: Path, faulty: type[FaultySystem]) -> None:
@@ -195,12 +189,12 @@ def test_what_nobody_foresaw_is_a_failed_copy(tmp_path: Path, faulty: type[Fault
     run.copier.close(PATIENCE_SECONDS)
 
 
-def test_a_removal_is_reported_also_where_it_breaks_off(
+def test_a_removal_that_breaks_off_is_reported(
     tmp_path: Path, faulty: type[FaultySystem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Copied(tmp_path / "run", keep=1)
     for iteration in (10, 20):
-        send(run.place, tmp_path / "run", commit([run.store], iteration))
+        send(run.place, commit([run.store], iteration))
 
     def refusing(self: FaultySystem, path: str) -> None:
         if "0000000020" in path and not path.endswith(COMMIT):
@@ -212,17 +206,13 @@ def test_a_removal_is_reported_also_where_it_breaks_off(
     run.wait_for("target not tidied")
     run.copier.close(PATIENCE_SECONDS)
     assert committed_at(run.place) == [30]
-    assert run.removed == [10, 20], "10 has gone, and 20 is none any more"
 
 
 # One life after another
 
 
 def life(run_dir: Path, url: str, iterations: tuple[int, ...], life: int) -> tuple[int | None, list[str]]:
-    """One life of a run of one rank: what it fetched when it began, and the kinds of what it reported.
-
-    Whether a copy is done before the next checkpoint is the machine's affair: `target slow` is left out.
-    """
+    """One life of a run of one rank: what it fetched when it began, and the kinds of what it reported."""
     target = CheckpointTarget(CheckpointConfig(target=url), run_dir, Group())
     target.adopt_run()
     if not (run_dir / "run.json").exists():
@@ -240,9 +230,7 @@ def life(run_dir: Path, url: str, iterations: tuple[int, ...], life: int) -> tup
         target.notify(iteration)
         target.notify(iteration)  # as at every step
     target.close(PATIENCE_SECONDS)
-    return fetched, [
-        report.kind for report in target.reports() if report.level >= logging.WARNING and report.kind != "target slow"
-    ]
+    return fetched, [report.kind for report in target.reports() if report.level >= logging.WARNING]
 
 
 def test_lives_of_a_run_on_disks_that_are_lost(tmp_path: Path, url: str) -> None:
@@ -299,7 +287,7 @@ def test_verify_passes_whole_copies_and_names_damage(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["verify", url]).exit_code == 2, "nothing is committed there"
     for iteration in (10, 20):
         (store,) = new_run(tmp_path / "run")
-        send(open_place(url), tmp_path / "run", commit([store], iteration))
+        send(open_place(url), commit([store], iteration))
     assert CliRunner().invoke(app, ["verify", url]).exit_code == 0
     file = "checkpoints/step-0000000010/rank-00000.extra.safetensors"
     (tmp_path / "target" / file).write_bytes(b"damaged")

@@ -13,31 +13,27 @@ import pytest
 from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.files import hash_file
 from cpsr.checkpoint.manifest import COMMIT, commit_record
-from cpsr.checkpoint.remote.catalogue import CopyDamagedError, read_copy, scan, sealed, verify
-from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.transfer import (
-    CopyStoppedError,
-    fetch_ranks,
-    prepare_fetch,
-    put_in_place,
+from cpsr.checkpoint.remote.copies import (
+    read_copy,
     remove_old,
+    scan,
     set_aside,
-    upload,
+    verify,
 )
+from cpsr.checkpoint.remote.place import CopyDamagedError, CopyStoppedError, open_place
 from cpsr.checkpoint.store import verify_run
-from cpsr.errors import CheckpointError, CPSRError, RunMismatchError, TargetError
+from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError, TargetError
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, save
 from tests.checkpoint.remote.conftest import (
     RUN,
     FaultySystem,
-    assert_whole,
     commit,
     committed_at,
     fetched,
-    identity_of,
     new_run,
     send,
+    target_at,
 )
 
 FOLDER = "step-0000000010"
@@ -50,7 +46,7 @@ def test_a_copy_is_the_checkpoint_byte_for_byte(tmp_path: Path, url: str) -> Non
     run = tmp_path / "run"
     directory = commit(new_run(run), 10)
     place = open_place(url)
-    assert send(place, run, directory) == sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    assert send(place, directory) == sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     assert set(place.files(directory.name)) == {path.name for path in directory.iterdir()} | {"run.json"}
     for path in directory.iterdir():
         assert place.read(directory.name, path.name) == path.read_bytes()
@@ -69,7 +65,7 @@ def test_the_commit_record_comes_last_and_the_manifests_after_the_files(
         faulty.reset()
         faulty.arm(call)
         try:
-            send(place, run, directory)
+            send(place, directory)
         except TargetError:
             faulty.arm(None)
             order += [name for name in place.files(directory.name) if name not in order]
@@ -91,10 +87,10 @@ def test_interrupted_at_every_call_the_newest_copy_is_whole(tmp_path: Path, faul
     for call in itertools.count(1):
         faulty.reset()
         for directory in directories[:2]:
-            send(place, run, directory)
+            send(place, directory)
         faulty.arm(call)
         try:
-            send(place, run, directories[2])
+            send(place, directories[2])
             remove_old(place, RUN, 2)
             break
         except TargetError:
@@ -104,7 +100,7 @@ def test_interrupted_at_every_call_the_newest_copy_is_whole(tmp_path: Path, faul
         newest = fetched(place, tmp_path / f"new-{call}")
         assert newest == there[-1], call
         fates.add(newest)
-        send(place, run, directories[2])
+        send(place, directories[2])
         remove_old(place, RUN, 2)
         assert committed_at(place) == [20, 30]
         assert len(place.folders()) == 2
@@ -122,7 +118,7 @@ def test_a_damaged_checkpoint_is_never_committed_at_the_target(tmp_path: Path, u
     (directory / name).write_bytes(data)
     place = open_place(url)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        send(place, run, directory)
+        send(place, directory)
     assert committed_at(place) == []
 
 
@@ -134,7 +130,7 @@ def test_what_a_link_leads_to_is_not_sent(tmp_path: Path, url: str) -> None:
     (directory / "rank-00000.extra.safetensors").symlink_to(tmp_path / "secret")
     place = open_place(url)
     with pytest.raises(CheckpointError, match=r"rank-00000\.extra\.safetensors"):
-        send(place, run, directory)
+        send(place, directory)
     sent = [place.read("step-0000000010", name) for name in place.files("step-0000000010")]
     assert not [data for data in sent if b"somebody" in data]
 
@@ -157,7 +153,7 @@ def test_what_is_read_back_differently_is_refused(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "fsync", losing)
     with pytest.raises(TargetError, match="read back differs"):
-        send(place, run, directory)
+        send(place, directory)
     assert committed_at(place) == []
 
 
@@ -165,9 +161,10 @@ def test_stopping_leaves_nothing_committed(tmp_path: Path, url: str) -> None:
     run = tmp_path / "run"
     directory = commit(new_run(run), 10)
     for pieces in range(6):
-        left = itertools.chain([False] * pieces, itertools.repeat(True))
+        place = open_place(url)
+        place.stopped = itertools.chain([False] * pieces, itertools.repeat(True)).__next__
         with pytest.raises(CopyStoppedError):
-            upload(open_place(url), directory, identity_of(run), left.__next__)
+            send(place, directory)
         assert committed_at(open_place(url)) == []
 
 
@@ -176,16 +173,16 @@ def test_retention_keeps_the_newest_by_commit_and_removes_what_was_set_aside(tmp
     stores = new_run(run)
     place = open_place(url)
     for iteration in (10, 20, 30):
-        send(place, run, commit(stores, iteration))
+        send(place, commit(stores, iteration))
     stores[0].abandon_after(15, "a test")
     set_aside(place, "step-0000000020", "a test")
     set_aside(place, "step-0000000030", "a test")
     assert committed_at(place) == [10]
-    send(place, run, commit(stores, 15))
+    send(place, commit(stores, 15))
     assert committed_at(place) == [10, 15]
     remove_old(place, RUN, 2)
     assert place.folders() == ["step-0000000010", "step-0000000015"]
-    send(place, run, commit(stores, 20))  # the same iteration as one that was given up
+    send(place, commit(stores, 20))  # the same iteration as one that was given up
     remove_old(place, RUN, 2)
     assert committed_at(place) == [15, 20]
     remove_old(place, RUN, 1)
@@ -196,7 +193,7 @@ def test_retention_keeps_the_newest_by_commit_and_removes_what_was_set_aside(tmp
 def test_another_runs_target_is_refused_and_untouched(tmp_path: Path, url: str) -> None:
     place = open_place(url)
     first, second = tmp_path / "first", tmp_path / "second"
-    send(place, first, commit(new_run(first), 10))
+    send(place, commit(new_run(first), 10))
     stores = new_run(second, run_id="ab" * 16)
     with pytest.raises(RunMismatchError, match=f"is of the run '{RUN}', this is '{'ab' * 16}'"):
         scan(place, "ab" * 16)
@@ -211,18 +208,22 @@ def test_a_run_that_writes_into_the_same_folder_meanwhile_keeps_it(tmp_path: Pat
     place = open_place(f"file://{tmp_path}/target")
     first, second = tmp_path / "first", tmp_path / "second"
     mine, other = commit(new_run(first), 10), commit(new_run(second, run_id="ab" * 16), 10)
+    elsewhere = open_place(f"file://{tmp_path}/elsewhere")
+    send(elsewhere, other)
+    identity = elsewhere.read(other.name, "run.json")
     asked = iter(range(100))
 
     def intrude() -> bool:
         if next(asked) == 3:
-            place.write(mine.name, "run.json", sealed(identity_of(second)))
+            place.write(mine.name, "run.json", identity)
         return False
 
+    place.stopped = intrude
     with pytest.raises(RunMismatchError, match="two runs have the same target"):
-        upload(place, mine, identity_of(first), intrude)
-    assert scan(place).copies == []
-    send(place, second, other)
-    assert [copy.manifest.run_id for copy in scan(place).copies] == ["ab" * 16]
+        send(place, mine)
+    assert scan(place).usable == []
+    send(place, other)
+    assert [copy.manifest.run_id for copy in scan(place).usable] == ["ab" * 16]
 
 
 def test_what_another_run_has_begun_and_not_committed_is_in_nobodys_way(tmp_path: Path, url: str) -> None:
@@ -231,51 +232,20 @@ def test_what_another_run_has_begun_and_not_committed_is_in_nobodys_way(tmp_path
     first, second = tmp_path / "first", tmp_path / "second"
     directory = commit(new_run(first), 10)
     for pieces in range(4):
-        stopped = itertools.chain([False] * pieces, itertools.repeat(True))
+        place.stopped = itertools.chain([False] * pieces, itertools.repeat(True)).__next__
         with pytest.raises(CopyStoppedError):
-            upload(place, directory, identity_of(first), stopped.__next__)
+            send(place, directory)
+    place.stopped = lambda: False
     assert fetched(place, tmp_path / "new") is None
     assert scan(place, "ab" * 16).unfinished == [directory.name]
     stores = new_run(second, run_id="ab" * 16)
-    send(place, second, commit(stores, 20))
+    send(place, commit(stores, 20))
     remove_old(place, "ab" * 16, 2)
     assert place.folders() == ["step-0000000020"]
-    assert [copy.manifest.run_id for copy in scan(place).copies] == ["ab" * 16]
-
-
-def test_every_error_of_a_file_system_is_one_of_ours(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    run = tmp_path / "run"
-    directory = commit(new_run(run), 10)
-    place = open_place("faulty://bucket/target")
-    for call in range(1, 200):
-        faulty.arm(call)
-        try:
-            send(place, run, directory)
-        except CPSRError:
-            continue
-        break
-    assert call > 20
+    assert [copy.manifest.run_id for copy in scan(place).usable] == ["ab" * 16]
 
 
 # Fetching
-
-
-def test_ranks_fetch_their_own_files_and_rank_0_commits(tmp_path: Path, url: str) -> None:
-    place = open_place(url)
-    send(place, tmp_path / "run", commit(new_run(tmp_path / "run", world_size=2), 10))
-    copy = read_copy(place, FOLDER)
-    stores = new_run(tmp_path / "new", world_size=2, life=5)
-    prepare_fetch(tmp_path / "new", copy)
-    sizes = [fetch_ranks(place, copy, [rank], tmp_path / "new") for rank in (1, 0)]
-    assert sum(sizes) == copy.manifest.state_bytes()
-    assert stores[0].catalogue() == []
-    put_in_place(copy, tmp_path / "new", stores[0], "a test")
-    assert [(info.iteration, info.full) for info in stores[0].catalogue()] == [(10, True)]
-    for rank, store in enumerate(stores):
-        assert_whole(store, 10, rank)
-    assert not (tmp_path / "new" / "fetching").exists()
-    commit(stores, 20)  # the run goes on, its commits counted from there
-    assert [info.sequence for info in stores[0].catalogue()] == [1, 2]
 
 
 def test_a_sparse_checkpoint_comes_back_with_experts_of_their_ages(tmp_path: Path, url: str) -> None:
@@ -284,12 +254,9 @@ def test_a_sparse_checkpoint_comes_back_with_experts_of_their_ages(tmp_path: Pat
     for iteration, saved in ((10, experts), (20, frozenset[str]())):
         save(store, iteration, Contents.sparse(experts, saved))
     place = open_place(url)
-    send(place, tmp_path / "run", store.directory / "step-0000000020")
-    copy = read_copy(place, "step-0000000020")
+    send(place, store.directory / "step-0000000020")
     (back,) = new_run(tmp_path / "new", life=5)
-    prepare_fetch(tmp_path / "new", copy)
-    fetch_ranks(place, copy, [0], tmp_path / "new")
-    put_in_place(copy, tmp_path / "new", back, "a test")
+    assert target_at(place, tmp_path / "new").fetch(back, ()) == 20
     assert verify_run(tmp_path / "new") == []
     shard = make_shard(999)
     back.load(20, shard)
@@ -300,94 +267,40 @@ def test_a_sparse_checkpoint_comes_back_with_experts_of_their_ages(tmp_path: Pat
     assert_same_bits(shard, Shard(expected, make_shard(20).others))
 
 
-def test_a_fetch_that_was_cut_off_goes_on_with_what_is_whole(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    place = open_place("faulty://bucket/target")
-    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
-    copy = read_copy(place, FOLDER)
-    seen = set()
-    for call in itertools.count(1):
-        new = tmp_path / f"new-{call}"
-        store = new_run(new)[0]
-        prepare_fetch(new, copy)
-        faulty.arm(call)
-        try:
-            fetch_ranks(place, copy, [0], new)
-        except CopyDamagedError:
-            raise
-        except TargetError:
-            faulty.arm(None)
-        else:
-            break
-        assert store.catalogue() == []
-        names = {path.name for path in (new / "fetching" / FOLDER).iterdir()}
-        prepare_fetch(new, copy)  # the next start
-        seen.add(fetch_ranks(place, copy, [0], new))
-        assert names <= {path.name for path in (new / "fetching" / FOLDER).iterdir()}
-        put_in_place(copy, new, store, "a test")
-        assert_whole(store, 10)
-    sizes = sorted(copy.manifest.ranks[0].files.values())
-    assert len(seen) == len(sizes)
-    assert max(seen) == sum(sizes)
-
-
-def test_an_endless_file_is_not_read_to_its_end(tmp_path: Path) -> None:
-    place = open_place(f"file://{tmp_path}/target")
-    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
-    file = tmp_path / "target" / "checkpoints" / FOLDER / "rank-00000.params.safetensors"
+def endless(file: Path) -> None:
     with file.open("r+b") as opened:
         opened.truncate(1 << 40)
-    copy = read_copy(place, FOLDER)
-    new_run(tmp_path / "new")
-    prepare_fetch(tmp_path / "new", copy)
-    with pytest.raises(CopyDamagedError, match=r"rank-00000\.params"):
-        fetch_ranks(place, copy, [0], tmp_path / "new")
-    assert not list((tmp_path / "new" / "fetching").rglob(".*"))
 
 
-def test_a_link_or_a_pipe_at_a_local_target_is_damage(tmp_path: Path) -> None:
+def linked(file: Path) -> None:
+    file.rename(file.parents[3] / "moved")
+    file.symlink_to(file.parents[3] / "moved")
+
+
+def piped(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def a_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("damage", [endless, linked, piped, a_directory])
+def test_what_is_no_plain_file_of_its_size_is_damage(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     place = open_place(f"file://{tmp_path}/target")
-    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
-    file = tmp_path / "target" / "checkpoints" / FOLDER / "rank-00000.params.safetensors"
-    copy = read_copy(place, FOLDER)
-    new_run(tmp_path / "new")
-    replacements: list[Callable[[], None]] = [
-        lambda: file.symlink_to(tmp_path / "moved"),
-        lambda: os.mkfifo(file),
-        file.mkdir,
-    ]
-    for replace in replacements:
-        if file.exists() or file.is_symlink():
-            shutil.move(file, tmp_path / "moved")
-        replace()
-        prepare_fetch(tmp_path / "new", copy)
-        with pytest.raises(CopyDamagedError, match=r"rank-00000\.params"):
-            fetch_ranks(place, copy, [0], tmp_path / "new")
-        shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
-
-
-def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, url: str) -> None:
-    place = open_place(url)
-    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
-    copy = read_copy(place, FOLDER)
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "rank-00000.json").write_text("of somebody else")
-    for link in ("fetching", f"fetching/{FOLDER}"):
-        new = tmp_path / link.replace("/", "-")
-        store = new_run(new)[0]
-        (new / link).parent.mkdir(exist_ok=True)
-        (new / link).symlink_to(outside)
-        prepare_fetch(new, copy)
-        fetch_ranks(place, copy, [0], new)
-        put_in_place(copy, new, store, "a test")
-        assert_whole(store, 10)
-    assert [path.name for path in outside.iterdir()] == ["rank-00000.json"]
+    send(place, commit(new_run(tmp_path / "run"), 10))
+    damage(tmp_path / "target" / "checkpoints" / FOLDER / "rank-00000.params.safetensors")
+    with pytest.raises(RecoveryError, match=r"rank-00000\.params"):
+        fetched(place, tmp_path / "new")
+    assert not list((tmp_path / "new" / "fetching").rglob(".*"))
 
 
 def test_manifests_cannot_name_files_outside(tmp_path: Path) -> None:
     """With hashes that fit: somebody may write at the target, but not into the run directory's surroundings."""
     place = open_place(f"file://{tmp_path}/target")
-    send(place, tmp_path / "run", commit(new_run(tmp_path / "run"), 10))
+    send(place, commit(new_run(tmp_path / "run"), 10))
     folder = tmp_path / "target" / "checkpoints" / FOLDER
     (tmp_path / "target" / "evil").write_bytes(b"evil")
     digest = hash_file(tmp_path / "target" / "evil")
