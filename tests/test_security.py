@@ -385,7 +385,7 @@ def test_who_may_read_is_decided_by_the_umask(tmp_path: Path) -> None:
 
 
 def test_the_store_refuses_a_link_by_name(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, 0, 1, "run", 1, fsync=False)
+    store = CheckpointStore(tmp_path, 0, 1, "run", 1)
     store.prepare()
     (store.directory / "step-0000000005").symlink_to(tmp_path)
     with pytest.raises(CPSRError, match=r"step-0000000005 is a symbolic link.*remove the link"):

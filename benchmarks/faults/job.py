@@ -182,7 +182,7 @@ def freeze(run_dir: Path, store: CheckpointStore) -> None:
     """Give a rank of such a run its weights."""
     if (run_dir / _MARKER).exists():
         tensors = _weights(store.rank, 0)
-        store.frozen = FrozenFiles(FrozenWeights(lambda: tensors), store.rank, store.directory, fsync=True)
+        store.frozen = FrozenFiles(FrozenWeights(lambda: tensors), store.rank, store.directory)
 
 
 def frozen_scalars(store: CheckpointStore, iteration: int) -> dict[str, Any]:

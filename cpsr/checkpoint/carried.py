@@ -57,7 +57,7 @@ class CarriedFiles:
         return self._places[-1][1].operators
 
     def put_into(
-        self, directory: Path, attempt: tuple[int, int], contents: Contents, *, fsync: bool
+        self, directory: Path, attempt: tuple[int, int], contents: Contents
     ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
         """Give the files of carried operators a name in another checkpoint; the caller forces the directory.
 
@@ -65,7 +65,6 @@ class CarriedFiles:
             directory: of the checkpoint.
             attempt: life and attempt; nothing of any other is carried.
             contents: of this rank's part; operators in files of other ranks are left out.
-            fsync: force a copy to the disk, where there can be no link.
 
         Returns:
             The files' records, and those of the operators, at the iterations at which they were taken.
@@ -86,7 +85,7 @@ class CarriedFiles:
                 break
             ages = sorted({one.iteration for one in records.values()})
             files = {name: written.files[name] for age in ages for name in expert_files(written.rank, age)}
-            if put_files(directory, source, files, fsync=fsync):
+            if put_files(directory, source, files):
                 return files, records
             # It was abandoned, or retention was there.
         raise SaveError(
@@ -95,14 +94,13 @@ class CarriedFiles:
         )
 
 
-def put_files(directory: Path, source: Path, files: Mapping[str, FileRecord], *, fsync: bool) -> bool:
+def put_files(directory: Path, source: Path, files: Mapping[str, FileRecord]) -> bool:
     """Give files of one checkpoint the same names in another one; False, and no new name, where one is not there.
 
     Args:
         directory: where to; nothing of these names is there.
         source: where they lie.
         files: with what was written.
-        fsync: force a copy to the disk, where there can be no link.
 
     Raises:
         SaveError: a copy differs from what was written.
@@ -110,7 +108,7 @@ def put_files(directory: Path, source: Path, files: Mapping[str, FileRecord], *,
     """
     for name, record in files.items():
         try:
-            _link(source / name, directory / name, record, fsync=fsync)
+            _link(source / name, directory / name, record)
         except FileNotFoundError:
             for done in files:
                 (directory / done).unlink(missing_ok=True)
@@ -118,43 +116,40 @@ def put_files(directory: Path, source: Path, files: Mapping[str, FileRecord], *,
     return True
 
 
-def put_verified(target: Path, source: Path, record: FileRecord, *, fsync: bool, direct: bool) -> bool:
+def put_verified(target: Path, source: Path, record: FileRecord) -> bool:
     """As `put_files` for one file, which is read first; False, with the reason in the log, where it is not whole.
 
     Args:
         target: its further name; nothing is there.
         source: the file.
         record: what it should be.
-        fsync: see `put_files`.
-        direct: see `check_file`.
     """
     try:
-        check_file(source, record, direct=direct)
-        _link(source, target, record, fsync=fsync)
+        check_file(source, record, direct=True)
+        _link(source, target, record)
     except (CheckpointError, OSError) as error:
         _log.warning("%s is not linked, and is looked for elsewhere: %s", source, error)
         return False
     return True
 
 
-def _link(source: Path, target: Path, record: FileRecord, *, fsync: bool) -> None:
+def _link(source: Path, target: Path, record: FileRecord) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        _copy(source, target, record, fsync=fsync)
+        _copy(source, target, record)
 
 
-def _copy(source: Path, target: Path, record: FileRecord, *, fsync: bool) -> None:
+def _copy(source: Path, target: Path, record: FileRecord) -> None:
     """Copy under a temporary name, verify the copy against the original's record, and rename it."""
     temporary = temporary_name(target)
     try:
         shutil.copyfile(source, temporary, follow_symlinks=False)
         temporary.chmod(target.parent.stat().st_mode & 0o666)
-        if fsync:
-            sync_file(temporary)
-        found = hash_file(temporary, direct=fsync)
+        sync_file(temporary)
+        found = hash_file(temporary, direct=True)
         if (found.bytes, found.xxh3_128) != (record.bytes, record.xxh3_128):
             raise SaveError(f"{target}: the copy of {source} differs from what was written; check the disk")
         temporary.replace(target)

@@ -172,7 +172,7 @@ def warn_once(checkpoints: Path, message: str) -> None:
         _log.warning("%s", message)
 
 
-def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, fsync: bool) -> Path | None:
+def set_aside(directory: Path, kind: str, reason: str, after_sequence: int) -> Path | None:
     """Rename a checkpoint to `<kind>-step-...-<n>`, so that its iteration can be committed again.
 
     Returns:
@@ -181,7 +181,7 @@ def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, f
     if not directory.is_dir():
         return None
     try:
-        _write_record(directory, reason, after_sequence, fsync=fsync)
+        _write_record(directory, reason, after_sequence)
     except OSError as error:
         # The record only states when the directory may be deleted; the next retention pass rewrites it.
         _log.warning("%s: cannot record why it is set aside: %s", directory, error)
@@ -189,8 +189,7 @@ def set_aside(directory: Path, kind: str, reason: str, after_sequence: int, *, f
     number = next(n for n in range(len(taken) + 1) if f"{kind}-{directory.name}-{n}" not in taken)
     target = directory.with_name(f"{kind}-{directory.name}-{number}")
     directory.rename(target)
-    if fsync:
-        sync_directory(directory.parent)
+    sync_directory(directory.parent)
     _log.warning("checkpoint %s is set aside as %s: %s", directory, target.name, reason)
     return target
 
@@ -201,9 +200,9 @@ def set_aside_list(checkpoints: Path) -> list[SetAside]:
     return sorted(found, key=lambda aside: (aside.after_sequence or 0, aside.directory.name))
 
 
-def record_set_aside(directory: Path, after_sequence: int, *, fsync: bool) -> None:
+def record_set_aside(directory: Path, after_sequence: int) -> None:
     """Write the record of a directory that was set aside, where it is missing or torn."""
-    _write_record(directory, "not recorded", after_sequence, fsync=fsync)
+    _write_record(directory, "not recorded", after_sequence)
 
 
 def _is_set_aside(path: Path) -> bool:
@@ -221,9 +220,9 @@ def _read_aside(directory: Path) -> SetAside:
     return SetAside(directory, after, sum(path.lstat().st_size for path in directory.iterdir()))
 
 
-def _write_record(directory: Path, reason: str, after_sequence: int, *, fsync: bool) -> None:
+def _write_record(directory: Path, reason: str, after_sequence: int) -> None:
     content = {"reason": reason, "after_sequence": after_sequence}
-    write_bytes(directory / _RECORD, json.dumps(content).encode("ascii"), fsync=fsync)
+    write_bytes(directory / _RECORD, json.dumps(content).encode("ascii"))
 
 
 def _info(directory: Path) -> CheckpointInfo:

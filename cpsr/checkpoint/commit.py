@@ -142,8 +142,6 @@ def seal(
     attempt: Attempt,
     shards: dict[int, bytes],
     sequence: int,
-    *,
-    fsync: bool,
     missing: Missing | None = None,
 ) -> int:
     """Write the manifest over all ranks and, last of all, the commit record.
@@ -183,12 +181,12 @@ def seal(
     listed = {name for record in records.values() for name in record.files} | {rank_manifest_name(r) for r in records}
     for path in [path for path in directory.iterdir() if path.name not in listed]:
         remove_entry(path)  # markers and temporary files of an attempt before this one
-    if fsync:  # the ranks forced their files; on some file systems only this makes their names visible after a crash
-        sync_directory(directory)
-        sync_directory(directory.parent)  # a save that was skipped may have made the directory
-    write_bytes(directory / MANIFEST, manifest, fsync=fsync)
+    # The ranks forced their files; on some file systems only this makes their names visible after a crash.
+    sync_directory(directory)
+    sync_directory(directory.parent)
+    write_bytes(directory / MANIFEST, manifest)
     refuse_superseded(directory.parents[1], attempt.life)  # again: forcing files to a disk takes a while
-    write_bytes(directory / COMMIT, commit_record(manifest), fsync=fsync)
+    write_bytes(directory / COMMIT, commit_record(manifest))
     return sum(file.bytes for record in records.values() for file in record.files.values())
 
 
@@ -245,7 +243,7 @@ def _belongs(data: bytes, rank: int, attempt: Attempt) -> bool:
 
 def _write_marker(path: Path, attempt: Attempt, reason: str) -> None:
     content = {"run_id": attempt.run_id, "life": attempt.life, "attempt": attempt.attempt, "reason": reason}
-    write_bytes(path, json.dumps(content).encode("ascii"), fsync=False)
+    write_bytes(path, json.dumps(content).encode("ascii"))
 
 
 def _read_marker(path: Path, attempt: Attempt) -> str | None:

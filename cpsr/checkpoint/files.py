@@ -27,7 +27,7 @@ _PROCESS = secrets.token_hex(4)
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
 
 
-def write_bytes(path: Path, data: bytes, *, fsync: bool) -> None:
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file atomically: temporary name, fsync, read back, rename, fsync of the directory.
 
     Raises:
@@ -41,9 +41,8 @@ def write_bytes(path: Path, data: bytes, *, fsync: bool) -> None:
             view = memoryview(data)
             while view:
                 view = view[os.write(descriptor, view) :]
-            if fsync:
-                os.fsync(descriptor)
-                _drop_from_memory(descriptor)
+            os.fsync(descriptor)
+            _drop_from_memory(descriptor)
             os.lseek(descriptor, 0, os.SEEK_SET)
             if _read_all(descriptor) != data:
                 raise OSError(errno.EIO, f"what was read back differs from what was written; {_CHECK}", str(path))
@@ -53,13 +52,10 @@ def write_bytes(path: Path, data: bytes, *, fsync: bool) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    if fsync:
-        sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def write_tensors(
-    path: Path, tensors: dict[str, torch.Tensor], *, fsync: bool, metadata: dict[str, str] | None = None
-) -> Digest:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> Digest:
     """Write a safetensors file, read it back from the disk, compare it with the tensors and put it in place.
 
     The directory is not forced to the disk here: the caller does that once for all of its files.
@@ -67,7 +63,6 @@ def write_tensors(
     Args:
         path: final name; its directory exists.
         tensors: contiguous tensors on the CPU that do not change meanwhile.
-        fsync: force the file to the disk, and read it back from there and not from the page cache.
         metadata: of the file, in its header.
 
     Returns:
@@ -79,8 +74,8 @@ def write_tensors(
     """
     temporary = temporary_name(path)
     try:
-        written = _write_image(temporary, tensors, metadata, fsync=fsync)
-        if hash_file(temporary, direct=fsync) != written:
+        written = _write_image(temporary, tensors, metadata)
+        if hash_file(temporary, direct=True) != written:
             raise SaveError(f"{path}: what was read back differs from what was written; {_CHECK}")
         temporary.replace(path)
     except (OSError, SaveError) as error:
@@ -186,7 +181,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def make_directory(path: Path, *, fsync: bool) -> None:
+def make_directory(path: Path) -> None:
     """Create a directory and its parents; each new name is forced to the disk."""
     missing: list[Path] = []
     while not path.is_dir():
@@ -194,8 +189,7 @@ def make_directory(path: Path, *, fsync: bool) -> None:
         path = path.parent
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
-        if fsync:
-            sync_directory(directory.parent)
+        sync_directory(directory.parent)
 
 
 def remove_entry(path: Path) -> None:
@@ -211,7 +205,7 @@ def remove_entry(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_tree(directory: Path, *, first: str, fsync: bool) -> None:
+def remove_tree(directory: Path, *, first: str) -> None:
     """Remove a checkpoint's directory, the file called `first` before everything else.
 
     A subdirectory that cannot be removed stays, with the checkpoint's directory and a log line.
@@ -220,8 +214,7 @@ def remove_tree(directory: Path, *, first: str, fsync: bool) -> None:
         OSError: the file system refused to remove a file, or the directory that is empty now.
     """
     (directory / first).unlink(missing_ok=True)
-    if fsync:
-        sync_directory(directory)
+    sync_directory(directory)
     stays = False
     for path in list(directory.iterdir()):
         foreign = path.is_dir() and not path.is_symlink()
@@ -235,8 +228,7 @@ def remove_tree(directory: Path, *, first: str, fsync: bool) -> None:
     if stays:
         return
     directory.rmdir()
-    if fsync:
-        sync_directory(directory.parent)
+    sync_directory(directory.parent)
 
 
 def is_temporary(path: Path) -> bool:
@@ -273,21 +265,18 @@ def _read_all(descriptor: int) -> bytes:
     return b"".join(pieces)
 
 
-def _write_image(
-    path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, *, fsync: bool
-) -> Digest:
+def _write_image(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> Digest:
     """Write a new file of the tensors; returns size and hashes of what was to be written."""
     image = image_of(tensors, metadata)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = open_direct(path, flags) if fsync else os.open(path, flags, 0o600)
+    descriptor = open_direct(path, flags)
     written = FileHash(pieces=True)
     try:
         for piece in aligned_pieces(image):
             written.take(piece)
             write_piece(descriptor, piece, path)
-        if fsync:
-            os.fsync(descriptor)
-            _drop_from_memory(descriptor)
+        os.fsync(descriptor)
+        _drop_from_memory(descriptor)
     finally:
         os.close(descriptor)
     # Access to the directory decides who may read its files.

@@ -71,11 +71,10 @@ class FrozenFiles:
         weights: of the engine.
         rank: this one.
         checkpoints: the run's directory of them.
-        fsync: force what is written to the disk.
         places: of those that are split over ranks.
 
     Attributes:
-        weights, fsync, places: as given.
+        weights, places: as given.
     """
 
     def __init__(
@@ -83,15 +82,12 @@ class FrozenFiles:
         weights: FrozenWeights,
         rank: int,
         checkpoints: Path,
-        *,
-        fsync: bool = True,
         places: Mapping[str, FrozenPlace] | None = None,
     ) -> None:
         self.weights = weights
         self.places = places or {}
         self._rank = rank
         self._checkpoints = checkpoints
-        self.fsync = fsync
         self._held: dict[str, tuple[str, str]] = {}  # parameter -> file, and the hash that it has there
         self._agreed: dict[str, dict[str, str]] = {}  # own files that other ranks may name -> parameters and hashes
         self._places: dict[str, tuple[FileRecord, list[Path]]] = {}  # own file -> where it is durable, newest last
@@ -236,10 +232,10 @@ class FrozenFiles:
         if file in self._places:
             record, places = self._places[file]
             for source in reversed(places):
-                if source != directory and put_files(directory, source, {file: record}, fsync=self.fsync):
+                if source != directory and put_files(directory, source, {file: record}):
                     return record
         for source, record in self._earlier(file):
-            if put_verified(directory / file, source / file, record, fsync=self.fsync, direct=self.fsync):
+            if put_verified(directory / file, source / file, record):
                 return record
         self._places.pop(file, None)
         return None
@@ -267,7 +263,7 @@ class FrozenFiles:
         for name, xxh3_128 in content.items():
             tensors[f"frozen/{name}"] = self.weights.tensors[name].detach().contiguous().cpu()
             self._refuse_changed(path, name, tensors[f"frozen/{name}"], xxh3_128)
-        digest = write_tensors(path, tensors, fsync=self.fsync)
+        digest = write_tensors(path, tensors)
         for name, xxh3_128 in content.items():  # of the host these are no copies
             if not self.weights.tensors[name].is_cuda:
                 self._refuse_changed(path, name, tensors[f"frozen/{name}"], xxh3_128)

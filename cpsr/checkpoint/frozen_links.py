@@ -91,8 +91,7 @@ class FrozenLinks:
         """Link the files of this part; None, and no new name, where one is not whole."""
         found = self._files(info, record)
         for file, one in found.items():
-            fsync, target = self._own.fsync, directory / self._name(file)
-            if not put_verified(target, info.directory / file, one, fsync=fsync, direct=fsync):
+            if not put_verified(directory / self._name(file), info.directory / file, one):
                 for done in found:
                     (directory / self._name(done)).unlink(missing_ok=True)
                 return None

@@ -134,7 +134,7 @@ def _renew(path: Path) -> None:
     if path.is_symlink() or not path.exists():  # a link is refused when it is opened
         return
     try:
-        write_bytes(path, path.read_bytes(), fsync=False)
+        write_bytes(path, path.read_bytes())
     except OSError as error:  # a full disk: the existing file works, too
         logger.warning("%s cannot be rewritten (%s) and is used as it is", path, error)
 

@@ -26,12 +26,10 @@ class RankPartWriter:
 
     Args:
         rank: this one.
-        fsync: force every file to the disk.
     """
 
-    def __init__(self, rank: int, *, fsync: bool) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._fsync = fsync
         self._carried = CarriedFiles()
 
     def remove(self, directory: Path) -> None:
@@ -70,16 +68,15 @@ class RankPartWriter:
             outside = frozen.write(directory, snapshot.scalars, refuse_abandoned)
         data, scalar_tensors = encode(outside.scalars, prefix=SCALARS)
         same = attempt.life, attempt.attempt
-        files, operators = self._carried.put_into(directory, same, contents, fsync=self._fsync)
+        files, operators = self._carried.put_into(directory, same, contents)
         operators |= records_of_others(contents, snapshot.shard, snapshot.iteration, self._carried.newest(same))
         written, files = outside.written_bytes, files | outside.files
         for name, part in _files(self._rank, snapshot, scalar_tensors).items():
             refuse_abandoned()
-            digest = write_tensors(directory / name, part, fsync=self._fsync)
+            digest = write_tensors(directory / name, part)
             files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128, pieces=digest.pieces)
             written += digest.bytes
-        if self._fsync:
-            sync_directory(directory)
+        sync_directory(directory)
         manifest = RankManifest(
             run_id=attempt.run_id,
             life=attempt.life,
@@ -93,7 +90,7 @@ class RankPartWriter:
             files=files,
             scalars=data,
         )
-        write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes(), fsync=self._fsync)
+        write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes())
         self._carried.record(directory, manifest)
         return written
 

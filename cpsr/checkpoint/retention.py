@@ -119,7 +119,6 @@ def retain(
     checkpoints: Path,
     rules: Retention,
     *,
-    fsync: bool,
     pinned: int | None = None,
     copied: int | None = None,
 ) -> RetentionPlan:
@@ -128,7 +127,6 @@ def retain(
     Args:
         checkpoints: the run's `checkpoints` directory.
         rules: spans, counts and the cap on the disk.
-        fsync: force what changes to the disk.
         pinned: see `plan_retention`.
         copied: see `plan_retention`.
 
@@ -139,9 +137,9 @@ def retain(
     catalogue = scan(checkpoints)
     if not catalogue.checkpoints:
         return RetentionPlan([], [])
-    asides = _remove_asides(checkpoints, catalogue, fsync=fsync)
+    asides = _remove_asides(checkpoints, catalogue)
     newest = max(catalogue.checkpoints, key=lambda info: info.sequence)
-    remove_uncommitted(checkpoints, before=newest.iteration, fsync=fsync)
+    remove_uncommitted(checkpoints, before=newest.iteration)
     manifests = {info.iteration: read_manifest(info.directory) for info in catalogue.checkpoints}
     remaining = {iteration: manifest.history_bytes() for iteration, manifest in manifests.items()}
     carried = {iteration: manifest.shared_files() for iteration, manifest in manifests.items()}
@@ -149,9 +147,9 @@ def retain(
     plan = plan_retention(catalogue.checkpoints, rules, remaining, other_bytes, pinned, copied, carried)
     directories = {info.iteration: info.directory for info in catalogue.checkpoints}
     for iteration in plan.thin:
-        _thin(directories[iteration], fsync=fsync)
+        _thin(directories[iteration])
     for iteration in plan.delete:
-        remove_tree(directories[iteration], first=COMMIT, fsync=fsync)
+        remove_tree(directories[iteration], first=COMMIT)
         _log.debug("checkpoint %s was deleted: outside the history that is kept", directories[iteration])
     for info in catalogue.checkpoints:
         if not info.full and info.iteration not in plan.delete:
@@ -160,7 +158,7 @@ def retain(
     return plan
 
 
-def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: int = -1, fsync: bool) -> None:
+def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: int = -1) -> None:
     """Remove saves that never were committed, at iterations from `after` to `before` (exclusive), and temporary files.
 
     Once a later step was committed, every rank's writer is past the earlier ones, and none writes there.
@@ -177,7 +175,7 @@ def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: i
             _log.warning("%s stays: whether it was committed cannot be read now (%s)", directory, error)
             continue
         if not committed:
-            remove_tree(directory, first=COMMIT, fsync=fsync)
+            remove_tree(directory, first=COMMIT)
             _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
             continue
         for path in [path for path in directory.iterdir() if is_temporary(path)]:
@@ -185,11 +183,10 @@ def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: i
             _log.warning("%s was removed: left by a process that was killed", path)
 
 
-def _thin(directory: Path, *, fsync: bool) -> None:
-    write_bytes(directory / THINNED, thinned_record(read_manifest(directory)), fsync=fsync)
+def _thin(directory: Path) -> None:
+    write_bytes(directory / THINNED, thinned_record(read_manifest(directory)))
     _unlink_thinned(directory)
-    if fsync:
-        sync_directory(directory)
+    sync_directory(directory)
     _log.debug("checkpoint %s was thinned to its weights", directory)
 
 
@@ -198,20 +195,20 @@ def _unlink_thinned(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def _remove_asides(checkpoints: Path, catalogue: Catalogue, *, fsync: bool) -> list[SetAside]:
+def _remove_asides(checkpoints: Path, catalogue: Catalogue) -> list[SetAside]:
     """Remove what was set aside long enough ago; returns what stays."""
     kept: list[SetAside] = []
     newest = max(info.sequence for info in catalogue.checkpoints)
     for aside in set_aside_list(checkpoints):
         if aside.after_sequence is None:
-            record_set_aside(aside.directory, newest, fsync=fsync)
+            record_set_aside(aside.directory, newest)
             kept.append(aside)
             continue
         later = sum(info.sequence > aside.after_sequence for info in catalogue.checkpoints)
         if later < _COMMITS_BEFORE_REMOVAL:
             kept.append(aside)
             continue
-        remove_tree(aside.directory, first=COMMIT, fsync=fsync)
+        remove_tree(aside.directory, first=COMMIT)
         _log.info("%s was deleted: %d later checkpoints are committed", aside.directory, later)
     return kept
 

@@ -188,7 +188,7 @@ def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _Here) -> dict[str, Any]:
     """What rank 0 broadcasts: the identity, or why the directory is refused."""
     try:
-        make_directory(path, fsync=True)
+        make_directory(path)
         known = _read_json(path / IDENTITY)
         if known is None:
             known = _told_by_checkpoints(path) or {"run_id": uuid.uuid4().hex}
@@ -310,4 +310,4 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
-    write_bytes(path, json.dumps(data, indent=1).encode(), fsync=True)
+    write_bytes(path, json.dumps(data, indent=1).encode())

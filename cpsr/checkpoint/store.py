@@ -85,7 +85,6 @@ class CheckpointStore:
         world_size: number of ranks.
         run_id: identity of the run, the same in every life.
         life: counts the starts of the job; shards of different lives never form one checkpoint.
-        fsync: force every file to the disk before the commit record.
         missing: returns what all ranks' parts together lack, in a sentence; a commit requires None.
 
     Attributes:
@@ -107,7 +106,6 @@ class CheckpointStore:
         run_id: str,
         life: int,
         *,
-        fsync: bool = True,
         missing: Missing | None = None,
     ) -> None:
         self.directory = run_dir / "checkpoints"
@@ -122,10 +120,9 @@ class CheckpointStore:
         self._world_size = world_size
         self._run_id = run_id
         self._life = life
-        self._fsync = fsync
         self._missing = missing
         self._reported: set[Problem] = set()
-        self._part = RankPartWriter(rank, fsync=fsync)
+        self._part = RankPartWriter(rank)
 
     @property
     def rank(self) -> int:
@@ -148,13 +145,13 @@ class CheckpointStore:
         Raises:
             UnreadableFileError: the file system cannot read a commit record now; nothing was changed.
         """
-        make_directory(self.directory, fsync=self._fsync)
+        make_directory(self.directory)
         found = self._readable()
         problems = found.problems
         self._newest_sequence(found)
         for problem in problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
-        retention.remove_uncommitted(self.directory, fsync=self._fsync)
+        retention.remove_uncommitted(self.directory)
         return problems
 
     def write(self, snapshot: Snapshot, frozen: FrozenLinks | None = None) -> WrittenShard:
@@ -168,7 +165,7 @@ class CheckpointStore:
         started = time.perf_counter()
         refuse_superseded(self.directory.parent, self._life)
         directory, attempt = self._step(snapshot.iteration), self._same_attempt()
-        make_directory(directory, fsync=self._fsync)
+        make_directory(directory)
         if (directory / COMMIT).exists():
             raise SaveError(f"{directory} is committed already; abandon_after() it before this step is saved again")
         try:
@@ -195,7 +192,7 @@ class CheckpointStore:
         if (directory / COMMIT).exists():
             _log.warning("%s is committed already; nothing to skip", directory)
             return
-        make_directory(directory, fsync=False)
+        make_directory(directory)
         if self._rank == 0:
             mark_abandoned(directory, self._same_attempt(), f"rank 0 skipped it: {reason}")
         else:
@@ -225,7 +222,7 @@ class CheckpointStore:
                 abandon(directory, attempt, shards)
                 return CommitResult(False, shards, time.perf_counter() - started)
             sequence = self._newest_sequence() + 1
-            total = seal(directory, iteration, attempt, shards, sequence, fsync=self._fsync, missing=self._missing)
+            total = seal(directory, iteration, attempt, shards, sequence, missing=self._missing)
             self._largest_sequence = sequence
         except (OSError, ValueError, SaveError) as error:
             if isinstance(error, DriftedError):
@@ -319,7 +316,7 @@ class CheckpointStore:
         refuse_superseded(self.directory.parent, self._life)
         newer = [one.iteration for one in self._readable(after=iteration).checkpoints if one.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
-        retention.remove_uncommitted(self.directory, after=iteration, fsync=self._fsync)
+        retention.remove_uncommitted(self.directory, after=iteration)
         return [path for path in moved if path is not None]
 
     def retain(self, rules: retention.Retention) -> retention.RetentionPlan:
@@ -330,13 +327,13 @@ class CheckpointStore:
             CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
         pinned, copied = self.pinned_iteration, self.copied_iteration
-        return retention.retain(self.directory, rules, fsync=self._fsync, pinned=pinned, copied=copied)
+        return retention.retain(self.directory, rules, pinned=pinned, copied=copied)
 
     def _record_drift(self, drifted: Drifted) -> None:
         """Record differing replicas for this life and, in the run's directory, for later ones."""
         self.drifted = drifted
         try:
-            write_bytes(self.directory.parent / DIFFERING, str(drifted).encode(), fsync=self._fsync)
+            write_bytes(self.directory.parent / DIFFERING, str(drifted).encode())
         except OSError as error:
             _log.warning("that ranks differ is not recorded for the next life, which will detect it again: %s", error)
 
@@ -380,7 +377,7 @@ class CheckpointStore:
             abandon(directory, attempt, reason)
 
     def _set_aside(self, iteration: int, kind: str, reason: str) -> Path | None:
-        return set_aside(self._step(iteration), kind, reason, self._newest_sequence(), fsync=self._fsync)
+        return set_aside(self._step(iteration), kind, reason, self._newest_sequence())
 
     def _newest_sequence(self, found: Catalogue | None = None) -> int:
         """Largest commit count in the directory, of checkpoints that were set aside too.

@@ -40,7 +40,7 @@ def run_export(run_dir: Path, out: Path, format_: str, dtype: str, iteration: in
     precision = _checked(run_dir, out, format_, dtype)
     state = open_whole(run_dir, iteration, moments=format_ in _DIRECTORIES)
     try:
-        make_directory(out.parent, fsync=True)
+        make_directory(out.parent)
         write = _DIRECTORIES.get(format_)
         lines = write_state_dict(state, out, precision) if write is None else _write_directory(state, out, write)
     except OSError as error:

@@ -59,7 +59,7 @@ def write_state_dict(state: WholeState, path: Path, precision: Precision) -> lis
         CheckpointCorruptError, UnsupportedEngineError: see `WholeState`.
     """
     tensors = state_dict(state, precision)
-    write_tensors(path, tensors, fsync=True, metadata=_METADATA)
+    write_tensors(path, tensors, metadata=_METADATA)
     sync_directory(path.parent)
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
     lines = [f"{len(tensors)} tensors of the state dict ({', '.join(kinds)})"]

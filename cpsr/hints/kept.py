@@ -55,7 +55,7 @@ class KeptCheckpoints:
             # Before another call, which may still run, is told that this one has begun.
             if (identity := _newest_identity(run_dir)) is not None:
                 refuse(identity)
-            make_directory(run_dir, fsync=True)
+            make_directory(run_dir)
             life = newest_claim(run_dir) + 1
             claims = HeartbeatFiles(run_dir, life)
             claims.claim()
@@ -129,7 +129,7 @@ class KeptCheckpoints:
         """Remove all checkpoints, the newest last: the function has returned, and its next call begins anew."""
         try:
             for aside in set_aside_list(self._store.directory):
-                remove_tree(aside.directory, first=COMMIT, fsync=True)
+                remove_tree(aside.directory, first=COMMIT)
             self._remove(0)
         except (OSError, CheckpointError) as error:
             _log.warning(
@@ -141,7 +141,7 @@ class KeptCheckpoints:
     def _remove(self, kept: int) -> None:
         found = self._store.catalogue()
         for info in found[: len(found) - kept] if kept else found:
-            remove_tree(info.directory, first=COMMIT, fsync=True)
+            remove_tree(info.directory, first=COMMIT)
 
 
 def _require_own(run_dir: Path, name: str) -> None:
@@ -164,7 +164,7 @@ def _require_own(run_dir: Path, name: str) -> None:
 
 def _seconds_to_write(path: Path, name: str) -> float:
     started = time.perf_counter()
-    write_bytes(path, json.dumps({"function": name}).encode(), fsync=True)
+    write_bytes(path, json.dumps({"function": name}).encode())
     return time.perf_counter() - started
 
 

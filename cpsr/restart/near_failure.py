@@ -63,7 +63,7 @@ class Attempts:
             "error": error,
             "tries": int(before.get("tries", 1)) + 1 if same else 1,
         }
-        write_bytes(self._path, json.dumps(attempt).encode("ascii"), fsync=False)
+        write_bytes(self._path, json.dumps(attempt).encode("ascii"))
 
     def _read(self) -> dict[str, Any]:
         try:

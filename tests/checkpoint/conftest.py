@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,6 +20,16 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.device import DEVICE
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """In memory where there is a tmpfs: what is written is forced to the disk, each file and each name by itself."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture
@@ -130,7 +141,7 @@ def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> RefuseReading:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    """A single-rank store; fsync is left out where only the logic matters."""
-    store = CheckpointStore(tmp_path, 0, 1, "run", 1, fsync=False)
+    """A single-rank store."""
+    store = CheckpointStore(tmp_path, 0, 1, "run", 1)
     store.prepare()
     return store

@@ -54,14 +54,14 @@ class Life:
     ) -> None:
         self.weights, self.life, self.ranks = weights, life, len(weights)
         self.frozen = [FrozenWeights(partial(dict, own)) for own in weights]
-        self.stores = [CheckpointStore(run_dir, rank, self.ranks, RUN, life, fsync=False) for rank in range(self.ranks)]
+        self.stores = [CheckpointStore(run_dir, rank, self.ranks, RUN, life) for rank in range(self.ranks)]
         self.stores[0].prepare()
         self.directory = self.stores[0].directory
         self.files = []
         for rank, (store, frozen) in enumerate(zip(self.stores, self.frozen, strict=True)):
             frozen.settle()
             place = None if places is None else places[rank]
-            store.frozen = FrozenFiles(frozen, rank, self.directory, fsync=False, places=place)
+            store.frozen = FrozenFiles(frozen, rank, self.directory, places=place)
             self.files.append(store.frozen)
 
     def snapshot(self, iteration: int, rank: int = 0) -> Snapshot:
@@ -85,10 +85,10 @@ class Life:
     def rescue(self, states: Sequence[Snapshot], ranks: int, own: FrozenFiles) -> None:
         """Write states of so many ranks as a checkpoint, as a job with its own frozen weights does."""
         for part, state in enumerate(states):
-            store = CheckpointStore(self.directory.parent, part, len(states), RUN, self.life + 1, fsync=False)
-            files = FrozenFiles(own.weights, part, self.directory, fsync=False)
+            store = CheckpointStore(self.directory.parent, part, len(states), RUN, self.life + 1)
+            files = FrozenFiles(own.weights, part, self.directory)
             store.write(state, FrozenLinks(files, self.directory, (part, ranks), (part, len(states))))
-        store = CheckpointStore(self.directory.parent, 0, len(states), RUN, self.life + 1, fsync=False)
+        store = CheckpointStore(self.directory.parent, 0, len(states), RUN, self.life + 1)
         found = store.commit(states[0].iteration, 5.0, threading.Event())
         assert found.committed, found.reason
 

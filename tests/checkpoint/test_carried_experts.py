@@ -125,7 +125,7 @@ def test_the_first_of_a_life_or_attempt_must_save_all(store: CheckpointStore, tm
     store.attempt += 1
     with pytest.raises(SaveError, match="must save all experts"):
         store.write(sparse_snapshot(20, NAMES[2]))
-    next_life = CheckpointStore(tmp_path, 0, 1, "run", 2, fsync=False)
+    next_life = CheckpointStore(tmp_path, 0, 1, "run", 2)
     with pytest.raises(SaveError, match="must save all experts"):
         next_life.write(sparse_snapshot(20, NAMES[2]))
     assert not list(directory(store, 20).glob("rank-*"))  # nothing is left of what was refused
@@ -185,7 +185,7 @@ def test_nothing_is_committed_while_an_expert_is_on_no_rank(
     tmp_path: Path, experts: dict[int, list[int]], missing: str
 ) -> None:
     lacking = partial(wrong_experts, naming=MODULE_LIST)
-    stores = [CheckpointStore(tmp_path, rank, 2, "run", 1, fsync=False, missing=lacking) for rank in (0, 1)]
+    stores = [CheckpointStore(tmp_path, rank, 2, "run", 1, missing=lacking) for rank in (0, 1)]
     stores[0].prepare()
     for rank in (1, 0):
         snapshot = make_snapshot(10)
@@ -208,7 +208,7 @@ def test_nothing_is_committed_without_a_trained_parameter_of_an_expert(tmp_path:
     """And what is frozen may be with the others: it is not asked for."""
     names = ["moe.experts.0.weight", "moe.experts.0.bias"]
     lacking = partial(wrong_experts, naming=MODULE_LIST, trained=names)
-    store = CheckpointStore(tmp_path, 0, 1, "run", 1, fsync=False, missing=lacking)
+    store = CheckpointStore(tmp_path, 0, 1, "run", 1, missing=lacking)
     store.prepare()
     for iteration, own in ((10, names[:1]), (20, names)):
         snapshot = make_snapshot(iteration)
@@ -229,7 +229,7 @@ def test_nothing_is_committed_without_a_trained_parameter_of_an_expert(tmp_path:
 def test_nothing_is_committed_where_ranks_have_an_expert_from_different_iterations(tmp_path: Path) -> None:
     """As when a rank carried it from a checkpoint that was abandoned a moment later."""
     right = partial(wrong_experts, naming=NAMED)
-    stores = [CheckpointStore(tmp_path, rank, 2, "run", 1, fsync=False, missing=right) for rank in (0, 1)]
+    stores = [CheckpointStore(tmp_path, rank, 2, "run", 1, missing=right) for rank in (0, 1)]
     stores[0].prepare()
 
     def put(rank: int, iteration: int, *saved: str) -> None:
@@ -272,7 +272,7 @@ def test_what_is_carried_along_counts_once_against_the_limit_of_the_disk(store: 
 def test_any_sequence_of_choices_holds_the_newest_of_each_expert(
     tmp_path_factory: pytest.TempPathFactory, rounds: list[set[str]]
 ) -> None:
-    store = CheckpointStore(tmp_path_factory.mktemp("run"), 0, 1, "run", 1, fsync=False)
+    store = CheckpointStore(tmp_path_factory.mktemp("run"), 0, 1, "run", 1)
     store.prepare()
     states, ages = {10: write(store, 10, *EXPERTS)}, dict.fromkeys(EXPERTS, 10)
     for number, saved in enumerate(rounds, start=2):

@@ -39,7 +39,7 @@ def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
     hidden = store.directory / "step-0000000030" / COMMIT
     refuse_asking(monkeypatch, hidden, 1_000)
     save(store, 40)  # with a retention pass after it
-    remove_uncommitted(store.directory, before=40, fsync=False)
+    remove_uncommitted(store.directory, before=40)
     assert "step-0000000030 stays" in caplog.text
     refuse_asking(monkeypatch, hidden, 0)
     found = scan(store.directory).checkpoints

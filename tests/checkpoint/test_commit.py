@@ -23,7 +23,7 @@ from pathlib import Path
 import cpsr.checkpoint.files as files
 from cpsr.checkpoint.store import CheckpointStore
 from tests.checkpoint.conftest import make_snapshot
-store = CheckpointStore(Path(sys.argv[1]), 1, 2, "run", 3, fsync=False)
+store = CheckpointStore(Path(sys.argv[1]), 1, 2, "run", 3)
 store.write(make_snapshot(10))
 store.write(make_snapshot(20))
 real = files.write_piece
@@ -38,7 +38,7 @@ store.write(make_snapshot(30))
 
 @pytest.fixture
 def stores(tmp_path: Path) -> tuple[CheckpointStore, CheckpointStore]:
-    first, second = (CheckpointStore(tmp_path, rank, 2, "run", 3, fsync=False) for rank in (0, 1))
+    first, second = (CheckpointStore(tmp_path, rank, 2, "run", 3) for rank in (0, 1))
     first.prepare()
     return first, second
 
@@ -74,7 +74,7 @@ def test_a_rank_process_that_is_killed_while_writing(
     stores[0].write(make_snapshot(30))
     assert rank_one.wait(60) == -signal.SIGKILL
     assert "ranks [1]" in stores[0].commit(30, 0.1, NEVER).reason
-    next_life = CheckpointStore(tmp_path, 1, 2, "run", 4, fsync=False)
+    next_life = CheckpointStore(tmp_path, 1, 2, "run", 4)
     assert [info.iteration for info in next_life.catalogue()] == [10, 20]
     shard = make_shard()
     next_life.load(20, shard)
@@ -114,7 +114,7 @@ def test_a_late_writer_finds_out_and_leaves_nothing(stores: tuple[CheckpointStor
 
 
 def test_a_shard_of_another_life_never_counts(stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path) -> None:
-    CheckpointStore(tmp_path, 1, 2, "run", 2, fsync=False).write(make_snapshot(10))
+    CheckpointStore(tmp_path, 1, 2, "run", 2).write(make_snapshot(10))
     stores[0].write(make_snapshot(10))
     assert not stores[0].commit(10, 0.1, NEVER).committed
 

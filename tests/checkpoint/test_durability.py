@@ -3,23 +3,11 @@
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def fast_path(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is a tmpfs: hundreds of passes, each with dozens of fsyncs, that SIGKILL cannot undo."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
 
 
 def run_driver(*arguments: str) -> list[str]:
@@ -38,8 +26,8 @@ def run_driver(*arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("one_of", [pytest.param(1, marks=pytest.mark.slow), 3])  # of the steps of each kind
-def test_killed_at_every_file_system_step_of_saves_and_retention(fast_path: Path, one_of: int) -> None:
-    kills, *steps = run_driver("steps", str(fast_path), str(one_of))
+def test_killed_at_every_file_system_step_of_saves_and_retention(tmp_path: Path, one_of: int) -> None:
+    kills, *steps = run_driver("steps", str(tmp_path), str(one_of))
     # All primitives were met, so the injection really is in the way of the code under test.
     expected = {"chmod", "fsync", "link", "mkdir", "open", "rename", "replace", "rmdir", "unlink", "write"}
     assert set(steps) == expected

@@ -14,7 +14,7 @@ from tests.checkpoint.conftest import make_snapshot, save
 
 
 def store(run_dir: Path, life: int, rank: int = 0, ranks: int = 1) -> CheckpointStore:
-    return CheckpointStore(run_dir, rank, ranks, "run", life, fsync=False)
+    return CheckpointStore(run_dir, rank, ranks, "run", life)
 
 
 def files(run_dir: Path) -> dict[str, bytes]:

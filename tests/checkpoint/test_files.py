@@ -59,16 +59,16 @@ def test_every_file_is_forced_to_the_disk_before_it_gets_its_name_and_the_commit
 
 def test_an_older_file_is_untouched_by_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    files.write_bytes(path, b"old", fsync=True)
+    files.write_bytes(path, b"old")
 
     def refusing(descriptor: int) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", refusing)
     with pytest.raises(OSError, match="Input/output"):
-        files.write_bytes(path, b"new", fsync=True)
+        files.write_bytes(path, b"new")
     with pytest.raises(OSError, match="Input/output"):
-        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)}, fsync=True)
+        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)})
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
@@ -78,7 +78,7 @@ def test_a_small_file_that_the_disk_confirms_and_loses_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     path = tmp_path / "file"
-    files.write_bytes(path, b"old", fsync=True)
+    files.write_bytes(path, b"old")
     write = os.write
 
     def losing(descriptor: int, data: bytes) -> int:
@@ -87,7 +87,7 @@ def test_a_small_file_that_the_disk_confirms_and_loses_is_refused(
 
     monkeypatch.setattr(os, "write", losing)
     with pytest.raises(OSError, match="what was read back differs"):
-        files.write_bytes(path, b"new", fsync=True)
+        files.write_bytes(path, b"new")
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
@@ -118,7 +118,7 @@ def test_tensors_that_read_back_differently_are_refused(
 
     monkeypatch.setattr(os, "fsync", spoiling)
     with pytest.raises(SaveError, match="what was read back differs"):
-        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)}, fsync=True)
+        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -131,9 +131,8 @@ def test_reading_back_asks_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return real(path, flag, *args, **options)
 
     monkeypatch.setattr(os, "open", recording)
-    for name, fsync in (("forced", True), ("cached", False)):
-        files.write_tensors(tmp_path / name, {"a": torch.ones(3)}, fsync=fsync)
-    assert flags == {"forced": [DIRECT, DIRECT], "cached": [0, 0]}
+    files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)})
+    assert flags == {"tensors": [DIRECT, DIRECT]}
 
 
 def test_a_file_is_its_owners_until_it_has_the_mode_of_its_directory(
@@ -147,16 +146,14 @@ def test_a_file_is_its_owners_until_it_has_the_mode_of_its_directory(
         chmod(path, mode, **options)
 
     monkeypatch.setattr(os, "chmod", recording)
-    for name, fsync in (("forced", True), ("cached", False)):
-        files.write_tensors(tmp_path / name, {"a": torch.ones(3)}, fsync=fsync)
-    assert modes == [0o600, 0o600]
+    files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)})
+    assert modes == [0o600]
 
 
-@pytest.mark.parametrize("fsync", [True, False])
-def test_pieces_are_hashed_while_they_are_written(tmp_path: Path, fsync: bool) -> None:
+def test_pieces_are_hashed_while_they_are_written(tmp_path: Path) -> None:
     """The header moves the tensors' bytes against the pieces, which also end within a transfer."""
     tensors = {"a": torch.arange(HASHED_PIECE_BYTES), "b": torch.arange(7.0)}
-    digest = files.write_tensors(tmp_path / "tensors", tensors, fsync=fsync)
+    digest = files.write_tensors(tmp_path / "tensors", tensors)
     read = files.hash_file(tmp_path / "tensors", pieces=True)
     assert digest == read
     assert read.pieces is not None

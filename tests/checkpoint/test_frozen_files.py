@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from cpsr.checkpoint.manifest import COMMIT, holds_frozen, step_name
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_states import memory_states
-from cpsr.checkpoint.remote.catalogue import scan, verify
+from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.transfer import upload
 from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -47,12 +46,12 @@ class Run:
 
     def __init__(self, run_dir: Path, weights: Tensors, life: int = 1, rank: int = 0, ranks: int = 1) -> None:
         self.weights = weights
-        self.store = CheckpointStore(run_dir, rank, ranks, RUN, life, fsync=False)
+        self.store = CheckpointStore(run_dir, rank, ranks, RUN, life)
         if rank == 0:
             self.store.prepare()
         self.frozen = FrozenWeights(lambda: self.weights)
         self.frozen.settle()
-        self.store.frozen = FrozenFiles(self.frozen, rank, self.store.directory, fsync=False)
+        self.store.frozen = FrozenFiles(self.frozen, rank, self.store.directory)
 
     def snapshot(self, iteration: int) -> Snapshot:
         """As the training thread takes it: nobody changes what it holds."""
@@ -310,7 +309,7 @@ def test_nothing_is_committed_where_a_rank_did_not_write_its_part(two: list[Run]
     agree(two)
     two[0].store.write(two[0].snapshot(10))
     agree(two)  # nothing to agree on: both keep their parts
-    two[1].store.frozen = FrozenFiles(two[1].frozen, 1, two[1].store.directory, fsync=False)  # it has forgotten
+    two[1].store.frozen = FrozenFiles(two[1].frozen, 1, two[1].store.directory)  # it has forgotten
     two[1].store.write(two[1].snapshot(10))
     with pytest.raises(SaveError, match=r"rank 0 leaves '.*' to rank 1, which did not save rank-00001.frozen-"):
         two[0].commit(10)
@@ -326,15 +325,15 @@ def test_a_target_gets_them_once_and_again_where_they_are_damaged(
     place, sent = open_place(f"{kind}://{tmp_path / 'target'}"), list[str]()
     send = place.send
 
-    def counted(folder: str, path: Path, check: Callable[[], None]) -> None:
+    def counted(folder: str, path: Path) -> None:
         sent.append(path.name)
-        send(folder, path, check)
+        send(folder, path)
 
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": RUN}))
     monkeypatch.setattr(place, "send", counted)
     for iteration in (10, 20, 30):
         run.save(iteration)
-        directory, earlier = run.store.directory / step_name(iteration), scan(place, RUN).copies
-        upload(place, directory, json.dumps({"run_id": RUN}).encode(), lambda: False, earlier)
+        upload(place, run.store.directory / step_name(iteration), scan(place, RUN).usable)
         assert [one for one in verify(place) if step_name(iteration) in one] == []
         if iteration == 20:
             assert sum(map(holds_frozen, sent)) == 1

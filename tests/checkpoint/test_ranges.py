@@ -40,7 +40,7 @@ def record_of(path: Path) -> FileRecord:
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranges") / "file.safetensors"
-    write_tensors(path, TENSORS, fsync=True)
+    write_tensors(path, TENSORS)
     return path
 
 
@@ -109,7 +109,7 @@ def test_neighbouring_pieces_come_in_transfers_of_at_most_16_mib(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = {"long": torch.arange(5 * MIB)}
-    write_tensors(tmp_path / "file", tensors, fsync=True)
+    write_tensors(tmp_path / "file", tensors)
     transfers: list[tuple[int, int]] = []
     preadv = os.preadv
 

@@ -37,7 +37,7 @@ Ranks = tuple[CheckpointStore, CheckpointStore]
 @pytest.fixture
 def ranks(tmp_path: Path) -> Ranks:
     """The stores of two ranks of one run."""
-    found = tuple(CheckpointStore(tmp_path, rank, 2, "run", 1, fsync=False) for rank in range(2))
+    found = tuple(CheckpointStore(tmp_path, rank, 2, "run", 1) for rank in range(2))
     found[0].prepare()
     return found[0], found[1]
 

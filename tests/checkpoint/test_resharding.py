@@ -25,7 +25,7 @@ NEVER = threading.Event()
 
 def commit(run_dir: Path, parts: list[Shard], contents: list[Contents] | None = None) -> tuple[Path, Manifest]:
     ranks = len(parts)
-    stores = [CheckpointStore(run_dir, rank, ranks, "run", 1, fsync=False) for rank in range(ranks)]
+    stores = [CheckpointStore(run_dir, rank, ranks, "run", 1) for rank in range(ranks)]
     stores[0].prepare()
     for rank, (store, part) in enumerate(zip(stores, parts, strict=True)):
         snapshot = Snapshot(4, part, {"rank": rank, "tensor": torch.tensor([rank])})

@@ -99,7 +99,7 @@ def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: 
         run_dir = Path(directory)
         config = Retention(history_span_iterations=30, disk_limit_bytes=limit)
         life, iteration = 1, 0
-        store = CheckpointStore(run_dir, 0, 1, "run", life, fsync=False)
+        store = CheckpointStore(run_dir, 0, 1, "run", life)
         store.prepare()
         for action in actions:
             full = [info.iteration for info in store.catalogue() if info.full]
@@ -120,7 +120,7 @@ def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: 
                 expected = full
             else:
                 life += 1
-                store = CheckpointStore(run_dir, 0, 1, "run", life, fsync=False)
+                store = CheckpointStore(run_dir, 0, 1, "run", life)
                 store.prepare()
                 expected = full
             now = [info.iteration for info in store.catalogue() if info.full]

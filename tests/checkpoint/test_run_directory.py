@@ -46,7 +46,7 @@ def test_an_identity_that_is_gone_is_told_by_the_checkpoints(tmp_path: Path, cap
     """Else the directory would be of a new run, to which none of its checkpoints belongs."""
     group = Group()
     run = open_run(tmp_path, group, "exact", description(5, 3))
-    store = CheckpointStore(tmp_path, 0, 1, run.run_id, 1, fsync=False)
+    store = CheckpointStore(tmp_path, 0, 1, run.run_id, 1)
     store.prepare()
     save(store, 10)
     (tmp_path / IDENTITY).unlink()

@@ -79,7 +79,7 @@ PLAIN = st.recursive(
 @settings(max_examples=40, deadline=None)
 @given(shard=shards(), scalars=PLAIN)
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, shard: Shard, scalars: Any) -> None:
-    store = CheckpointStore(tmp_path_factory.mktemp("run"), 0, 1, "run", 1, fsync=False)
+    store = CheckpointStore(tmp_path_factory.mktemp("run"), 0, 1, "run", 1)
     store.prepare()
     store.write(Snapshot(9, shard, {"tree": scalars, "tensor": torch.arange(3), "inf": float("inf")}))
     assert store.commit(9, 1.0, threading.Event()).committed

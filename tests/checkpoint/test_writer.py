@@ -25,7 +25,7 @@ class Rank:
     """One rank's pool, store and writer."""
 
     def __init__(self, run_dir: Path, rank: int = 0, world_size: int = 1, sizes: tuple[int, ...] = (5, 0, 300)) -> None:
-        self.store = CheckpointStore(run_dir, rank, world_size, "run", 1, fsync=False)
+        self.store = CheckpointStore(run_dir, rank, world_size, "run", 1)
         if rank == 0:
             self.store.prepare()
         self.sizes = sizes

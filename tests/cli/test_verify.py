@@ -14,7 +14,7 @@ from tests.cli.commands import cpsr
 
 def committed_checkpoint(run_dir: Path) -> Path:
     """One real checkpoint of one small tensor; its weights file."""
-    store = CheckpointStore(run_dir, 0, 1, "run", 1, fsync=False)
+    store = CheckpointStore(run_dir, 0, 1, "run", 1)
     store.prepare()
     weights = OperatorState("w", ParamSlice(torch.arange(100.0), (100,), 0), {"exp_avg": torch.zeros(100)}, 50)
     store.write(Snapshot(50, Shard({"w": weights}, {}), {"step": 50}))

@@ -163,7 +163,7 @@ class Job:
 
 
 def store_in(directory: Path) -> CheckpointStore:
-    store = CheckpointStore(directory, 0, 1, "run", 0, fsync=False)
+    store = CheckpointStore(directory, 0, 1, "run", 0)
     store.prepare()
     return store
 

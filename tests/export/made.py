@@ -61,7 +61,7 @@ def shard(*operators: OperatorState, **others: torch.Tensor) -> Shard:
 
 def write_checkpoint(run_dir: Path, *shards: Shard, iteration: int = 50, **store_options: Any) -> Path:
     """One committed checkpoint, a shard for each rank; its directory."""
-    stores = [CheckpointStore(run_dir, rank, len(shards), RUN_ID, 1, fsync=False) for rank in range(len(shards))]
+    stores = [CheckpointStore(run_dir, rank, len(shards), RUN_ID, 1) for rank in range(len(shards))]
     stores[0].prepare()
     for store, part in zip(stores, shards, strict=True):
         store.write(Snapshot(iteration, part, SCALARS, **store_options))

@@ -89,7 +89,7 @@ def test_what_one_rank_wrote_for_both_is_found(tmp_path: Path) -> None:
     )
     alike = {name: operator_record(one).described for name, one in first.operators.items()}
     write_identity(tmp_path)
-    stores = [CheckpointStore(tmp_path, rank, 2, RUN_ID, 1, fsync=False) for rank in range(2)]
+    stores = [CheckpointStore(tmp_path, rank, 2, RUN_ID, 1) for rank in range(2)]
     stores[0].prepare()
     for store, part, others in zip(stores, (first, second), ({"v": 1}, {"w": 0}), strict=True):
         store.write(Snapshot(50, part, SCALARS, contents=Contents(writers=others, replicated=alike)))
@@ -216,7 +216,7 @@ def test_the_newest_whole_checkpoint_is_the_default(tmp_path: Path) -> None:
     write_identity(tmp_path)
     for iteration in (10, 20, 30):
         directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))), iteration=iteration)
-    _thin(directory, fsync=False)
+    _thin(directory)
     assert open_whole(tmp_path, None, moments=True).info.iteration == 20
     assert open_whole(tmp_path, 10, moments=True).info.iteration == 10
     with pytest.raises(CheckpointError, match=r"iteration 15; whole ones are \[10, 20\]"):
@@ -226,7 +226,7 @@ def test_the_newest_whole_checkpoint_is_the_default(tmp_path: Path) -> None:
 def test_a_thinned_checkpoint_has_weights_and_no_more(tmp_path: Path) -> None:
     write_identity(tmp_path, transient=["scratch"])
     directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,)), scratch=torch.ones(1)))
-    _thin(directory, fsync=False)
+    _thin(directory)
     assert torch.equal(open_whole(tmp_path, 50, moments=False).weights("w"), torch.ones(4))
     with pytest.raises(CheckpointError, match="thinned: it keeps the weights and no moments"):
         open_whole(tmp_path, 50, moments=True)
@@ -282,7 +282,7 @@ def test_checkpoints_that_leave_experts_out_are_refused(tmp_path: Path) -> None:
     write_identity(tmp_path)
     part = shard(operator("moe.w", torch.ones(4), (4,)))
     experts = frozenset(part.operators)
-    store = CheckpointStore(tmp_path, 0, 1, RUN_ID, 1, fsync=False)
+    store = CheckpointStore(tmp_path, 0, 1, RUN_ID, 1)
     store.prepare()
     store.write(Snapshot(50, part, SCALARS, contents=Contents.sparse(experts, experts)))
     assert store.commit(50, 5.0, threading.Event()).committed

@@ -104,7 +104,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> CheckpointStore:
-    store = CheckpointStore(tmp_path, 0, 1, "run", 1, fsync=False)
+    store = CheckpointStore(tmp_path, 0, 1, "run", 1)
     store.prepare()
     for iteration in (10, 20, 30):
         save(store, iteration)

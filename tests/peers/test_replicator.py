@@ -332,7 +332,7 @@ APART = """
 import threading
 states = States(memory, rank, alike=True)
 replicator = opened(states, replicas=1, chunk_bytes=8192)
-store = CheckpointStore(root, rank, 2, RUN_ID, 1, fsync=False)
+store = CheckpointStore(root, rank, 2, RUN_ID, 1)
 def commit(snapshot):
     store.write(snapshot)
     group.barrier()

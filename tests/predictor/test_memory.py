@@ -57,7 +57,7 @@ class MemoryPeak:
 
 def write_history(directory: Path, small_operators: int, large_elements: int, checkpoints: int) -> None:
     """Checkpoints of many small operators and a large one, whose weights turn as they move."""
-    store = CheckpointStore(directory, 0, 1, "run", 1, fsync=False)
+    store = CheckpointStore(directory, 0, 1, "run", 1)
     store.prepare()
     generator = torch.Generator().manual_seed(0)
     first, second = torch.randn(2, large_elements, generator=generator)

@@ -326,7 +326,7 @@ def _unsealed(data: bytes) -> bytes:
 def prepare_fetch(run_dir: Path, copy: Copy) -> None:
     """Create the folder to fetch into, and remove files of other fetches (rank 0, before the others)."""
     directory = _fetching(run_dir, copy)
-    make_directory(directory, fsync=True)
+    make_directory(directory)
     (directory / COMMIT).unlink(missing_ok=True)  # of another commit of this iteration, perhaps
     for other in directory.parent.iterdir():
         if other.name != directory.name:
@@ -348,7 +348,7 @@ def fetch_rank(place: Place, copy: Copy, rank: int, run_dir: Path) -> None:
         if not _is_there(directory / name, expected):
             _fetch_file(place, copy, directory / name, expected)
     sync_directory(directory)
-    write_bytes(directory / rank_manifest_name(rank), data, fsync=True)
+    write_bytes(directory / rank_manifest_name(rank), data)
 
 
 def _fetch_file(place: Place, copy: Copy, path: Path, expected: FileRecord) -> None:
@@ -379,12 +379,12 @@ def put_in_place(copy: Copy, run_dir: Path, store: CheckpointStore, reason: str)
     listed |= {name for record in copy.manifest.ranks.values() for name in record.files}
     for path in [path for path in directory.iterdir() if path.name not in listed]:
         _remove(path)
-    write_bytes(directory / MANIFEST, copy.manifest_bytes, fsync=True)
-    write_bytes(directory / COMMIT, commit_record(copy.manifest_bytes), fsync=True)
+    write_bytes(directory / MANIFEST, copy.manifest_bytes)
+    write_bytes(directory / COMMIT, commit_record(copy.manifest_bytes))
     manifest = read_manifest(directory)
     for rank in manifest.ranks:
         read_rank_manifest(directory, manifest, rank)
-    make_directory(store.directory, fsync=True)
+    make_directory(store.directory)
     store.quarantine(manifest.iteration, reason)
     directory.rename(store.directory / directory.name)
     sync_directory(store.directory)

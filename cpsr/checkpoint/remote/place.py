@@ -129,7 +129,7 @@ class Place:
         """Write a small file and read it back; TargetError also where something else was returned."""
         with self._asking("writing", folder, file):
             if self._is_local:
-                write_bytes(Path(self._path(folder, file)), data, fsync=True)
+                write_bytes(Path(self._path(folder, file)), data)
             else:
                 self._system.pipe_file(self._path(folder, file), data)
         if self.read(folder, file) != data:
@@ -162,7 +162,7 @@ class Place:
             if self._is_local:
                 if not Path(self._root).parent.is_dir():
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(Path(self._root).parent))
-                make_directory(Path(self._path(folder)), fsync=True)
+                make_directory(Path(self._path(folder)))
                 return
             # Never with parents: on an object store that would create a bucket whose name was mistyped.
             bucket = "/" not in self._root.strip("/")

@@ -147,8 +147,8 @@ class CheckpointTarget:
         found = scan(place)
         if found.usable:
             newest = found.usable[-1]
-            make_directory(self._run_dir, fsync=True)
-            write_bytes(self._run_dir / IDENTITY, newest.identity, fsync=True)
+            make_directory(self._run_dir)
+            write_bytes(self._run_dir / IDENTITY, newest.identity)
             message = (
                 f"the run directory {self._run_dir} is new: it continues the run {newest.manifest.run_id!r}, whose "
                 f"newest copy at {place.shown} is of iteration {newest.manifest.iteration} (another target "

@@ -1,8 +1,6 @@
 """Runs with checkpoints, targets that fail on demand, and the oracle that the tests of this room share."""
 
 import json
-import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,16 +126,6 @@ def faulty() -> Iterator[type[FaultySystem]]:
     FaultySystem.reset()
 
 
-@pytest.fixture
-def fast_path(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is a tmpfs: hundreds of passes, each with dozens of fsyncs, that no test can undo."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
-
-
 @pytest.fixture(params=["file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Two real targets; the memory one is emptied."""
@@ -159,7 +147,7 @@ def new_run(run_dir: Path, world_size: int = 1, run_id: str = RUN, life: int = 1
     run_dir.mkdir(parents=True, exist_ok=True)
     content = IDENTITY | {"run_id": run_id, "world_size": world_size}
     (run_dir / "run.json").write_text(json.dumps(content))
-    stores = [CheckpointStore(run_dir, rank, world_size, run_id, life, fsync=False) for rank in range(world_size)]
+    stores = [CheckpointStore(run_dir, rank, world_size, run_id, life) for rank in range(world_size)]
     stores[0].prepare()
     return stores
 
@@ -193,7 +181,7 @@ def fetched(place: Place, run_dir: Path) -> int | None:
     target.adopt_run()
     if not (run_dir / "run.json").exists():
         return None
-    store = CheckpointStore(run_dir, 0, 1, json.loads((run_dir / "run.json").read_bytes())["run_id"], 9, fsync=False)
+    store = CheckpointStore(run_dir, 0, 1, json.loads((run_dir / "run.json").read_bytes())["run_id"], 9)
     store.prepare()
     iteration = target.fetch(store, ())
     if iteration is not None:

@@ -13,10 +13,10 @@ WRITES = {"fsync", "mkdir", "open", "replace", "rmdir", "sendfile", "unlink", "w
 
 @pytest.mark.slow  # of campaigns like this one each change runs that of tests/checkpoint/test_durability.py
 @pytest.mark.parametrize(("what", "steps", "least"), [("copy", WRITES, 75), ("fetch", WRITES | {"rename"}, 75)])
-def test_killed_at_every_file_system_step(fast_path: Path, what: str, steps: set[str], least: int) -> None:
+def test_killed_at_every_file_system_step(tmp_path: Path, what: str, steps: set[str], least: int) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.remote.kill_driver", what, str(fast_path), "1"],
+        [sys.executable, "-m", "tests.checkpoint.remote.kill_driver", what, str(tmp_path), "1"],
         env=environment,
         cwd=ROOT,
         capture_output=True,

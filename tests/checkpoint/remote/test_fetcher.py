@@ -189,11 +189,11 @@ def altered(data: bytes) -> dict[str, bytes]:
     return found | {"longer": data + b"\0"}
 
 
-def test_every_byte_region_of_the_newest_copy(fast_path: Path) -> None:
+def test_every_byte_region_of_the_newest_copy(tmp_path: Path) -> None:
     """Whatever is damaged there, it is found and named, the older copy is used, and nothing of it stays behind."""
-    url = f"file://{fast_path}/target"
-    copied_run(fast_path / "run", url)
-    folder = fast_path / "target" / "checkpoints" / "step-0000000020"
+    url = f"file://{tmp_path}/target"
+    copied_run(tmp_path / "run", url)
+    folder = tmp_path / "target" / "checkpoints" / "step-0000000020"
     tried = 0
     for file in list(folder.iterdir()):
         data = file.read_bytes()
@@ -202,12 +202,12 @@ def test_every_byte_region_of_the_newest_copy(fast_path: Path) -> None:
             problems = verify(open_place(url))
             assert problems, (file, how)
             assert all("step-0000000020" in problem for problem in problems), (file, how)
-            assert_older_is_used(url, fast_path, f"{file} {how}")
+            assert_older_is_used(url, tmp_path, f"{file} {how}")
             tried += 1
         file.unlink()
-        assert_older_is_used(url, fast_path, f"{file} is gone")
+        assert_older_is_used(url, tmp_path, f"{file} is gone")
         file.write_bytes(data)
-    assert fetched(open_place(url), fast_path / "new") == 20
+    assert fetched(open_place(url), tmp_path / "new") == 20
     assert tried > 100
 
 
@@ -258,7 +258,7 @@ for name in ("whole", "hurt"):
     run = base / f"new-{name}"
     target = CheckpointTarget(CheckpointConfig(target=f"file://{base}/{name}"), run, group)
     target.adopt_run()
-    store = CheckpointStore(run, group.rank, group.size, RUN, 7, fsync=False)
+    store = CheckpointStore(run, group.rank, group.size, RUN, 7)
     if group.rank == 0:
         store.prepare()
     found.append(target.fetch(store, ()))
@@ -267,7 +267,7 @@ for name in ("whole", "hurt"):
 try:
     target = CheckpointTarget(CheckpointConfig(target=f"file://{base}/lost"), base / "new-lost", group)
     target.adopt_run()
-    store = CheckpointStore(base / "new-lost", group.rank, group.size, RUN, 7, fsync=False)
+    store = CheckpointStore(base / "new-lost", group.rank, group.size, RUN, 7)
     if group.rank == 0:
         store.prepare()
     target.fetch(store, ())

@@ -217,7 +217,7 @@ def life(run_dir: Path, url: str, iterations: tuple[int, ...], life: int) -> tup
     target.adopt_run()
     if not (run_dir / "run.json").exists():
         new_run(run_dir)
-    store = CheckpointStore(run_dir, 0, 1, RUN, life, fsync=False)
+    store = CheckpointStore(run_dir, 0, 1, RUN, life)
     store.prepare()
     fetched = target.fetch(store, ())
     whole = [info.iteration for info in store.catalogue() if info.full]

@@ -537,7 +537,7 @@ def commit_costs(
     memory: Sequence[dict[str, float]] = ({}, {}),
 ) -> None:
     """Commit a checkpoint in which every rank records what its own cost."""
-    stores = [CheckpointStore(run_dir, rank, len(stalls), "run", 0, fsync=False) for rank in range(len(stalls))]
+    stores = [CheckpointStore(run_dir, rank, len(stalls), "run", 0) for rank in range(len(stalls))]
     stores[0].prepare()
     for store, stall, moment, times in reversed(list(zip(stores, stalls, moments, memory, strict=True))):
         costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, moment))
