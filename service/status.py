@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from cpsr.checkpoint.memory_owners import runs_in_memory
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
-from cpsr.checkpoint.orphans import runs_in_memory
 from cpsr.errors import RunMismatchError, ServiceError
 from cpsr.ranks.exits import ranks_named
 from cpsr.service.access import TOKEN_VARIABLE

@@ -67,7 +67,7 @@ def starts_ranks(module: ModuleType) -> bool:
 def _killed_jobs_leave_no_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs that were killed and never restarted keep their snapshots in shared memory until somebody frees it."""
     yield
-    from cpsr.checkpoint.memory_removal import remove_memory_states  # imports torch, which the environment precedes
+    from cpsr.checkpoint.memory_owners import remove_memory_states  # imports torch, which the environment precedes
 
     for identity in tmp_path_factory.getbasetemp().rglob("run.json"):
         found = re.search(r'"run_id": *"([^"]+)"', identity.read_text(errors="replace"))  # some are damaged on purpose

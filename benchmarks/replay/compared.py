@@ -18,7 +18,7 @@ from cpsr.benchmarks.harness.measurement import Measurement, interval_text
 from cpsr.benchmarks.harness.ranks import start_ranks
 from cpsr.benchmarks.replay.mixture import Mixture, Part, found_path, rank_main
 from cpsr.benchmarks.simulate.rivals import checkfreq
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.planner.inputs import PlannerInputs

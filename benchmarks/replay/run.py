@@ -14,7 +14,7 @@ from cpsr.benchmarks.replay.compared import Plan, compare
 from cpsr.benchmarks.replay.ettr import Inputs, simulated
 from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
 from cpsr.benchmarks.replay.repeated import KINDS, WHOLE, repeated_seconds
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 

@@ -75,8 +75,10 @@ class MemoryFile:
         size = PAGE_BYTES + tensor_bytes
         # Until this process ends: a stopped process that continues would write into the next one's buffer.
         self._lock = FileLock(path, wait_seconds, create=True)
-        self._descriptor = self._lock.open_again()
+        self._descriptor = -1
         try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._descriptor = os.open(path, flags, 0o600)
             os.fchmod(self._descriptor, 0o600)
             if not _is_of_size(self._descriptor, tensor_bytes):
                 os.ftruncate(self._descriptor, 0)
@@ -273,7 +275,6 @@ class SharedMemory:
                 file.close(remove=file.iteration < 0)  # a restart can still use the state of an earlier process
             if isinstance(error, FileInUseError):
                 raise FileInUseError(
-                    self._directory,
                     f"{error}, and has not let it go within {self._wait_seconds:g} s: end it, where it is left of an "
                     "earlier life; two jobs cannot share a run directory",
                 ) from error

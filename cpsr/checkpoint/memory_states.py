@@ -98,7 +98,7 @@ def memory_state(path: Path) -> MemoryState | None:
 
 
 def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
-    """The file that names the owner of a run's files; see `cpsr.checkpoint.orphans`."""
+    """The file that names the owner of a run's files; see `cpsr.checkpoint.memory_owners`."""
     return directory / f"cpsr-{run_id}-owner"
 
 

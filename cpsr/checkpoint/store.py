@@ -35,10 +35,10 @@ from cpsr.checkpoint.commit import (
     abandoned_reason,
     mark_abandoned,
     mark_skipped,
+    refuse_superseded,
     seal,
     wait_for_ranks,
 )
-from cpsr.checkpoint.fence import refuse_superseded
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.frozen_links import FrozenLinks

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from cpsr.checkpoint.file_lock import FileInUseError
+from cpsr.checkpoint.memory_owners import HeldRun, free_orphans, free_run
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
-from cpsr.checkpoint.orphans import HeldRun, free_orphans, free_run
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import ConfigError, CPSRError, RunMismatchError
 

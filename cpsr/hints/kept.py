@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.catalogue import scan, set_aside_list
-from cpsr.checkpoint.fence import SupersededError
+from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.loading import load_branch

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpsr.checkpoint.commit import Missing
-from cpsr.checkpoint.fence import claim_life, superseded
+from cpsr.checkpoint.commit import Missing, claim_life, superseded
 from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.memory_removal import bytes_in_memory
+from cpsr.checkpoint.memory_owners import bytes_in_memory
 from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import check_disk, check_host_memory, host_buffers

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_removal import remove_unused, room_in_memory
+from cpsr.checkpoint.memory_owners import copied_from, free_orphans, mark_owner, remove_unused, room_in_memory
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
-from cpsr.checkpoint.orphans import copied_from, free_orphans, mark_owner
 from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.resources import host_buffers
 from cpsr.checkpoint.run_directory import RunDirectory

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from cpsr.checkpoint.file_lock import FileInUseError
-from cpsr.checkpoint.orphans import free_run
+from cpsr.checkpoint.memory_owners import free_run
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RunMismatchError

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_removal import bytes_in_memory, room_in_memory
+from cpsr.checkpoint.memory_owners import bytes_in_memory, room_in_memory
 from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.adapter import StepRepeater

@@ -15,7 +15,7 @@ import torch
 from cpsr.checkpoint import verify
 from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.files import read_bytes
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state.shard import OperatorState, ParamSlice, Shard

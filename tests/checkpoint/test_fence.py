@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.checkpoint.fence import SupersededError, claim_life, superseded
+from cpsr.checkpoint.commit import SupersededError, claim_life, superseded
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import RunDirectoryError
 from cpsr.ranks.group import Group

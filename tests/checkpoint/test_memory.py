@@ -15,8 +15,8 @@ import torch
 
 from cpsr.checkpoint.buffers import HostBuffer
 from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_owners import bytes_in_memory, remove_memory_states, remove_unused
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
-from cpsr.checkpoint.memory_removal import bytes_in_memory, remove_memory_states, remove_unused
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import CheckpointError, SaveError

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cpsr.checkpoint.file_lock import FileLock
-from cpsr.checkpoint.orphans import mark_owner
+from cpsr.checkpoint.memory_owners import mark_owner
 from cpsr.cli.main import app
 
 

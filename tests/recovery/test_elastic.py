@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cpsr.checkpoint.manifest import file_name, step_name
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader
 from tests.recovery.elastic_worker import GLOBAL_BATCH

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from cpsr.checkpoint.manifest import Manifest, RankManifest, holds_frozen, rank_manifest_name, step_name
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader

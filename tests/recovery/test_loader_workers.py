@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RecoveryError
 from tests.recovery.test_faults import INTERVAL, Loop, config

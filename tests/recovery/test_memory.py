@@ -13,7 +13,7 @@ import torch
 
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, memory_states
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.run_directory import IDENTITY

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.journal.reader import JournalReader
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.journal import JournalReader

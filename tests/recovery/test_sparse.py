@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.store import verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_reader import ages_in_memory
-from cpsr.checkpoint.memory_removal import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from tests.replay.lives import TOKENS, LifeOf, Routed

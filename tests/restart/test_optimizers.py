@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RunMismatchError, UnsupportedEngineError
 from cpsr.journal.reader import JournalReader

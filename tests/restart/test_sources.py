@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.ranks.group import Group

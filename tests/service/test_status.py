@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cpsr.checkpoint.orphans import mark_owner
+from cpsr.checkpoint.memory_owners import mark_owner
 from cpsr.cli.main import app
 from cpsr.journal import CheckpointRow, EventRow, Journal, PlanOverride, StepRow, override_plan
 from tests.service.journals import (

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.checkpoint import orphans
+from cpsr.checkpoint import memory_owners as orphans
 from cpsr.checkpoint.file_lock import FileInUseError
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.memory_states import owner_path
-from cpsr.checkpoint.orphans import (
+from cpsr.checkpoint.memory_owners import (
     Owner,
     copied_from,
     free_orphans,
@@ -24,6 +23,7 @@ from cpsr.checkpoint.orphans import (
     owner_of,
     runs_in_memory,
 )
+from cpsr.checkpoint.memory_states import owner_path
 
 BUFFER_BYTES = 10_000
 

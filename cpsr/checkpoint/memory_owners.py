@@ -1,4 +1,4 @@
-"""Which run owns files in this machine's shared memory, and freeing those of runs whose directory is gone.
+"""Whose a run's files in this machine's shared memory are, how much they take, and freeing them.
 
 ::
 
@@ -11,23 +11,28 @@ mounted.
 
 import itertools
 import json
+import logging
 import os
 import re
 import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from cpsr.checkpoint.file_lock import FileInUseError, FileLock
-from cpsr.checkpoint.memory_removal import remove_memory_states
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, owner_path
+from cpsr.checkpoint.file_lock import FileInUseError, FileLock, lock_name
+from cpsr.checkpoint.memory import shared_memory_left
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, owner_path, size_of
+from cpsr.checkpoint.resources import available_host_bytes
 
-__all__ = ["HeldRun", "Owner", "copied_from", "free_orphans", "free_run", "mark_owner", "owner_of", "runs_in_memory"]
+__all__ = ["HeldRun", "Owner", "bytes_in_memory", "copied_from", "free_orphans", "free_run", "mark_owner", "owner_of"]
+__all__ += ["remove_memory_states", "remove_unused", "room_in_memory", "runs_in_memory"]
+
+logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 3.0  # for all run directories together: a network file system that hangs must not block the caller
 IDENTITY = "run.json"
@@ -39,6 +44,7 @@ _ABOVE_MAX = 64
 # be determined on this machine.
 Standing = Literal["there", "gone", "freed", "in use", "unclear"]
 Place = tuple[int, int]  # device and inode number
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -156,14 +162,24 @@ def owner_of(run_id: str, directory: Path = SHARED_MEMORY) -> Owner | None:
 def runs_in_memory(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
     """All runs with files in this machine's shared memory; changes nothing."""
     files = _files_by_run(directory)
-    owners = {run_id: owner_of(run_id, directory) for run_id in files}
-    looked = _looked_at([owner for owner in owners.values() if owner is not None])
+    owners = {run_id: owner for run_id in files if (owner := owner_of(run_id, directory)) is not None}
+    looked = _in_time({run_id: owner.look for run_id, owner in owners.items()})
     found = []
     for run_id, paths in sorted(files.items()):
-        standing, why = looked.get(run_id, ("unclear", "no owner of it is recorded"))
-        if standing != "there" and (used := _use_of(paths)) is not None:
-            standing, why = "in use", used
-        found.append(HeldRun(run_id, owners[run_id], _bytes_of(paths), standing, why))
+        standing: Standing = "unclear"
+        if run_id not in owners:
+            why = "no owner of it is recorded"
+        elif run_id not in looked:
+            why = f"{owners[run_id].run_dir} did not answer within {LOOK_SECONDS:g} s"
+        else:
+            standing, why = looked[run_id]
+        if standing != "there":
+            try:
+                with _locked(paths):
+                    pass
+            except FileInUseError as error:
+                standing, why = "in use", str(error)
+        found.append(HeldRun(run_id, owners.get(run_id), _bytes_of(paths), standing, why))
     return found
 
 
@@ -183,10 +199,9 @@ def free_run(run_id: str, directory: Path = SHARED_MEMORY) -> int:
     Raises:
         FileInUseError: a process uses it; the message names it. Nothing was removed.
     """
-    paths = _files_by_run(directory).get(run_id, ())
+    paths = _files_by_run(directory).get(run_id, [])
     size = _bytes_of(paths)
-    with ExitStack() as locked:
-        _lock(paths, locked)  # no process can begin to use them now
+    with _locked(paths):  # no process can begin to use them now
         remove_memory_states(run_id, directory)
     return size
 
@@ -199,11 +214,76 @@ def copied_from(run_id: str, run_dir: Path, directory: Path = SHARED_MEMORY) -> 
     owner = owner_of(run_id, directory)
     if owner is None or owner.run_dir == run_dir.resolve() or next(files_of(run_id, directory), None) is None:
         return None
-    found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(owner.is_beside(run_dir)), name="cpsr-copied", daemon=True)
-    thread.start()
-    thread.join(LOOK_SECONDS)
-    return owner.run_dir if any(found) else None
+    return owner.run_dir if _in_time({run_id: lambda: owner.is_beside(run_dir)}).get(run_id) else None
+
+
+def bytes_in_memory(
+    run_id: str, ranks: Iterable[int], directory: Path = SHARED_MEMORY, *, prefix: Literal["", "window-"] = ""
+) -> int:
+    """Bytes of this machine's memory that buffers, or windows, of these ranks from an earlier life already take."""
+    own, found = set(ranks), 0
+    for path in files_of(run_id, directory):
+        matched = NAME.fullmatch(path.name)
+        if matched is None or int(matched["rank"]) not in own or not matched["slot"].startswith(prefix):
+            continue
+        if matched["slot"].removeprefix(prefix).isdigit():
+            found += path.lstat().st_blocks * BLOCK_BYTES
+    return found
+
+
+def room_in_memory(run_id: str, ranks: Iterable[int], *, prefix: Literal["", "window-"] = "") -> int:
+    """Bytes that buffers, or windows, of these ranks can take together: what is free, and what such ones have already.
+
+    0 where there is no shared memory.
+    """
+    try:
+        free = min(available_host_bytes(), shared_memory_left())
+    except OSError:
+        return 0
+    return free + bytes_in_memory(run_id, ranks, prefix=prefix)
+
+
+def remove_memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> int:
+    """Remove all files of a run in this machine's shared memory, used or not; return the bytes."""
+    freed = sum(_removed(path) for path in files_of(run_id, directory))
+    for path in [*directory.glob(lock_name(f"cpsr-{run_id}-rank-*")), owner_path(run_id, directory)]:
+        path.unlink(missing_ok=True)
+    return freed
+
+
+def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: bool = True) -> int:
+    """Remove a run's states outside the buffers of living processes, and fetched ones; return the bytes.
+
+    Args:
+        run_id: identity of the run.
+        directory: where shared memory is mounted.
+        replicas: also remove replicas of ranks on other machines: the process that keeps them has no lock on them.
+    """
+    freed = 0
+    for path in files_of(run_id, directory):
+        matched = NAME.fullmatch(path.name)
+        if matched is not None and matched["slot"].startswith("replica"):
+            freed += _removed(path) if replicas else 0
+            continue
+        try:
+            lock = FileLock(path)
+        except (FileInUseError, FileNotFoundError):  # another rank was faster
+            continue
+        except OSError as error:
+            logger.warning("%s is left as it is, since it cannot be opened: %s", path, error)
+            continue
+        freed += size_of(path)
+        lock.remove()
+    if next(files_of(run_id, directory), None) is None:
+        owner_path(run_id, directory).unlink(missing_ok=True)
+    return freed
+
+
+def _removed(path: Path) -> int:
+    """The bytes of a file that is removed; 0 where another rank has removed the same."""
+    size = size_of(path)
+    path.unlink(missing_ok=True)
+    return size
 
 
 def _place_of(directory: Path) -> Place | None:
@@ -249,37 +329,25 @@ def _bytes_of(paths: Iterable[Path]) -> int:
     return found
 
 
-def _looked_at(owners: list[Owner]) -> dict[str, tuple[Standing, str]]:
-    """What each run directory's check returned within the time, by run."""
-    found: dict[str, tuple[Standing, str]] = {}
+def _in_time(calls: Mapping[str, Callable[[], _Found]]) -> dict[str, _Found]:
+    """What these calls returned within the time, by name; a file system that hangs holds nobody up."""
+    found: dict[str, _Found] = {}
 
-    def look(owner: Owner) -> None:
-        found[owner.run_id] = owner.look()
+    def ask(name: str) -> None:
+        found[name] = calls[name]()
 
-    threads = [threading.Thread(target=look, args=(owner,), name="cpsr-orphans", daemon=True) for owner in owners]
+    threads = [threading.Thread(target=ask, args=(name,), name="cpsr-orphans", daemon=True) for name in calls]
     for thread in threads:
         thread.start()
     until = time.monotonic() + LOOK_SECONDS
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    hangs = f"did not answer within {LOOK_SECONDS:g} s"
-    return {owner.run_id: ("unclear", f"{owner.run_dir} {hangs}") for owner in owners} | dict(found)
-
-
-def _use_of(paths: Iterable[Path]) -> str | None:
-    """Which process uses one of these files; None: no process does."""
-    try:
-        with ExitStack() as locked:
-            _lock(paths, locked)
-    except FileInUseError as error:
-        return str(error)
-    return None
+    return dict(found)
 
 
 def _freed(run: HeldRun, directory: Path) -> HeldRun:
     try:
-        with ExitStack() as locked:
-            _lock(_files_by_run(directory).get(run.run_id, ()), locked)
+        with _locked(_files_by_run(directory).get(run.run_id, [])):
             owner = owner_of(run.run_id, directory)  # a job may have started there meanwhile
             if owner is None or owner.look()[0] != "gone":
                 return replace(run, standing="there")
@@ -289,14 +357,17 @@ def _freed(run: HeldRun, directory: Path) -> HeldRun:
     return replace(run, standing="freed")
 
 
-def _lock(paths: Iterable[Path], locked: ExitStack) -> None:
-    """Take the lock of each file; FileInUseError where a process has one of them."""
-    for path in paths:
-        try:
-            locked.callback(FileLock(path).release)
-        except FileNotFoundError:
-            continue  # removed meanwhile
-        except FileInUseError:
-            raise
-        except OSError as error:
-            raise FileInUseError(path, f"it is not known whether a process uses it: {error}") from error
+@contextmanager
+def _locked(paths: Iterable[Path]) -> Iterator[None]:
+    """Have the lock of each file; FileInUseError where a process has one of them."""
+    with ExitStack() as locked:
+        for path in paths:
+            try:
+                locked.callback(FileLock(path).release)
+            except FileNotFoundError:
+                continue  # removed meanwhile
+            except FileInUseError:
+                raise
+            except OSError as error:
+                raise FileInUseError(f"it is not known whether a process uses {path}: {error}") from error
+        yield
