@@ -12,7 +12,7 @@ from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.saves import PLAIN, RETENTION, Saves
 from cpsr.benchmarks.faults.stage import Gate, Stage
 from cpsr.benchmarks.faults.tracing import NO_LINKS, READING, Call
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.catalogue import Retention
 
 __all__ = ["FAULTS", "LINK_FAULTS", "Fault", "first_save", "inject_everywhere", "judge_saves", "save_all"]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import Missing
-from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines.moe.operators import PatternNaming

@@ -21,8 +21,8 @@ from cpsr.benchmarks.faults.job import (
     write_run,
     write_sparse,
 )
-from cpsr.checkpoint.contents import WHOLE, Contents
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.catalogue import Retention
+from cpsr.checkpoint.host_snapshot import WHOLE, Contents
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter

@@ -22,7 +22,7 @@ from cpsr.predictor.training import Head, Question, Windows, windows
 __all__ = ["INTERVALS", "main"]
 
 INTERVALS = (20, 50)  # between the checkpoints that the network sees
-HISTORY_ITERATIONS = 400  # as many as a run keeps, see `cpsr.checkpoint.retention`
+HISTORY_ITERATIONS = 400  # as many as a run keeps, see `cpsr.checkpoint.catalogue`
 APART_ITERATIONS = 100  # windows of one run to train on: closer ones show the same motion
 STEPS = 1_000  # the cosine on tasks that were left out rises no more after that
 SEED = 0

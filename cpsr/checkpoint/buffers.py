@@ -1,23 +1,26 @@
-"""One preallocated host buffer that holds one rank's shard, and the plan of large copies that fills it.
+"""Host buffers that hold one rank's shard each: their layout, the fewest copies that fill one, and those of a pool.
 
 Weights, moments and other tensors lie as they do in their files: each kind from the start of a block on, without gaps.
 So a file is written from the buffer as it is.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from cpsr.checkpoint.device_copy import Pinning
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
-from cpsr.checkpoint.memory import MemoryFile
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.parts import Held, Parts
-from cpsr.checkpoint.tensor_image import in_file_order, in_memory_order
-from cpsr.errors import UnsupportedEngineError
+from cpsr.checkpoint.tensor_file import in_file_order, in_memory_order
+from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["HostBuffer", "Span", "cut", "layout_bytes", "plan_spans"]
+__all__ = ["HostBuffer", "PoolBuffers", "Span", "cut", "layout_bytes", "plan_spans"]
 
 # Of an operator: the slice that given values are, and the names of its moments.
 _Template = tuple[Callable[[torch.Tensor], ParamSlice], tuple[str, ...]]
@@ -247,3 +250,97 @@ def _require_same(key: str, expected: torch.Tensor, found: torch.Tensor) -> None
     if (expected.shape, expected.dtype) != (found.shape, found.dtype):
         before, now = (f"{tuple(one.shape)} {one.dtype}" for one in (expected, found))
         raise _changed(f"{key} was {before} and is {now}")
+
+
+logger = logging.getLogger(__name__)
+
+# At the end of a life a device that does not finish its work within this time hangs.
+IDLE_SECONDS = 5.0
+# Memory that a device may still write to stays mapped, registered and locked until the process ends.
+_left_alone: list[object] = []
+
+
+class PoolBuffers:
+    """Makes the buffers.
+
+    Where CUDA refuses to pin shared memory, they are in pinned memory of the process: they do not survive it, which is
+    reported, but no training step waits for copies through a staging buffer.
+
+    Args:
+        template: the shard that each holds.
+        count: of buffers.
+        memory: shared memory for them; None: the process's own.
+        device: that copies into them; None: the host.
+        units: operator -> its part, see `Parts`.
+
+    Attributes:
+        all: the buffers.
+        problem: why they are not in shared memory; None where they are, or were not meant to be.
+    """
+
+    def __init__(
+        self,
+        template: Shard,
+        count: int,
+        memory: SharedMemory | None,
+        device: torch.device | None,
+        units: Mapping[str, str],
+    ) -> None:
+        self._device = device
+        self._units = units
+        self._pinnings: list[Pinning] = []
+        self.problem: str | None = None
+        self.all: list[HostBuffer] = []
+        if memory is not None:
+            self._make_shared(template, count, memory)
+        while len(self.all) < count:
+            self.all.append(HostBuffer(template, pinned=device is not None, units=units))
+
+    def _make_shared(self, template: Shard, count: int, memory: SharedMemory) -> None:
+        files: list[MemoryFile] = []
+        try:
+            files = memory.files(count, layout_bytes(template))
+            if self._device is not None:
+                for file in files:
+                    self._pinnings.append(Pinning(file.bytes, self._device))
+            self.all = [HostBuffer(template, pinned=False, memory=file, units=self._units) for file in files]
+        except (OSError, SaveError) as error:
+            self.problem = str(error)
+            self._unpin()
+            for file in files:
+                file.close(remove=file.iteration < 0)  # a restart can still use the state of an earlier process
+
+    def close(self, in_flight: Collection[int], *, remove: bool) -> None:
+        """Unpin and close them.
+
+        Args:
+            in_flight: indices of those into which a copy may still be under way: they are left alone, with their locks.
+            remove: remove all from shared memory; else it stays for the next life.
+        """
+        if in_flight or not self._is_idle():
+            # Unregistering waits for the device; and the address of a registered mapping must not be used again.
+            logger.warning(
+                "the device has not finished its work: host memory of this rank stays pinned until the process ends, "
+                "and %d of %d buffers stay locked because a copy into them may be under way",
+                len(in_flight),
+                len(self.all),
+            )
+            _left_alone.append((self.all, self._pinnings))
+        else:
+            self._unpin()
+        for index, buffer in enumerate(self.all):
+            if buffer.memory is not None and index not in in_flight:
+                buffer.memory.close(remove=remove)
+
+    def _is_idle(self) -> bool:
+        if self._device is None or not self._pinnings:
+            return True
+        try:
+            Arrival(self._device).wait("its work", Deadline(IDLE_SECONDS))
+        except (SaveError, RuntimeError):  # it hangs, or fails at every call after an error of a kernel
+            return False
+        return True
+
+    def _unpin(self) -> None:
+        while self._pinnings:
+            self._pinnings.pop().undo()

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.files import hash_file, sync_file, temporary_name
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, expert_files
 from cpsr.checkpoint.verify import check_file
 from cpsr.errors import CheckpointError, SaveError

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from cpsr.checkpoint.direct_file import aligned_pieces, open_direct, read_pieces, write_piece
-from cpsr.checkpoint.file_hash import Digest, FileHash
-from cpsr.checkpoint.tensor_image import image_of
+from cpsr.checkpoint.direct_file import Digest, FileHash, aligned_pieces, open_direct, read_pieces, write_piece
+from cpsr.checkpoint.tensor_file import image_of
 from cpsr.errors import SaveError
 
 __all__ = ["hash_file", "hash_in_pieces", "is_temporary", "make_directory", "open_plain", "read_bytes"]

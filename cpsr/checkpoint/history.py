@@ -1,4 +1,7 @@
-"""The committed checkpoints of one rank as the series that a predictor reads: memory-mapped, piece by piece."""
+"""The committed checkpoints of one rank as the series that a predictor reads: memory-mapped, piece by piece.
+
+Of a checkpoint that another number of ranks saved, the rank's slices are put together from the files of those.
+"""
 
 import hashlib
 import math
@@ -10,10 +13,19 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from cpsr.checkpoint.assembled import AssembledTensors, Piece, RankSlices, find_slices
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
-from cpsr.checkpoint.manifest import FileRecord, Manifest, RankManifest, experts_taken_at, file_name, holds_weights
-from cpsr.checkpoint.mapped import MappedTensors
+from cpsr.checkpoint.loading import operator_record
+from cpsr.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    OperatorRecord,
+    RankManifest,
+    experts_taken_at,
+    file_name,
+    holds_weights,
+)
+from cpsr.checkpoint.ranges import MissingRanges
+from cpsr.checkpoint.tensor_file import MappedTensors
 from cpsr.checkpoint.verify import (
     DamagedFileError,
     check_in_pieces,
@@ -25,8 +37,123 @@ from cpsr.checkpoint.verify import (
 )
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
+from cpsr.state.shard import Shard
 
-__all__ = ["DiskHistory", "ReadManifest"]
+__all__ = ["AssembledTensors", "DiskHistory", "FoundSlices", "Piece", "RankSlices", "ReadManifest", "find_slices"]
+
+
+@dataclass(frozen=True)
+class RankSlices:
+    """What a rank of this job owns.
+
+    Attributes:
+        rank: which one.
+        ranks: of the job.
+        operators: operator -> its slice, as a manifest describes it.
+    """
+
+    rank: int
+    ranks: int
+    operators: Mapping[str, OperatorRecord]
+
+    @classmethod
+    def of(cls, rank: int, ranks: int, shard: Shard) -> "RankSlices":
+        """Those of a shard."""
+        return cls(rank, ranks, {name: operator_record(one) for name, one in shard.operators.items()})
+
+
+class Piece(NamedTuple):
+    """A range of a slice, in a file.
+
+    Attributes:
+        at: its first element in the slice.
+        numel: its elements.
+        file: name of the file.
+        start: its first element in the file's tensor.
+    """
+
+    at: int
+    numel: int
+    file: str
+    start: int
+
+
+@dataclass(frozen=True)
+class FoundSlices:
+    """Where the slices of a rank lie in a checkpoint of other ranks.
+
+    Attributes:
+        pieces: operator -> its pieces in order; operators that the checkpoint does not have whole are absent.
+        files: the files with these.
+        sparse: whether any rank's operators are of different iterations.
+        record: of the rank whose small state this one would take.
+    """
+
+    pieces: Mapping[str, tuple[Piece, ...]]
+    files: Mapping[str, FileRecord]
+    sparse: bool
+    record: RankManifest
+
+
+def find_slices(directory: Path, manifest: Manifest, slices: RankSlices) -> Generator[None, None, FoundSlices]:
+    """Find a rank's slices; yields after every manifest of a rank.
+
+    Args:
+        directory: the checkpoint.
+        manifest: of all ranks.
+        slices: of the rank that is to read it.
+
+    Raises:
+        CheckpointError: a manifest is damaged or cannot be read.
+    """
+    missing = {name: MissingRanges(one.offset, one.numel) for name, one in slices.operators.items()}
+    pieces: dict[str, list[Piece]] = {name: [] for name in missing}
+    files: dict[str, FileRecord] = {}
+    sparse, first, taken = False, slices.rank % manifest.world_size, None
+    for rank in [first, *(other for other in range(manifest.world_size) if other != first)]:
+        record = read_rank_manifest(directory, manifest, rank)
+        taken = taken or record
+        sparse |= record.sparse
+        file = file_name(rank, "params")
+        for name, one in record.operators.items():
+            own = slices.operators.get(name)
+            if own is None or one.saved_by not in (None, rank) or own.global_shape != one.global_shape:
+                continue
+            for start, stop in missing[name].take(one.offset, one.numel) if own.is_cut_as(one) else ():
+                pieces[name].append(Piece(start - own.offset, stop - start, file, start - one.offset))
+                files[file] = record.files[file]
+        yield
+    whole = {name: tuple(sorted(found)) for name, found in pieces.items() if not missing[name].left}
+    assert taken is not None
+    return FoundSlices(whole, files, sparse, taken)
+
+
+class AssembledTensors:
+    """The weights of a rank's slices, in mapped files.
+
+    Args:
+        directory: the checkpoint, whose files were verified.
+        pieces: see `FoundSlices`.
+
+    Raises:
+        CheckpointError: as `map_tensors`.
+    """
+
+    def __init__(self, directory: Path, pieces: Mapping[str, tuple[Piece, ...]]) -> None:
+        names = {piece.file for found in pieces.values() for piece in found}
+        self._files = {name: map_tensors(directory / name) for name in sorted(names)}
+        self._pieces = pieces
+
+    def read(self, operator: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `[start, stop)` of a slice: 1-D, of the file's type; a view where one piece has all of them."""
+        parts = []
+        for piece in self._pieces[operator]:
+            begin, end = max(start, piece.at), min(stop, piece.at + piece.numel)
+            if begin < end:
+                first = piece.start + begin - piece.at
+                parts.append(self._files[piece.file].flat(f"param/{operator}")[first : first + end - begin])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
 
 # Between two yields: half a millisecond.
 OPERATORS_AT_ONCE = 256

@@ -1,15 +1,88 @@
-"""One snapshot, once it is taken."""
+"""One snapshot in host memory, and what it holds of each operator."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.manifest import OperatorRecord
 from cpsr.checkpoint.paced import Split
 from cpsr.state.shard import Shard
 
-__all__ = ["Snapshot"]
+__all__ = ["WHOLE", "Contents", "Snapshot"]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a rank's part of a checkpoint holds of each operator, and where.
+
+    The default is every operator with its moments, taken now: in host memory, and in files of this rank.
+
+    Attributes:
+        experts: operators in files of their own, which a later checkpoint can carry.
+        carried: operators from an earlier checkpoint of this attempt; all others are taken now.
+        uncopied: of `carried`, operators that are not copied to host memory; a snapshot for host memory alone holds
+            those of the snapshot before.
+        writers: operators in the files of another rank -> that rank.
+        replicated: descriptions of operators that other ranks hold, too; the commit compares their hashes.
+
+    Raises:
+        ValueError: the parts contradict each other.
+    """
+
+    experts: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()
+    uncopied: frozenset[str] = frozenset()
+    writers: Mapping[str, int] = field(default_factory=dict)
+    replicated: Mapping[str, OperatorRecord] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.carried <= self.experts:
+            raise ValueError(f"only parameters of experts can be carried: {min(self.carried - self.experts)}")
+        if not self.uncopied <= self.carried:
+            raise ValueError(f"taken now, and not copied to host memory: {min(self.uncopied - self.carried)}")
+        if not self.writers.keys() <= self.replicated.keys():
+            raise ValueError("another rank can only write operators that it holds, too")
+
+    @staticmethod
+    def sparse(experts: frozenset[str], saved: frozenset[str]) -> "Contents":
+        """All operators; of the experts' parameters only `saved` are taken now.
+
+        Raises:
+            ValueError: `saved` names something else than a parameter of an expert.
+        """
+        if not saved <= experts:
+            raise ValueError(f"no expert's parameter: {min(saved - experts)}")
+        return Contents(experts, experts - saved)
+
+    @property
+    def whole_in_memory(self) -> bool:
+        """Whether a snapshot in host memory holds everything as it is now."""
+        return not self.uncopied
+
+    @property
+    def carried_here(self) -> frozenset[str]:
+        """Carried operators that lie in files of this rank."""
+        return self.carried - self.writers.keys()
+
+    def copied(self, shard: Shard) -> Shard:
+        """The part of a shard that is copied to host memory; views of the same memory."""
+        return shard if not self.uncopied else _without(shard, self.uncopied)
+
+    def written(self, shard: Shard) -> Shard:
+        """The part of a shard that goes into this rank's new files; views of the same memory."""
+        return _without(shard, self.carried | self.writers.keys())
+
+    def without_experts(self, shard: Shard) -> Shard:
+        """The part of a shard that every checkpoint saves again; views of the same memory."""
+        return shard if not self.experts else _without(shard, self.experts)
+
+
+def _without(shard: Shard, names: frozenset[str]) -> Shard:
+    return Shard({name: one for name, one in shard.operators.items() if name not in names}, shard.others)
+
+
+WHOLE = Contents()
 
 
 @dataclass(eq=False)

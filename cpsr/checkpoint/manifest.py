@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from cpsr.checkpoint.file_hash import PIECE_DIGITS, pieces_in
+from cpsr.checkpoint.direct_file import PIECE_DIGITS, pieces_in
 
 __all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
 __all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
@@ -144,6 +144,12 @@ class OperatorRecord(_RecordOfSome):
     block: tuple[Count, ...] | None = Field(
         default=None, description="shape of a block that is no range; see `cpsr.state.shard.ParamSlice`"
     )
+
+    def is_cut_as(self, other: "OperatorRecord") -> bool:
+        """Whether both are ranges of one parameter, or the same block of it: other blocks are not taken apart."""
+        if self.block is None or other.block is None:
+            return self.block is other.block
+        return (self.block, self.offset, self.numel) == (other.block, other.offset, other.numel)
 
     def is_same_state(self, other: "OperatorRecord") -> bool:
         """Whether it is the same slice at the same iteration, whichever rank saved it."""

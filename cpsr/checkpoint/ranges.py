@@ -1,7 +1,8 @@
-"""Ranges of tensors, read from a checkpoint's files and verified without the rest of these."""
+"""Ranges of tensors: which are still to be found, and reading them from files, verified without the rest."""
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +11,65 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from cpsr.checkpoint.direct_file import BLOCK_BYTES, PIECE_BYTES, block_buffer, read_at
-from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES, pieces_in
+from cpsr.checkpoint.direct_file import BLOCK_BYTES, HASHED_PIECE_BYTES, PIECE_BYTES, block_buffer, pieces_in, read_at
 from cpsr.checkpoint.files import open_plain
 from cpsr.checkpoint.manifest import FileRecord
-from cpsr.checkpoint.tensor_content import NO_HEADER, PlacedTensor, TensorHeader
-from cpsr.checkpoint.tensor_image import bytes_of
+from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor, TensorHeader, bytes_of
 from cpsr.checkpoint.verify import DamagedFileError, check_piece, persistently, refused_content
 
-__all__ = ["WantedRange", "read_ranges"]
+__all__ = ["MissingRanges", "WantedRange", "lacking_among", "read_ranges"]
+
+
+class MissingRanges:
+    """Ranges of one operator, as elements of the whole parameter; each is taken once.
+
+    Args:
+        offset: first element of the slice.
+        numel: elements of it.
+
+    Attributes:
+        left: those that nobody has given yet.
+    """
+
+    def __init__(self, offset: int, numel: int) -> None:
+        self.left: list[tuple[int, int]] = [(offset, offset + numel)] if numel else []
+
+    def take(self, offset: int, numel: int) -> Iterator[tuple[int, int]]:
+        """The ranges that another slice has; they are no longer left once the iterator has ended."""
+        first, end = offset, offset + numel
+        left: list[tuple[int, int]] = []
+        for start, stop in self.left:
+            begin, finish = max(start, first), min(stop, end)
+            if begin >= finish:
+                left.append((start, stop))
+                continue
+            yield begin, finish
+            left += [part for part in ((start, begin), (finish, stop)) if part[0] < part[1]]
+        self.left = left
+
+
+def lacking_among(
+    operators: Collection[str],
+    parts: Mapping[int, Mapping[str, tuple[Sequence[int], int, int]]],
+    ages: Mapping[int, Mapping[str, int]],
+) -> str | None:
+    """What these parts lack of the model together, in a sentence; see `cpsr.checkpoint.commit.Missing`.
+
+    Args:
+        operators: of the model.
+        parts: by rank and name, the whole shape, the first element and the number of elements.
+        ages: not looked at.
+    """
+    left: dict[str, MissingRanges] = {}
+    for part in parts.values():
+        for name, (shape, offset, numel) in part.items():
+            for _ in left.setdefault(name, MissingRanges(0, math.prod(shape))).take(offset, numel):
+                pass
+    if absent := sorted(set(operators) - left.keys()):
+        return f"nobody has {absent[0]}"
+    lacking = ((name, *one.left[0]) for name, one in left.items() if one.left)
+    return next((f"nobody has elements {start} to {stop} of {name}" for name, start, stop in lacking), None)
+
 
 _AT_ONCE = PIECE_BYTES // HASHED_PIECE_BYTES  # hashed pieces of one transfer
 

@@ -8,13 +8,12 @@ import torch
 from cpsr.checkpoint.carried import CarriedFiles
 from cpsr.checkpoint.commit import Attempt
 from cpsr.checkpoint.files import sync_directory, write_bytes, write_tensors
-from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart
-from cpsr.checkpoint.frozen_links import FrozenLinks
+from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks, FrozenPart
 from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
 from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, file_name, rank_manifest_name
 from cpsr.checkpoint.replicated import records_of_others, state_hash
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.tensor_image import in_memory_order
+from cpsr.checkpoint.tensor_file import in_memory_order
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.manifest import OperatorRecord, RankManifest, expert_files, file_name, frozen_writer
 from cpsr.errors import SaveError
 from cpsr.state.shard import OperatorState, Shard

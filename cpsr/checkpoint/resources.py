@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.config import CPSRConfig
 from cpsr.errors import ResourceError
 

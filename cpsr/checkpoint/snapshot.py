@@ -9,17 +9,13 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.boundary import BoundaryBuffers, EarlierStep
-from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
-from cpsr.checkpoint.contents import WHOLE, Contents
-from cpsr.checkpoint.copying import StateCopier
-from cpsr.checkpoint.host_snapshot import Snapshot
+from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep, WriteWatch
+from cpsr.checkpoint.buffers import HostBuffer, PoolBuffers, layout_bytes
+from cpsr.checkpoint.copying import RunningCopy, StateCopier
+from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
-from cpsr.checkpoint.pool_buffers import PoolBuffers
-from cpsr.checkpoint.running import RunningCopy
 from cpsr.checkpoint.sealing import Sealing
-from cpsr.checkpoint.write_watch import DISTURBED, WriteWatch
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Deadline

@@ -25,8 +25,17 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint import retention
-from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, scan, set_aside, set_aside_list
+from cpsr.checkpoint.catalogue import (
+    Catalogue,
+    CheckpointInfo,
+    Retention,
+    RetentionPlan,
+    remove_uncommitted,
+    retain,
+    scan,
+    set_aside,
+    set_aside_list,
+)
 from cpsr.checkpoint.commit import (
     Attempt,
     CommitResult,
@@ -40,8 +49,7 @@ from cpsr.checkpoint.commit import (
     wait_for_ranks,
 )
 from cpsr.checkpoint.files import make_directory, write_bytes
-from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.frozen_links import FrozenLinks
+from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
 from cpsr.checkpoint.loading import load_shard
 from cpsr.checkpoint.manifest import COMMIT, Manifest, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
@@ -151,7 +159,7 @@ class CheckpointStore:
         self._newest_sequence(found)
         for problem in problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
-        retention.remove_uncommitted(self.directory)
+        remove_uncommitted(self.directory)
         return problems
 
     def write(self, snapshot: Snapshot, frozen: FrozenLinks | None = None) -> WrittenShard:
@@ -316,10 +324,10 @@ class CheckpointStore:
         refuse_superseded(self.directory.parent, self._life)
         newer = [one.iteration for one in self._readable(after=iteration).checkpoints if one.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
-        retention.remove_uncommitted(self.directory, after=iteration)
+        remove_uncommitted(self.directory, after=iteration)
         return [path for path in moved if path is not None]
 
-    def retain(self, rules: retention.Retention) -> retention.RetentionPlan:
+    def retain(self, rules: Retention) -> RetentionPlan:
         """Thin and delete old checkpoints; by rank 0 alone, after a commit.
 
         Raises:
@@ -327,7 +335,7 @@ class CheckpointStore:
             CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
         pinned, copied = self.pinned_iteration, self.copied_iteration
-        return retention.retain(self.directory, rules, pinned=pinned, copied=copied)
+        return retain(self.directory, rules, pinned=pinned, copied=copied)
 
     def _record_drift(self, drifted: Drifted) -> None:
         """Record differing replicas for this life and, in the run's directory, for later ones."""

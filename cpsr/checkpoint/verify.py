@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES, Digest, piece_hash, pieces_in
+from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, Digest, piece_hash, pieces_in
 from cpsr.checkpoint.files import hash_file, hash_in_pieces, open_plain, read_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
@@ -27,9 +27,8 @@ from cpsr.checkpoint.manifest import (
     step_iteration,
     thinned_record,
 )
-from cpsr.checkpoint.mapped import MappedTensors
 from cpsr.checkpoint.replicated import files_with, missing_among
-from cpsr.checkpoint.tensor_content import TensorContent
+from cpsr.checkpoint.tensor_file import MappedTensors, TensorContent
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "check_piece"]

@@ -1,6 +1,7 @@
 """The background thread that makes snapshots durable; every error there becomes an outcome, never a crash."""
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -8,14 +9,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from cpsr.checkpoint.background import yield_to_training
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
 
-__all__ = ["CheckpointWriter", "SaveOutcome"]
+__all__ = ["NICENESS", "CheckpointWriter", "SaveOutcome", "yield_to_training"]
 
+# On a busy core a tenth of the time remains, so that no save starves. Beyond it, a thread that is displaced while it
+# has the interpreter's lock keeps training waiting for longer.
+NICENESS = 10
 _CANCEL_SECONDS = 2.0  # a cancelled commit ends within its polling interval, the rest is removing a few files
 
 _log = logging.getLogger(__name__)
@@ -255,3 +258,8 @@ def _outcome(
         mean_second_moment,
         written_bytes,
     )
+
+
+def yield_to_training() -> None:
+    """Lower the priority of the calling thread, until it ends; Linux then lowers that of its transfers as well."""
+    os.nice(NICENESS)

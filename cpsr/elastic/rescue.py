@@ -13,8 +13,7 @@ from functools import partial
 import torch
 
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.frozen_links import FrozenLinks
+from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_reader import (
     holds_whole_operators,
@@ -23,8 +22,8 @@ from cpsr.checkpoint.memory_reader import (
     verify_memory_state,
 )
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
-from cpsr.checkpoint.missing_ranges import lacking_among
 from cpsr.checkpoint.progress import read_progress
+from cpsr.checkpoint.ranges import lacking_among
 from cpsr.checkpoint.resharding import read_small_state
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore

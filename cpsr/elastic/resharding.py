@@ -8,8 +8,7 @@ from typing import Any
 
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import Manifest
-from cpsr.checkpoint.resharded_frozen import load_resharded_frozen
-from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state
+from cpsr.checkpoint.resharding import load_buffers, load_resharded, load_resharded_frozen, read_small_state
 from cpsr.elastic.small_state import differing, require_alike, small_state_of
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.state.shard import Shard

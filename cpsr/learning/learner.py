@@ -11,8 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from cpsr.checkpoint.assembled import RankSlices
-from cpsr.checkpoint.history import DiskHistory, ReadManifest
+from cpsr.checkpoint.history import DiskHistory, RankSlices, ReadManifest
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import StatePredictor

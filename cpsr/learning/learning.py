@@ -2,7 +2,7 @@
 
 import logging
 
-from cpsr.checkpoint.assembled import RankSlices
+from cpsr.checkpoint.history import RankSlices
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CPSRConfig

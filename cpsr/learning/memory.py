@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.config import CPSRConfig
 from cpsr.predictor.vitp import VITPPredictor, host_memory_bytes
 from cpsr.ranks.group import Group

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.host_snapshot import WHOLE, Contents
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import SaveError, UnsupportedEngineError

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.boundary import EarlierStep
+from cpsr.checkpoint.device_copy import StepEvents
 from cpsr.checkpoint.progress import ProgressCounter
-from cpsr.checkpoint.step_events import StepEvents
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import host_copy
 

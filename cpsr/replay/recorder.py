@@ -10,13 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from cpsr.checkpoint.device_copy import DeviceCopy, device_of
-from cpsr.checkpoint.host_copy import copy_beside_training
+from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
+from cpsr.checkpoint.copying import copy_beside_training
+from cpsr.checkpoint.device_copy import DeviceCopy, Pinning, device_of
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import describe
 from cpsr.checkpoint.parts import Held
-from cpsr.checkpoint.pinning import Pinning
-from cpsr.checkpoint.write_watch import DISTURBED, WriteWatch
 from cpsr.replay.schedule import WindowLayout
 from cpsr.state.codec import SmallState
 from cpsr.state.shard import OperatorState, Shard

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.device_copy import new_event
+from cpsr.checkpoint.device_copy import Pinning, new_event
 from cpsr.checkpoint.loading import dtype_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import OpenState
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe
-from cpsr.checkpoint.pinning import Pinning
 from cpsr.engines.adapter import Operation
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.state.shard import Shard

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.assembled import RankSlices
-from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.history import DiskHistory, RankSlices
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.job import Job
 from cpsr.predictor.calibration import of_part

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from cpsr.checkpoint import verify
-from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.files import read_bytes
+from cpsr.checkpoint.host_snapshot import WHOLE, Contents
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.frozen_links import FrozenLinks
+from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
 from cpsr.checkpoint.manifest import RankManifest, holds_frozen, step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.history import DiskHistory
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, save

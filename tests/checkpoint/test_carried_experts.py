@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import Attempt, abandon
-from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.history import DiskHistory
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.engines.moe.operators import MODULE_LIST, PatternNaming

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from cpsr.checkpoint import catalogue
-from cpsr.checkpoint.catalogue import CHECKPOINTS_AT_ONCE, newest_whole, scan
+from cpsr.checkpoint.catalogue import CHECKPOINTS_AT_ONCE, newest_whole, remove_uncommitted, scan
 from cpsr.checkpoint.manifest import COMMIT, MANIFEST, THINNED, Manifest
-from cpsr.checkpoint.retention import remove_uncommitted
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import UnreadableFileError
 from tests.checkpoint.conftest import RefuseReading, refuse_asking, save

@@ -73,7 +73,7 @@ def names(device: StandInDevice, *kinds: str) -> list[tuple[str, str | None]]:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "BOUNDARY_SECONDS", 0.2)
     monkeypatch.setattr(snapshots, "CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr("cpsr.checkpoint.pool_buffers.IDLE_SECONDS", 0.1)
+    monkeypatch.setattr("cpsr.checkpoint.buffers.IDLE_SECONDS", 0.1)
 
 
 def close(device: StandInDevice, pool: SnapshotPool) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from cpsr.checkpoint import files
-from cpsr.checkpoint.direct_file import DIRECT
-from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES
+from cpsr.checkpoint.direct_file import DIRECT, HASHED_PIECE_BYTES
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import SaveError
 from tests.checkpoint.conftest import make_snapshot

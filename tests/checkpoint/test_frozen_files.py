@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cpsr.checkpoint import frozen_files
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
 from cpsr.checkpoint.frozen_files import FrozenFiles
@@ -21,7 +22,6 @@ from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cpsr.checkpoint import files
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import file_name, rank_manifest_name, step_name
-from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.predictor.protocol import History
 from tests.checkpoint.conftest import RefuseReading, make_shard, make_snapshot, save

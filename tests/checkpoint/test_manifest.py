@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES
+from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES
 from cpsr.checkpoint.manifest import FileRecord, Manifest, RankRecord
 
 WHOLE = "0" * 32

@@ -210,7 +210,7 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
         import os, signal, torch
         from tests.checkpoint.conftest import make_shard
         from cpsr.checkpoint.memory import SharedMemory
-        from cpsr.checkpoint.host_copy import HostCopyPlan
+        from cpsr.checkpoint.copying import HostCopyPlan
         from cpsr.checkpoint.snapshot import SnapshotPool
         pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 0, 0))
         copy = HostCopyPlan.run_hashed

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cpsr.checkpoint.device_copy import Pinning
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
-from cpsr.checkpoint.pinning import Pinning
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError
 from tests.checkpoint.test_device_copy import shard_on

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint import verify
-from cpsr.checkpoint.direct_file import PIECE_BYTES
-from cpsr.checkpoint.file_hash import HASHED_PIECE_BYTES
+from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, PIECE_BYTES
 from cpsr.checkpoint.files import hash_file, write_tensors
 from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.ranges import WantedRange, read_ranges

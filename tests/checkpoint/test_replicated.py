@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from cpsr.checkpoint.commit import CommitResult
-from cpsr.checkpoint.contents import WHOLE, Contents
 from cpsr.checkpoint.history import DiskHistory
+from cpsr.checkpoint.host_snapshot import WHOLE, Contents
 from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.manifest import MANIFEST, RankManifest, commit_record, rank_manifest_name
 from cpsr.checkpoint.snapshot import Snapshot

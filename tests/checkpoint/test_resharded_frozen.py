@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.resharded_frozen import load_resharded_frozen
-from cpsr.checkpoint.resharding import read_small_state
+from cpsr.checkpoint.resharding import load_resharded_frozen, read_small_state
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointCorruptError, RunMismatchError
 from cpsr.state.frozen import FrozenPlace, word_of

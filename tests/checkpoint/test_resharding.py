@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.manifest import Manifest, file_name, step_name
 from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state

@@ -8,8 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.catalogue import CheckpointInfo
-from cpsr.checkpoint.retention import Retention, plan_retention
+from cpsr.checkpoint.catalogue import CheckpointInfo, Retention, plan_retention
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState, memory_states

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.manifest import commit_record
-from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import UnreadableFileError

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from cpsr.checkpoint.tensor_image import HEADER_BYTES_MAX, image_of
+from cpsr.checkpoint.tensor_file import HEADER_BYTES_MAX, image_of
 from cpsr.errors import SaveError
 
 DTYPES = [

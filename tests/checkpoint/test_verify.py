@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.direct_file import DIRECT
 from cpsr.checkpoint.manifest import commit_record
-from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint.conftest import assert_same_bits, make_shard, save

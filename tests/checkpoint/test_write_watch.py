@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cpsr.checkpoint.write_watch import THOROUGH_SNAPSHOTS, WriteWatch
+from cpsr.checkpoint.boundary import THOROUGH_SNAPSHOTS, WriteWatch
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.stand_in_device import stand_in_device
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.direct_file import write_piece
-from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError

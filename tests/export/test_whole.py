@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.catalogue import _thin
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.loading import operator_record
-from cpsr.checkpoint.retention import _thin
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError

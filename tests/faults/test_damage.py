@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.manifest import commit_record, step_name
-from cpsr.checkpoint.retention import Retention
 from cpsr.checkpoint.store import verify_run
 from cpsr.errors import CheckpointError
 from tests.faults.stores import COMMITTED, FOREIGN, NEWEST, RANKS, commit, is_same, open_run, shard_of, write_run

@@ -10,9 +10,9 @@ import torch
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.copying import StateCopier
+from cpsr.checkpoint.device_copy import EVENTS, StepEvents
 from cpsr.checkpoint.progress import ProgressCounter, RankProgress, read_progress
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.checkpoint.step_events import EVENTS, StepEvents
 from cpsr.journal import RankJournal
 from cpsr.life import boundary as boundaries
 from cpsr.life.life import Life

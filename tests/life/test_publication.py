@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpsr.checkpoint.device_copy import EVENTS, StepEvents
 from cpsr.checkpoint.progress import ProgressCounter, RankProgress, progress_path, read_progress
-from cpsr.checkpoint.step_events import EVENTS, StepEvents
 from cpsr.life import publication as publications
 from cpsr.life.publication import Publication
 from cpsr.state.device_values import DeviceNumber

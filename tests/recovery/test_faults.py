@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint import verify
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.file_hash import Digest
+from cpsr.checkpoint.direct_file import Digest
 from cpsr.checkpoint.files import hash_file
 from cpsr.errors import ConfigError, RecoveryError, ResourceError, RunMismatchError
 from cpsr.journal import JournalReader

@@ -28,9 +28,9 @@ import cpsr.checkpoint.rank_part as part_module
 import cpsr.checkpoint.store as store_module
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.copying import StateCopier
+from cpsr.checkpoint.device_copy import StepEvents
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import IDENTITY
-from cpsr.checkpoint.step_events import StepEvents
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.device import join_ranks

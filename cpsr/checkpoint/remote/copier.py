@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from cpsr.checkpoint.background import yield_to_training
 from cpsr.checkpoint.catalogue import scan as scan_local
 from cpsr.checkpoint.catalogue import set_aside_list
 from cpsr.checkpoint.manifest import COMMIT, step_iteration
 from cpsr.checkpoint.remote.copies import Copy, remove_old, scan, set_aside, upload
 from cpsr.checkpoint.remote.place import CopyStoppedError, Place
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, RunMismatchError, TargetError
 
 __all__ = ["Copier", "Report", "given_up_in"]

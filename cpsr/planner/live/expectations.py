@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy
 import scipy  # loads its submodules at first use: a restart does not wait for them
 
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.config import CPSRConfig
 from cpsr.fitter.accuracy import AccuracyCurve, fit_accuracy
 from cpsr.fitter.failures import FailureClasses, FailureRate

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import JournalError

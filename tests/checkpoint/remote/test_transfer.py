@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.checkpoint.contents import Contents
 from cpsr.checkpoint.files import hash_file
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.manifest import COMMIT, commit_record
 from cpsr.checkpoint.remote.copies import (
     read_copy,

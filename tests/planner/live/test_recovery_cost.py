@@ -4,7 +4,7 @@ from typing import Any
 import numpy
 import pytest
 
-from cpsr.checkpoint.retention import Retention
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.journal import RecoveryRow
 from cpsr.planner.live.expectations import _lost_share, _measured_costs, expected_costs
 from cpsr.planner.plan import Schedule

@@ -1,0 +1,335 @@
+"""Files of tensors (safetensors): their bytes in memory, their header, and their tensors read or mapped."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from cpsr.checkpoint.direct_file import BLOCK_BYTES
+from cpsr.errors import SaveError
+
+__all__ = ["HEADER_BYTES_MAX", "LENGTH_BYTES", "METADATA", "NO_HEADER", "MappedTensors", "PlacedTensor"]
+__all__ += ["TensorContent", "TensorHeader", "bytes_of", "dtype_of", "image_of", "in_file_order", "in_memory_order"]
+
+LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
+HEADER_BYTES_MAX = 100_000_000  # the library reads no longer one
+METADATA = "__metadata__"
+
+
+def image_of(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> list[NDArray[numpy.uint8]]:
+    """The content of a safetensors file: the header, filled up to whole blocks, then the tensors.
+
+    Args:
+        tensors: contiguous and on the CPU; in the file they are `in_file_order`.
+        metadata: of the file.
+
+    Returns:
+        Views of the tensors' memory, one for each run of tensors that follow each other there, after the header.
+
+    Raises:
+        SaveError: a tensor is not contiguous on the CPU, or safetensors cannot hold its dtype or name; or there are
+            too many.
+    """
+    ordered = in_file_order(tensors)
+    return [numpy.frombuffer(_header(ordered, metadata), numpy.uint8), *_runs(ordered)]
+
+
+def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by descending size of their elements, else in their own order, so that each is aligned to its own."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
+def in_memory_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of each storage as they follow each other there, the storages in the order of the tensors.
+
+    Not by address: ranks with equal tensors write equal files.
+    """
+    storages: dict[int, int] = {}
+    places = {}
+    for key, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        places[key] = storages.setdefault(storage, len(storages)), tensor.data_ptr() - storage
+    return {key: tensors[key] for key in sorted(places, key=places.__getitem__)}
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[numpy.uint8]:
+    """The memory of a tensor that is contiguous on the CPU, `(nbytes,)`."""
+    storage = tensor.untyped_storage()
+    start = tensor.data_ptr() - storage.data_ptr()
+    return _bytes(storage, start, start + tensor.nbytes)
+
+
+@cache
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that the library calls so.
+
+    Raises:
+        ValueError: there is none.
+    """
+    text = json.dumps({"": {"dtype": name, "shape": [0], "data_offsets": [0, 0]}}).encode()
+    try:
+        dtype: torch.dtype = load(len(text).to_bytes(LENGTH_BYTES, "little") + text)[""].dtype
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"safetensors has no dtype {name!r}") from error
+    return dtype
+
+
+def _header(ordered: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    if METADATA in ordered:
+        raise SaveError(f"a safetensors file cannot hold a tensor of the name {METADATA}")
+    described: dict[str, object] = {} if metadata is None else {METADATA: dict(metadata)}
+    end = 0
+    for key, tensor in ordered.items():
+        start, end = end, end + tensor.nbytes
+        described[key] = {"dtype": _dtype(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    if len(text) > HEADER_BYTES_MAX - BLOCK_BYTES:
+        raise SaveError(
+            f"{len(ordered)} tensors are too many for one safetensors file: their header has {len(text)} bytes"
+        )
+    text += b" " * (-(LENGTH_BYTES + len(text)) % BLOCK_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+@cache
+def _dtype(dtype: torch.dtype) -> str:
+    """The library's name of it.
+
+    Raises:
+        SaveError: the library has none, or several elements to a byte.
+    """
+    one = torch.empty(1, dtype=dtype, device="cpu")
+    try:
+        saved = save({"": one})
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise SaveError(f"safetensors cannot hold {dtype}: {error}") from error
+    described = json.loads(saved[LENGTH_BYTES : len(saved) - one.nbytes])[""]
+    if described["shape"] != [1]:
+        raise SaveError(f"safetensors holds {dtype} with several elements to a byte, which is not supported")
+    name: str = described["dtype"]
+    return name
+
+
+def _runs(ordered: Mapping[str, torch.Tensor]) -> list[NDArray[numpy.uint8]]:
+    """The tensors' bytes, with those that follow each other in one storage joined."""
+    found: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, its first byte and the one after the last
+    for key, tensor in ordered.items():
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise SaveError(f"{key} cannot be written: it is not contiguous in the host's memory")
+        if not tensor.nbytes:
+            continue
+        storage = tensor.untyped_storage()
+        start = tensor.data_ptr() - storage.data_ptr()
+        end = start + tensor.nbytes
+        if found and found[-1][0].data_ptr() == storage.data_ptr() and found[-1][2] == start:
+            start = found.pop()[1]
+        found.append((storage, start, end))
+    return [_bytes(*one) for one in found]
+
+
+def _bytes(storage: torch.UntypedStorage, start: int, end: int) -> NDArray[numpy.uint8]:
+    """These bytes of a storage."""
+    view = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, start, (end - start,), (1,))
+    array: NDArray[numpy.uint8] = view.numpy()
+    return array
+
+
+# What reading a header raises that is none.
+NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor that a header describes; `first` is its first byte in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first: int
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+class TensorHeader:
+    """The header of a safetensors file, from the file's first bytes.
+
+    Args:
+        file_bytes: length of the whole file.
+
+    Attributes:
+        end: the byte behind it, as far as that is known.
+        whole: whether all of it was taken.
+    """
+
+    def __init__(self, file_bytes: int) -> None:
+        self.end = LENGTH_BYTES
+        self.whole = False
+        self._file_bytes = file_bytes
+        self._taken = bytearray()
+
+    def take(self, piece: memoryview) -> None:
+        """Take the bytes that follow, as far as they are the header's.
+
+        Raises:
+            ValueError: a header of this length is none.
+        """
+        while piece and len(self._taken) < self.end:
+            part = piece[: self.end - len(self._taken)]
+            self._taken += part
+            piece = piece[len(part) :]
+            if len(self._taken) == LENGTH_BYTES:
+                self.end += int.from_bytes(self._taken, "little")
+                if self.end > min(self._file_bytes, LENGTH_BYTES + HEADER_BYTES_MAX):
+                    raise ValueError(f"its header would end at byte {self.end}")
+        self.whole = len(self._taken) == self.end
+
+    def tensors(self) -> Iterator[PlacedTensor]:
+        """The tensors as they follow each other in the file; call it once the header is whole.
+
+        Raises:
+            Exception: any of `NO_HEADER`: it describes no tensors that this file can hold.
+        """
+        described = json.loads(self._taken[LENGTH_BYTES:])
+        described.pop(METADATA, None)
+        end = 0
+        for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+            (first, last), shape, dtype = one["data_offsets"], tuple(one["shape"]), dtype_of(one["dtype"])
+            size = math.prod(shape) * dtype.itemsize
+            lies_there = end <= first and first + size == last <= self._file_bytes - self.end
+            if min(shape, default=0) < 0 or not lies_there:
+                raise ValueError(f"{name!r} of shape {shape} and {dtype} lies at {first} to {last}")
+            end = last
+            yield PlacedTensor(name, shape, dtype, self.end + first)
+
+
+class TensorContent:
+    """Takes the bytes of one file once, in order, and copies those of each tensor to its place.
+
+    The bytes may be damaged, which a hash of all of them shows afterwards: until then the places hold anything.
+
+    Args:
+        file_bytes: length of the whole file.
+        place: gives the tensor that one of this name, shape and dtype is copied to, contiguous on the CPU, or None
+            where nobody wants it; raises ValueError where the file should hold another one.
+    """
+
+    def __init__(
+        self, file_bytes: int, place: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor | None]
+    ) -> None:
+        self._place = place
+        self._taken = 0
+        self._header: TensorHeader | None = TensorHeader(file_bytes)  # None once it is read
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._left: list[tuple[int, NDArray[numpy.uint8]]] = []  # places in the file and memory, the next one last
+        self._problem: str | None = None
+
+    def take(self, piece: memoryview) -> None:
+        """Take the bytes that follow."""
+        start, self._taken = self._taken, self._taken + len(piece)
+        if self._header is not None and self._problem is None:
+            try:
+                self._take_header(self._header, piece)
+            except NO_HEADER as error:
+                self._problem = str(error)
+                self._left.clear()
+        values = numpy.frombuffer(piece, numpy.uint8)
+        while self._left and self._left[-1][0] < self._taken:
+            first, memory = self._left[-1]
+            begin, end = max(first, start), min(first + memory.nbytes, self._taken)
+            numpy.copyto(memory[begin - first : end - first], values[begin - start : end - start])
+            if end < first + memory.nbytes:
+                return
+            self._left.pop()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that had a place, by name; call it once all bytes were taken.
+
+        Raises:
+            ValueError: these were none of a safetensors file, or `place` refused one.
+        """
+        if self._problem is None and (self._header is not None or self._left):
+            self._problem = f"it ends at byte {self._taken}, within its header or a tensor"
+        if self._problem is not None:
+            raise ValueError(self._problem)
+        return self._tensors
+
+    def _take_header(self, header: TensorHeader, piece: memoryview) -> None:
+        header.take(piece)
+        if not header.whole:
+            return
+        for one in header.tensors():
+            tensor = self._place(one.name, one.shape, one.dtype)
+            if tensor is not None:
+                self._tensors[one.name] = tensor
+                if tensor.nbytes:
+                    self._left.append((one.first, bytes_of(tensor)))
+        self._left.reverse()
+        self._header = None
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class MappedTensors:
+    """The tensors of a safetensors file, by name.
+
+    The library makes a view at some 50 us a piece, most of which torch spends on the way there. The predictor reads
+    hundreds of small pieces of each checkpoint, and a view of this map takes 3 us.
+
+    Args:
+        path: a file that was verified, or whose header the library has accepted.
+
+    Raises:
+        ValueError: it is no safetensors file, or has a tensor of another type than a floating-point one.
+        OSError: it cannot be looked up.
+        RuntimeError: it cannot be mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        size = path.stat().st_size
+        if size < LENGTH_BYTES:
+            raise ValueError(f"{size} bytes hold no header")
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
+        begin = LENGTH_BYTES + int.from_bytes(_bytes_in(data[:LENGTH_BYTES]), "little")
+        if begin > size:
+            raise ValueError(f"its header ends at byte {begin}, the file at {size}")
+        header: Any = json.loads(_bytes_in(data[LENGTH_BYTES:begin]))
+        self._data = data[begin:]
+        # Little for each tensor, and names that all files share: a history has dozens of files of thousands.
+        self._places = {
+            sys.intern(name): (sys.intern(one["dtype"]), *one["data_offsets"])
+            for name, one in header.items()
+            if name != "__metadata__"
+        }
+
+    def flat(self, name: str) -> torch.Tensor:
+        """All elements of a tensor, `(numel,)` of its own type, as a view of the file.
+
+        Raises:
+            ValueError: there is none of that name, or it is damaged.
+        """
+        if name not in self._places:
+            raise ValueError(f"the file has no tensor {name!r}")
+        dtype, first, last = self._places[name]
+        if dtype not in _DTYPES or not 0 <= first <= last <= len(self._data):
+            raise ValueError(f"{name!r} has type {dtype} and lies at {first} to {last} of {len(self._data)}")
+        return self._data[first:last].view(_DTYPES[dtype])
+
+
+def _bytes_in(values: torch.Tensor) -> bytes:
+    return values.numpy().tobytes()
