@@ -5,12 +5,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from cpsr.checkpoint.host_snapshot import Contents
+from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import refuse_superseded
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import kept_bytes
-from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from cpsr.checkpoint.background import yield_to_training
 from cpsr.checkpoint.buffers import layout_bytes
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, SHARED_MEMORY, memory_state, memory_states
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.writer import yield_to_training
 from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.peers.alike import SmallStates, committed_words, fingerprint, small_bytes

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.demo.device import device_text
 from cpsr.qualify.cells import Cell

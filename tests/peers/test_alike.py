@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.checkpoint.contents import WHOLE, Contents
+from cpsr.checkpoint.host_snapshot import WHOLE, Contents
 from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import Snapshot
@@ -48,7 +48,7 @@ def test_fingerprints_distinguish_slices_and_not_ranks() -> None:
 
 def commit(run_dir: Path, iteration: int, alike: tuple[bool, ...], experts: bool = False) -> Path:
     """A checkpoint of as many ranks, all of it in files of experts or nothing; its directory."""
-    stores = [CheckpointStore(run_dir, rank, len(alike), RUN_ID, 1, fsync=False) for rank in range(len(alike))]
+    stores = [CheckpointStore(run_dir, rank, len(alike), RUN_ID, 1) for rank in range(len(alike))]
     for rank, store in enumerate(stores):
         part = shard(rank, iteration, ELEMENTS, alike=alike[rank])
         units = frozenset(part.operators)

@@ -98,7 +98,7 @@ def test_a_state_that_the_memory_does_not_hold_is_refused_before_it_is_taken(tmp
 
 SPARSE = """
 import threading
-from cpsr.checkpoint.contents import Contents
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import ages_in_memory
 from cpsr.checkpoint.memory_states import memory_state

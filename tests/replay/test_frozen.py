@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cpsr.checkpoint.memory_removal import remove_memory_states
+from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.journal.reader import JournalReader
 from tests.recovery.job import OF_THE_START, Ended, Job
 from tests.recovery.test_memory import run_id
