@@ -19,7 +19,7 @@ from cpsr.launch.agent import HOW_IT_ENDS
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 SECTION = re.compile(r"^## (\w+)$", re.MULTILINE)
 # Where classes of other modules derive from these.
-FURTHER = ("checkpoint.fence", "checkpoint.replicated", "checkpoint.verify")
+FURTHER = ("checkpoint.commit", "checkpoint.replicated", "checkpoint.verify")
 
 
 def sections() -> dict[str, str]:

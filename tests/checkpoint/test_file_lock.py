@@ -66,7 +66,7 @@ def test_a_child_that_outlives_the_process_does_not_have_it(path: Path, start: S
     with pytest.raises(FileInUseError):
         FileLock(path)
     killed(holder)
-    FileLock(path).release()
+    FileLock(path, create=True).release()
     os.kill(child, 0)  # it still runs
 
 
@@ -87,7 +87,7 @@ def test_a_process_that_dies_is_waited_for_and_that_is_logged_once(
     assert next_line(holder) == "locked"
     threading.Timer(1.5, holder.kill).start()
     with caplog.at_level(logging.WARNING):
-        FileLock(path, PATIENCE_SECONDS).release()
+        FileLock(path, PATIENCE_SECONDS, create=True).release()
     (record,) = caplog.records
     assert f"waiting up to {PATIENCE_SECONDS:g} s for process {holder.pid} (" in record.getMessage()
 
