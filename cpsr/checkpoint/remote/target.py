@@ -16,7 +16,6 @@ from typing import Any
 from cpsr.checkpoint.catalogue import scan as scan_local
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.manifest import Manifest, step_iteration
-from cpsr.checkpoint.remote.copier import Copier, Report, given_up_in
 from cpsr.checkpoint.remote.copies import (
     FETCHING,
     IDENTITY,
@@ -29,6 +28,7 @@ from cpsr.checkpoint.remote.copies import (
     set_aside,
 )
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
+from cpsr.checkpoint.remote.uploader import Copier, Report, given_up_in
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError, TargetError

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.manifest import COMMIT
-from cpsr.checkpoint.remote.copier import Copier, Report
 from cpsr.checkpoint.remote.copies import scan
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.checkpoint.remote.uploader import Copier, Report
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli.main import app
 from cpsr.config import CheckpointConfig
