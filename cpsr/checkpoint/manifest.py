@@ -273,16 +273,8 @@ class Manifest(_Record):
         return manifest
 
     @classmethod
-    def parse_committed(cls, data: bytes, commit: bytes, step: str) -> "Manifest":
-        """Read the manifest of a committed checkpoint; ValueError with what is wrong with it.
-
-        Args:
-            data: `manifest.json`.
-            commit: the commit record beside it.
-            step: the checkpoint's directory, by its name.
-        """
-        if commit != commit_record(data):
-            raise ValueError(f"does not match {COMMIT}; one of the two is torn or altered")
+    def parse_of(cls, data: bytes, step: str) -> "Manifest":
+        """Read the manifest in a checkpoint's directory of this name; ValueError with what is wrong with it."""
         manifest = cls.parse(data)
         if manifest.iteration != step_iteration(step):
             raise ValueError(f"is of iteration {manifest.iteration}, not of its directory's")

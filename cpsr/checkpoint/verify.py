@@ -23,6 +23,7 @@ from cpsr.checkpoint.manifest import (
     Manifest,
     OperatorRecord,
     RankManifest,
+    commit_record,
     rank_manifest_name,
     step_iteration,
     thinned_record,
@@ -121,12 +122,13 @@ def read_manifest(directory: Path) -> Manifest:
         CheckpointCorruptError: COMMIT or the manifest is missing, torn or altered, or holds impossible values.
         UnreadableFileError: the file system refuses to give one of them, also when asked again.
     """
-    path = directory / MANIFEST
-    data, commit = _read(path), _read(directory / COMMIT)
+    data = _read(directory / MANIFEST)
+    if _read(directory / COMMIT) != commit_record(data):
+        raise DamagedFileError(directory / COMMIT, f"does not match {MANIFEST}; one of the two is torn or altered")
     try:
-        return Manifest.parse_committed(data, commit, directory.name)
+        return Manifest.parse_of(data, directory.name)
     except ValueError as error:
-        raise DamagedFileError(path, str(error)) from error
+        raise DamagedFileError(directory / MANIFEST, str(error)) from error
 
 
 def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankManifest:

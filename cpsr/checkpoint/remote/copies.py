@@ -146,9 +146,11 @@ def read_copy(place: Place, folder: str) -> Copy:
         CopyDamagedError: one of them is missing, torn or altered, or they do not belong together.
         TargetError: the target cannot be read now.
     """
-    data, commit = place.read(folder, MANIFEST), place.read(folder, COMMIT)
+    data = place.read(folder, MANIFEST)
+    if place.read(folder, COMMIT) != commit_record(data):
+        raise CopyDamagedError(f"{place.name(folder, COMMIT)} does not match {MANIFEST}; one is torn or altered")
     try:
-        manifest = Manifest.parse_committed(data, commit, folder)
+        manifest = Manifest.parse_of(data, folder)
     except ValueError as error:
         raise CopyDamagedError(f"{place.name(folder, MANIFEST)} {error}") from error
     identity = _unsealed(place.read(folder, IDENTITY))
