@@ -10,8 +10,8 @@ from cpsr.journal import JournalReader, PlanOverride, PlanRow, override_plan
 from tests.recovery.job import INTERVAL, Job
 from tests.recovery.test_faults import Loop, config, loader
 
-WAIT_SECONDS = 60.0
-EXPIRY_SECONDS = 5.0  # longer than it takes to be heard of, also on a busy machine
+WAIT_SECONDS = 300.0  # a limit alone: the machine may be busy
+EXPIRY_SECONDS = 2.0
 PIN = 19  # in so many iterations even a busy disk has written a checkpoint
 
 
@@ -35,7 +35,8 @@ def read(run_dir: Path) -> tuple[list[PlanRow], list[int], list[str]]:
 
 
 def test_a_running_job_takes_an_override_up_and_plans_anew_when_it_ends(tmp_path: Path) -> None:
-    loop, changes = Loop(), list[tuple[int, str, int]]()
+    """How many steps the machine makes in a second does not matter: it expires once enough checkpoints were due."""
+    loop, origins, taken_at = Loop(), list[str](), 0
     planned: dict[str, Any] = {"mtbf_hours": 1e-4, "interval_min_iterations": 3, "interval_max_iterations": 60}
     settings = config(tmp_path, checkpoint={"interval_iterations": None}, planner=planned)
     deadline = time.monotonic() + WAIT_SECONDS
@@ -43,13 +44,14 @@ def test_a_running_job_takes_an_override_up_and_plans_anew_when_it_ends(tmp_path
         for x, y in recovery.resume(loader(), repeat=True):
             loop.step(loop.model(x, y))
             time.sleep(0.005)
-            current = (recovery.plan.origin, recovery.plan.interval_iterations)
-            if not changes or changes[-1][1:] != current:
-                changes.append((recovery.iteration, *current))
-            origins = [origin for _, origin, _ in changes]
+            origins.append(recovery.plan.origin)
             if recovery.iteration == 60:
+                pin(tmp_path, PIN, WAIT_SECONDS)
+            if not taken_at and origins[-1] == "override":
+                taken_at = recovery.iteration
+            if taken_at and recovery.iteration == taken_at + 4 * PIN:
                 pin(tmp_path, PIN, EXPIRY_SECONDS)
-            if time.monotonic() > deadline or ("override" in origins and origins[-1] != "override"):
+            if time.monotonic() > deadline or (taken_at and origins[-1] != "override"):
                 break
     plans, due, kinds = read(tmp_path)
     taken, *later = [plan for plan in plans if plan.origin == "override"]  # it is planned again where a phase ends
@@ -59,11 +61,11 @@ def test_a_running_job_takes_an_override_up_and_plans_anew_when_it_ends(tmp_path
     assert after.origin == "cpsr"
     assert "override" not in after.explanation
     assert after.explanation["bounds"]["interval_min_iterations"] == 3
-    valid_until = plans[plans.index(taken) + 1].from_iteration
-    under = [at for at in due if taken.from_iteration + PIN < at < valid_until]
+    under = [at for at in due if taken.from_iteration + PIN < at < after.from_iteration]
     assert len(under) > 1
     assert {second - first for first, second in pairwise(under)} == {PIN}
-    assert [kind for kind in kinds if kind.startswith("override")] == ["override", "override ended"]
+    told = [kind for kind in kinds if kind.startswith("override")]
+    assert (set(told[:-1]), told[-1]) == ({"override"}, "override ended")
     assert "planning ended" not in kinds
 
 
