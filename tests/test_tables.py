@@ -101,17 +101,14 @@ def test_whatever_is_in_it(rows: list[list[str]]) -> None:
     require_fit(printed(given_table))
 
 
-def test_columns_that_do_not_fit_follow_below_with_the_first_one_again() -> None:
+def test_a_table_that_is_too_wide_is_a_list_for_each_row() -> None:
     headings = ["method", *(f"heading-{index:04}" for index in range(9))]
     wide = Table(*headings, title="Wide", caption="at the end")
     wide.add_row("vitp", *("123456.789" for _ in range(9)))
     text = printed(wide)
-    require_fit(text, *headings, "(continued)")
-    assert text.count("vitp") == text.count("method") == 3
-    assert text.count("123456.789") == 9
-    assert text.index("at the end") > text.index("heading-0008")
+    require_fit(text, "Wide", "at the end", "vitp", *headings)
+    assert text.count("123456.789") == text.count("heading-") == 9
     require_fit(printed(wide, width=200), *headings, width=200)
-    assert "(continued)" not in printed(wide, width=200)
 
 
 @pytest.mark.parametrize("width", [40, 80])
