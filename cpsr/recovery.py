@@ -19,7 +19,7 @@ from cpsr.life.loop import Loop
 from cpsr.life.process import ProcessSlot, ScriptEnd
 from cpsr.life.rehearsed import rehearsed_config
 from cpsr.planner.plan import Plan
-from cpsr.restart.probes import LossFunction
+from cpsr.restart.prediction import LossFunction
 from cpsr.restart.restore import Restored
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_parts import iterable_of

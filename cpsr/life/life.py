@@ -12,12 +12,11 @@ from cpsr.errors import NotRestoredError
 from cpsr.job import Ending, Job, Rewind
 from cpsr.life.boundary import Boundary
 from cpsr.life.leaving import Leave, Leaving, StopRequest
-from cpsr.life.loop import Loop
+from cpsr.life.loop import Loop, Steps
 from cpsr.life.opening import adopt, open_life
 from cpsr.life.probation import Probation
 from cpsr.life.rehearsed import Rehearsed
 from cpsr.life.saver import Saver
-from cpsr.life.steps import Steps
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.plan import Plan

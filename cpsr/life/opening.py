@@ -34,11 +34,10 @@ from cpsr.journal import open_journal
 from cpsr.life.beginning import announce, cause_of_failure
 from cpsr.life.boundary import Boundary
 from cpsr.life.leaving import Leaving
-from cpsr.life.loop import Loop
+from cpsr.life.loop import Loop, Steps
 from cpsr.life.probation import Probation
 from cpsr.life.rehearsed import Rehearsed, rehearsed
 from cpsr.life.saver import Saver, disk_bytes
-from cpsr.life.steps import Steps
 from cpsr.life.unsaved import Unsaved
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory

@@ -20,7 +20,7 @@ from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Rewind
 from cpsr.life.draws import Draw, Draws
 from cpsr.life.hyperparameters import Hyperparameters
-from cpsr.restart.probes import Probes
+from cpsr.restart.prediction import Probes
 from cpsr.restart.restore import Restored
 from cpsr.state import codec
 from cpsr.state.frozen import FrozenWeights

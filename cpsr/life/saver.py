@@ -18,9 +18,8 @@ from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Ending, Job, Rewind
 from cpsr.journal import Beginning, CheckpointRow, RankJournal
-from cpsr.life.loop import Loop
+from cpsr.life.loop import Loop, Steps
 from cpsr.life.memory_snapshots import MemorySnapshots
-from cpsr.life.steps import Steps
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.plan import Plan
 from cpsr.restart.restored import Restored

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from cpsr.elastic.small_state import random_states_of
+from cpsr.elastic.resharding import random_states_of
 from cpsr.state.codec import same
 from cpsr.state.scalars import capture_rng, restore_host_rng
 

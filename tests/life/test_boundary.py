@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.copying import StateCopier
-from cpsr.checkpoint.device_copy import EVENTS, StepEvents
-from cpsr.checkpoint.progress import ProgressCounter, RankProgress, read_progress
+from cpsr.checkpoint.device_copy import StepEvents
+from cpsr.checkpoint.progress import RankProgress, read_progress
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.journal import RankJournal
-from cpsr.life import boundary as boundaries
 from cpsr.life.life import Life
-from cpsr.life.publication import Publication
 from tests.recovery.test_faults import CrashError, Loop, config, loader
 from tests.stand_in_device import StandInDevice, stand_in_device
 
@@ -131,32 +128,6 @@ def test_a_dump_publishes_its_step_before_it_reports_success(
     crash_at_5(tmp_path, queue, completed=0, shared_memory=True)
     assert at_event["dumped"] == 5
     assert published(tmp_path).slots == {4: 4, 5: 5}
-
-
-def test_a_dump_may_be_of_an_earlier_step_with_its_small_state(
-    tmp_path: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which a job of several ranks keeps: the device hangs behind a collective of another rank, the host goes on."""
-    events: list[tuple[Any, ...]] = []
-    taken: list[EarlierStep] = []
-
-    def of_several_ranks(counter: ProgressCounter, steps: StepEvents, updates: None) -> Publication:
-        assert updates is None, "a rank alone waits for no other"
-        return Publication(counter, steps, StepEvents(torch.device("cuda", 0), EVENTS + 1))
-
-    def dump(pool: SnapshotPool, shard: Any, iteration: int, scalars: Any, earlier: Any, frozen: Any) -> int:
-        taken.append(earlier())
-        assert not taken[0].overtaken()
-        return 3
-
-    monkeypatch.setattr(boundaries, "Publication", of_several_ranks)
-    monkeypatch.setattr(SnapshotPool, "dump", dump)
-    monkeypatch.setattr(RankJournal, "event", lambda journal, *given, **more: events.append(given))
-    crash_at_5(tmp_path, queue, completed=3, shared_memory=True)
-    (earlier,) = taken
-    assert (earlier.iteration, earlier.scalars["engine"]["iteration"]) == (3, 3)
-    assert earlier.overtaken(), "a life that has ended vouches for nothing"
-    assert [given[2] for given in events if given[0] == "dumped"] == [3]
 
 
 def test_a_crash_without_a_dump_leaves_what_the_device_had_completed(tmp_path: Path, queue: Queue) -> None:

@@ -11,7 +11,7 @@ from cpsr.life.loop import LoopTail
 from cpsr.life.run_state import RunState
 from cpsr.predictor.line import LinePredictor
 from cpsr.ranks.group import Group
-from cpsr.restart.probes import Probes
+from cpsr.restart.prediction import Probes
 from cpsr.state.losses import LossRecorder
 
 

@@ -15,7 +15,7 @@ from cpsr.learning.bubbles import Bubbles
 from cpsr.learning.learner import Learner
 from cpsr.life.run_state import RunState
 from cpsr.predictor.line import LinePredictor
-from cpsr.restart.probes import Probes
+from cpsr.restart.prediction import Probes
 from cpsr.state.codec import SmallState
 from cpsr.state.losses import LossRecorder, Step
 from tests.stand_in_device import stand_in_device
