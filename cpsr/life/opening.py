@@ -151,15 +151,6 @@ def adopt(life: "Life", restored: Restored) -> None:
     life.loop.state.adopt(life.restored)
 
 
-def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitStack) -> None:
-    life.job, memory = _followed(job, life.loop, store, life.experts)
-    life.memory = memory
-    ending = life.ending
-    opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
-    if job.adapter.pipeline is not None:
-        memory.pool.copier.copy_in(life.loop.learning.bubbles)
-
-
 def _open_watches(life: "Life", opened: ExitStack) -> None:
     """What follows the steps, the other ranks and the predictor."""
     loop, pool, windows = life.loop, life.memory.pool, life.memory.windows
@@ -212,13 +203,13 @@ def _start_training(life: "Life", store: CheckpointStore) -> None:
     life.leaving = Leaving(job, life.ending, life.stop, loop, life.boundary, life.saver, life.witnessing)
 
 
-def _followed(job: Job, loop: Loop, store: CheckpointStore, experts: ExpertSaving | None) -> tuple[Job, HostMemory]:
-    """Adjust the configuration to what this life can follow, the only place that does; a collective.
+def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitStack) -> None:
+    """Adjust the configuration to what this life can follow, the only place that does, and open its host memory.
 
     Each adjustment is reported once: predicting that the optimizers rule out here, predicting that lacks memory by the
     learner, and shared memory that is absent by the host memory.
     """
-    config = job.config
+    config, loop, ending = job.config, life.loop, life.ending
     obstacle = next((why for why in job.group.gather(job.adapter.prediction_obstacle()) if why is not None), None)
     if obstacle is not None and config.mode != "exact":
         if job.group.rank == 0:
@@ -231,12 +222,16 @@ def _followed(job: Job, loop: Loop, store: CheckpointStore, experts: ExpertSavin
         config = config.model_copy(update={"mode": "exact", "learning": learning})
     if loop.learning.open(replace(job, config=config), store) == "nothing":
         config = config.model_copy(update={"mode": "exact"})
-    turns = experts is not None and config.memory.interval_iterations is not None
-    memory = HostMemory(replace(job, config=config), experts.units if experts is not None and turns else None)
+    turns = life.experts is not None and config.memory.interval_iterations is not None
+    units = life.experts.units if life.experts is not None and turns else None
+    memory = life.memory = HostMemory(replace(job, config=config), units)
+    opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if not memory.survives:
         checkpoint = config.checkpoint.model_copy(update={"shared_memory": False})
         config = config.model_copy(update={"checkpoint": checkpoint})
-    return replace(job, config=config), memory
+    life.job = replace(job, config=config)
+    if job.adapter.pipeline is not None:
+        memory.pool.copier.copy_in(loop.learning.bubbles)
 
 
 def _planner(job: Job, loop: Loop) -> "JobPlanner":
