@@ -53,29 +53,6 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
         assert recovery.restored.restored_iteration == 2
 
 
-def test_a_second_model_and_its_optimizer_are_registered_by_themselves(tmp_path: Path) -> None:
-    kept: list[dict[str, torch.Tensor]] = []
-    for steps in (2, 2):
-        first, second = engine_of(), engine_of(4)
-        with CPSRRecovery(first, settings(tmp_path)) as recovery:
-            recovery.register("second.model", second.module)
-            recovery.register("second.optimizer", second.optimizer)
-            if kept:
-                assert recovery.restored.restored_iteration == 2
-                assert torch.equal(weight_of(second), kept[0]["weight"])
-                assert torch.equal(state_of(second)["exp_avg"], kept[0]["exp_avg"])
-            for _ in range(steps):
-                train(second, 4)
-                train(first)
-            kept.append({"weight": weight_of(second).detach().clone(), **state_of(second)})
-    assert not torch.equal(kept[0]["weight"], kept[1]["weight"])
-    assert int(kept[1]["step"]) == 4
-
-
-def state_of(engine: TorchAdapter) -> dict[str, torch.Tensor]:
-    return {key: value.clone() for key, value in engine.optimizer.state.get(weight_of(engine), {}).items()}
-
-
 SECOND: dict[str, Callable[[TorchAdapter], Any]] = {
     "engine": lambda engine: engine,
     "pair": lambda engine: (engine.module, engine.optimizer),

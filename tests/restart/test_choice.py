@@ -197,12 +197,6 @@ def test_a_failure_is_predicted_and_the_checkpoint_is_next() -> None:
     assert chosen(Decision(DISK), known()) == Choice((PREDICTED, FROM_DISK))
 
 
-def test_what_all_ranks_left_costs_neither_a_watch_nor_a_lag() -> None:
-    left = dumped(23, True, True)
-    dump = Candidate(Beginning.EMERGENCY_DUMP, left)
-    assert chosen(Decision(DISK, left), known(planned="recompute")) == Choice((dump, FROM_DISK))
-
-
 def test_a_plan_to_recompute_holds_for_what_one_rank_has_lost() -> None:
     found = Decision(DISK, dumped(23, True, False))
     choice = chosen(found, known(planned="recompute"))
