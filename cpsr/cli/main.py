@@ -32,8 +32,6 @@ A description, all of it, as job.yaml (more keys are in docs/planning.md):
     recovery:
       predictable_interval_iterations: 200
       end_cost: {per_horizon_iteration: 0.5}
-
-With --hints in place of --spec: which of the places that a program names should be checkpoints (docs/hints.md).
 """
 
 
@@ -291,19 +289,10 @@ def export(
 
 @app.command(help=PLAN_HELP)
 def plan(
-    spec: Annotated[Path | None, typer.Option(help="Describes the job: times, sizes, failures, curves; YAML.")] = None,
-    hints: Annotated[Path | None, typer.Option(help="Describes tasks with hints after them; YAML or JSON.")] = None,
+    spec: Annotated[Path, typer.Option(help="Describes the job: times, sizes, failures, curves; YAML.")],
     policy: Annotated[list[str] | None, typer.Option(help="Name; may be repeated. By default cpsr.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
-    if (spec is None) == (hints is None) or (hints is not None and policy):
-        raise ConfigError("give either --spec, and --policy if you like, or --hints alone")
-    if hints is not None:
-        from cpsr.hints.command import run_hints
-
-        run_hints(hints, as_json)
-        return
-    assert spec is not None
     from cpsr.planner.description import run_plan
 
     run_plan(spec, policy or [], as_json)

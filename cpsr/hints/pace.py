@@ -143,23 +143,23 @@ class Pace:
             return
         arrivals = {one: self._hints[one].arrivals for one in numbers}
         self._place_at = 2 * sum(one.arrivals for one in self._hints.values())
-        rest = Task("rest", repetitions=length - begun, body=tuple(self._tasks(self._source.loops[outer].body)))
+        rest = Task(repetitions=length - begun, body=tuple(self._tasks(self._source.loops[outer].body)))
         if not rest.body or rest.arrivals > HINTS_MAX or not rest.total_seconds:
             return
         allowed = self._allowance * (self.own_seconds() + rest.total_seconds) - self.spent_seconds
-        allowance = min(1.0, max(0.0, allowed / rest.total_seconds))
-        chosen = place([rest], allowance, _RARE * rest.total_seconds).checkpoints
+        cost = max(sum(self._costs) / len(self._costs), 1e-9)
+        count = math.ceil(max(0.0, min(allowed, rest.total_seconds)) / cost)
+        chosen = place([rest], count, _RARE * rest.total_seconds).checkpoints
         self._plan = _Plan({(numbers[hint], arrival) for hint, arrival in chosen}, arrivals, begun)
 
     def _tasks(self, statements: Sequence[ast.stmt]) -> list[Task]:
         """Tasks of a loop's body, in order; none if something in it is not known: branches, `while`, times."""
         found: list[Task] = []
-        cost = max(sum(self._costs) / max(1, len(self._costs)), 1e-9)
         for statement in statements:
             numbers = self._source.numbers([statement])
             if statement in self._source.hints:
                 hint = self._hints[numbers[0]]
-                found.append(Task(str(numbers[0]), hint.seconds / max(1, hint.arrivals), cost))
+                found.append(Task(hint.seconds / max(1, hint.arrivals), hint=True))
                 if not hint.arrivals:
                     return []
             elif isinstance(statement, ast.For) and numbers:
@@ -167,7 +167,7 @@ class Pace:
                 body = self._tasks(statement.body)
                 if not body or not length:
                     return []
-                found.append(Task("loop", repetitions=length, body=tuple(body)))
+                found.append(Task(repetitions=length, body=tuple(body)))
             elif numbers:
                 return []
         return found

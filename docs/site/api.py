@@ -21,7 +21,6 @@ MODULES = (
     "cpsr.integrations.accelerate",
     "cpsr.integrations.lightning",
     "cpsr.hints",
-    "cpsr.hints.placement",
 )
 HIDDEN = "\0"
 BUILT = ("TorchAdapter", "MixtureOfExperts")  # given to CPSR, which calls the rest

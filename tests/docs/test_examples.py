@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from cpsr import CPSRConfig, CPSRRecovery, TorchAdapter
 from cpsr.config import read_model
-from cpsr.hints.command import read_hints_spec
 from cpsr.planner.description import PlanSpec
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +44,7 @@ def test_a_configuration_or_description_is_accepted(text: str, tmp_path: Path) -
     content = yaml.safe_load(text)
     path = tmp_path / "example.yaml"
     path.write_text(text)
-    if "tasks" in content:
-        read_hints_spec(path)
-    elif "iteration_seconds" in content:
+    if "iteration_seconds" in content:
         read_model(PlanSpec, path)
     elif content.keys() & CPSRConfig.model_fields.keys():
         assert CPSRConfig.load({"run_dir": "runs/gpt", **content})
@@ -117,7 +114,6 @@ def mixture(known: dict[str, Any]) -> dict[str, Any]:
         ("docs/events.md", 0, engine_for_events),
         ("docs/experts.md", 1, mixture),
         ("docs/loop_state.md", 0, None),
-        ("docs/hints.md", 2, None),
     ],
 )
 def test_a_fragment_runs(page: str, number: int, given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
