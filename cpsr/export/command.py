@@ -5,14 +5,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from cpsr.checkpoint.files import make_directory, sync_directory
+from cpsr.checkpoint.files import make_directory, sync_directory, write_tensors
 from cpsr.errors import ConfigError, SaveError
 from cpsr.export.dcp import write_dcp
-from cpsr.export.state_dict import Precision, write_state_dict
 from cpsr.export.universal import write_universal
-from cpsr.export.whole import WholeState, open_whole
+from cpsr.export.whole import Precision, WholeState, open_whole, state_dict
 
-__all__ = ["FORMATS", "run_export"]
+__all__ = ["FORMATS", "run_export", "write_state_dict"]
 
 FORMATS = ("universal", "dcp", "safetensors")
 
@@ -74,4 +73,30 @@ def _write_directory(state: WholeState, out: Path, write: Callable[[WholeState, 
         sync_directory(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    return lines
+
+
+def write_state_dict(state: WholeState, path: Path, precision: Precision) -> list[str]:
+    """Write the file: under a temporary name, read back, then renamed. Takes host memory for all weights.
+
+    Args:
+        state: the checkpoint.
+        path: the file, not there yet; its directory exists.
+        precision: see `state_dict`.
+
+    Returns:
+        What was written and what was not, one line each.
+
+    Raises:
+        SaveError: the file system refused, or what was read back differs; nothing is left at `path`.
+        CheckpointCorruptError, UnsupportedEngineError: see `WholeState`.
+    """
+    tensors = state_dict(state, precision)
+    # Readers of model files look for this format.
+    write_tensors(path, tensors, metadata={"format": "pt"})
+    sync_directory(path.parent)
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    lines = [f"{len(tensors)} tensors of the state dict ({', '.join(kinds)})"]
+    if state.identity.module.extra:
+        lines.append(f"without the module's extra state, which is not saved: {', '.join(state.identity.module.extra)}")
     return lines

@@ -24,8 +24,7 @@ from cpsr.checkpoint.files import sync_directory, sync_file
 from cpsr.checkpoint.verify import DamagedFileError
 from cpsr.engines.state_tree import number_of
 from cpsr.errors import UnsupportedEngineError
-from cpsr.export.state_dict import state_dict
-from cpsr.export.whole import WholeState
+from cpsr.export.whole import WholeState, state_dict
 from cpsr.state.codec import same
 
 __all__ = ["write_dcp"]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,14 +22,14 @@ from cpsr.checkpoint.verify import (
 from cpsr.errors import CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.state.codec import decode
 
-__all__ = ["WholeState", "open_whole"]
+__all__ = ["Precision", "WholeState", "open_whole", "state_dict"]
 
-Kind = Literal["params", "moments", "extra"]
-_Place = tuple[int, tuple[int, ...] | None]  # of a rank's slice: its first element, and its shape if it is a block
+Precision = Literal["fp32", "trained"]
 
-_PIPELINE = "PipelineEngine"
 # DeepSpeed's MoE layers put these into names. Its own checkpoints keep each expert in a file by itself.
 _EXPERTS = (".deepspeed_moe.", ".deepspeed_experts.")
+_TRAINED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_Place = tuple[int, tuple[int, ...] | None]  # of a rank's slice: its first element, and its shape if it is a block
 
 
 class ModuleIdentity(BaseModel):
@@ -65,73 +64,33 @@ class RunIdentity(BaseModel):
     module: ModuleIdentity
 
 
-def read_identity(run_dir: Path) -> RunIdentity:
-    """The identity of a run, whose checkpoints can be put together.
-
-    Raises:
-        RunMismatchError: `run_dir` is no run directory.
-        UnsupportedEngineError: a pipeline.
-        CPSRError: `run.json` is damaged.
-    """
-    path = run_dir / "run.json"
-    try:
-        identity = RunIdentity.model_validate_json(path.read_bytes())
-    except FileNotFoundError as error:
-        raise RunMismatchError(f"{run_dir} holds no run.json; name the directory that the run was given") from error
-    except (OSError, ValidationError) as error:
-        raise CPSRError(
-            f"{path} cannot be used ({_first_line(error)}): it is damaged. Restore it from a copy"
-        ) from error
-    if identity.engine == _PIPELINE:
-        raise UnsupportedEngineError(
-            f"{run_dir} is a run of a pipeline, whose layout no format of the export has. Nothing was exported"
-        )
-    return identity
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What one rank wrote: its manifest, and its files that were opened (mapped, not read)."""
-
-    manifest: RankManifest
-    files: dict[Kind, Any]
-
-
 class WholeState:
     """A checkpoint over all ranks; tensors are read and put together one at a time, when they are asked for.
 
     Every file that is used was compared with its hash when this was made by `open_whole`.
 
-    Attributes:
+    Args:
         info: the checkpoint.
         identity: the run's.
+        records: manifests of the ranks.
+        files: by name, opened (mapped, not read).
+
+    Attributes:
+        info, identity: as given.
         parameters: names of the trained parameters, in the order in which they are saved.
     """
 
     def __init__(
-        self, info: CheckpointInfo, identity: RunIdentity, parts: Sequence[_Part], frozen: Mapping[str, Any]
+        self, info: CheckpointInfo, identity: RunIdentity, records: Sequence[RankManifest], files: Mapping[str, Any]
     ) -> None:
-        self.info = info
-        self._frozen_files = frozen
-        self.identity = identity
-        self._parts = parts
-        self._records = self._operators()
-        self.parameters = list(self._records)
-
-    def elements(self, name: str) -> int:
-        """Elements of one trained parameter."""
-        return math.prod(self._records[name].global_shape)
+        self.info, self.identity = info, identity
+        self._ranks, self._files = records, files
+        self._operators = self._described_operators()
+        self.parameters = list(self._operators)
 
     def moments(self, name: str) -> dict[str, str]:
         """Moment -> dtype of one trained parameter."""
-        return self._records[name].moments
+        return self._operators[name].moments
 
     def weights(self, name: str) -> torch.Tensor:
         """A trained parameter, of its whole shape, in the dtype of the authoritative copy.
@@ -140,11 +99,11 @@ class WholeState:
             CheckpointCorruptError: the content of a file differs from its manifest.
             UnsupportedEngineError: the ranks' slices do not make up one tensor.
         """
-        return self._whole(name, "params", f"param/{name}", self._records[name].dtype)
+        return self._whole(name, "params", f"param/{name}", self._operators[name].dtype)
 
     def moment(self, name: str, moment: str) -> torch.Tensor:
         """One of the optimizer's tensors of a trained parameter, of the parameter's shape; errors as of `weights`."""
-        return self._whole(name, "moments", f"moment/{moment}/{name}", self._records[name].moments[moment])
+        return self._whole(name, "moments", f"moment/{moment}/{name}", self._operators[name].moments[moment])
 
     def outside(self) -> dict[str, torch.Tensor]:
         """Buffers and frozen parameters, by name; a buffer is rank 0's, as it is in the engine's own checkpoints.
@@ -153,63 +112,67 @@ class WholeState:
             CheckpointCorruptError: the content of a file differs from its manifest.
             UnsupportedEngineError: the ranks' slices of a frozen parameter do not make up one tensor.
         """
-        frozen, own = self.identity.module.frozen, _outside(self._parts[0].manifest)
+        frozen, own = self.identity.module.frozen, _outside(self._ranks[0])
         absent = sorted(frozen.keys() - set(own)) if self.identity.engine == "torch" else []
         return {
             name: self._frozen(name, frozen[name]) if name in frozen else self._other(0, name)
             for name in [*own, *absent]
         }
 
-    def scalars(self) -> dict[str, Any]:
-        """Rank 0's small state.
+    def scalars(self, rank: int = 0) -> dict[str, Any]:
+        """A rank's small state.
 
         Raises:
             CheckpointCorruptError: it cannot be decoded.
         """
-        return self._scalars_of(0)
-
-    def _scalars_of(self, rank: int) -> dict[str, Any]:
-        path = self.info.directory / rank_manifest_name(rank)
-        file = self._parts[rank].files["extra"]
+        path, file = self.info.directory / rank_manifest_name(rank), self._files[file_name(rank, "extra")]
         try:
             keys = [key for key in file.keys() if key.startswith("scalars")]  # noqa: SIM118 - not a mapping
-            tensors = {key: file.get_tensor(key).clone() for key in keys}
-            found = decode(self._parts[rank].manifest.scalars, tensors)
+            found = decode(self._ranks[rank].scalars, {key: file.get_tensor(key).clone() for key in keys})
         except (KeyError, ValueError, TypeError, IndexError, RecursionError, SafetensorError) as error:
             raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
         if not isinstance(found, dict):
             raise DamagedFileError(path, f"its scalars are {type(found).__name__}, not a mapping")
         return found
 
-    def _operators(self) -> dict[str, OperatorRecord]:
+    def _described_operators(self) -> dict[str, OperatorRecord]:
         """Every trained parameter, described as on the first rank that owns some of it."""
         found: dict[str, OperatorRecord] = {}
-        for rank, part in enumerate(self._parts):
-            for name, record in part.manifest.operators.items():
+        for rank, manifest in enumerate(self._ranks):
+            for name, record in manifest.operators.items():
                 _require_name(self.info.directory, name)
                 first = found.setdefault(name, record)
-                if (first.global_shape, first.dtype, first.moments) != (
-                    record.global_shape,
-                    record.dtype,
-                    record.moments,
-                ):
+                theirs, ours = ((one.global_shape, one.dtype, one.moments) for one in (first, record))
+                if theirs != ours:
                     raise UnsupportedEngineError(
                         f"{self.info.directory}: {name} is not one tensor: rank {rank} saved slices of another shape "
-                        f"or dtype ({record.global_shape}, {record.dtype}) than the ranks before it "
-                        f"({first.global_shape}, {first.dtype}). Nothing was exported"
+                        f"or dtype {ours} than the ranks before it {theirs}. Nothing was exported"
                     )
-        for name in _outside(self._parts[0].manifest):
+        for name in _outside(self._ranks[0]):
             _require_name(self.info.directory, name)
         return found
 
-    def _whole(self, name: str, kind: Kind, key: str, dtype: str) -> torch.Tensor:
-        records = ((rank, part.manifest.operators.get(name)) for rank, part in enumerate(self._parts))
-        pieces = (
-            (rank, (record.offset, record.block), self._read(rank, kind, key, (record.numel,), dtype))
-            for rank, record in records
-            if record is not None and record.saved_by is None and (record.numel or not self.elements(name))
+    def _whole(self, name: str, kind: Literal["params", "moments"], key: str, dtype: str) -> torch.Tensor:
+        """A trained parameter, or a tensor of its optimizer, in its own order of elements."""
+        shape, stride = self._operators[name].global_shape, self.identity.module.strides.get(name)
+        records = ((rank, manifest.operators.get(name)) for rank, manifest in enumerate(self._ranks))
+        flat = self._joined(
+            name,
+            shape,
+            (
+                (rank, (record.offset, record.block), self._read(file_name(rank, kind), key, (record.numel,), dtype))
+                for rank, record in records
+                if record is not None and record.saved_by is None and (record.numel or not math.prod(shape))
+            ),
         )
-        return self._shaped(name, self._joined(name, self._records[name].global_shape, pieces))
+        if stride is None:
+            return flat.view(shape)
+        try:  # run.json may hold anything: torch refuses what lies outside of `flat`
+            return flat.as_strided(shape, stride).contiguous()
+        except RuntimeError as error:
+            raise UnsupportedEngineError(
+                f"run.json gives {name} of shape {shape} impossible strides {stride}"
+            ) from error
 
     def _joined(
         self, name: str, shape: tuple[int, ...], pieces: Iterable[tuple[int, _Place, torch.Tensor]]
@@ -224,11 +187,15 @@ class WholeState:
             target, filled = (_target(one, shape, place, piece.numel()) for one in (whole, is_filled))
             if target.numel() != piece.numel() or (filled.any() and not filled.all()):
                 fits = False
-            elif filled.numel() and filled.all():
-                self._require_replica(name, rank, target.contiguous().view(-1), piece)
-            else:
+            elif not (filled.numel() and filled.all()):
                 target.copy_(piece.view(target.shape))
                 filled.fill_(True)
+            elif not torch.equal(target.contiguous().view(-1).view(torch.uint8), piece.view(torch.uint8)):
+                raise UnsupportedEngineError(
+                    f"{self.info.directory}: rank {rank} holds other values of {name} than the ranks before it: the "
+                    "name stands for different tensors (experts or tensor-parallel parts), or the ranks have drifted "
+                    "apart. Nothing was exported"
+                )
         if whole is None or not fits or not is_filled.all():
             raise UnsupportedEngineError(
                 f"{self.info.directory}: the slices of {name} that the ranks saved do not make up its {total} "
@@ -236,58 +203,32 @@ class WholeState:
             )
         return whole
 
-    def _shaped(self, name: str, flat: torch.Tensor) -> torch.Tensor:
-        shape, stride = self._records[name].global_shape, self.identity.module.strides.get(name)
-        if stride is None:
-            return flat.view(shape)
-        try:  # run.json may hold anything: torch refuses what lies outside of `flat`
-            return flat.as_strided(shape, stride).contiguous()
-        except RuntimeError as error:
-            raise UnsupportedEngineError(
-                f"run.json gives {name} of shape {shape} impossible strides {stride}"
-            ) from error
-
-    def _require_replica(self, name: str, rank: int, first: torch.Tensor, piece: torch.Tensor) -> None:
-        if not torch.equal(first.view(torch.uint8), piece.view(torch.uint8)):
-            raise UnsupportedEngineError(
-                f"{self.info.directory}: rank {rank} holds other values of {name} than the ranks before it: the name "
-                "stands for different tensors (experts or tensor-parallel parts), or the ranks have drifted apart. "
-                "Nothing was exported"
-            )
-
     def _other(self, rank: int, name: str) -> torch.Tensor:
         """A buffer of a rank, or what it has of a frozen parameter: in a file, in its small state, or with buffers."""
-        manifest = self._parts[rank].manifest
+        manifest = self._ranks[rank]
         frozen = manifest.frozen.get(name)
-        if frozen is None:
-            if (moved := self._moved_buffer(rank, name)) is not None:
-                return moved
-            record = manifest.others[name]
-            return self._read(rank, "extra", f"other/{name}", record.shape, record.dtype).clone()
-        if frozen.file is not None:
-            path = self.info.directory / frozen.file
-            found = _tensor(self._frozen_files[frozen.file], path, f"frozen/{name}", frozen.shape, frozen.dtype)
-            return found.clone()
-        try:
-            values: torch.Tensor = self._scalars_of(rank)["frozen"]["moved"][name]
-        except (KeyError, TypeError) as error:
-            path = self.info.directory / rank_manifest_name(rank)
-            raise DamagedFileError(path, f"its scalars lack the frozen parameter {name}") from error
-        return values
-
-    def _moved_buffer(self, rank: int, name: str) -> torch.Tensor | None:
-        """A buffer that has had another layout than at the start of its life: it is in the rank's small state."""
-        state = self._scalars_of(rank)["engine"].get("module") or {}
-        described = state.get("buffers", {}).get(name)
-        if described is None:
-            return None
-        values: torch.Tensor = described["values"]
-        return values.as_strided(described["shape"], described["stride"])
+        if frozen is not None and frozen.file is not None:
+            return self._read(frozen.file, f"frozen/{name}", frozen.shape, frozen.dtype).clone()
+        scalars = self.scalars(rank)
+        if frozen is not None:
+            try:
+                values: torch.Tensor = scalars["frozen"]["moved"][name]
+            except (KeyError, TypeError) as error:
+                path = self.info.directory / rank_manifest_name(rank)
+                raise DamagedFileError(path, f"its scalars lack the frozen parameter {name}") from error
+            return values
+        # A buffer that has had another layout than at the start of its life is in the small state.
+        moved = (scalars["engine"].get("module") or {}).get("buffers", {}).get(name)
+        if moved is not None:
+            values = moved["values"]
+            return values.as_strided(moved["shape"], moved["stride"])
+        record = manifest.others[name]
+        return self._read(file_name(rank, "extra"), f"other/{name}", record.shape, record.dtype).clone()
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Whole on every rank that has it, or in parts, each of which records where it lies."""
-        ranks = [rank for rank, part in enumerate(self._parts) if name in _outside(part.manifest)]
-        records = [(rank, self._parts[rank].manifest.frozen.get(name)) for rank in ranks]
+        ranks = [rank for rank, manifest in enumerate(self._ranks) if name in _outside(manifest)]
+        records = [(rank, self._ranks[rank].frozen.get(name)) for rank in ranks]
         known = [(rank, one) for rank, one in records if one is not None]
         if any(one.global_shape is not None for _, one in known):
             places = ((rank, (one.offset or 0, one.block)) for rank, one in known)
@@ -300,8 +241,18 @@ class WholeState:
             f"{shape} lies. Nothing was exported"
         )
 
-    def _read(self, rank: int, kind: Kind, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        return _tensor(self._parts[rank].files[kind], self.info.directory / file_name(rank, kind), key, shape, dtype)
+    def _read(self, file: str, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        """A tensor of an open file, which must be as its manifest describes it."""
+        path = self.info.directory / file
+        try:
+            found: torch.Tensor = self._files[file].get_tensor(key)
+        except SafetensorError as error:
+            raise DamagedFileError(path, f"lacks {key}, which its manifest lists ({error})") from error
+        if found.shape != shape or str(found.dtype) != f"torch.{dtype}":
+            raise DamagedFileError(
+                path, f"holds {key} as {found.dtype} {tuple(found.shape)}, its manifest has {dtype} {shape}"
+            )
+        return found
 
 
 def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeState:
@@ -318,7 +269,7 @@ def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeS
         UnsupportedEngineError: what its ranks hold does not make up one model; the message names it.
         RunMismatchError: it is of another run than `run.json`, or `run_dir` is no run directory.
     """
-    identity = read_identity(run_dir)
+    identity = _read_identity(run_dir)
     info = _choose(run_dir / "checkpoints", iteration)
     try:
         return _open(info, identity, moments=moments)
@@ -326,6 +277,32 @@ def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeS
         if (info.directory / COMMIT).exists():
             raise
         raise CheckpointError(f"{info.directory} was deleted while it was read; export a newer checkpoint") from error
+
+
+def _read_identity(run_dir: Path) -> RunIdentity:
+    """The identity of a run, whose checkpoints can be put together.
+
+    Raises:
+        RunMismatchError: `run_dir` is no run directory.
+        UnsupportedEngineError: a pipeline.
+        CPSRError: `run.json` is damaged.
+    """
+    path = run_dir / "run.json"
+    try:
+        identity = RunIdentity.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise RunMismatchError(f"{run_dir} holds no run.json; name the directory that the run was given") from error
+    except (OSError, ValidationError) as error:
+        what: object = error
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise CPSRError(f"{path} cannot be used ({what}): it is damaged. Restore it from a copy") from error
+    if identity.engine == "PipelineEngine":
+        raise UnsupportedEngineError(
+            f"{run_dir} is a run of a pipeline, whose layout no format of the export has. Nothing was exported"
+        )
+    return identity
 
 
 def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
@@ -357,13 +334,16 @@ def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> Whol
         )
     if not info.full:
         _require_weights_are_enough(info, identity, records, moments=moments)
-    used: dict[Kind, bool] = {"params": True, "moments": moments, "extra": info.full}
-    kinds = [kind for kind in used if used[kind]]
-    for record in records:
-        for kind in kinds:
-            _check(info.directory, record, kind)
-    parts = [_Part(record, _files(info.directory, record, kinds)) for record in records]
-    return WholeState(info, identity, parts, _frozen_files(info.directory, records) if info.full else {})
+    used: dict[Literal["params", "moments", "extra"], bool] = {"params": True, "moments": moments, "extra": info.full}
+    wanted = [file_name(record.rank, kind) for record in records for kind in used if used[kind]]
+    if info.full:
+        wanted += sorted({file for record in records for file in record.frozen_files()})
+    described = {name: one for record in records for name, one in record.files.items()}
+    for name in wanted:
+        if name not in described:
+            raise DamagedFileError(info.directory / name, "is not listed in its manifest")
+        check_file(info.directory / name, described[name])
+    return WholeState(info, identity, records, {name: open_tensors(info.directory / name) for name in wanted})
 
 
 def _require_weights_are_enough(
@@ -382,44 +362,9 @@ def _require_weights_are_enough(
         )
 
 
-def _check(directory: Path, record: RankManifest, kind: Kind) -> None:
-    name = file_name(record.rank, kind)
-    if name not in record.files:
-        raise DamagedFileError(directory / name, "is not listed in its manifest")
-    check_file(directory / name, record.files[name])
-
-
-def _files(directory: Path, record: RankManifest, kinds: Sequence[Kind]) -> dict[Kind, Any]:
-    return {kind: open_tensors(directory / file_name(record.rank, kind)) for kind in kinds}
-
-
-def _frozen_files(directory: Path, records: Sequence[RankManifest]) -> dict[str, Any]:
-    """Files of frozen parameters that some rank refers to, opened, with their hashes checked."""
-    described = {name: one for record in records for name, one in record.files.items()}
-    wanted = sorted({file for record in records for file in record.frozen_files()})
-    for name in wanted:
-        if name not in described:
-            raise DamagedFileError(directory / name, "is not listed in its manifest")
-        check_file(directory / name, described[name])
-    return {name: open_tensors(directory / name) for name in wanted}
-
-
 def _outside(record: RankManifest) -> list[str]:
     """Buffers and frozen parameters."""
     return [*record.others, *record.frozen]
-
-
-def _tensor(file: Any, path: Path, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """A tensor of an open file, which must be as its manifest describes it."""
-    try:
-        found: torch.Tensor = file.get_tensor(key)
-    except SafetensorError as error:
-        raise DamagedFileError(path, f"lacks {key}, which its manifest lists ({error})") from error
-    if found.shape != shape or str(found.dtype) != f"torch.{dtype}":
-        raise DamagedFileError(
-            path, f"holds {key} as {found.dtype} {tuple(found.shape)}, its manifest has {dtype} {shape}"
-        )
-    return found
 
 
 def _target(whole: torch.Tensor, shape: tuple[int, ...], place: _Place, numel: int) -> torch.Tensor:
@@ -451,3 +396,34 @@ def _require_name(directory: Path, name: str) -> None:
             f"{directory}: {name} belongs to an MoE layer, which is not exported yet; the checkpoint itself is whole, "
             "and its job restarts from it. Nothing was exported"
         )
+
+
+def state_dict(state: WholeState, precision: Precision) -> dict[str, torch.Tensor]:
+    """Every tensor of the module's own state dict, by the module's own names.
+
+    Args:
+        state: the checkpoint.
+        precision: `fp32` widens every narrower floating-point tensor and narrows none; `trained` is what the module
+            had while it trained.
+
+    Returns:
+        Contiguous tensors that share no memory; tied ones are there under each of their names.
+
+    Raises:
+        CheckpointCorruptError, UnsupportedEngineError: see `WholeState`.
+    """
+    module = state.identity.module
+    narrow = None if state.identity.engine == "torch" else _TRAINED.get(state.identity.precision)
+    found = {}
+    for name in state.parameters:
+        weights = state.weights(name)
+        found[name] = weights.to(narrow) if precision == "trained" and narrow is not None else weights
+    if state.info.full:
+        found |= {name: tensor for name, tensor in state.outside().items() if name not in module.transient}
+    if precision == "fp32":
+        found = {name: _widened(tensor) for name, tensor in found.items()}
+    return found | {alias: found[name].clone() for alias, name in module.aliases.items() if name in found}
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() < torch.float32.itemsize else tensor

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import torch
 
-from cpsr.export.state_dict import state_dict, write_state_dict
-from cpsr.export.whole import open_whole
+from cpsr.export.command import write_state_dict
+from cpsr.export.whole import open_whole, state_dict
 from tests.export.made import operator, shard, write_checkpoint, write_identity
 
 

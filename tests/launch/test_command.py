@@ -161,6 +161,50 @@ def test_sigterm_commits_on_all_ranks_and_the_same_command_goes_on(tmp_path: Pat
         assert iterations(again)[:2] == [iteration + 1, iteration + 2]
 
 
+# The launcher and the rank get SIGTERM while the rank is in the middle of something.
+TERMINATED = """
+import os, pickle, signal, sys, torch
+from cpsr import CPSRRecovery, TorchAdapter
+
+moment, at = sys.argv[2], 7
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def reach(name):
+    if moment == name and recovery.iteration == at and first:
+        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+class Own:
+    def __reduce__(self):
+        reach("save")
+        return (int, ())
+with CPSRRecovery(TorchAdapter(model, optimizer), {"run_dir": sys.argv[1], "mode": "exact"}) as recovery:
+    first = recovery.iteration == 0
+    model.register_forward_hook(lambda *_: reach("forward"))
+    for (batch,) in recovery.resume(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(12, 4)))):
+        loss = model(batch).pow(2).mean()
+        loss.register_hook(lambda gradient: reach("backward"))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print("iteration", recovery.iteration, flush=True)
+        pickle.dumps(Own())
+"""
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "save"])
+def test_sigterm_in_the_middle_of_a_step_loses_and_repeats_nothing(tmp_path: Path, moment: str) -> None:
+    (tmp_path / "train.py").write_text(TERMINATED)
+    command = ["cpsr", "run", "--nproc-per-node=1", "train.py", "run", moment]
+    with Launched(tmp_path, command) as launched:
+        assert launched.wait() == 143, launched.output
+        assert "after SIGTERM: its state is committed" in launched.output
+        trained = iterations(launched)
+    with Launched(tmp_path, command) as again:
+        assert again.wait() == 0, again.output
+        assert [*trained, *iterations(again)] == list(range(1, 13))
+    assert len(trained) < 12
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launcher", ["cpsr run", "cpsr run --master-port", "torchrun --max-restarts=5"])
