@@ -5,8 +5,8 @@ Parts of it that its holder has already, from the state before, are not sent aga
 
 import enum
 import errno
+import json
 import os
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -42,8 +42,9 @@ _ANSWERS = 1  # tag: the other direction of the same pair is another state's
 # How often a rank that waits for the next state looks whether it begins: soon enough for what is sent every few seconds
 # at most, and next to nothing of a core.
 IDLE_SECONDS = 0.05
-_PART = struct.Struct("<2Q16s")
 _COPY_BYTES = 1 << 22
+# A segment of a state's tensors by its place in the file: first byte, byte after the last one, xxh3-128 of the bytes.
+Part = tuple[int, int, str]
 
 
 class Kind(enum.IntEnum):
@@ -264,14 +265,14 @@ def send_state(
 def _ranges(channel: Channel, descriptor: int, state: Sealed, total: int) -> list[tuple[int, int]]:
     """What must be sent of the file, after its first page."""
     parts = file_parts(state.path)
-    data = encode_parts(parts)
+    data = json.dumps(parts).encode()
     if len(parts) < 2 or len(data) > len(channel.buffer) or not _holds(descriptor, state):
         return [(PAGE_BYTES, total)]
     channel.view(len(data))[:] = data
     channel.send(Message(Kind.OFFER, state.iteration, total, 0, len(data)))
     wanted = channel.asked_for(len(parts))
-    ranges = [(part.begin, part.end) for part, asked in zip(parts, wanted, strict=True) if asked]
-    return [*ranges, (parts[-1].end, total)]  # what follows the tensors is new in every state
+    ranges = [(begin, end) for (begin, end, _), asked in zip(parts, wanted, strict=True) if asked]
+    return [*ranges, (parts[-1][1], total)]  # what follows the tensors is new in every state
 
 
 def _holds(descriptor: int, state: Sealed) -> bool:
@@ -304,7 +305,7 @@ def receive_state(channel: Channel, first: Message, path: Path, newest: Path | N
         os.posix_fallocate(descriptor, 0, first.total_bytes)  # or a write would fail halfway
         message = first
         if first.kind is Kind.OFFER and newest is not None:
-            channel.answer(copy_unchanged(decode_parts(bytes(channel.view(first.length))), descriptor, held, newest))
+            channel.answer(copy_unchanged(_offered(channel, first), descriptor, held, newest))
             message = channel.receive()
         while message.kind is Kind.PIECE and (message.iteration, message.total_bytes) == (
             first.iteration,
@@ -351,47 +352,16 @@ def problem_of(path: Path, owner: int, iteration: int) -> str | None:
     return verify_memory_state(state)
 
 
-@dataclass(frozen=True)
-class FilePart:
-    """One segment of a state's tensors, by its place in the file.
-
-    Attributes:
-        begin: first byte.
-        end: byte after the last one.
-        digest: xxh3-128 of the bytes.
-    """
-
-    begin: int
-    end: int
-    digest: bytes
-
-
-def file_parts(path: Path) -> list[FilePart]:
+def file_parts(path: Path) -> list[Part]:
     """The segments of the complete state in a file; empty where it holds none."""
     found = describe(path)
     if found is None:
         return []
-    description = found[1]
-    return [
-        FilePart(PAGE_BYTES + begin, PAGE_BYTES + end, bytes.fromhex(digest))
-        for (begin, end), digest in zip(description["segments"], description["hashes"], strict=True)
-    ]
+    described = zip(found[1]["segments"], found[1]["hashes"], strict=True)
+    return [(PAGE_BYTES + begin, PAGE_BYTES + end, digest) for (begin, end), digest in described]
 
 
-def encode_parts(parts: Sequence[FilePart]) -> bytes:
-    """As it travels."""
-    return b"".join(_PART.pack(part.begin, part.end, part.digest) for part in parts)
-
-
-def decode_parts(data: bytes) -> list[FilePart]:
-    """What `encode_parts` was given; ValueError where it is something else."""
-    try:
-        return [FilePart(*fields) for fields in _PART.iter_unpack(data)]
-    except struct.error as error:
-        raise ValueError(f"{len(data)} bytes are no parts of a state") from error
-
-
-def copy_unchanged(parts: Sequence[FilePart], target: int, held: Sequence[FilePart], newest: Path) -> list[bool]:
+def copy_unchanged(parts: Sequence[Part], target: int, held: Sequence[Part], newest: Path) -> list[bool]:
     """Copy what the holder's newest state has of an offered one into the file that takes it.
 
     Args:
@@ -416,10 +386,17 @@ def copy_unchanged(parts: Sequence[FilePart], target: int, held: Sequence[FilePa
     return wanted
 
 
-def _copy(source: int, target: int, part: FilePart) -> None:
-    offset = part.begin
-    while offset < part.end:
-        data = os.pread(source, min(_COPY_BYTES, part.end - offset), offset)
+def _offered(channel: Channel, message: Message) -> list[Part]:
+    """The parts that follow an offer; ValueError where it is something else."""
+    return [
+        (int(begin), int(end), str(digest)) for begin, end, digest in json.loads(bytes(channel.view(message.length)))
+    ]
+
+
+def _copy(source: int, target: int, part: Part) -> None:
+    offset, end, _ = part
+    while offset < end:
+        data = os.pread(source, min(_COPY_BYTES, end - offset), offset)
         if not data:
             return  # it is shorter than it says: the hash of the whole will not hold
         write_at(target, data, offset)
