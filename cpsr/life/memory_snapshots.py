@@ -257,17 +257,14 @@ class MemorySnapshots:
     def _skip(self, iteration: int) -> None:
         self.skipped += 1
         if self.skipped == 1:
-            self._report(
+            self._job.journal.event(
                 "memory snapshot skipped",
                 f"snapshot {iteration} to host memory is late: no buffer is free, because the disk is still writing or "
-                "the newest snapshot is still hashed. A kill now goes back to the snapshot before it. Further ones are "
-                "counted until this life ends",
+                "the newest snapshot is still hashed. A kill now goes back to the snapshot before it. Not reported "
+                "again in this life",
                 iteration,
+                logging.INFO if self._job.group.rank == 0 else logging.DEBUG,
             )
-
-    def _report(self, kind: str, message: str, iteration: int) -> None:
-        level = logging.INFO if self._job.group.rank == 0 else logging.DEBUG
-        self._job.journal.event(kind, message, iteration, level)
 
     def _check_sealed(self) -> None:
         """Report the first one that could not be sealed."""
@@ -294,8 +291,5 @@ class MemorySnapshots:
             self._unreported, self._unreported_seconds = 0, 0.0
 
     def close(self) -> None:
-        """Report how many were skipped."""
+        """Report the newest one if it could not be sealed."""
         self._check_sealed()
-        if self.skipped > 1:
-            message = f"{self.skipped} of {self.taken + self.skipped} snapshots to host memory were late or skipped: "
-            self._report("memory snapshots skipped", f"{message}no buffer was free", self._last)

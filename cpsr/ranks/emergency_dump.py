@@ -26,11 +26,10 @@ _senders: set[int] = set()
 class Wakeup:
     """Receives the signals that Python handles when they arrive; created and closed on the main thread.
 
-    It receives only signals with a handler written in Python, and the handler still runs as soon as it can. An earlier
-    user of `signal.set_wakeup_fd`, such as an event loop, still receives them too.
+    It receives only signals with a handler written in Python, and the handler still runs as soon as it can.
 
     Raises:
-        ValueError: not on the main thread.
+        ValueError: not on the main thread, or another receiver is there, such as an event loop: it goes on to receive.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,10 @@ class Wakeup:
         self._poll.register(self._receiver, select.POLLIN)
         try:
             # No warning if the pipe is full: then it has enough signals to read.
-            self._before = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
+            before = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
+            if before >= 0:
+                signal.set_wakeup_fd(before)
+                raise ValueError(f"signals arrive at descriptor {before} already")
         except ValueError:
             self._close_pipe()
             raise
@@ -59,10 +61,7 @@ class Wakeup:
         if not self._poll.poll(None if timeout_seconds is None else 1e3 * timeout_seconds):
             return frozenset()
         numbers = os.read(self._receiver, _READ_BYTES)
-        if _CLOSED in numbers:
-            return None
-        self._forward(numbers)
-        return frozenset(numbers)
+        return None if _CLOSED in numbers else frozenset(numbers)
 
     def notify(self, number: int) -> None:
         """Let `wait` return this signal, as if it had arrived; on any thread."""
@@ -73,30 +72,14 @@ class Wakeup:
         self.notify(_CLOSED)
 
     def close(self) -> None:
-        """Restore the earlier wakeup descriptor; call it once no thread waits any more."""
+        """Receive no more; call it once no thread waits any more."""
         current = signal.set_wakeup_fd(-1)
         if current != self._sender:
             # A later user may forward signals to our pipe. It stays open: otherwise another file could get its number.
             signal.set_wakeup_fd(current, warn_on_full_buffer=False)
             return
-        if self._before >= 0:
-            try:
-                signal.set_wakeup_fd(self._before, warn_on_full_buffer=False)
-            except (OSError, ValueError) as error:
-                logger.warning("cannot restore the earlier wakeup descriptor %d: %s", self._before, error)
         _senders.discard(self._sender)
         self._close_pipe()
-
-    def _forward(self, numbers: bytes) -> None:
-        if self._before < 0:
-            return
-        try:
-            os.write(self._before, numbers)
-        except BlockingIOError:
-            logger.debug("the earlier wakeup descriptor is full: it has signals to read already")
-        except OSError as error:
-            logger.warning("signals are no longer forwarded to the wakeup descriptor %d: %s", self._before, error)
-            self._before = -1
 
     def _close_pipe(self) -> None:
         os.close(self._receiver)
@@ -298,11 +281,12 @@ class EmergencyDump:
 
         Args:
             note: called when SIGTERM has arrived, on another thread, whatever handler there is.
-
-        Raises:
-            ValueError: not on the main thread.
         """
-        self._wakeup = Wakeup()
+        try:
+            self._wakeup = Wakeup()
+        except ValueError as error:
+            logger.warning("SIGTERM while a step hangs will not save its state to host memory: %s", error)
+            return
         self._thread = threading.Thread(target=self._listen, args=(self._wakeup, note), name=THREAD_NAME, daemon=True)
         self._thread.start()
 

@@ -14,7 +14,7 @@ from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
 from cpsr.planner.ways import Prices
-from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose, comparison_of
+from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose
 from cpsr.restart.engine_state import EngineState
 from cpsr.restart.experts import (
     OlderExperts,
@@ -120,8 +120,7 @@ class Restorer:
         failed_at = 0 if published is None else found.failure_after(published)
         f = failed_at if failed_at > (c or 0) else None  # else nothing is lost
         known = self._circumstances(mode, checkpoint, f)
-        there = candidates(found, c, known, older_experts=older is not None)
-        choice = choose(there, known)
+        choice = choose(candidates(found, c, known, older_experts=older is not None), known)
         seconds = time.perf_counter() - started
         restart = _Restart(mode, checkpoint, older, f, found.exact_iteration, progress, seconds)
         self._pool.occupancy.pin()  # another state that is tried, and cannot be read, must not overwrite the checkpoint
@@ -129,7 +128,7 @@ class Restorer:
             restored = self._first_loaded(choice.order, restart, choice.refusal)
         finally:
             self._pool.occupancy.unpin()
-        return replace(restored, left=self._memory.left, compared=comparison_of(there, c, known, restored.sources))
+        return replace(restored, left=self._memory.left)
 
     def _circumstances(self, mode: Mode, checkpoint: Snapshot | None, failure_iteration: int | None) -> Circumstances:
         group = self._job.group

@@ -74,7 +74,6 @@ class Restored:
         forecast: the predictor's forecast, where one was asked for.
         guard: the guard's numbers on the state near the failure, where there was one.
         left: what the failure has left in the machines' memory; None where nobody looked.
-        compared: what was taken, and what the other states would have cost; empty where there was no choice.
         cumulative_learning_rate: the predictor's time at the restored iteration.
         load_seconds, predict_seconds, inject_seconds: wall time of the parts.
     """
@@ -92,7 +91,6 @@ class Restored:
     forecast: Forecast | None = None
     guard: dict[str, Any] = field(default_factory=dict)
     left: FailureScope | None = None
-    compared: str = ""
     cumulative_learning_rate: float = 0.0
     load_seconds: float = 0.0
     predict_seconds: float = 0.0
@@ -191,7 +189,7 @@ def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> R
         feasible=_feasible(restored),
         expected_end_cost_iterations=None if forecast is None else forecast.expected_end_cost_iterations,
         settings={} if forecast is None else {"method": forecast.method, **forecast.settings},
-        reason="; ".join(filter(None, (restored.reason, restored.compared))),
+        reason=restored.reason,
         load_seconds=restored.load_seconds,
         predict_seconds=restored.predict_seconds,
         inject_seconds=restored.inject_seconds,

@@ -51,13 +51,6 @@ PREDICTED = Restored(
             "1.24, checkpoint 1.52.",
         ),
         (
-            replace(PREDICTED, guard={"loss": {"accepted": True, "reason": "not evaluated: no probe batches"}}),
-            KILLED,
-            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, predicted from "
-            "checkpoint 80 (line over 3 checkpoints). Predicted state; expected cost 12 ± 8 iterations "
-            "(exact: 11 iterations later). Not checked: no probe batches.",
-        ),
-        (
             EXACT,
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
@@ -73,22 +66,6 @@ PREDICTED = Restored(
         (
             replace(
                 EXACT,
-                recomputes=Recomputes.INFEASIBLE,
-                forecast=replace(LINE, feasible=False, reason="2 checkpoints, 3 are needed"),
-            ),
-            KILLED,
-            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, exact from checkpoint "
-            "80. Exact: 11 iterations later; nothing can be predicted (2 checkpoints, 3 are needed).",
-        ),
-        (
-            replace(EXACT, restored_iteration=91, sources=sources("memory", "memory")),
-            KILLED,
-            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, exact from memory. "
-            "Nothing is lost.",
-        ),
-        (
-            replace(
-                EXACT,
                 beginning=Beginning.EMERGENCY_DUMP,
                 restored_iteration=91,
                 sources=sources("departure", "departure"),
@@ -97,17 +74,6 @@ PREDICTED = Restored(
             "Rank 1 failed (ValueError: bad batch) after iteration 91. All ranks continue at iteration 91, with their "
             "last weights and moments, from memory. Random states and registered objects are those of "
             "checkpoint 80.",
-        ),
-        (
-            replace(EXACT, failure_iteration=None),
-            None,
-            "All ranks continue at iteration 80, exact from checkpoint 80. Nothing is lost.",
-        ),
-        (
-            replace(EXACT, beginning=Beginning.OLDER_EXPERTS),
-            KILLED,
-            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, from checkpoint 80, "
-            "with older experts as they were saved. 11 iterations are recomputed.",
         ),
         (
             Restored(Beginning.SCRATCH, 0, None, None, "no checkpoint has been committed yet"),

@@ -1,10 +1,6 @@
 """How a life ends: a loop that is left inside a step, SIGTERM to processes that it has forked."""
 
 import multiprocessing
-import os
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +16,6 @@ from tests.recovery.test_faults import Loop, config, loader, same
 
 FORK = multiprocessing.get_context("fork")
 SECONDS = 30.0  # the machine may be busy
-
-
-def end_by_sigterm(work: Callable[[], object]) -> int | None:
-    """Exit status of a process that is forked, gets SIGTERM when it works, and is waited for."""
-    ready, working = FORK.Pipe(duplex=False)
-
-    def run() -> None:
-        working.send(os.getpid())
-        work()
-
-    process = FORK.Process(target=run)
-    process.start()
-    assert ready.poll(SECONDS)
-    process.terminate()
-    process.join(SECONDS)
-    status = process.exitcode
-    process.kill()
-    return status
-
-
-def test_it_has_the_handler_that_was_there_before(tmp_path: Path) -> None:
-    rank, loop = os.getpid(), Loop()
-
-    def leave(number: int, frame: object) -> None:
-        assert os.getpid() != rank
-        os._exit(5)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        with CPSRRecovery(loop.adapter, config(tmp_path)):
-            assert end_by_sigterm(lambda: time.sleep(10 * SECONDS)) == 5
-        assert signal.getsignal(signal.SIGTERM) is leave
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def weights(loop: Loop) -> list[torch.Tensor]:

@@ -127,15 +127,6 @@ def test_steps_that_are_pending_lead_elsewhere_after_a_rewind(training: Training
     assert training.published.slots == {2: 6, 3: 9}
 
 
-def test_on_the_host_a_step_is_complete_at_once(tmp_path: Path) -> None:
-    publication = Publication(ProgressCounter(progress_path(tmp_path, 0)), None)
-    publication.step(4, 8, None)
-    publication.step(5, 10, None)
-    progress = read_progress(tmp_path, 1)
-    assert progress is not None
-    assert progress.ranks[0].slots == {4: 8, 5: 10}
-
-
 def test_the_end_of_a_life_waits_for_the_device_within_a_limit(training: Training) -> None:
     training.launch()
     threading.Timer(0.1, lambda: training.complete(1)).start()

@@ -69,18 +69,6 @@ def test_a_rank_that_goes_on_in_the_next_life_leaves_no_trace(tmp_path: Path) ->
             assert following.running(1)
 
 
-def test_blocked_in_a_collective_with_a_stopped_rank(tmp_path: Path) -> None:
-    with ranks(tmp_path, liveness=HEARD, gloo=True) as job:
-        job.wait_for(1, "step", 5)
-        job.signal(1, signal.SIGSTOP)
-        assert "all_reduce" in left(job, 0)  # where its training thread stood
-        last = job.notes(0, "step")[-1]["iteration"]
-        assert [note["iteration"] for note in job.notes(0, "dump")] == [last]
-        job.signal(1, signal.SIGCONT)
-        assert job.status(1) in (1, LEFT_EXIT_STATUS)  # by its collective, or by its watch
-        assert job.notes(1, "dump") == []
-
-
 @pytest.mark.parametrize(("fault", "named"), [("waits", "rank 1 is behind"), ("waits as others do", "one place")])
 def test_a_hanging_rank_is_named(tmp_path: Path, fault: str, named: str) -> None:
     faults = {"1": fault, "0": "waits as others do", "2": "waits as others do"}

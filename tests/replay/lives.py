@@ -109,7 +109,7 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
     experts = MixtureOfExperts(lambda layer: layer.counts) if life.mixture else None  # type: ignore[arg-type, return-value]
     with CPSRRecovery(TorchAdapter(model, optimizer, experts=experts), config) as recovery:
         restored = recovery.restored
-        left |= {"iteration": recovery.iteration, "reason": restored.reason, "compared": restored.compared}
+        left |= {"iteration": recovery.iteration, "reason": restored.reason}
         for batch, targets in recovery.resume(loader, repeat=True):
             loss = life.factor * nn.functional.mse_loss(model(batch), targets)
             if life.logged:
