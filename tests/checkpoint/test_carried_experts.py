@@ -204,28 +204,6 @@ def test_nothing_is_committed_while_an_expert_is_on_no_rank(
     assert [info.iteration for info in stores[0].catalogue()] == ([] if missing else [10])
 
 
-def test_nothing_is_committed_without_a_trained_parameter_of_an_expert(tmp_path: Path) -> None:
-    """And what is frozen may be with the others: it is not asked for."""
-    names = ["moe.experts.0.weight", "moe.experts.0.bias"]
-    lacking = partial(wrong_experts, naming=MODULE_LIST, trained=names)
-    store = CheckpointStore(tmp_path, 0, 1, "run", 1, missing=lacking)
-    store.prepare()
-    for iteration, own in ((10, names[:1]), (20, names)):
-        snapshot = make_snapshot(iteration)
-        operators = {
-            name: OperatorState(name, ParamSlice(torch.zeros(6), (3, 2)), {"exp_avg": torch.zeros(6)}, iteration)
-            for name in own
-        }
-        others = {"moe.experts.0.scale": torch.zeros(3)}
-        snapshot.shard, snapshot.contents = Shard(operators, others), Contents.sparse(frozenset(own), frozenset(own))
-        store.write(snapshot)
-        if own == names:
-            assert store.commit(iteration, 5.0, NEVER).committed
-        else:
-            with pytest.raises(SaveError, match=r"'moe\.experts\.0\.bias' of expert 0 of layer 'moe'"):
-                store.commit(iteration, 5.0, NEVER)
-
-
 def test_nothing_is_committed_where_ranks_have_an_expert_from_different_iterations(tmp_path: Path) -> None:
     """As when a rank carried it from a checkpoint that was abandoned a moment later."""
     right = partial(wrong_experts, naming=NAMED)

@@ -1,12 +1,9 @@
 """What is found in a run's directory where the file system refuses, or a manifest is damaged."""
 
-from pathlib import Path
-
 import pytest
 
-from cpsr.checkpoint import catalogue
-from cpsr.checkpoint.catalogue import CHECKPOINTS_AT_ONCE, newest_whole, remove_uncommitted, scan
-from cpsr.checkpoint.manifest import COMMIT, MANIFEST, THINNED, Manifest
+from cpsr.checkpoint.catalogue import newest_whole, remove_uncommitted, scan
+from cpsr.checkpoint.manifest import COMMIT, MANIFEST, THINNED
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import UnreadableFileError
 from tests.checkpoint.conftest import RefuseReading, refuse_asking, save
@@ -44,22 +41,6 @@ def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
     found = scan(store.directory).checkpoints
     assert [info.iteration for info in found] == [10, 20, 30, 40]
     assert [info.sequence for info in found] == [1, 2, 3, 4]
-
-
-def test_no_slice_of_a_scan_meets_two_failures(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes a second or longer on a disk that refuses."""
-    iterations = range(10, 10 * CHECKPOINTS_AT_ONCE, 10)
-    for iteration in iterations:
-        save(store, iteration)
-    refused: list[Path] = []
-
-    def refusing(directory: Path) -> Manifest:
-        refused.append(directory)
-        raise UnreadableFileError(directory / MANIFEST, "cannot be read now")
-
-    monkeypatch.setattr(catalogue, "read_manifest", refusing)
-    so_far = [len(refused) for _ in catalogue.scan_in_pieces(store.directory)]
-    assert so_far == list(range(1, len(iterations) + 1))
 
 
 def test_the_newest_whole_one_that_is_not_damaged_is_found(

@@ -152,30 +152,3 @@ def cached(call: Callable[..., int], descriptor: int, data: object) -> int:
         return call(descriptor, data)
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 4 MiB on a block device, where mounting is permitted."""
-    image, path = tmp_path / "image", tmp_path / "disk"
-    path.mkdir()
-    image.write_bytes(bytes(4 << 20))
-    for command in (
-        ["mkfs.ext4", "-q", "-O", "^has_journal", str(image)],
-        ["mount", "-o", "loop", str(image), str(path)],
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except FileNotFoundError as error:
-            pytest.skip(f"{error}")
-        if done.returncode != 0:
-            pytest.skip(f"a disk in a file cannot be mounted here: {done.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
-
-
-def test_a_full_disk_is_an_error_of_space(full_disk: Path) -> None:
-    assert supports_direct(full_disk)
-    with pytest.raises(OSError, match="No space left") as raised:
-        write_runs(full_disk / "file", memory(8 << 20))
-    assert raised.value.errno == errno.ENOSPC

@@ -39,29 +39,6 @@ def test_the_files_of_a_checkpoint_are_linked(tmp_path: Path, parts: int, shared
         assert same(restored(tmp_path, 14, parts, rank), base())
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_what_has_moved_is_as_the_state_has_it(tmp_path: Path, parts: int) -> None:
-    life = Life(tmp_path, [base() for _ in range(2)])
-    life.save(10)
-    for weights in life.weights:
-        weights["layers.0"].add_(1)
-    expected = {**base(), "layers.0": base()["layers.0"] + 1}
-    states = [life.snapshot(14, rank) for rank in range(parts)]
-    life.rescue(states, 2, Life(tmp_path, [base()], life=2).files[0])
-    record = life.record(14)
-    assert record.frozen["layers.0"].file is None
-    assert record.frozen["layers.0"].xxh3_128 is None
-    for rank in range(parts):
-        assert same(restored(tmp_path, 14, parts, rank), expected)
-
-
-def test_without_a_checkpoint_the_jobs_own_are_written_if_they_are_the_same(tmp_path: Path) -> None:
-    life = Life(tmp_path, [base(), base()])
-    life.rescue([life.snapshot(4)], 2, Life(tmp_path, [base()], life=2).files[0])
-    assert len(life.inodes(4)) == 1
-    assert same(restored(tmp_path, 4), base())
-
-
 def test_without_a_checkpoint_other_weights_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
     life = Life(tmp_path, [base(), base()])
     other = Life(tmp_path, [base(1)], life=2).files[0]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.checkpoint.files import open_plain
 from cpsr.checkpoint.loading import load_branch, load_shard
 from cpsr.checkpoint.manifest import file_name, rank_manifest_name
 from cpsr.checkpoint.snapshot import Snapshot
@@ -53,21 +52,6 @@ def test_damage_is_reported(directory: Path) -> None:
     record.write_bytes(record.read_bytes().replace(b"2.5", b"2.6"))
     with pytest.raises(CheckpointCorruptError, match="SHA-256"):
         load_branch(directory, manifest, 0, ("learned", "of"))
-
-
-def test_each_file_is_read_once_and_from_the_disk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[tuple[str, bool]] = []
-
-    def noted(path: Path, *, direct: bool = False) -> int:
-        opened.append((path.name, direct))
-        return open_plain(path, direct=direct)
-
-    monkeypatch.setattr("cpsr.checkpoint.files.open_plain", noted)
-    into, saved = make_shard(seed=1), make_snapshot(10).shard
-    load_shard(directory, read_manifest(directory), 0, into)
-    assert all(torch.equal(values, dict(saved.tensors())[key]) for key, values in into.tensors())
-    files = sorted(name for name in opened if name[0].endswith(".safetensors"))
-    assert files == sorted((file_name(0, kind), True) for kind in ("params", "moments", "extra"))
 
 
 def test_targets_of_any_layout_get_the_values(directory: Path) -> None:

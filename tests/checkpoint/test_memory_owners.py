@@ -120,18 +120,6 @@ def test_one_that_was_removed_with_the_directories_above_is_freed(memory: Path, 
     assert list(memory.iterdir()) == []
 
 
-def test_where_the_parent_is_missing_and_was_a_mount_of_its_own_it_is_unclear(memory: Path, run_dir: Path) -> None:
-    dead(memory, "0123abcd", run_dir)
-    owner = owner_in(memory)
-    shutil.rmtree(run_dir.parent)
-    assert owner.look()[0] == "gone"
-    device, inode = owner.place[0] + 1, 2
-    mounted = replace(owner, place=(device, inode), above=((device, inode),))
-    assert mounted.look()[0] == "unclear"  # the disk began at the parent
-    other = (owner.above[0], (owner.place[0], 1), *owner.above[2:])
-    assert replace(owner, above=other).look()[0] == "unclear"  # another container's
-
-
 @pytest.mark.parametrize("other_run", [False, True])
 def test_nor_where_another_directory_has_the_path(memory: Path, run_dir: Path, other_run: bool) -> None:
     """As where a disk is not mounted, or in another container, which may have a run of its own there."""
@@ -275,13 +263,6 @@ def _patiently(memory: SharedMemory) -> list[MemoryFile]:
             return memory.files(1, BUFFER_BYTES)
         except FileInUseError:
             time.sleep(0.001)
-
-
-def test_the_owner_file_is_for_its_user_alone_and_written_anew(memory: Path, run_dir: Path) -> None:
-    mark_owner("0123abcd", run_dir, "a-node-of-a-long-name", memory)
-    mark_owner("0123abcd", run_dir / ".." / "first", "node-2", memory)
-    assert owner_path("0123abcd", memory).stat().st_mode & 0o777 == 0o600
-    assert (owner_in(memory).run_dir, owner_in(memory).node) == (run_dir, "node-2")
 
 
 def test_a_copy_is_told_from_the_directory_that_the_memory_belongs_to(memory: Path, run_dir: Path) -> None:

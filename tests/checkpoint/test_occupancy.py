@@ -1,6 +1,5 @@
 """Which buffer a snapshot gets: none that is in use, and never the newest state for a snapshot in memory alone."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,19 +17,6 @@ def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) ->
     assert taken is not None
     occupancy.end_seal(occupancy.begin_seal(taken[1]), taken[1], sealed=True)
     return taken[1]
-
-
-def test_a_snapshot_overwrites_the_oldest_state_and_leaves_the_newest() -> None:
-    occupancy = Occupancy(3, {}, name)
-    for iteration in range(1, 6):
-        occupancy.release(sealed(occupancy, iteration))
-    assert occupancy.sealed_iterations == [3, 4, 5]
-    written = sealed(occupancy, 6)  # its write takes long
-    for iteration in (7, 8, 9):
-        occupancy.release(sealed(occupancy, iteration))
-        assert occupancy.sealed_iterations[-1] == iteration
-    occupancy.keep(written)
-    assert occupancy.recovery is written
 
 
 def test_where_only_the_newest_is_free_a_snapshot_in_memory_is_skipped_and_a_checkpoint_is_not() -> None:
@@ -83,17 +69,6 @@ def test_a_buffer_is_not_overwritten_while_its_state_is_sealed() -> None:
     assert occupancy.take(3) is None
     occupancy.end_seal(index, first[1], sealed=False)
     assert occupancy.take(3) is not None
-
-
-def test_a_snapshot_without_a_buffer_is_refused() -> None:
-    occupancy = Occupancy(1, {}, name)
-    taken = occupancy.take(1)
-    assert taken is not None
-    occupancy.release(taken[1])
-    with pytest.raises(ValueError, match="iteration 1 holds no buffer"):
-        occupancy.release(taken[1])
-    with pytest.raises(ValueError, match="without pin"):
-        occupancy.unpin()
 
 
 def test_a_state_of_an_earlier_process_is_kept_in_place_of_no_newer_one() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cpsr.checkpoint import copying
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import memory_states
-from cpsr.checkpoint.paced import GROWTH, MARGIN, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Split, bytes_in_waits
+from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Split, bytes_in_waits
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
@@ -134,12 +134,6 @@ def test_the_share_of_the_waits_is_what_fits_into_them(total: int, copy_seconds:
         assert found == int(total * waits_seconds / copy_seconds)
 
 
-def test_half_of_it_where_the_waits_take_half_as_long() -> None:
-    assert bytes_in_waits(1000, 2.0, 1.0) == 500
-    assert bytes_in_waits(1000, 1.0, 1.0) == 1000
-    assert bytes_in_waits(1000, 3.0, 1.0) == 333
-
-
 def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:
     pace = CopyPace(Opened(forecast_seconds=1.0))
     assert pace.plan(1000) == 0  # nothing is known of the speed
@@ -152,44 +146,6 @@ def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:
     assert pace.plan(1000) == int(GROWTH * 200)
     pace.record(Split(beside=750, late=250), 2.0, 9.0, 100)
     assert pace.plan(1000) == 100  # one piece still looks for waits
-
-
-def test_a_snapshot_that_is_wanted_at_once_measures_nothing_of_the_waits() -> None:
-    pace = CopyPace(Opened(forecast_seconds=0.5))
-    for _ in range(3):
-        pace.record(Split(in_waits=500, beside=500), 1.0, 9.0, 100)
-    planned = pace.plan(1000)
-    assert planned == 500
-    pace.record(Split(at_once=1000), 1.0, 0.0, 100)  # saved now
-    assert pace.plan(1000) == planned
-    pace.record(Split(in_waits=200, beside=500, at_once=300), 1.0, 5.0, 100)  # a short iteration, as others may be
-    assert pace.plan(1000) == 200
-    pace.record(Split(in_waits=200, beside=800), 1.0, 0.0, 100)
-    assert pace.plan(1000) == 200
-
-
-def test_pieces_are_put_off_for_as_long_as_there_is_time() -> None:
-    pace = CopyPace(Opened())
-    assert pace.patience_seconds(0) == 0.0
-    for until_update in (10.0, 10.0, 0.0):  # one was wanted at once
-        pace.record(Split(beside=1000), 1.0, until_update, 100)
-    assert pace.patience_seconds(0) == pytest.approx((1 - MARGIN) * 10.0)
-    assert pace.patience_seconds(2000) == pytest.approx((1 - MARGIN) * 10.0 - 2.0)
-
-
-def test_without_waits_nothing_is_split() -> None:
-    pool = SnapshotPool(make_shard(0, SIZES))
-    assert [take(pool, seed).split for seed in range(2)] == [None, None]
-    pool.close()
-
-
-def test_the_first_copy_is_beside_the_work_and_the_next_in_waits(pool: SnapshotPool) -> None:
-    waits = Opened()
-    first(pool, waits)
-    waits.set(opened=True)
-    second = take(pool, 2, lambda: wait_for(lambda: Noted.begun[-1].split.in_waits == TOTAL))
-    assert split_of(second) == Split(in_waits=TOTAL)
-    pool.close()
 
 
 def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:

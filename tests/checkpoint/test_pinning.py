@@ -11,7 +11,6 @@ from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError
 from tests.checkpoint.test_device_copy import shard_on
-from tests.device import compute_exactly
 from tests.stand_in_device import OUT_OF_MEMORY, StandInDevice, stand_in_device
 
 CUDA = torch.device("cuda", 1)
@@ -29,32 +28,6 @@ def test_a_refusal_leaves_no_error_for_the_next_kernel(device: StandInDevice) ->
         Pinning(torch.zeros(4096, dtype=torch.uint8), CUDA)
     device.tensor(torch.ones(3)).mul_(2)
     assert {stream for _, stream, _ in device.calls("launch")} == {"default:1", "default:0"}, "the error is the state's"
-
-
-def test_a_refusal_leaves_no_error_where_an_allocation_launches_a_kernel(device: StandInDevice) -> None:
-    device.runtime.refuse = OUT_OF_MEMORY
-    filled = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009 - mypy does not see it
-    torch.use_deterministic_algorithms(True)
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)  # noqa: B010
-    try:
-        with pytest.raises(SaveError, match="could not be pinned"):
-            Pinning(torch.zeros(4096, dtype=torch.uint8), CUDA)
-        device.tensor(torch.ones(3)).mul_(2)
-    finally:
-        setattr(torch.utils.deterministic, "fill_uninitialized_memory", filled)  # noqa: B010
-        torch.use_deterministic_algorithms(False)
-        compute_exactly()
-
-
-def test_an_error_of_the_device_itself_is_not_swallowed(device: StandInDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    device.runtime.refuse = OUT_OF_MEMORY
-
-    def broken(*given: object) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(device, "launch", broken)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        Pinning(torch.zeros(4096, dtype=torch.uint8), CUDA)
 
 
 def test_a_registration_that_outlived_its_mapping_gives_way(device: StandInDevice) -> None:

@@ -43,15 +43,6 @@ def test_the_oldest_rank_is_the_failure_step(tmp_path: Path) -> None:
     assert progress.missing == {}
 
 
-def test_a_new_life_reads_what_the_last_one_published(tmp_path: Path) -> None:
-    path = progress_path(tmp_path, 0)
-    ProgressCounter(path).publish(5, 50)
-    ProgressCounter(path)
-    progress = read_progress(tmp_path, 1)
-    assert progress is not None
-    assert progress.iteration == 5
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [

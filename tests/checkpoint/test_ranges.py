@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint import verify
-from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, PIECE_BYTES
+from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES
 from cpsr.checkpoint.files import hash_file, write_tensors
 from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.ranges import WantedRange, read_ranges
-from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError
+from cpsr.checkpoint.verify import DamagedFileError
 from tests.checkpoint.conftest import bits
 
 MIB = HASHED_PIECE_BYTES
@@ -104,31 +103,6 @@ def test_ranges_are_what_was_saved_and_other_pieces_are_not_read(
     assert found == size_of(read, record.bytes)
 
 
-def test_neighbouring_pieces_come_in_transfers_of_at_most_16_mib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = {"long": torch.arange(5 * MIB)}
-    write_tensors(tmp_path / "file", tensors)
-    transfers: list[tuple[int, int]] = []
-    preadv = os.preadv
-
-    def tracing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        transfers.append((offset, len(buffers[0])))
-        return preadv(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", tracing)
-    one = wanted("long", of=tensors)
-    read_ranges(tmp_path / "file", record_of(tmp_path / "file"), [one])
-    assert is_right(one, tensors)
-    starts = [0, *range(MIB, 40 * MIB, PIECE_BYTES)]
-    assert [transfer for transfer in transfers if transfer[0] in starts] == [
-        (0, MIB),
-        (MIB, PIECE_BYTES),
-        (MIB + PIECE_BYTES, PIECE_BYTES),
-        (MIB + 2 * PIECE_BYTES, 40 * MIB + DATA_START - (MIB + 2 * PIECE_BYTES)),
-    ]
-
-
 def flipped(path: Path, offset: int, to: Path) -> Path:
     data = bytearray(path.read_bytes())
     data[offset] ^= 0x10
@@ -175,16 +149,3 @@ def failing(times: int) -> Callable[..., int]:
         return preadv(*args)
 
     return call
-
-
-def test_errors_that_may_be_temporary_are_retried(
-    path: Path, record: FileRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(verify, "_PAUSES_SECONDS", (0.0, 0.0, 0.0))
-    one = wanted("half")
-    monkeypatch.setattr(os, "preadv", failing(3))
-    read_ranges(path, record, [one])
-    assert is_right(one)
-    monkeypatch.setattr(os, "preadv", failing(10**9))
-    with pytest.raises(UnreadableFileError, match=r"file\.safetensors: cannot be read now"):
-        read_ranges(path, record, [one])

@@ -152,20 +152,6 @@ def test_what_was_set_aside_goes_after_two_more_commits(store: CheckpointStore) 
     assert aside() == []
 
 
-def test_a_set_aside_record_that_is_torn_is_written_anew(store: CheckpointStore) -> None:
-    for iteration in (10, 20):
-        save(store, iteration)
-    directory = store.quarantine(20, "damaged")
-    assert directory is not None
-    (directory / "SET_ASIDE").write_text("{")
-    for iteration in (20, 30):
-        store.retain(Retention())
-        assert directory.exists()
-        save(store, iteration)
-    store.retain(Retention())
-    assert not directory.exists()
-
-
 def test_an_interrupted_thinning_is_completed(store: CheckpointStore) -> None:
     for iteration in (10, 20, 30):
         save(store, iteration)

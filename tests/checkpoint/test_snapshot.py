@@ -1,7 +1,5 @@
 """The triple buffer: isolation, coalescing, exhaustion, pinning."""
 
-import threading
-
 import pytest
 import torch
 from hypothesis import settings
@@ -31,16 +29,6 @@ def test_a_snapshot_is_bitwise_and_isolated_from_later_changes() -> None:
     assert snapshot.stall_seconds > 0
     assert snapshot.copy_seconds > 0
     pool.close()
-
-
-def test_buffers_outside_the_optimizer_are_copied_before_begin_returns() -> None:
-    shard, pool = live_shard(3), SnapshotPool(live_shard(0))
-    assert pool.begin(shard, 1, None) is not None
-    for tensor in shard.others.values():
-        tensor.zero_()
-    snapshot = pool.finish()
-    assert snapshot is not None
-    assert_same_bits(snapshot.shard, make_shard(3))
 
 
 def test_a_shard_that_moved_in_memory_is_read_from_its_new_place() -> None:
@@ -128,31 +116,6 @@ def test_a_shard_unlike_the_template_is_a_save_error_that_frees_the_buffer(chang
         pool.finish()
     assert pool.begin(live_shard(), 2, None) is not None
     pool.finish()
-
-
-def test_buffers_are_freed_from_other_threads_while_snapshots_go_on() -> None:
-    pool, shard = SnapshotPool(live_shard()), live_shard(5)
-    threads = []
-    taken = 0
-    for iteration in range(200):
-        if pool.begin(shard, iteration, None) is None:
-            continue
-        taken += 1
-        snapshot = pool.finish()
-        assert snapshot is not None
-        threads.append(threading.Thread(target=pool.keep, args=(snapshot,)))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
-    assert taken > 0
-    assert pool.recovery is not None
-    assert_same_bits(pool.recovery.shard, make_shard(5))
-    assert pool.acquire(1) is not None
-    assert pool.acquire(2) is not None
-    assert pool.recovery is not None, "its buffer is used last"
-    assert pool.acquire(3) is not None
-    assert pool.recovery is None
-    assert pool.acquire(4) is None
 
 
 @cuda_only("a copy stream and pinned memory need a GPU")

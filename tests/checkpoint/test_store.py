@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -258,23 +257,3 @@ def test_what_cannot_be_read_now_stops_a_restart_and_is_never_set_aside(
     assert len(store.abandon_after(20, "a test")) == 2
     refuse_reading(store.directory / "step-0000000020", 0)
     assert store.verify(20) == []
-
-
-def test_the_name_of_the_directory_is_on_the_disk_before_the_commit_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A save of this iteration that was skipped has made the directory, without forcing its name."""
-    store = CheckpointStore(tmp_path / "run", 0, 1, "run", 1)
-    store.prepare()
-    store.skip(10, "no buffer was free")
-    store.attempt += 1
-    fsync, forced = os.fsync, list[str]()
-
-    def force(descriptor: int) -> None:
-        forced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", force)
-    save(store, 10)
-    (record,) = [place for place, path in enumerate(forced) if "COMMIT" in path]
-    assert str(store.directory) in forced[:record]

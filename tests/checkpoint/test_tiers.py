@@ -141,12 +141,6 @@ def test_a_rank_of_a_pipeline_takes_what_another_of_its_stage_has_left() -> None
     assert [source.tier for source in decision.departed] == ["departure", "departure", "predicted", "predicted"]
 
 
-def test_memory_serves_where_no_checkpoint_was_committed_yet() -> None:
-    decision = decide(["one"], [entry(0, 3)], None, 4, alike=[0])
-    assert decision.exact == (Source(0, "memory", 3, entry(0, 3)),)
-    assert decision.departed == ()
-
-
 def test_a_state_that_one_rank_left_a_step_later_than_the_others_does_not_count_against_theirs() -> None:
     entries = [entry(0, 14, "departure"), entry(1, 14, "departure"), entry(2, 15, "departure")]
     decision = decide(["one"] * 4, entries, 12, 14, alike=range(4))
@@ -162,12 +156,6 @@ def test_what_the_others_left_counts_where_the_lost_rank_had_published_less(publ
     assert [source.tier for source in decision.departed] == ["departure", "predicted", "departure"]
     assert {source.iteration for source in decision.departed} == {decision.failure_after(published)} == {14}
     assert decision.exact_iteration == 12
-
-
-def test_the_failure_is_where_the_ranks_published_it_unless_one_has_come_further() -> None:
-    assert decide(["one"], [], 12, 14, alike=[0]).failure_after(14) == 14
-    assert decide(["one"] * 2, [entry(0, 13, "departure")], 12, 14, alike=[0, 1]).failure_after(14) == 14
-    assert decide(["one"] * 2, [entry(0, 15, "departure")], 12, 14, alike=[0, 1]).failure_after(14) == 15
 
 
 def test_a_small_state_and_another_ranks_weights_are_enough_where_these_belong_to_it() -> None:

@@ -55,15 +55,6 @@ def test_an_empty_target_and_a_new_disk_are_a_new_run(tmp_path: Path, url: str) 
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def test_nothing_is_fetched_where_the_run_directory_has_the_newest(tmp_path: Path, url: str) -> None:
-    store = copied_run(tmp_path / "run", url)
-    before = sorted(path.name for path in store.directory.iterdir())
-    assert fetch(url, tmp_path / "run", store) is None
-    commit([store], 30)
-    assert fetch(url, tmp_path / "run", store) is None
-    assert sorted(path.name for path in store.directory.iterdir()) == [*before, "step-0000000030"]
-
-
 def test_a_newer_copy_is_fetched_beside_what_is_left(tmp_path: Path, url: str) -> None:
     store = copied_run(tmp_path / "run", url, (10, 20, 30))
     shutil.rmtree(store.directory / "step-0000000020")
@@ -227,18 +218,6 @@ def test_a_damaged_copy_is_set_aside_once_another_is_used(tmp_path: Path, url: s
     assert fetched(place, tmp_path / "new") == 20
     assert scan(place).set_aside == ["step-0000000030"]
     assert committed_at(place) == [10, 20]
-
-
-def test_a_copy_that_is_set_aside_is_reported_once_it_is(tmp_path: Path, url: str) -> None:
-    store = copied_run(tmp_path / "run", url, (10, 20, 30))
-    place = open_place(url)
-    place.write("step-0000000030", "rank-00000.moments.safetensors", b"damaged")
-    shutil.rmtree(store.directory)
-    (store,) = new_run(tmp_path / "run")
-    target = target_at(place, tmp_path / "run")
-    assert target.fetch(store, ()) == 20
-    found = {(one.kind, one.iteration) for one in target.reports()}
-    assert found == {("target copy damaged", 30), ("target fetched", 20), ("target set aside", 30)}
 
 
 TWO_RANKS = """

@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from cpsr.checkpoint.catalogue import Retention
-from cpsr.checkpoint.manifest import COMMIT
 from cpsr.checkpoint.remote.copies import scan
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.remote.target import CheckpointTarget
@@ -19,7 +17,6 @@ from cpsr.checkpoint.remote.uploader import Copier, Report
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli.main import app
 from cpsr.config import CheckpointConfig
-from cpsr.errors import ConfigError, RecoveryError
 from cpsr.ranks.group import Group
 from tests.checkpoint.remote.conftest import (
     RUN,
@@ -135,19 +132,6 @@ def test_an_unreachable_target_is_reported_once_counted_and_tried_again(
     assert fetched(run.place, tmp_path / "new") == 40
 
 
-def test_a_damaged_checkpoint_is_reported_and_not_copied(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    run = Copied(tmp_path / "run")
-    directory = commit([run.store], 10)
-    (directory / "rank-00000.extra.safetensors").write_bytes(b"damaged")
-    run.copier.notify(10)
-    run.wait_for("target copy failed")
-    run.commit(20)
-    run.wait_for("target copied")
-    run.copier.close(PATIENCE_SECONDS)
-    assert "rank-00000.extra" in run.events[0][1]
-    assert committed_at(run.place) == [20]
-
-
 def test_states_that_were_given_up_are_set_aside_at_the_target_too(tmp_path: Path, faulty: type[FaultySystem]) -> None:
     run = Copied(tmp_path / "run")
     for number, iteration in enumerate((10, 20), start=1):
@@ -175,37 +159,6 @@ def test_two_runs_at_one_target(tmp_path: Path, faulty: type[FaultySystem]) -> N
     run.copier.close(PATIENCE_SECONDS)
     assert [(kind, level) for kind, _, level in run.events] == [("target refused", logging.ERROR)]
     assert [copy.manifest.run_id for copy in scan(run.place).usable] == ["ab" * 16]
-
-
-def test_what_nobody_foresaw_is_a_failed_copy(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    run = Copied(tmp_path / "run")
-    (tmp_path / "run" / "run.json").write_text("{}")
-    run.commit(10)
-    run.wait_for("target copy failed")
-    (tmp_path / "run" / "run.json").unlink()
-    run.commit(20)
-    run.wait_for("target copy failed", 2)
-    assert "run.json" in run.events[1][1]
-    run.copier.close(PATIENCE_SECONDS)
-
-
-def test_a_removal_that_breaks_off_is_reported(
-    tmp_path: Path, faulty: type[FaultySystem], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Copied(tmp_path / "run", keep=1)
-    for iteration in (10, 20):
-        send(run.place, commit([run.store], iteration))
-
-    def refusing(self: FaultySystem, path: str) -> None:
-        if "0000000020" in path and not path.endswith(COMMIT):
-            raise PermissionError(f"{path}: not allowed to delete")
-        super(FaultySystem, self).rm_file(path)
-
-    monkeypatch.setattr(faulty, "rm_file", refusing)
-    run.commit(30)
-    run.wait_for("target not tidied")
-    run.copier.close(PATIENCE_SECONDS)
-    assert committed_at(run.place) == [30]
 
 
 # One life after another
@@ -252,34 +205,6 @@ def test_a_checkpoint_that_no_life_had_time_to_copy_is_copied_by_the_next(tmp_pa
     commit(new_run(run), 10)
     assert life(run, url, (), 1) == (None, [])
     assert committed_at(open_place(url)) == [10]
-
-
-def test_without_a_target_nothing_happens(tmp_path: Path) -> None:
-    store = new_run(tmp_path / "run")[0]
-    target = CheckpointTarget(CheckpointConfig(), tmp_path / "run", Group())
-    target.adopt_run()
-    assert target.fetch(store, ()) is None
-    target.start(store)
-    target.notify(10)
-    target.close(0.0)
-    assert target.reports() == []
-
-
-def test_a_target_in_the_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lie in one another"):
-        CheckpointTarget(CheckpointConfig(target=f"file://{tmp_path}/run/copies"), tmp_path / "run", Group())
-
-
-def test_a_run_goes_on_while_its_target_is_away(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    url, run = "faulty://bucket/target", tmp_path / "run"
-    life(run, url, (10,), 0)
-    faulty.arm(1)
-    assert life(run, url, (20,), 1) == (None, ["target not reachable", "target copy failed"])
-    shutil.rmtree(run)
-    with pytest.raises(RecoveryError, match="does not answer"):
-        life(run, url, (), 2)
-    faulty.arm(None)
-    assert life(run, url, (), 2)[0] == 10
 
 
 def test_verify_passes_whole_copies_and_names_damage(tmp_path: Path) -> None:

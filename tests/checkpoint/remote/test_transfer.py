@@ -157,17 +157,6 @@ def test_what_is_read_back_differently_is_refused(tmp_path: Path, monkeypatch: p
     assert committed_at(place) == []
 
 
-def test_stopping_leaves_nothing_committed(tmp_path: Path, url: str) -> None:
-    run = tmp_path / "run"
-    directory = commit(new_run(run), 10)
-    for pieces in range(6):
-        place = open_place(url)
-        place.stopped = itertools.chain([False] * pieces, itertools.repeat(True)).__next__
-        with pytest.raises(CopyStoppedError):
-            send(place, directory)
-        assert committed_at(open_place(url)) == []
-
-
 def test_retention_keeps_the_newest_by_commit_and_removes_what_was_set_aside(tmp_path: Path, url: str) -> None:
     run = tmp_path / "run"
     stores = new_run(run)
@@ -188,19 +177,6 @@ def test_retention_keeps_the_newest_by_commit_and_removes_what_was_set_aside(tmp
     remove_old(place, RUN, 1)
     assert place.folders() == ["step-0000000020"]
     assert fetched(place, tmp_path / "new") == 20
-
-
-def test_another_runs_target_is_refused_and_untouched(tmp_path: Path, url: str) -> None:
-    place = open_place(url)
-    first, second = tmp_path / "first", tmp_path / "second"
-    send(place, commit(new_run(first), 10))
-    stores = new_run(second, run_id="ab" * 16)
-    with pytest.raises(RunMismatchError, match=f"is of the run '{RUN}', this is '{'ab' * 16}'"):
-        scan(place, "ab" * 16)
-    with pytest.raises(RunMismatchError):
-        remove_old(place, "ab" * 16, 1)
-    assert commit(stores, 10)
-    assert fetched(place, tmp_path / "new") == 10
 
 
 def test_a_run_that_writes_into_the_same_folder_meanwhile_keeps_it(tmp_path: Path) -> None:
