@@ -160,9 +160,9 @@ def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (events / "rank-00001.jsonl").write_text("")
     step = run_dir / "checkpoints" / "step-0000000003"
     (step / "THINNED").write_text("[]")
-    aside = run_dir / "checkpoints" / "damaged-step-0000000001-0"
+    aside = run_dir / "checkpoints" / "damaged-step-0000000001-1-0"
     aside.mkdir()
-    (aside / "SET_ASIDE").write_text('{"reason": "x", "after_sequence": 1}')
+    (aside / "rank-00000.json").write_text("{}")
     cut_off = run_dir / "checkpoints" / "step-0000000010"
     cut_off.mkdir()
     for name in ("ABANDONED", "rank-00000.skip", "rank-00000.json"):
@@ -216,7 +216,6 @@ def test_a_pickle_in_the_place_of_any_file_is_never_executed(failed_run: Path, t
         "COMMIT",
         "manifest.json",
         "THINNED",
-        "SET_ASIDE",
         "run.json",
         "journal",
     ):
@@ -333,7 +332,7 @@ def test_a_step_that_is_a_link_is_neither_read_nor_written_nor_emptied(failed_ru
     newest_step(run_dir).rename(elsewhere)
     newest_step(run_dir).symlink_to(elsewhere)
     shutil.copytree(elsewhere, tmp_path / "uncommitted", ignore=shutil.ignore_patterns("COMMIT"))
-    for name in ("step-0000000002", "step-0000000012", "abandoned-step-0000000001-0"):
+    for name in ("step-0000000002", "step-0000000012", "abandoned-step-0000000001-1-0"):
         (run_dir / "checkpoints" / name).symlink_to(tmp_path / "uncommitted")
     before = {
         path: path.read_bytes() for folder in ("elsewhere", "uncommitted") for path in (tmp_path / folder).iterdir()

@@ -5,12 +5,12 @@ before a later checkpoint was committed (and read back when it was written).
 """
 
 import datetime
-import json
 import logging
+import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from cpsr.checkpoint.files import is_temporary, remove_tree, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import COMMIT, THINNED, Manifest, holds_weights, step_iteration, thinned_record
@@ -24,14 +24,14 @@ from cpsr.checkpoint.verify import (
 )
 
 __all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "newest_whole", "plan_retention"]
-__all__ += ["record_set_aside", "remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside"]
+__all__ += ["remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside"]
 __all__ += ["set_aside_list", "warn_once"]
 
 # Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
 CHECKPOINTS_AT_ONCE = 8
 
-_RECORD = "SET_ASIDE"
-_KINDS = ("damaged", "abandoned")
+# A checkpoint that was set aside: why, its step, the newest commit at that time, and a number.
+_ASIDE = re.compile(r"(?P<kind>damaged|abandoned)-(?P<step>step-\d+)-(?P<sequence>\d+)-\d+")
 
 _log = logging.getLogger(__name__)
 _warned: set[tuple[Path, str]] = set()
@@ -81,10 +81,20 @@ class Catalogue:
 
 @dataclass(frozen=True)
 class SetAside:
-    """A damaged or abandoned checkpoint under its new name, and the newest commit at the time it was moved."""
+    """A damaged or abandoned checkpoint under its new name.
+
+    Attributes:
+        directory: its new name.
+        kind: `damaged` or `abandoned`.
+        iteration: of its state.
+        after_sequence: the newest commit at the time it was moved.
+        bytes: that it takes.
+    """
 
     directory: Path
-    after_sequence: int | None
+    kind: str
+    iteration: int
+    after_sequence: int
     bytes: int
 
 
@@ -177,22 +187,23 @@ def warn_once(checkpoints: Path, message: str) -> None:
         _log.warning("%s", message)
 
 
-def set_aside(directory: Path, kind: str, reason: str, after_sequence: int) -> Path | None:
-    """Rename a checkpoint to `<kind>-step-...-<n>`, so that its iteration can be committed again.
+def set_aside(directory: Path, kind: Literal["damaged", "abandoned"], reason: str, after_sequence: int) -> Path | None:
+    """Rename a checkpoint to `<kind>-step-...-<sequence>-<n>`, so that its iteration can be committed again.
+
+    Args:
+        directory: of the checkpoint.
+        kind: why.
+        reason: for the log.
+        after_sequence: the newest commit; the checkpoint goes once two later ones exist.
 
     Returns:
         The new name, None where the checkpoint is no longer there.
     """
     if not directory.is_dir():
         return None
-    try:
-        _write_record(directory, reason, after_sequence)
-    except OSError as error:
-        # The record only states when the directory may be deleted; the next retention pass rewrites it.
-        _log.warning("%s: cannot record why it is set aside: %s", directory, error)
+    named = f"{kind}-{directory.name}-{after_sequence}-"
     taken = {path.name for path in directory.parent.iterdir()}
-    number = next(n for n in range(len(taken) + 1) if f"{kind}-{directory.name}-{n}" not in taken)
-    target = directory.with_name(f"{kind}-{directory.name}-{number}")
+    target = directory.with_name(next(f"{named}{n}" for n in range(len(taken) + 1) if f"{named}{n}" not in taken))
     directory.rename(target)
     sync_directory(directory.parent)
     _log.warning("checkpoint %s is set aside as %s: %s", directory, target.name, reason)
@@ -200,34 +211,15 @@ def set_aside(directory: Path, kind: str, reason: str, after_sequence: int) -> P
 
 
 def set_aside_list(checkpoints: Path) -> list[SetAside]:
-    """The directories that were set aside, oldest first."""
-    found = [_read_aside(path) for path in checkpoints.iterdir() if _is_set_aside(path)]
-    return sorted(found, key=lambda aside: (aside.after_sequence or 0, aside.directory.name))
-
-
-def record_set_aside(directory: Path, after_sequence: int) -> None:
-    """Write the record of a directory that was set aside, where it is missing or torn."""
-    _write_record(directory, "not recorded", after_sequence)
-
-
-def _is_set_aside(path: Path) -> bool:
-    kind, _, step = path.name.partition("-")
-    if path.is_symlink() or not path.is_dir():
-        return False
-    return kind in _KINDS and step_iteration(step.rpartition("-")[0]) is not None
-
-
-def _read_aside(directory: Path) -> SetAside:
-    try:
-        after = int(json.loads((directory / _RECORD).read_bytes())["after_sequence"])
-    except (OSError, ValueError, KeyError, TypeError):
-        after = None  # unknown; the next retention pass writes it again
-    return SetAside(directory, after, sum(path.lstat().st_size for path in directory.iterdir()))
-
-
-def _write_record(directory: Path, reason: str, after_sequence: int) -> None:
-    content = {"reason": reason, "after_sequence": after_sequence}
-    write_bytes(directory / _RECORD, json.dumps(content).encode("ascii"))
+    """The directories that were set aside, oldest first; none where there is no such directory."""
+    found = []
+    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
+        matched = _ASIDE.fullmatch(path.name)
+        iteration = step_iteration(matched["step"]) if matched else None
+        if matched and iteration is not None and path.is_dir() and not path.is_symlink():
+            size = sum(one.lstat().st_size for one in path.iterdir())
+            found.append(SetAside(path, matched["kind"], iteration, int(matched["sequence"]), size))
+    return sorted(found, key=lambda aside: (aside.after_sequence, aside.directory.name))
 
 
 def _info(directory: Path) -> CheckpointInfo:
@@ -426,12 +418,7 @@ def _unlink_thinned(directory: Path) -> None:
 def _remove_asides(checkpoints: Path, catalogue: Catalogue) -> list[SetAside]:
     """Remove what was set aside long enough ago; returns what stays."""
     kept: list[SetAside] = []
-    newest = max(info.sequence for info in catalogue.checkpoints)
     for aside in set_aside_list(checkpoints):
-        if aside.after_sequence is None:
-            record_set_aside(aside.directory, newest)
-            kept.append(aside)
-            continue
         later = sum(info.sequence > aside.after_sequence for info in catalogue.checkpoints)
         if later < _COMMITS_BEFORE_REMOVAL:
             kept.append(aside)

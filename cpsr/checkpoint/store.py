@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -384,7 +384,7 @@ class CheckpointStore:
         if directory.is_dir():
             abandon(directory, attempt, reason)
 
-    def _set_aside(self, iteration: int, kind: str, reason: str) -> Path | None:
+    def _set_aside(self, iteration: int, kind: Literal["damaged", "abandoned"], reason: str) -> Path | None:
         return set_aside(self._step(iteration), kind, reason, self._newest_sequence())
 
     def _newest_sequence(self, found: Catalogue | None = None) -> int:
@@ -396,7 +396,7 @@ class CheckpointStore:
             found: the catalogue of the directory; None scans it.
         """
         known = [info.sequence for info in (scan(self.directory) if found is None else found).checkpoints]
-        known += [aside.after_sequence or 0 for aside in set_aside_list(self.directory)]
+        known += [aside.after_sequence for aside in set_aside_list(self.directory)]
         self._largest_sequence = max([self._largest_sequence, *known])
         return self._largest_sequence
 

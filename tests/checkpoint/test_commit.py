@@ -145,7 +145,7 @@ def test_after_a_roll_back_the_same_iterations_can_be_saved(stores: tuple[Checkp
     stores[0].write(make_snapshot(40))
     stores[0].commit(40, 0.0, NEVER)
     assert stores[1].abandon_after(10, "diverged") == []  # rank 0 alone acts
-    assert [path.name for path in stores[0].abandon_after(10, "diverged")] == ["abandoned-step-0000000020-0"]
+    assert [path.name for path in stores[0].abandon_after(10, "diverged")] == ["abandoned-step-0000000020-2-0"]
     for iteration in (20, 30, 40):
         for store in stores:
             store.write(make_snapshot(iteration, seed=iteration + 500))

@@ -1,10 +1,8 @@
 """Ranges of tensors: what was saved, from the pieces that they touch alone, each verified."""
 
-import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -137,15 +135,3 @@ def test_a_file_of_another_length_is_damage(tmp_path: Path, path: Path, size: in
     (tmp_path / "file").unlink()
     with pytest.raises(DamagedFileError, match="is missing"):
         read_ranges(tmp_path / "file", record_of(path), [wanted("scalar")])
-
-
-def failing(times: int) -> Callable[..., int]:
-    preadv, left = os.preadv, [times]
-
-    def call(*args: Any) -> int:
-        left[0] -= 1
-        if left[0] >= 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(*args)
-
-    return call

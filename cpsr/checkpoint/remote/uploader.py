@@ -1,8 +1,6 @@
 """The thread of rank 0 that copies committed checkpoints to a target during training."""
 
 import logging
-import re
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import NamedTuple
 
 from cpsr.checkpoint.catalogue import scan as scan_local
 from cpsr.checkpoint.catalogue import set_aside_list
-from cpsr.checkpoint.manifest import COMMIT, step_iteration
+from cpsr.checkpoint.manifest import COMMIT
 from cpsr.checkpoint.remote.copies import Copy, remove_old, scan, set_aside, upload
 from cpsr.checkpoint.remote.place import CopyStoppedError, Place
 from cpsr.checkpoint.store import CheckpointStore
@@ -24,7 +22,6 @@ logger = logging.getLogger(__name__)
 # The thread looks for a stop between two pieces; a request that hangs is abandoned with it.
 STOP_SECONDS = 0.5
 THREAD_NAME = "cpsr-target"
-_GIVEN_UP = re.compile(r"abandoned-(step-\d+)-\d+")
 
 
 class Report(NamedTuple):
@@ -167,12 +164,9 @@ class Copier:
 
 
 def given_up_in(checkpoints: Path) -> dict[int, int]:
-    """Iterations abandoned by a roll-back -> newest commit at that time; any commit, where none was recorded."""
+    """Iterations abandoned by a roll-back -> newest commit at that time."""
     found: dict[int, int] = {}
-    for aside in set_aside_list(checkpoints) if checkpoints.is_dir() else []:
-        match = _GIVEN_UP.fullmatch(aside.directory.name)
-        iteration = step_iteration(match[1]) if match else None
-        if iteration is not None:
-            after = sys.maxsize if aside.after_sequence is None else aside.after_sequence
-            found[iteration] = max(found.get(iteration, -1), after)
+    for aside in set_aside_list(checkpoints):
+        if aside.kind == "abandoned":
+            found[aside.iteration] = max(found.get(aside.iteration, -1), aside.after_sequence)
     return found
