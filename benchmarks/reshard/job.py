@@ -134,7 +134,7 @@ def _by_cpsr(place: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[Any]:
         store.load(ITERATION, into)
         disk = sum(size for size in manifest.ranks[dist.get_rank()].files.values())
     else:
-        disk = load_resharded(directory, manifest, into).disk
+        disk = load_resharded(directory, manifest, into)
     yield disk
     yield all(
         holds(values, kind, name, one.parameter.offset)

@@ -72,6 +72,7 @@ def lacking_among(
 
 
 _AT_ONCE = PIECE_BYTES // HASHED_PIECE_BYTES  # hashed pieces of one transfer
+_Place = tuple[int, NDArray[numpy.uint8]]  # first byte in the file, and memory
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class WantedRange:
 def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -> int:
     """Copy ranges of a file's tensors to their targets, from hashed pieces that are read past the page cache.
 
-    Only the pieces with the header and the ranges are read, each once and into one buffer of 16 MiB at most.
+    Only the pieces with the header, and then those with the ranges, are read, into one buffer of 16 MiB at most.
 
     Args:
         path: of the file.
@@ -117,116 +118,86 @@ def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -
     """
     if record.pieces is None:
         raise DamagedFileError(path, "is not described with hashes of its pieces")
-    return persistently(lambda path: _read_pieces(path, record, wanted), path)
+    return persistently(lambda path: _read(path, record, wanted), path)
 
 
-class _Ranges:
-    """Takes bytes of one file in order, its header first, and copies what is wanted of them.
-
-    Args:
-        file_bytes: length of the whole file.
-        wanted: ranges of its tensors.
-    """
-
-    def __init__(self, file_bytes: int, wanted: Sequence[WantedRange]) -> None:
-        self._bytes = file_bytes
-        self._wanted = wanted
-        self._taken = 0  # the byte behind what was taken
-        self._header = TensorHeader(file_bytes)
-        self._left: list[tuple[int, NDArray[numpy.uint8]]] = []  # first byte in the file, and memory; the next one last
-        self._begun: list[tuple[int, NDArray[numpy.uint8]]] = []  # of which some bytes were taken
-        self._problem: str | None = None
-
-    def take(self, piece: memoryview, start: int | None = None) -> None:
-        """Take bytes from a place in the file on; None: those that follow."""
-        start = self._taken if start is None else start
-        end = self._taken = start + len(piece)
-        if not self._header.whole and self._problem is None:
-            try:
-                self._header.take(piece)
-                if self._header.whole:
-                    self._left = self._find({one.name: one for one in self._header.tensors()})
-            except NO_HEADER as error:
-                self._problem = str(error)
-        values = numpy.frombuffer(piece, numpy.uint8)
-        while self._left and self._left[-1][0] < end:
-            self._begun.append(self._left.pop())
-        for first, memory in self._begun:
-            begin, after = max(first, start), min(first + memory.nbytes, end)
-            numpy.copyto(memory[begin - first : after - first], values[begin - start : after - start])
-        self._begun = [one for one in self._begun if one[0] + one[1].nbytes > end]
-
-    def pieces(self, path: Path) -> Iterator[tuple[int, int]]:
-        """The hashed pieces to take, as ranges of at most 16; the next one once the one before was taken.
-
-        Raises:
-            DamagedFileError: as `require`, once the header was taken.
-        """
-        taken = 0
-        while not self._header.whole and self._problem is None and taken < pieces_in(self._bytes):
-            begin, taken = taken, min(pieces_in(self._header.end), taken + _AT_ONCE)
-            yield begin, taken
-        self.require(path, header=True)
-        runs: list[tuple[int, int]] = []
-        for first, memory in [*self._begun, *reversed(self._left)]:
-            begin, after = max(first // HASHED_PIECE_BYTES, taken), pieces_in(first + memory.nbytes)
-            if runs and begin <= runs[-1][1]:
-                begin, after = runs[-1][0], max(runs.pop()[1], after)
-            runs.append((begin, after))
-        for begin, after in runs:
-            for first in range(begin, after, _AT_ONCE):
-                yield first, min(first + _AT_ONCE, after)
-
-    def require(self, path: Path, *, header: bool = False) -> None:
-        """Raise DamagedFileError where the file does not hold what is wanted, or ended before it.
-
-        Args:
-            path: of the file.
-            header: judge only what the header tells.
-        """
-        if self._problem is None and (not self._header.whole or ((self._left or self._begun) and not header)):
-            self._problem = f"it ends at byte {self._taken}, within its header or a tensor"
-        if self._problem is not None:
-            raise refused_content(path, self._problem)
-
-    def _find(self, tensors: dict[str, PlacedTensor]) -> list[tuple[int, NDArray[numpy.uint8]]]:
-        """Where the ranges lie, the first one last."""
-        found = []
-        for one in self._wanted:
-            tensor, target = tensors.get(one.key), one.target
-            if tensor is None:
-                raise ValueError(f"it has no tensor {one.key!r}")
-            if tensor.dtype != target.dtype:
-                raise ValueError(f"{one.key!r} is of {tensor.dtype}, {target.dtype} is wanted")
-            if one.start + target.numel() > tensor.numel:
-                raise ValueError(
-                    f"{one.key!r} has {tensor.numel} elements, {one.start} to {one.start + target.numel()} are wanted"
-                )
-            if target.nbytes:
-                found.append((tensor.first + one.start * target.element_size(), bytes_of(target)))
-        return sorted(found, key=lambda place: -place[0])
-
-
-def _read_pieces(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -> int:
-    """One attempt of `read_ranges` by pieces."""
-    descriptor = open_plain(path, direct=True)
+def _read(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -> int:
+    """One attempt of `read_ranges`."""
+    descriptor, read = open_plain(path, direct=True), 0
     try:
         size = os.fstat(descriptor).st_size
         if size != record.bytes:
             raise DamagedFileError(path, f"has {size} bytes, {record.bytes} were committed")
-        ranges, read = _Ranges(size, wanted), 0
-        buffer = block_buffer(min(PIECE_BYTES, size))
-        for begin, after in ranges.pieces(path):
-            start, end = begin * HASHED_PIECE_BYTES, min(after * HASHED_PIECE_BYTES, size)
-            room = buffer[: -(-(end - start) // BLOCK_BYTES) * BLOCK_BYTES]
-            count = read_at(descriptor, room, start, end - start)
-            if count < end - start:
-                raise DamagedFileError(path, f"has {start + count} bytes, {size} were committed")
-            for index in range(begin, after):
-                piece = room[(index - begin) * HASHED_PIECE_BYTES : min((index + 1) * HASHED_PIECE_BYTES, end) - start]
-                check_piece(path, record, index, xxhash.xxh3_64_hexdigest(piece))
-            ranges.take(room[: end - start], start)
-            read += end - start
+        buffer, count = block_buffer(min(PIECE_BYTES, size)), pieces_in(size)
+        header, begin = TensorHeader(size), 0
+        try:
+            while not header.whole and begin < count:
+                after = min(pieces_in(header.end), begin + _AT_ONCE)
+                header.take(_verified(path, record, descriptor, buffer, begin, after))
+                read += min(after * HASHED_PIECE_BYTES, size) - begin * HASHED_PIECE_BYTES
+                begin = after
+            if not header.whole:
+                raise ValueError(f"it ends at byte {size}, within its header")
+            left = _places({one.name: one for one in header.tensors()}, wanted)
+        except NO_HEADER as error:
+            raise refused_content(path, str(error)) from error
+        runs, begun = _runs(left), list[_Place]()
+        left.reverse()
+        for begin, after in runs:
+            piece = _verified(path, record, descriptor, buffer, begin, after)
+            start, end = begin * HASHED_PIECE_BYTES, begin * HASHED_PIECE_BYTES + len(piece)
+            while left and left[-1][0] < end:
+                begun.append(left.pop())
+            values = numpy.frombuffer(piece, numpy.uint8)
+            for first, memory in begun:
+                of, to = max(first, start), min(first + memory.nbytes, end)
+                numpy.copyto(memory[of - first : to - first], values[of - start : to - start])
+            begun = [(first, memory) for first, memory in begun if first + memory.nbytes > end]
+            read += len(piece)
         return read
     finally:
         os.close(descriptor)
+
+
+def _verified(
+    path: Path, record: FileRecord, descriptor: int, buffer: memoryview, begin: int, after: int
+) -> memoryview:
+    """The bytes of these hashed pieces, at most 16; valid until the next."""
+    start, end = begin * HASHED_PIECE_BYTES, min(after * HASHED_PIECE_BYTES, record.bytes)
+    room = buffer[: -(-(end - start) // BLOCK_BYTES) * BLOCK_BYTES]
+    count = read_at(descriptor, room, start, end - start)
+    if count < end - start:
+        raise DamagedFileError(path, f"has {start + count} bytes, {record.bytes} were committed")
+    for index in range(begin, after):
+        piece = room[(index - begin) * HASHED_PIECE_BYTES : min((index + 1) * HASHED_PIECE_BYTES, end) - start]
+        check_piece(path, record, index, xxhash.xxh3_64_hexdigest(piece))
+    return room[: end - start]
+
+
+def _places(tensors: Mapping[str, PlacedTensor], wanted: Sequence[WantedRange]) -> list[_Place]:
+    """Where the ranges lie in the file and in memory, the first one first; ValueError where one does not lie there."""
+    found = []
+    for one in wanted:
+        tensor, target = tensors.get(one.key), one.target
+        if tensor is None:
+            raise ValueError(f"it has no tensor {one.key!r}")
+        if tensor.dtype != target.dtype:
+            raise ValueError(f"{one.key!r} is of {tensor.dtype}, {target.dtype} is wanted")
+        if one.start + target.numel() > tensor.numel:
+            raise ValueError(
+                f"{one.key!r} has {tensor.numel} elements, {one.start} to {one.start + target.numel()} are wanted"
+            )
+        if target.nbytes:
+            found.append((tensor.first + one.start * target.element_size(), bytes_of(target)))
+    return sorted(found, key=lambda place: place[0])
+
+
+def _runs(places: Sequence[_Place]) -> list[tuple[int, int]]:
+    """The hashed pieces with these ranges, each once, in runs of at most 16."""
+    pieces: list[tuple[int, int]] = []
+    for first, memory in places:
+        begin, after = first // HASHED_PIECE_BYTES, pieces_in(first + memory.nbytes)
+        if pieces and begin <= pieces[-1][1]:
+            begin, after = pieces[-1][0], max(pieces.pop()[1], after)
+        pieces.append((begin, after))
+    return [(one, min(one + _AT_ONCE, after)) for begin, after in pieces for one in range(begin, after, _AT_ONCE)]

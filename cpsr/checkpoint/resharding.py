@@ -6,7 +6,6 @@ where a rank had the same part of them, else by ranges, too.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,9 @@ from cpsr.errors import RunMismatchError
 from cpsr.state.frozen import word_of
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["ReadBytes", "load_buffers", "load_resharded", "load_resharded_frozen", "read_small_state"]
+__all__ = ["load_buffers", "load_resharded", "load_resharded_frozen", "read_small_state"]
 
 _KEPT = "nothing was changed; start with as many ranks as the run had, or use another run_dir"
-
-
-@dataclass
-class ReadBytes:
-    """What one rank has read of a checkpoint.
-
-    Attributes:
-        tensors: bytes of weights and moments that it holds.
-        disk: bytes that were read for these, whole pieces.
-    """
-
-    tensors: int = 0
-    disk: int = 0
 
 
 class _Wanted(MissingRanges):
@@ -57,7 +43,7 @@ class _Wanted(MissingRanges):
         self.record = operator_record(operator)
 
 
-def load_resharded(directory: Path, manifest: Manifest, into: Shard) -> ReadBytes:
+def load_resharded(directory: Path, manifest: Manifest, into: Shard) -> int:
     """Copy this rank's weights and moments out of the files of all ranks that saved the checkpoint.
 
     Args:
@@ -65,13 +51,16 @@ def load_resharded(directory: Path, manifest: Manifest, into: Shard) -> ReadByte
         manifest: of all ranks.
         into: views of host memory to be written, contiguous.
 
+    Returns:
+        The bytes that were read from the disk, whole pieces.
+
     Raises:
         CheckpointCorruptError: a file is damaged; `into` holds anything.
         UnreadableFileError: the file system refuses to give a file now; `into` holds anything.
         RunMismatchError: the checkpoint has not all that this rank needs, or it is split in a way that cannot be dealt
             to another number of ranks; `into` holds anything.
     """
-    read = ReadBytes(sum(operator.state_bytes for operator in into.operators.values()))
+    read = 0
     wanted = {name: _Wanted(one) for name, one in into.operators.items()}
     for rank in range(manifest.world_size):
         record = read_rank_manifest(directory, manifest, rank)
@@ -84,7 +73,7 @@ def load_resharded(directory: Path, manifest: Manifest, into: Shard) -> ReadByte
         for kind, ranges in (("params", params), ("moments", moments)):
             if ranges:
                 file = file_name(rank, kind)  # type: ignore[arg-type]
-                read.disk += read_ranges(directory / file, record.files[file], ranges)
+                read += read_ranges(directory / file, record.files[file], ranges)
     for name, rest in wanted.items():
         if rest.left:
             start, stop = rest.left[0]

@@ -289,10 +289,10 @@ def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -
     assert [bytes_in_memory(run_id, (rank,), prefix="window-") for rank in (0, 1)] == [0, 8192]
     pool = pool_of(run_id)  # of rank 0: three buffers
     remove_unused(run_id, replicas=False)
-    left = sorted(path.name.partition("-rank-")[2] for path in SHARED_MEMORY.glob(f"*{run_id}*"))
+    left = sorted(path.name.partition("-rank-")[2] for path in SHARED_MEMORY.glob(f"cpsr-{run_id}*"))
     assert left == ["00000-0", "00000-1", "00000-2", "00001-replica-00000-0"]
     remove_unused(run_id)
-    assert len(list(SHARED_MEMORY.glob(f"*{run_id}*"))) == 3
+    assert len(list(SHARED_MEMORY.glob(f"cpsr-{run_id}*"))) == 3
     pool.close(remove=False)
     remove_memory_states(run_id)
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []

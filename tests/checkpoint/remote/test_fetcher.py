@@ -226,6 +226,7 @@ from pathlib import Path
 import torch.distributed as dist
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CPSRError
+from cpsr.ranks.group import Group
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.config import CheckpointConfig
 from tests.checkpoint.remote.conftest import RUN, assert_whole
