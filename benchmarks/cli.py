@@ -137,8 +137,8 @@ def recovery(
     device: DeviceOption = Device.AUTO,
 ) -> None:
     """What a failure costs by the end of the training, by every way to come back, on paired data."""
-    from cpsr.benchmarks.recovery.grid import selection
     from cpsr.benchmarks.recovery.run import main as run_recovery
+    from cpsr.benchmarks.recovery.selection import selection
 
     if quick and full:
         raise ConfigError("--quick and --full exclude each other: name one of them, or none for --quick")

@@ -2,24 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from cpsr.benchmarks.recovery.lost import PART_NAMES, PartName
-from cpsr.benchmarks.recovery.methods import find_methods
-from cpsr.benchmarks.recovery.workload import WORKLOADS, find_workloads
-from cpsr.demo.device import CPU
-from cpsr.errors import ConfigError
+from cpsr.benchmarks.recovery.lost import PartName
 
-__all__ = [
-    "FRACTIONS",
-    "FULL",
-    "HORIZON_SHARE",
-    "INTERVALS",
-    "QUICK",
-    "Cell",
-    "Point",
-    "Selection",
-    "points",
-    "selection",
-]
+__all__ = ["FRACTIONS", "HORIZON_SHARE", "INTERVALS", "Cell", "Point", "points"]
 
 INTERVALS = (20, 50, 100)  # iterations between checkpoints: the feasible grid
 FRACTIONS = (0.25, 0.5, 0.75)
@@ -65,110 +50,6 @@ class Point:
     def horizon(self) -> int:
         """`u = f - c`: what recomputing costs, in iterations."""
         return self.failure - self.checkpoint
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What a call measures.
-
-    Attributes:
-        name: `quick` or `full`, and whether options changed it.
-        workloads: names from `WORKLOADS`.
-        points: failure points in each cell and seed.
-        seeds: 0, 1, ... of the training runs.
-        methods: names, or None for all that there are.
-        lost: parts of the state that a failure takes.
-        device: `cpu` or `cuda`, which the runs train on; the prediction is the CPU's.
-    """
-
-    name: str
-    workloads: tuple[str, ...]
-    intervals: tuple[int, ...]
-    fractions: tuple[float, ...]
-    points: int
-    seeds: int
-    methods: tuple[str, ...] | None
-    lost: tuple[PartName, ...] = ("all",)
-    device: str = CPU
-
-
-CONTROLS = ("twin", "doubled", "placebo", "line-base")
-QUICK = Selection(
-    "quick",
-    ("gpt-0.4M-cosine10",),
-    (50,),
-    FRACTIONS,
-    1,
-    3,
-    ("recompute", "recompute-moved", "stale", "line-x2", "line", "vitp", "oracle", *CONTROLS),
-)
-FULL = Selection("full", tuple(WORKLOADS), INTERVALS, FRACTIONS, 2, 5, None)
-
-
-def selection(
-    full: bool = False,
-    points: int | None = None,
-    seeds: int | None = None,
-    workloads: str | None = None,
-    methods: str | None = None,
-    intervals: str | None = None,
-    lost: str | None = None,
-    device: str = CPU,
-) -> Selection:
-    """The quick or the full selection, with what an option says in place of its own.
-
-    Args:
-        full: start from the whole grid.
-        points: failure points in each cell and seed.
-        seeds: how many.
-        workloads: names, comma-separated.
-        methods: names, comma-separated.
-        intervals: iterations between checkpoints, comma-separated.
-        lost: parts of the state, comma-separated.
-        device: `cpu` or `cuda`.
-
-    Raises:
-        ConfigError: a workload or a method is unknown, or a workload's weights are not kept at some interval.
-    """
-    base = replace(FULL if full else QUICK, device=device)
-    spaced = base.intervals if intervals is None else _intervals(intervals)
-    chosen = replace(
-        base,
-        workloads=base.workloads if workloads is None else find_workloads(workloads),
-        methods=base.methods if methods is None else find_methods(methods.split(",")),
-        points=points or base.points,
-        seeds=seeds or base.seeds,
-        intervals=spaced,
-        lost=base.lost if lost is None else _parts(lost),
-    )
-    _refuse_unkept(chosen)
-    return chosen if chosen == base else replace(chosen, name=f"{base.name}, changed")
-
-
-def _parts(text: str) -> tuple[PartName, ...]:
-    asked = [part.strip() for part in text.split(",")]
-    wrong = [part for part in asked if part not in PART_NAMES]
-    if wrong:
-        raise ConfigError(f"--lost {text}: no part is called '{wrong[0]}'; there are {', '.join(PART_NAMES)}")
-    return tuple(part for part in PART_NAMES if part in asked)
-
-
-def _intervals(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 1 for part in parts):
-        raise ConfigError(f"--intervals {text}: expected iterations between checkpoints, 2 or more, comma-separated")
-    return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _refuse_unkept(chosen: Selection) -> None:
-    for name in chosen.workloads:
-        kept = WORKLOADS[name].snapshot_iterations
-        wrong = [interval for interval in chosen.intervals if interval % kept]
-        if wrong:
-            raise ConfigError(
-                f"'{name}' keeps its weights every {kept} iterations, which the interval {wrong[0]} is no multiple of: "
-                "name others with --intervals"
-            )
 
 
 def points(iterations: int, interval: int, fraction: float, count: int, lost: PartName = "all") -> list[Point]:

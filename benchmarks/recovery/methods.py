@@ -1,78 +1,56 @@
-"""The ways to come back that are compared, by name, and what their predictors have learned from a run."""
+"""The ways to come back that are compared, by name, and the state that each goes on from after a failure."""
 
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+
+import torch
 
 import cpsr.predictor
-from cpsr.benchmarks.harness.files import read_tree, write_tree
+from cpsr.benchmarks.recovery.grid import Point
+from cpsr.benchmarks.recovery.lost import BLOCK, LostPart, lost_part
+from cpsr.benchmarks.recovery.trainer import State, Tensors
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.errors import ConfigError
+from cpsr.predictor.calibration import of_part
+from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import HistoryEntry, StatePredictor, Target
-from cpsr.predictor.series import Series, too_far, too_few
-from cpsr.predictor.series_predictor import Fit, SeriesPredictor, newest_row
+from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
+from cpsr.predictor.series import Series
 from cpsr.predictor.vitp import VITPPredictor
 
 __all__ = [
-    "CHECKFREE",
-    "DOUBLED",
-    "HARNESS",
     "LINE",
     "MOVED",
     "ORACLE",
-    "PLACEBO",
     "PREDICTORS",
     "RECOMPUTE",
-    "SCAR",
     "STALE",
-    "TWIN",
-    "Learned",
+    "WAYS",
+    "Failure",
+    "Formed",
+    "Method",
     "find_methods",
+    "form",
     "learned",
     "predictors_digest",
-    "sees_the_run",
+    "target_of",
 ]
 
 RECOMPUTE = "recompute"
 """Exactly the newest checkpoint, and every iteration since trained again: no prediction, costs the horizon."""
-ORACLE = "oracle"
-"""The true state at the failure, which only a measurement has: its cost is the error of the measurement."""
-STALE = "stale"
-"""The newest checkpoint as it is: the data since is skipped, its progress lost."""
 LINE = "line"
 """What the product does."""
-MOVED = "recompute-moved"
-"""Recomputing to the failure, and then moving the weights as far as `line` does: what of its lead is the move's own."""
-TWIN = "twin"
-"""Control: trained from the checkpoint to the failure on other batches: nothing was lost, its cost is chance."""
-DOUBLED = "doubled"
-"""Control: the true state with twice the `exp_avg_sq`, so a lower rate for a while, which must cost something."""
-PLACEBO = "placebo"
-"""Control: each tensor of the checkpoint moved as far as `line` does, in a random direction."""
-SCAR, CHECKFREE = "scar", "checkfree"
-"""What others do where a part is lost."""
-HARNESS = (RECOMPUTE, MOVED, ORACLE, TWIN, DOUBLED, PLACEBO, SCAR, CHECKFREE)
-VERSION = 4  # of what is given to a predictor and kept of it: raise it where that changes, and all is formed again
+VERSION = 5  # of what is given to a predictor and kept of it: raise it where that changes, and all is measured again
 DIGEST_CHARACTERS = 12
-KEPT_CHECKPOINTS = 10  # beside every lesson that was asked for, one in so many is kept to go on from
-
-
-class Stale(SeriesPredictor):
-    """See `STALE`."""
-
-    name = STALE
-
-    def _obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
-        return too_few(points, 1) or too_far(target, points, extrapolates=False)
-
-    def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
-        return Fit(newest_row(len(points)))
+OTHER_SEED = 1000  # added to a run's seed: no run has such a one
+PROBE_BATCHES = 4  # the product's default: the newest training batches before the checkpoint
+SCAR_BLOCK_ELEMENTS = 1024
+SCAR_WARM_UP_INTERVALS = 2  # until the parts are of different ages
 
 
 class PlainLine(LinePredictor):
@@ -94,24 +72,21 @@ class Method:
 
     Attributes:
         make: the predictor's class, or a partial of it.
-        learns_as: another method of the same predictor that learns the same, so that it is learned once.
         guarded: as the product runs it: limited, vetoed or shortened by the loss of probes, and declined where no less
             than the horizon is expected. Others are taken as they come.
     """
 
     make: Callable[..., StatePredictor]
-    learns_as: str | None = None
     guarded: bool = False
 
 
 PREDICTORS: dict[str, Method] = {
-    STALE: Method(Stale),
-    "line-x2": Method(partial(PlainLine, 300, 2.0, name="line-x2")),
-    "line-base": Method(partial(LineValue, 300, 0.0, name="line-base")),
-    "line-one-reach": Method(partial(PlainLine, name="line-one-reach"), guarded=True),
+    "line-x2": Method(partial(PlainLine, 300, 2.0)),
+    "line-base": Method(partial(LineValue, 300, 0.0)),
+    "line-one-reach": Method(PlainLine, guarded=True),
     LINE: Method(LinePredictor, guarded=True),
     "vitp": Method(VITPPredictor, guarded=True),
-    "vitp-always": Method(partial(VITPPredictor, direction="vitp"), learns_as="vitp", guarded=True),
+    "vitp-always": Method(partial(VITPPredictor, direction="vitp"), guarded=True),
 }
 
 
@@ -121,7 +96,7 @@ def find_methods(names: Iterable[str] | None) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no method of that name.
     """
-    known = (*HARNESS, *PREDICTORS)
+    known = (RECOMPUTE, *WAYS, *PREDICTORS)
     if names is None:
         return known
     chosen = tuple(dict.fromkeys(names))
@@ -131,15 +106,9 @@ def find_methods(names: Iterable[str] | None) -> tuple[str, ...]:
     return chosen
 
 
-def sees_the_run(name: str) -> bool:
-    """Whether a method has something to do at the run's checkpoints, before the failure."""
-    learn: Any = getattr(type(PREDICTORS[name].make()), "learn", None)
-    return learn is not SeriesPredictor.learn  # that one learns nothing
-
-
 @cache
 def predictors_digest() -> str:
-    """Of all that decides what methods predict: what was formed by other sources is formed anew."""
+    """Of all that decides what methods predict: what was measured with other sources is measured anew."""
     hasher = hashlib.sha256(str(VERSION).encode())
     predictor = Path(inspect.getfile(cpsr.predictor)).parent
     for path in (*sorted(path for path in predictor.iterdir() if path.is_file()), Path(__file__)):
@@ -148,49 +117,263 @@ def predictors_digest() -> str:
 
 
 @dataclass(frozen=True)
-class Learned:
-    """A predictor's knowledge at a checkpoint.
+class Failure:
+    """A run that fails, at one point.
 
     Attributes:
-        state: for `load_state_dict`; None where the method sees nothing before the failure.
-        seconds: spent on learning so far.
+        trajectory: the run; its checkpoints are the history.
+        point: where it fails.
     """
 
-    state: dict[str, Any] | None = None
+    trajectory: Trajectory
+    point: Point
+
+    @cached_property
+    def checkpoint(self) -> State:
+        """The fault-free run at the checkpoint, whose moments every method keeps, counting on from f."""
+        return self.trajectory.at(self.point.checkpoint).state()
+
+    @cached_property
+    def exact(self) -> State:
+        """The fault-free run at the failure."""
+        trainer = self.trajectory.trainer()
+        trainer.load(self.checkpoint)
+        self.trajectory.advance(trainer, self.point.failure)
+        return trainer.state()
+
+    @cached_property
+    def part(self) -> LostPart:
+        """What is lost."""
+        return lost_part(self.point.lost, self.exact, self.point.checkpoint // self.point.interval)
+
+
+@dataclass(frozen=True)
+class Formed:
+    """What a method made of a failure.
+
+    Attributes:
+        state: where training goes on; None where the method advises against itself.
+        reason: one sentence for people.
+        seconds: opening the history, loading what was learned, forecasting, predicting and injecting.
+        learning_seconds: spent on learning at the checkpoints before, not in `seconds`.
+    """
+
+    state: State | None
+    reason: str
     seconds: float = 0.0
+    learning_seconds: float = 0.0
 
 
-def learned(name: str, trajectory: Trajectory, interval: int, checkpoint: int) -> Learned:
-    """What a method knows after it has seen the run's checkpoints one by one, up to and with `checkpoint`.
+def form(method: str, failure: Failure) -> Formed:
+    """The state that a method goes on from: its own where something was lost, and exact elsewhere."""
+    formed = WAYS[method](failure) if method in WAYS else _predicted(method, failure)
+    return formed if formed.state is None else replace(formed, state=failure.part.complete(formed.state))
 
-    It goes on from the newest state on disk. Every checkpoint is learned by a predictor that has just loaded the state
-    of the one before, as after a failure. The result then does not depend on where an earlier call left off.
 
-    Args:
-        name: of the method.
-        trajectory: the run.
-        interval: iterations between its checkpoints.
-        checkpoint: the last one to learn from.
+def target_of(trajectory: Trajectory, iteration: int) -> Target:
+    """A failure at that iteration as a predictor receives it."""
+    workload = trajectory.workload
+    return Target(iteration, workload.times[iteration], workload.peak_until(iteration))
 
-    Raises:
-        CPSRError: a file of the cache is damaged.
-    """
-    name = PREDICTORS[name].learns_as or name
-    if not sees_the_run(name):
-        return Learned()
-    directory = trajectory.directory / "learned" / f"T{interval:03d}-{name}-{predictors_digest()}"
-    kept = [int(path.stem) for path in directory.glob("[0-9]*.safetensors") if int(path.stem) <= checkpoint]
-    at, known = max(kept, default=0), Learned()
-    if kept:
-        known = Learned(**read_tree(directory / f"{at:05d}.safetensors"))
-    for newest in range(at + interval, checkpoint + 1, interval):
-        predictor = PREDICTORS[name].make()
-        if known.state is not None:
-            predictor.load_state_dict(known.state)
-        started = time.perf_counter()
+
+def learned(predictor: StatePredictor, trajectory: Trajectory, interval: int, checkpoint: int) -> float:
+    """Let a predictor see the run's checkpoints one by one, up to and with `checkpoint`; the seconds that it took."""
+    started = time.perf_counter()
+    for newest in range(interval, checkpoint + 1, interval):
         for _ in predictor.learn(trajectory.history(newest, interval)):
             pass
-        known = Learned(predictor.state_dict(), known.seconds + time.perf_counter() - started)
-        if newest == checkpoint or newest // interval % KEPT_CHECKPOINTS == 0:
-            write_tree(directory / f"{newest:05d}.safetensors", asdict(known))
-    return known
+    return time.perf_counter() - started
+
+
+def _predicted(method: str, failure: Failure) -> Formed:
+    """The state at the failure as a predictor has it, injected into a trainer once to time it."""
+    trajectory, point = failure.trajectory, failure.point
+    teacher, predictor = PREDICTORS[method].make(), PREDICTORS[method].make()
+    learning_seconds = learned(teacher, trajectory, point.interval, point.checkpoint)
+    lessons, trainer = teacher.state_dict(), trajectory.trainer()
+    started = time.perf_counter()
+    history = trajectory.history(point.checkpoint, point.interval)
+    predictor.load_state_dict(lessons)
+    forecast = predictor.forecast(history, target_of(trajectory, point.failure))
+    state: State | None = None
+    if forecast.feasible and PREDICTORS[method].guarded:
+        forecast, state = _guarded(predictor, history, forecast, failure)
+    elif forecast.feasible:
+        state = _applied(predictor, history, forecast, failure)
+    if state is not None:
+        trainer.load(state)
+    seconds, reason = time.perf_counter() - started, forecast.reason
+    if state is not None and not state.is_finite():
+        state, reason = None, f"the predicted weights are not finite; {reason}"
+    return Formed(state, reason, seconds, learning_seconds)
+
+
+def _applied(predictor: StatePredictor, history: History, forecast: Forecast, failure: Failure) -> State:
+    """The state of a feasible forecast, exact outside of the lost part."""
+    weights = {name: torch.empty_like(values) for name, values in failure.checkpoint.weights.items()}
+    for name, start, values in predictor.predict(history, forecast):
+        weights[name][start : start + values.numel()] = values
+    formed = replace(failure.checkpoint, iteration=failure.point.failure, weights=weights)
+    return failure.part.complete(formed)
+
+
+def _guarded(
+    predictor: StatePredictor, history: History, forecast: Forecast, failure: Failure
+) -> tuple[Forecast, State | None]:
+    """One prediction under the guard, as the product makes it in mode `auto`; the watch afterwards is not played."""
+    horizon, checkpoint, trainer = failure.point.horizon, failure.checkpoint, failure.trajectory.trainer()
+    charged = of_part(forecast, failure.part.share)
+    if charged.expected_end_cost_iterations + charged.expected_deviation_iterations >= horizon:
+        return replace(forecast, reason=f"recomputing {horizon} iterations is safer; {forecast.reason}"), None
+    guard = Guard()
+    moved = measure(history, forecast, predictor.predict(history, forecast))
+    limited = shorten(forecast, dict(zip(moved.operators, guard.limit(moved).tolist(), strict=True)))
+    decision = guard.finite(moved)
+    if not decision.accepted:
+        return replace(forecast, reason=decision.reason), None
+    before = trainer.probe(checkpoint, PROBE_BATCHES)
+    for length in LENGTHS:
+        tried = of_length(limited, length)
+        state = _applied(predictor, history, tried, failure)
+        decision = guard.veto(before, trainer.probe(replace(state, iteration=checkpoint.iteration), PROBE_BATCHES))
+        if decision.accepted:
+            return replace(tried, reason=f"{tried.reason}; {decision.reason}"), state
+    return replace(forecast, reason=decision.reason), None
+
+
+# The ways that need no predictor
+
+
+def _stale(failure: Failure) -> Formed:
+    """The newest checkpoint as it is: the data since is skipped, its progress lost."""
+    return Formed(replace(failure.checkpoint, iteration=failure.point.failure), "the checkpoint, further in the data")
+
+
+def _oracle(failure: Failure) -> Formed:
+    """The true state, which only a measurement has: its cost is the error of the measurement."""
+    return Formed(failure.exact, "the true state")
+
+
+def _moved(failure: Failure) -> Formed:
+    """The true state at the failure, moved as far as `line` moves the checkpoint's; None where that declines.
+
+    It costs the horizon, which is recomputed first, and has nothing to do with the failure: any run could do it at any
+    time. What `line` costs less than it is what the prediction itself saves.
+    """
+    moved, exact, checkpoint = _predicted(LINE, failure), failure.exact, failure.checkpoint
+    if moved.state is None:
+        return moved
+    before, after = checkpoint.weights, moved.state.weights
+    weights = {name: values + (after[name] - before[name]) for name, values in exact.weights.items()}
+    return replace(moved, state=replace(exact, weights=weights))
+
+
+def _twin(failure: Failure) -> Formed:
+    """Control: trained from the checkpoint to the failure on other batches: nothing was lost, its cost is chance."""
+    trainer = failure.trajectory.trainer()
+    trainer.load(failure.checkpoint)
+    while trainer.iteration < failure.point.failure:
+        trainer.step(batches_of=failure.trajectory.seed + OTHER_SEED)
+    return Formed(trainer.state(), "trained to the failure on other batches")
+
+
+def _doubled(failure: Failure) -> Formed:
+    """Control: the true state with twice the `exp_avg_sq`, so a lower rate for a while, which must cost something."""
+    exact = failure.exact
+    doubled = {name: 2.0 * values for name, values in exact.moments["exp_avg_sq"].items()}
+    return Formed(replace(exact, moments=exact.moments | {"exp_avg_sq": doubled}), "exp_avg_sq doubled")
+
+
+def _placebo(failure: Failure) -> Formed:
+    """Control: each tensor of the checkpoint moved as far as `line` does, in a random direction."""
+    moved = _predicted(LINE, failure)
+    if moved.state is None:
+        return moved
+    generator = torch.Generator().manual_seed(failure.point.failure)
+    weights = {}
+    for name, values in failure.checkpoint.weights.items():
+        direction = torch.randn(values.shape, generator=generator)
+        weights[name] = values + direction * ((moved.state.weights[name] - values).norm() / direction.norm())
+    return replace(moved, state=replace(moved.state, weights=weights), reason="a random direction, as far as the line")
+
+
+def _scar(failure: Failure) -> Formed:
+    """SCAR's running checkpoint at the failure: small parts are renewed often, those first that have moved most.
+
+    It writes as many bytes as a whole checkpoint every interval: every 10 iterations the share of the blocks that has
+    moved furthest since it was written. The moments go with the weights.
+
+    Source: Qiao et al., Fault Tolerance in Iterative-Convergent Machine Learning, section 4 (priority checkpoints).
+    """
+    trajectory, point = failure.trajectory, failure.point
+    every = trajectory.workload.snapshot_iterations
+    begin = max(0, point.checkpoint - SCAR_WARM_UP_INTERVALS * point.interval)
+    trainer = trajectory.at(begin)
+    saved = trainer.state()
+    for at in range(begin + every, point.failure + 1, every):
+        trajectory.advance(trainer, at)
+        saved = _renewed(saved, trainer.state(), every / point.interval)
+    return Formed(replace(saved, iteration=point.failure), "the running checkpoint")
+
+
+def _renewed(saved: State, now: State, share: float) -> State:
+    """The saved state with the blocks renewed whose weights have moved furthest, as many as the share allows."""
+    moved = {
+        name: torch.stack([part.norm() for part in torch.split(now.weights[name] - values, SCAR_BLOCK_ELEMENTS)])
+        for name, values in saved.weights.items()
+    }
+    every = torch.cat(list(moved.values()))
+    least = every.sort(descending=True).values[max(0, round(share * len(every)) - 1)]
+
+    def renewed(kept: Tensors, newest: Tensors) -> Tensors:
+        chosen = {name: (moved[name] >= least).repeat_interleave(SCAR_BLOCK_ELEMENTS) for name in kept}
+        return {
+            name: torch.where(chosen[name][: values.numel()], newest[name], values) for name, values in kept.items()
+        }
+
+    return replace(
+        saved,
+        weights=renewed(saved.weights, now.weights),
+        moments={moment: renewed(values, now.moments[moment]) for moment, values in saved.moments.items()},
+    )
+
+
+def _checkfree(failure: Failure) -> Formed:
+    """The lost block as the weighted mean of those before and after it, without a checkpoint; None if it is no block.
+
+    Each neighbour counts by its squared gradient norm, as its `exp_avg_sq` sums it up. The moments are formed likewise.
+
+    Source: Blagoev et al., All is Not Lost: LLM Recovery without Checkpoints, Algorithm 1; there with the gradients of
+    the last iteration.
+    """
+    lost: Collection[str] = failure.part.spans
+    if not all(BLOCK.match(name) for name in lost):
+        return Formed(None, "what was lost is no block")
+
+    def beside(name: str, side: int) -> str:
+        return BLOCK.sub(lambda block: f"blocks.{int(block[1]) + side}.", name, count=1)
+
+    squares = failure.exact.moments["exp_avg_sq"]
+    norms = {side: sum(float(squares[beside(name, side)].sum()) for name in lost) for side in (-1, 1)}
+    before = norms[-1] / sum(norms.values())
+
+    def formed(values: Tensors) -> Tensors:
+        means = {name: before * values[beside(name, -1)] + (1 - before) * values[beside(name, 1)] for name in lost}
+        return {**values, **means}
+
+    moments = {moment: formed(values) for moment, values in failure.exact.moments.items()}
+    state = replace(failure.exact, weights=formed(failure.exact.weights), moments=moments)
+    return Formed(state, "the mean of the neighbours")
+
+
+STALE, ORACLE, MOVED = "stale", "oracle", "recompute-moved"
+WAYS: dict[str, Callable[[Failure], Formed]] = {
+    STALE: _stale,
+    MOVED: _moved,
+    ORACLE: _oracle,
+    "twin": _twin,
+    "doubled": _doubled,
+    "placebo": _placebo,
+    "scar": _scar,
+    "checkfree": _checkfree,
+}

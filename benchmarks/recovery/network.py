@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
@@ -17,9 +17,9 @@ from cpsr.benchmarks.recovery.prior import CACHE, RUNS, PriorRun
 from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, OperatorMotion
-from cpsr.predictor.training import Head, Question, Windows, windows
+from cpsr.predictor.training import Head, Windows, windows
 
-__all__ = ["INTERVALS", "main"]
+__all__ = ["main"]
 
 INTERVALS = (20, 50)  # between the checkpoints that the network sees
 HISTORY_ITERATIONS = 400  # as many as a run keeps, see `cpsr.checkpoint.catalogue`
@@ -28,7 +28,6 @@ STEPS = 1_000  # the cosine on tasks that were left out rises no more after that
 SEED = 0
 BLOCK_ELEMENTS = 1 << 23  # of differences between all snapshots of a run: 64 MiB
 
-_Result = TypeVar("_Result")
 # Windows as they go from one process to another: each tensor of torch's would take a file descriptor.
 _Sent = tuple[tuple[HistoryEntry, ...], NDArray[numpy.float32], NDArray[numpy.float32]]
 
@@ -78,66 +77,46 @@ def _source(taken: Mapping[PriorRun, Sequence[Windows]]) -> dict[str, Any]:
     }
 
 
-class _Every:
-    """Windows of many runs; each question is about a random one."""
-
-    def __init__(self, taken: Sequence[Windows]) -> None:
-        self._taken = taken
-
-    def draw(self, generator: torch.Generator) -> Question:
-        """A random query of random windows."""
-        place = int(torch.randint(len(self._taken), (1,), generator=generator, device="cpu"))
-        return self._taken[place].draw(generator)
-
-
 def _windows_of_all(
-    runs: Sequence[PriorRun], cache: Path, workers: Workers, tick: Callable[[int], None] = lambda done: None
+    runs: Sequence[PriorRun], cache: Path, workers: Workers, tick: Callable[[int], None]
 ) -> dict[PriorRun, list[Windows]]:
-    """Windows of every run to train on; what is missing in the cache is trained.
-
-    Args:
-        runs: to look at.
-        cache: of their trajectories.
-        workers: processes that read them.
-        tick: called with the number of runs done.
-    """
+    """Windows of every run to train on; what is missing in the cache is trained."""
     found = workers.each(_windows_of, [(run, cache) for run in runs], tick)
-    return {run: [_received(one) for one in taken] for run, taken in zip(runs, found, strict=True)}
+    return {
+        run: [
+            Windows(points, torch.from_numpy(products), torch.from_numpy(weights)) for points, products, weights in sent
+        ]
+        for run, sent in zip(runs, found, strict=True)
+    }
 
 
 def _pretrained(taken: Sequence[Windows]) -> Head:
     """A network trained on windows of many runs; the same windows give the same network."""
-    head, generator, every = Head.untrained(), torch.Generator(device="cpu").manual_seed(SEED), _Every(taken)
+    head, generator = Head.untrained(), torch.Generator(device="cpu").manual_seed(SEED)
     for _ in range(STEPS):
-        _update(head, every, generator)
+        place = int(torch.randint(len(taken), (1,), generator=generator, device="cpu"))
+        for _ in head.step(taken[place].draw(generator)):
+            pass
     return head
 
 
 def _windows_of(asked: tuple[PriorRun, Path]) -> list[_Sent]:
+    """What a running job learns from at its checkpoints, every 100 iterations."""
     run, cache = asked
-    motions = _motions(run, cache)
+    history = run.in_cache(cache).trajectory().history(run.workload.iterations, math.gcd(*INTERVALS))
+    motions = {
+        name: OperatorMotion(history.numel(name), history.entries, gram(history, name, block_elements=BLOCK_ELEMENTS))
+        for name in history.operators
+    }
     found: list[Windows] = []
     for interval in INTERVALS:
-        for newest in range(APART_ITERATIONS, run.workload.iterations + 1, APART_ITERATIONS):
-            found += _learnable(motions, newest, interval)
+        for at in range(APART_ITERATIONS, run.workload.iterations + 1, APART_ITERATIONS):
+            newest = at - at % interval
+            oldest = max(interval, newest - HISTORY_ITERATIONS // interval * interval)
+            seen = list(range(oldest, newest + 1, interval))[-MAX_SNAPSHOTS:]
+            if len(seen) > 1:
+                found += _drained(windows(_between(motions, seen)))
     return [(one.points, one.products.numpy(), one.weights.numpy()) for one in found]
-
-
-def _received(sent: _Sent) -> Windows:
-    points, products, weights = sent
-    return Windows(points, torch.from_numpy(products), torch.from_numpy(weights))
-
-
-def _learnable(motions: Mapping[str, OperatorMotion], newest: int, interval: int) -> list[Windows]:
-    """What a running job learns from at that checkpoint."""
-    seen = _checkpoints(newest, interval, HISTORY_ITERATIONS)[-MAX_SNAPSHOTS:]
-    return _drained(windows(_between(motions, seen))) if len(seen) > 1 else []
-
-
-def _checkpoints(newest: int, interval: int, span: int) -> list[int]:
-    """Iterations of the checkpoints up to that one, not more than `span` iterations before it."""
-    newest -= newest % interval
-    return list(range(max(interval, newest - span // interval * interval), newest + 1, interval))
 
 
 def _between(motions: Mapping[str, OperatorMotion], iterations: Sequence[int]) -> dict[str, OperatorMotion]:
@@ -150,27 +129,10 @@ def _between(motions: Mapping[str, OperatorMotion], iterations: Sequence[int]) -
     return found
 
 
-def _motions(run: PriorRun, cache: Path) -> dict[str, OperatorMotion]:
-    """Every operator's motion over the whole run."""
-    trajectory = run.in_cache(cache).trajectory()
-    trajectory.extend(run.workload.iterations)
-    history = trajectory.history(run.workload.iterations, math.gcd(*INTERVALS))
-    found = {}
-    for name in history.operators:
-        products = gram(history, name, block_elements=BLOCK_ELEMENTS)
-        found[name] = OperatorMotion(history.numel(name), history.entries, products)
-    return found
-
-
-def _update(head: Head, questions: _Every, generator: torch.Generator) -> None:
-    for _ in head.step(questions.draw(generator)):
-        pass
-
-
-def _drained(work: Generator[Any, None, _Result]) -> _Result:
+def _drained(work: Generator[None, None, list[Windows]]) -> list[Windows]:
     while True:
         try:
             next(work)
         except StopIteration as ended:
-            result: _Result = ended.value
-            return result
+            found: list[Windows] = ended.value
+            return found

@@ -3,8 +3,9 @@
 import json
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from scipy import stats
 from cpsr.benchmarks.harness.files import read_json, write_json
 from cpsr.benchmarks.harness.measurement import Measurement, measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
-from cpsr.benchmarks.recovery.form import target_of
 from cpsr.benchmarks.recovery.lost import LostPart, PartName, lost_part
+from cpsr.benchmarks.recovery.methods import target_of
 from cpsr.benchmarks.recovery.prior_fit import (
     Left,
     Recoveries,
@@ -25,9 +26,9 @@ from cpsr.benchmarks.recovery.prior_fit import (
     leave_one_group_out,
     recoveries_of,
 )
-from cpsr.benchmarks.recovery.run import Run, train, worths_of
+from cpsr.benchmarks.recovery.run import train
 from cpsr.benchmarks.recovery.trainer import State
-from cpsr.benchmarks.recovery.trajectory import CachedHistory, Trajectory
+from cpsr.benchmarks.recovery.trajectory import CachedHistory, Run, Trajectory
 from cpsr.benchmarks.recovery.workload import (
     ITERATIONS,
     RATE_STEP,
@@ -87,55 +88,30 @@ class PriorRun:
         return Run(self.workload, self.seed, cache)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Runs of one task and optimizer.
-
-    Attributes:
-        task: its name.
-        optimizer: its name.
-        best: peak rate at which trainings with `cosine10` end best, as `cpsr bench tune` found it.
-        schedules: of the runs.
-        steps: how far the rates of the runs go from the best, in steps of 1.4.
-    """
-
-    task: str
-    optimizer: OptimizerName
-    best: float
-    schedules: tuple[Schedule, ...]
-    steps: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """The task, and the optimizer where it is not AdamW."""
-        return trained_with(self.task, self.optimizer)
-
-    def workloads(self) -> list[Workload]:
-        """Every schedule at every rate."""
-        return [self._workload(schedule, step) for schedule in self.schedules for step in self.steps]
-
-    def _workload(self, schedule: Schedule, step: int) -> Workload:
-        name = f"prior-{self.name}-{schedule}{step:+d}"
-        rate = self.best * RATE_STEP**step
-        return Workload(name, TASKS[self.task], schedule, rate, ITERATIONS, optimizer=self.optimizer)
-
-
-# Most jobs are tuned roughly, and rather below the best rate than above. A group's place decides the seeds of its runs:
-# add others at the end. Muon takes four times as long here.
-GROUPS = (
-    _Group("gpt-0.1M", "adamw", 2.7e-3, ("cosine", "cosine10", "wsd"), (-4, -2, 0, 1)),
-    _Group("gpt-0.1M", "sgd", 2.744e-1, ("cosine10",), (-2, 0)),
-    _Group("gpt-0.1M-descriptions", "adamw", 3.842e-3, ("cosine10",), (-2, 0)),
-    _Group("gpt-0.1M", "muon", 1.476e-2, ("cosine10",), (0,)),
+# Task, optimizer, peak rate at which trainings with `cosine10` end best (as `cpsr bench tune` found it), schedules of
+# the runs, and how far their rates go from the best, in steps of 1.4. Most jobs are tuned roughly, and rather below the
+# best rate than above. A group's place decides the seeds of its runs: add others at the end. Muon takes four times as
+# long here.
+GROUPS: tuple[tuple[str, OptimizerName, float, tuple[Schedule, ...], tuple[int, ...]], ...] = (
+    ("gpt-0.1M", "adamw", 2.7e-3, ("cosine", "cosine10", "wsd"), (-4, -2, 0, 1)),
+    ("gpt-0.1M", "sgd", 2.744e-1, ("cosine10",), (-2, 0)),
+    ("gpt-0.1M-descriptions", "adamw", 3.842e-3, ("cosine10",), (-2, 0)),
+    ("gpt-0.1M", "muon", 1.476e-2, ("cosine10",), (0,)),
 )
 
 
-def _runs() -> tuple[PriorRun, ...]:
-    every = [(workload, group) for group in GROUPS for workload in group.workloads()]
-    return tuple(PriorRun(workload, 100 + place, group.name) for place, (workload, group) in enumerate(every))
+def _runs() -> Iterator[PriorRun]:
+    seeds = count(100)
+    for task, optimizer, best, schedules, steps in GROUPS:
+        group = trained_with(task, optimizer)
+        for schedule in schedules:
+            for step in steps:
+                name, rate = f"prior-{group}-{schedule}{step:+d}", best * RATE_STEP**step
+                workload = Workload(name, TASKS[task], schedule, rate, ITERATIONS, optimizer=optimizer)
+                yield PriorRun(workload, next(seeds), group)
 
 
-RUNS: tuple[PriorRun, ...] = _runs()
+RUNS = tuple(_runs())
 
 
 def main(
@@ -167,9 +143,7 @@ def main(
         if failures:
             bar = call.progress.add_task("failures", total=failures * len(RUNS))
             with Workers(workers or default_workers()) as pool:
-                whole = [run.in_cache(cache) for run in RUNS]
-                train(whole, pool, call.progress)
-                worths = worths_of(whole, pool, call.progress)
+                worths = train([run.in_cache(cache) for run in RUNS], pool, call.progress)
                 tick = lambda done: call.progress.update(bar, completed=done)  # noqa: E731 - one line says it
                 rows = collect(RUNS, failures, SETTINGS, cache, pool, tick)
             _write(data, rows, worths)
@@ -293,15 +267,10 @@ def _measured(asked: _Asked) -> dict[str, Any]:
     path = trajectory.directory / "drawn" / f"{asked.index:03d}-{asked.settings}-v{VERSION}.json"
     kept: dict[str, Any] | None = read_json(path)
     if kept is None:
-        trajectory.extend(run.workload.iterations)
         name = run.workload.name
-        kept = {"run": name, "index": asked.index} | _measure(asked, trajectory, _draws(f"{name} {asked.index}"))
+        kept = {"run": name, "index": asked.index} | _measure(asked, trajectory)
         write_json(path, kept)
     return kept
-
-
-def _draws(name: str) -> random.Random:
-    return random.Random(f"{SEED} {name}")  # noqa: S311 - which failures are drawn is no secret
 
 
 def _draw_failure(run: PriorRun, draw: random.Random) -> _Failure:
@@ -314,12 +283,6 @@ def _draw_failure(run: PriorRun, draw: random.Random) -> _Failure:
             return _Failure(interval, checkpoint, checkpoint + horizon)
 
 
-def _draw_reach(horizon: int, window: int, draw: random.Random) -> float:
-    shortest = SHORTEST_HORIZONS * horizon
-    longest = max(LONGEST_HORIZONS * horizon, min(LONGEST_WINDOWS * window, LONGEST_ITERATIONS))
-    return float(shortest * (longest / shortest) ** draw.random())
-
-
 def _lost(asked: _Asked, trajectory: Trajectory, at: _Failure, draw: random.Random) -> LostPart:
     survived = trajectory.at(at.failure).state()
     if asked.index % SHARD_EVERY < SHARD_EVERY - 1:
@@ -327,20 +290,24 @@ def _lost(asked: _Asked, trajectory: Trajectory, at: _Failure, draw: random.Rand
     return lost_part(draw.choice(SHARDS), survived, draw.randrange(8))
 
 
-def _measure(asked: _Asked, trajectory: Trajectory, draw: random.Random) -> dict[str, Any]:
+def _measure(asked: _Asked, trajectory: Trajectory) -> dict[str, Any]:
+    draw = random.Random(f"{SEED} {asked.run.workload.name} {asked.index}")  # noqa: S311 - it is no secret
     at = _draw_failure(asked.run, draw)
     workload = asked.run.workload
     checkpoint = trajectory.at(at.checkpoint).state()
     lost = _lost(asked, trajectory, at, draw)
     history = trajectory.history(at.checkpoint, at.interval)
-    target = target_of(workload, at.failure)
+    target = target_of(trajectory, at.failure)
     stale = lost.complete(replace(checkpoint, iteration=at.failure))
     measured = [{"setting": None} | _recover(trajectory, stale)]
     factors = _factors(history)
     windows = [window for window in WINDOWS if window >= (MIN_CHECKPOINTS - 1) * at.interval]
     for _ in range(asked.settings):
         window = min(draw.choice(windows), at.checkpoint - at.interval)
-        gain = _draw_reach(at.failure - at.checkpoint, window, draw) / (at.failure - at.checkpoint)
+        horizon = at.failure - at.checkpoint
+        shortest = SHORTEST_HORIZONS * horizon
+        longest = max(LONGEST_HORIZONS * horizon, min(LONGEST_WINDOWS * window, LONGEST_ITERATIONS))
+        gain = float(shortest * (longest / shortest) ** draw.random()) / horizon
         state = _line(history, target, checkpoint, window, gain, factors)
         setting = {"window_iterations": window, "gain": gain}
         measured.append({"setting": setting} | _recover(trajectory, lost.complete(state)))

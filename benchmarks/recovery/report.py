@@ -1,20 +1,15 @@
-"""The recovery benchmark on the terminal, and its end costs by interval and stage as a picture."""
+"""The recovery benchmark on the terminal."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-import numpy
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
-from cpsr.benchmarks.harness.measurement import COLOURS, Measurement, verdict, where
+from cpsr.benchmarks.harness.measurement import Measurement, verdict
 from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
 from cpsr.benchmarks.recovery.lost import PartName
-from cpsr.benchmarks.recovery.methods import HARNESS, LINE, MOVED, RECOMPUTE, STALE
+from cpsr.benchmarks.recovery.methods import LINE, MOVED, PREDICTORS, RECOMPUTE, STALE
 from cpsr.benchmarks.recovery.result import END_COST_AIM, MIN_SEEDS, CellResult, GridMean, Mean, RecoveryResult
 
-__all__ = ["draw_cost", "show"]
+__all__ = ["show"]
 
 LOST_TEXTS: dict[PartName, str] = {
     "all": "all lost",
@@ -25,9 +20,6 @@ LOST_TEXTS: dict[PartName, str] = {
 }
 VERDICTS = ("better", "not worse", "undetermined", "worse")
 STYLES = {"worse": "[red]{}[/red]", "better": "[green]{}[/green]"}
-GROUP_WIDTH = 0.76  # of the room between two cells; the methods stand side by side in it
-COST_RANGE = (-1.5, 3.0)  # horizons; what lies outside is drawn at the edge
-PANEL_HEIGHT = 2.6
 
 
 def show(call: Measurement, result: RecoveryResult) -> None:
@@ -60,7 +52,7 @@ def _show_cells(call: Measurement, result: RecoveryResult, workload: str, interv
         if (cell.cell.workload, cell.cell.interval, cell.cell.lost) == (workload, interval, lost)
     }
     rows = []
-    for method in result.methods:
+    for method in result.selection.methods:
         row = [cells.get((method, fraction)) for fraction in result.selection.fractions]
         costs = [cell.recover_iterations if cell else None for cell in row]
         took = " ".join("-" if cost is None else f"{cost:.1f}" for cost in costs)
@@ -75,7 +67,7 @@ def _show_cells(call: Measurement, result: RecoveryResult, workload: str, interv
 def _show_means(call: Measurement, result: RecoveryResult, lost: PartName) -> None:
     fractions, intervals = result.selection.fractions, result.selection.intervals
     rows = []
-    for method in result.methods:
+    for method in result.selection.methods:
         means = [result.mean(method, fraction=fraction, lost=lost) for fraction in fractions]
         means += [result.mean(method, interval=interval, lost=lost) for interval in intervals]
         whole = result.mean(method, lost=lost)
@@ -93,7 +85,7 @@ def _show_means(call: Measurement, result: RecoveryResult, lost: PartName) -> No
 
 
 def _verdict_lines(result: RecoveryResult) -> Iterator[str]:
-    for method in (name for name in result.methods if name not in (*HARNESS, STALE)):
+    for method in (name for name in result.selection.methods if name in PREDICTORS):
         whole = result.mean(method)
         if whole is None:
             continue
@@ -143,44 +135,3 @@ def _mean_text(mean: Mean) -> str:
     if mean.low is None or mean.high is None:
         return f"{mean.value:+.2f}"
     return f"{mean.value:+.2f} ({mean.low:+.2f} to {mean.high:+.2f})"
-
-
-def draw_cost(result: RecoveryResult, machine: dict[str, Any]) -> Figure:
-    """End cost over the horizon, by interval and stage: one panel a workload (the paper's Fig. 7)."""
-    shown = [name for name in result.methods if name != RECOMPUTE]
-    panels = result.selection.workloads
-    figure = Figure(figsize=(12, 1.3 + PANEL_HEIGHT * len(panels)), layout="constrained")
-    axes_of = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axes, workload in zip(axes_of, panels, strict=True):
-        _cost_panel(axes, [cell for cell in result.cells if cell.cell.workload == workload], shown)
-        axes.set_title(workload, loc="left", fontsize=10)
-    axes_of[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
-    figure.suptitle(f"End cost of a recovery, as a share of recomputing ({where(machine)})", fontsize=11)
-    return figure
-
-
-def _cost_panel(axes: Axes, cells: Sequence[CellResult], shown: Sequence[str]) -> None:
-    groups = list(dict.fromkeys((cell.cell.interval, cell.cell.fraction, cell.cell.lost) for cell in cells))
-    step = GROUP_WIDTH / max(len(shown), 1)
-    for place, method in enumerate(shown):
-        colour, label = COLOURS[place % len(COLOURS)], method
-        for cell in (cell for cell in cells if cell.method == method):
-            group = groups.index((cell.cell.interval, cell.cell.fraction, cell.cell.lost))
-            at = group + (place - (len(shown) - 1) / 2) * step
-            cost, (low, high) = cell.end_cost, COST_RANGE
-            if cost.low is not None and cost.high is not None:
-                axes.plot([at, at], numpy.clip([cost.low, cost.high], low, high), color=colour, lw=1.6)
-            marker = "^" if cost.value > high else "v" if cost.value < low else "o"
-            value = float(numpy.clip(cost.value, low, high))
-            axes.plot([at], [value], marker, ms=5, color=colour, label=label, clip_on=False)
-            label = "_nolegend_"
-    axes.axhline(1, color="black", lw=0.9, ls="--")
-    axes.axhline(0, color="black", lw=0.6)
-    labels = [
-        f"every {interval}\nat {fraction:.0%}" + ("" if lost == "all" else f"\n{lost} lost")
-        for interval, fraction, lost in groups
-    ]
-    axes.set_xticks(range(len(groups)), labels)
-    axes.set_xlim(-0.5, len(groups) - 0.5)
-    axes.set_ylim(*COST_RANGE)
-    axes.set_ylabel("end cost / u (1: recompute)")

@@ -1,7 +1,7 @@
 """From single recoveries to cells and grids: means, intervals over training runs, and verdicts."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,10 +9,11 @@ import numpy
 from scipy import stats
 
 from cpsr.benchmarks.harness.intervals import CONFIDENCE
-from cpsr.benchmarks.recovery.grid import Cell, Selection
+from cpsr.benchmarks.recovery.grid import Cell
 from cpsr.benchmarks.recovery.lost import PartName
 from cpsr.benchmarks.recovery.measure import Outcome
 from cpsr.benchmarks.recovery.methods import LINE, MOVED, PREDICTORS, RECOMPUTE, STALE
+from cpsr.benchmarks.recovery.selection import Selection
 from cpsr.fitter.end_cost import IterationWorth
 
 __all__ = [
@@ -111,7 +112,6 @@ class RecoveryResult:
 
     Attributes:
         selection: what was asked for.
-        methods: their names.
         cells: every method in every cell.
         means: over cells.
         against_moved: by method, end cost over the horizon minus that of recomputing and moving as far, paired.
@@ -120,7 +120,6 @@ class RecoveryResult:
     """
 
     selection: Selection
-    methods: tuple[str, ...]
     cells: list[CellResult]
     means: list[GridMean]
     against_moved: dict[str, Mean]
@@ -152,16 +151,12 @@ class RecoveryResult:
 
 
 def summarise(
-    selection: Selection,
-    methods: Sequence[str],
-    outcomes: dict[str, list[Outcome]],
-    worths: Mapping[str, IterationWorth],
+    selection: Selection, outcomes: dict[str, list[Outcome]], worths: Mapping[str, IterationWorth]
 ) -> RecoveryResult:
     """Cells, and their means by workload, by stage and by interval.
 
     Args:
         selection: what was asked for.
-        methods: their names, in order.
         outcomes: by workload.
         worths: of an iteration, by workload.
     """
@@ -170,22 +165,22 @@ def summarise(
         for one in of:
             cell = Cell(name, one.point.interval, one.point.fraction, one.point.lost)
             by_cell.setdefault(cell, []).append(one)
-    means = []
-    for method in methods:
-        mine = {cell: found for cell, of in by_cell.items() if (found := _with_cost(of, method))}
-        for lost in selection.lost:
-            for workload in (None, *selection.workloads):
-                for fraction in (None, *selection.fractions):
-                    means += _grid_mean(mine, method, workload, fraction, None, lost)
-                for interval in selection.intervals:
-                    means += _grid_mean(mine, method, workload, None, interval, lost)
+    methods, groups = selection.methods, [(None, None)]
+    groups += [(fraction, None) for fraction in selection.fractions]
+    groups += [(None, interval) for interval in selection.intervals]
+    wanted = [
+        (method, workload, fraction, interval, lost)
+        for method in methods
+        for lost in selection.lost
+        for workload in (None, *selection.workloads)
+        for fraction, interval in groups
+    ]
     guarded = [method for method in methods if method in PREDICTORS and PREDICTORS[method].guarded]
-    others = [method for method in methods if method in PREDICTORS and method not in (LINE, STALE)]
+    others = [method for method in methods if method in PREDICTORS and method != LINE]
     return RecoveryResult(
         selection,
-        tuple(methods),
         [result for cell, of in by_cell.items() for result in cell_results(cell, of)],
-        means,
+        [mean for asked in wanted if (mean := _grid_mean(by_cell, *asked)) is not None],
         against_moved=_against(by_cell, guarded, MOVED),
         against_line=_against(by_cell, others, LINE),
         worths=worths,
@@ -286,7 +281,7 @@ def _share(outcome: Outcome) -> float:
     return outcome.end_cost_iterations / outcome.point.horizon
 
 
-def _samples(workload: str, outcomes: Iterable[Outcome]) -> list[Sample]:
+def _samples(workload: str, outcomes: Sequence[Outcome]) -> list[Sample]:
     return [Sample(workload, one.seed, _share(one)) for one in outcomes]
 
 
@@ -301,37 +296,36 @@ def _differences(workload: str, outcomes: Sequence[Outcome], others: Sequence[Ou
 
 
 def _grid_mean(
-    mine: dict[Cell, list[Outcome]],
+    by_cell: dict[Cell, list[Outcome]],
     method: str,
     workload: str | None,
     fraction: float | None,
     interval: int | None,
     lost: PartName,
-) -> list[GridMean]:
-    chosen = {
-        cell: found
-        for cell, found in mine.items()
+) -> GridMean | None:
+    found = [
+        (cell, known)
+        for cell, of in by_cell.items()
         if cell.lost == lost
         and workload in (None, cell.workload)
         and fraction in (None, cell.fraction)
         and interval in (None, cell.interval)
-    }
-    if not chosen:
-        return []
-    outcomes = [outcome for found in chosen.values() for outcome in found]
-    horizons = sum(one.point.horizon for one in outcomes)
-    return [
-        GridMean(
-            method=method,
-            workload=workload,
-            fraction=fraction,
-            interval=interval,
-            lost=lost,
-            cells=len(chosen),
-            end_cost=grid_mean([_samples(cell.workload, found) for cell, found in chosen.items()]),
-            of_all_horizons=sum(_share(one) * one.point.horizon for one in outcomes) / horizons,
-        )
+        and (known := _with_cost(of, method))
     ]
+    if not found:
+        return None
+    outcomes = [outcome for _, known in found for outcome in known]
+    horizons = sum(one.point.horizon for one in outcomes)
+    return GridMean(
+        method=method,
+        workload=workload,
+        fraction=fraction,
+        interval=interval,
+        lost=lost,
+        cells=len(found),
+        end_cost=grid_mean([_samples(cell.workload, known) for cell, known in found]),
+        of_all_horizons=sum(_share(one) * one.point.horizon for one in outcomes) / horizons,
+    )
 
 
 def _against(by_cell: dict[Cell, list[Outcome]], methods: Sequence[str], other: str) -> dict[str, Mean]:

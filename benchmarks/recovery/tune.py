@@ -2,17 +2,17 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
-from cpsr.benchmarks.harness.measurement import Measurement, measuring
+from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
-from cpsr.benchmarks.recovery.ending import Ended, Training
-from cpsr.benchmarks.recovery.ending import ended as trained
+from cpsr.benchmarks.recovery.ending import Ended, ended
+from cpsr.benchmarks.recovery.trajectory import Run
 from cpsr.benchmarks.recovery.workload import (
     OPTIMIZERS,
     RATE_STEP,
@@ -25,13 +25,17 @@ from cpsr.benchmarks.recovery.workload import (
 )
 from cpsr.errors import ConfigError, CPSRError
 
-__all__ = ["Setting", "main", "settings", "sweep"]
+__all__ = ["Setting", "Sweep", "best_step", "main", "settings", "sweep"]
 
 CACHE = Path("runs/bench-tune")
 RATE_OF_STEP_0: dict[OptimizerName, float] = {"adamw": 1e-3, "sgd": 0.1, "muon": 1e-3}
 FIRST_STEP = 2  # twice the rate of step 0
 AROUND = 2  # rates on either side of the best
 LIMIT = 14  # steps away from step 0: 110 times its rate, or a 110th
+
+Name = TypeVar("Name", bound=str)
+Sweep = Mapping[int, Sequence[Ended]]
+"""The trainings at the rate of each step, by seed."""
 
 
 @dataclass(frozen=True)
@@ -55,54 +59,14 @@ class Setting:
         """In one word, as in `gpt-0.4M-cosine-1200` or `gpt-0.4M-sgd-cosine-1200`."""
         return f"{trained_with(self.task, self.optimizer)}-{self.schedule}-{self.iterations}"
 
+    def rate(self, step: int) -> float:
+        """The peak learning rate of a step; every one is 1.4 times the one before."""
+        return RATE_OF_STEP_0[self.optimizer] * RATE_STEP**step
+
     def workload(self, step: int) -> Workload:
         """The training at the rate of that step."""
-        name = f"{self.name}-rate{step:+d}"
-        rate = rate_of(step, self.optimizer)
-        return Workload(name, TASKS[self.task], self.schedule, rate, self.iterations, optimizer=self.optimizer)
-
-
-def rate_of(step: int, optimizer: OptimizerName) -> float:
-    """The peak learning rate of a step; every one is 1.4 times the one before."""
-    return RATE_OF_STEP_0[optimizer] * RATE_STEP**step
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Trainings at one peak rate.
-
-    Attributes:
-        step: its number; see `rate_of`.
-        peak: the peak learning rate.
-        ended: by seed.
-    """
-
-    step: int
-    peak: float
-    ended: tuple[Ended, ...]
-
-    @property
-    def loss(self) -> float:
-        """Mean final loss over the seeds, in nats; infinite where one of them diverged."""
-        return statistics.fmean(math.inf if one.loss is None else one.loss for one in self.ended)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The curve of one setting.
-
-    Attributes:
-        setting: what was trained.
-        rates: ascending.
-    """
-
-    setting: Setting
-    rates: tuple[Rate, ...]
-
-    @property
-    def best(self) -> Rate:
-        """The rate with the lowest mean final loss."""
-        return min(self.rates, key=lambda rate: rate.loss)
+        name, task = f"{self.name}-rate{step:+d}", TASKS[self.task]
+        return Workload(name, task, self.schedule, self.rate(step), self.iterations, optimizer=self.optimizer)
 
 
 def main(
@@ -133,9 +97,14 @@ def main(
         with Workers(count) as pool:
             tick = lambda done, total: call.progress.update(bar, completed=done, total=total)  # noqa: E731
             found = sweep(chosen, seeds, kept, device, pool, tick)
-        _show(call, found)
-        figures = {"rate_step": RATE_STEP, "seeds": seeds, "settings": [_plain(one) for one in found]}
-        call.leave(figures)
+        call.table(
+            "Final loss by peak learning rate",
+            ("training", "best rate", "final loss, nats", "1.4 times lower", "1.4 times higher", "rates tried"),
+            [_row(setting, tried) for setting, tried in found.items()],
+            caption="neighbours: what they end above the best, in nats, with twice its standard error over seeds",
+        )
+        plain = [_plain(setting, tried) for setting, tried in found.items()]
+        call.leave({"rate_step": RATE_STEP, "seeds": seeds, "settings": plain})
 
 
 def settings(tasks: str | None, schedules: str, lengths: str, optimizers: str = "adamw") -> list[Setting]:
@@ -144,25 +113,23 @@ def settings(tasks: str | None, schedules: str, lengths: str, optimizers: str = 
     Raises:
         ConfigError: a name is unknown, or a length is no number of iterations.
     """
-    names = list(TASKS) if tasks is None else tasks.split(",")
-    for name in names:
-        if name not in TASKS:
-            raise ConfigError(f"no task is called '{name}'; there are {', '.join(TASKS)}")
-    chosen = [schedule for schedule in SCHEDULES if schedule in schedules.split(",")]
-    if len(chosen) != len(schedules.split(",")):
-        raise ConfigError(f"--schedules {schedules}: there are {', '.join(SCHEDULES)}")
-    updates = [optimizer for optimizer in OPTIMIZERS if optimizer in optimizers.split(",")]
-    if len(updates) != len(optimizers.split(",")):
-        raise ConfigError(f"--optimizers {optimizers}: there are {', '.join(OPTIMIZERS)}")
     if not all(length.isdecimal() and int(length) > 0 for length in lengths.split(",")):
         raise ConfigError(f"--lengths {lengths}: expected iterations, comma-separated")
     return [
         Setting(task, schedule, int(length), optimizer)
-        for task in names
-        for optimizer in updates
-        for schedule in chosen
+        for task in (TASKS if tasks is None else _named("--tasks", tasks, tuple(TASKS)))
+        for optimizer in _named("--optimizers", optimizers, OPTIMIZERS)
+        for schedule in _named("--schedules", schedules, SCHEDULES)
         for length in lengths.split(",")
     ]
+
+
+def _named(option: str, text: str, known: Sequence[Name]) -> list[Name]:
+    """Those of the known names that are asked for."""
+    asked = text.split(",")
+    if wrong := [name for name in asked if name not in known]:
+        raise ConfigError(f"{option}: there is no '{wrong[0]}', but {', '.join(known)}")
+    return [name for name in known if name in asked]
 
 
 def sweep(
@@ -172,7 +139,7 @@ def sweep(
     device: str,
     workers: Workers,
     tick: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Sweep]:
+) -> dict[Setting, Sweep]:
     """Train at more rates until there are two on either side of the best of each setting.
 
     Args:
@@ -186,70 +153,64 @@ def sweep(
     Raises:
         CPSRError: the best rate of a setting lies at the limit of what is tried, or every training diverged.
     """
-    found: dict[tuple[Setting, int], tuple[Ended, ...]] = {}
+    found: dict[Setting, dict[int, list[Ended]]] = {setting: {} for setting in chosen}
     finished = 0
-    while needed := [place for setting in chosen for place in _needed(setting, found)]:
-        trainings = [
-            Training(setting.workload(step), place, cache, device) for setting, step in needed for place in range(seeds)
-        ]
-        total, before = finished + len(trainings), finished
-        ended = workers.each(trained, trainings, lambda done: tick(before + done, total))  # noqa: B023 - called at once
-        for place, key in enumerate(needed):
-            found[key] = tuple(ended[place * seeds : (place + 1) * seeds])
+    while needed := [(setting, step) for setting, tried in found.items() for step in _needed(setting, tried)]:
+        runs = [Run(setting.workload(step), seed, cache, device) for setting, step in needed for seed in range(seeds)]
+        before, total = finished, finished + len(runs)
+        endings = workers.each(ended, runs, lambda done: tick(before + done, total))  # noqa: B023 - called at once
+        for place, (setting, step) in enumerate(needed):
+            found[setting][step] = endings[place * seeds : (place + 1) * seeds]
         finished = total
-    return [_sweep(setting, found) for setting in chosen]
+    return {setting: dict(sorted(tried.items())) for setting, tried in found.items()}
 
 
-def _sweep(setting: Setting, found: dict[tuple[Setting, int], tuple[Ended, ...]]) -> Sweep:
-    steps = sorted(step for one, step in found if one == setting)
-    return Sweep(setting, tuple(Rate(step, rate_of(step, setting.optimizer), found[setting, step]) for step in steps))
+def best_step(tried: Sweep) -> int:
+    """The step with the lowest mean final loss."""
+    return min(tried, key=lambda step: _loss(tried[step]))
 
 
-def _needed(setting: Setting, found: dict[tuple[Setting, int], tuple[Ended, ...]]) -> list[tuple[Setting, int]]:
-    """Rates around the best so far that were not tried."""
-    known = _sweep(setting, found)
-    best = known.best.step if known.rates else FIRST_STEP
-    if known.rates and not math.isfinite(known.best.loss):
-        best = known.rates[0].step  # all diverged: look lower
-    wanted = [step for step in range(best - AROUND, best + AROUND + 1) if (setting, step) not in found]
+def _loss(trainings: Sequence[Ended]) -> float:
+    """Mean final loss over the seeds, in nats; infinite where one of them diverged."""
+    return statistics.fmean(math.inf if one.loss is None else one.loss for one in trainings)
+
+
+def _needed(setting: Setting, tried: Sweep) -> list[int]:
+    """Steps around the best so far that were not tried."""
+    best = best_step(tried) if tried else FIRST_STEP
+    if tried and not math.isfinite(_loss(tried[best])):
+        best = min(tried)  # all diverged: look lower
+    wanted = [step for step in range(best - AROUND, best + AROUND + 1) if step not in tried]
     if any(abs(step) > LIMIT for step in wanted):
-        peak = rate_of(best, setting.optimizer)
         raise CPSRError(
-            f"{setting.name}: the best rate lies at the end of what is tried ({peak:.1e}); trainings are kept"
+            f"{setting.name}: the best rate lies at the end of what is tried ({setting.rate(best):.1e}); trainings are "
+            "kept"
         )
-    return [(setting, step) for step in wanted]
+    return wanted
 
 
-def _show(call: Measurement, sweeps: Sequence[Sweep]) -> None:
-    """One row per setting: the best rate, and what its neighbours lose."""
-    rows = []
-    for one in sweeps:
-        best, beside = one.best, {rate.step - one.best.step: rate for rate in one.rates}
-        gaps = [_gap(beside[side], best) for side in (-1, 1)]
-        rows.append((one.setting.name, f"{best.peak:.2e}", f"{best.loss:.4f}", *gaps, str(len(one.rates))))
-    call.table(
-        "Final loss by peak learning rate",
-        ("training", "best rate", "final loss, nats", "1.4 times lower", "1.4 times higher", "rates tried"),
-        rows,
-        caption="neighbours: what they end above the best, in nats, with twice its standard error over seeds",
-    )
+def _row(setting: Setting, tried: Sweep) -> tuple[str, ...]:
+    """The best rate, and what its neighbours lose."""
+    best = best_step(tried)
+    gaps = [_gap(tried[best + side], tried[best]) for side in (-1, 1)]
+    return setting.name, f"{setting.rate(best):.2e}", f"{_loss(tried[best]):.4f}", *gaps, str(len(tried))
 
 
-def _gap(rate: Rate, best: Rate) -> str:
+def _gap(trainings: Sequence[Ended], best: Sequence[Ended]) -> str:
     """Paired by seed."""
-    pairs = [(one.loss, other.loss) for one, other in zip(rate.ended, best.ended, strict=True) if one.loss is not None]
-    gaps = [loss - other for loss, other in pairs if other is not None]
-    if len(gaps) < len(rate.ended):
+    pairs = [(one.loss, other.loss) for one, other in zip(trainings, best, strict=True)]
+    gaps = [loss - other for loss, other in pairs if loss is not None and other is not None]
+    if len(gaps) < len(pairs):
         return "diverges"
     if len(gaps) == 1:
         return f"{gaps[0]:+.4f}"
     return f"{numpy.mean(gaps):+.4f} ± {2 * numpy.std(gaps, ddof=1) / len(gaps) ** 0.5:.4f}"
 
 
-def _plain(sweep: Sweep) -> dict[str, Any]:
+def _plain(setting: Setting, tried: Sweep) -> dict[str, Any]:
     """Every training's end, by rate."""
     rates = [
-        {"peak_learning_rate": rate.peak, "step": rate.step, "ended": [asdict(end) for end in rate.ended]}
-        for rate in sweep.rates
+        {"peak_learning_rate": setting.rate(step), "step": step, "ended": [asdict(end) for end in trainings]}
+        for step, trainings in tried.items()
     ]
-    return {**asdict(sweep.setting), "best_peak_learning_rate": sweep.best.peak, "rates": rates}
+    return {**asdict(setting), "best_peak_learning_rate": setting.rate(best_step(tried)), "rates": rates}

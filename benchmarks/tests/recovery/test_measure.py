@@ -19,23 +19,22 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cpsr.benchmarks.harness.processes import Workers
-from cpsr.benchmarks.recovery import tune
-from cpsr.benchmarks.recovery.ending import Training, worths
-from cpsr.benchmarks.recovery.form import form_checkfree, form_moved, form_predicted, form_scar
-from cpsr.benchmarks.recovery.grid import FULL, QUICK, Point, points, selection
+from cpsr.benchmarks.recovery import measure, tune
+from cpsr.benchmarks.recovery.ending import ended, worths
+from cpsr.benchmarks.recovery.grid import Point, points
 from cpsr.benchmarks.recovery.lost import PartName, lost_part, lost_spans
-from cpsr.benchmarks.recovery.measure import PointMeasurement
-from cpsr.benchmarks.recovery.methods import PREDICTORS, Method, learned
+from cpsr.benchmarks.recovery.measure import Outcome, outcomes_at
+from cpsr.benchmarks.recovery.methods import PREDICTORS, Failure, Method, form
 from cpsr.benchmarks.recovery.run import main
+from cpsr.benchmarks.recovery.selection import FULL, QUICK, selection
 from cpsr.benchmarks.recovery.trainer import Trainer
-from cpsr.benchmarks.recovery.trajectory import Trajectory
+from cpsr.benchmarks.recovery.trajectory import Run, Trajectory
 from cpsr.benchmarks.recovery.workload import OPTIMIZERS, TASKS, WORKLOADS, GPTTask, OptimizerName, Workload
 from cpsr.benchmarks.tests.recovery.tiny import METHODS, SELECTION, TINY, TinyTask, fault_free, measured, one_thread
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError, CPSRError
 from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.line import LinePredictor
-from cpsr.state.codec import encode
 
 POINT = Point(interval=50, fraction=0.5, checkpoint=450, failure=488)
 WORTH = IterationWorth(2e-5, 1e-6, TINY.iterations)
@@ -58,6 +57,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trajectory:
         return fault_free(tmp_path_factory.mktemp("cache"))
 
 
+def outcome(run: Trajectory, method: str, point: Point = POINT) -> Outcome:
+    (found,) = outcomes_at(run, point, (method,), WORTH)
+    return found
+
+
 def end_gap(run: Trajectory, trainer: Trainer) -> float:
     """Final loss over that of the fault-free run."""
     trainer.train_to(TINY.iterations)
@@ -68,23 +72,20 @@ def end_gap(run: Trajectory, trainer: Trainer) -> float:
 def test_a_killed_benchmark_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = [sys.executable, "-m", "cpsr.benchmarks.tests.recovery.tiny", str(killed)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    # Once while the fault-free run is trained, once while recoveries are measured.
-    for pattern, count in (("*/segment-*.safetensors", 5), ("*/points/*/followed-*.json", 3)):
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-        while len(list(killed.glob(pattern))) < count:
-            assert process.poll() is None, "it ended before it could be killed"
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    before = set(killed.rglob("followed-*.json"))
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    while len(list(killed.glob("*/points/*/*.json"))) < 3:
+        assert process.poll() is None, "it ended before it could be killed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = set(killed.rglob("points/*/*.json"))
     main(SELECTION, killed, tmp_path / "killed.json", 1)
-    assert set(killed.rglob("followed-*.json")) > before
+    assert set(killed.rglob("points/*/*.json")) > before
     main(SELECTION, whole, tmp_path / "whole.json", 1)
     assert measured(tmp_path / "killed.json") == measured(tmp_path / "whole.json")
 
 
-def test_a_call_leaves_figures_and_a_plot_and_a_finished_one_measures_nothing_again(
+def test_a_call_leaves_figures_and_a_finished_one_measures_nothing_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = dataclasses.replace(SELECTION, intervals=(50,))
@@ -93,51 +94,33 @@ def test_a_call_leaves_figures_and_a_plot_and_a_finished_one_measures_nothing_ag
     assert {cell["method"] for cell in report["cells"]} == set(METHODS)
     assert {method: len(of) for method, of in report["failures"][TINY.name].items()} == dict.fromkeys(METHODS, 2)
     assert report["worths"][TINY.name]["nats"] > 3 * report["worths"][TINY.name]["standard_error_nats"] > 0
-    assert (tmp_path / "first.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(Trajectory, "at", None)  # calling it would raise
-    monkeypatch.setattr(PointMeasurement, "_train", None)
+    monkeypatch.setattr(measure, "form", None)  # calling it would raise
     main(one, tmp_path / "cache", tmp_path / "second.json", 1)
     assert measured(tmp_path / "first.json") == measured(tmp_path / "second.json")
 
 
-def test_a_run_interrupted_between_segments_is_bitwise_the_uninterrupted_one(tmp_path: Path, run: Trajectory) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    again = Trajectory(TINY, TinyTask(), 0, tmp_path)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            again.extend(150, interrupt)
-    again.extend(150)
-    for end in (50, 100, 150):
-        assert again.path_of(end).read_bytes() == run.path_of(end).read_bytes()
-
-
 def test_an_oracle_that_differs_stops_the_benchmark(run: Trajectory) -> None:
-    outcome = PointMeasurement(run, POINT, WORTH).outcome("oracle")
-    assert (outcome.final_gap_nats, outcome.end_cost_iterations) == (0.0, 0.0)
-    directory = run.directory / "points" / "T050-f00488"
-    (formed,) = directory.glob("formed-oracle-*.json")
-    path = directory / f"followed-{json.loads(formed.read_text())['state']}.json"
+    found = outcome(run, "oracle")
+    assert (found.final_gap_nats, found.end_cost_iterations) == (0.0, 0.0)
+    (path,) = (run.directory / "points" / "T050-f00488").glob("oracle-*.json")
     kept = path.read_text()
     path.write_text(json.dumps(json.loads(kept) | {"final_gap_nats": 1e-12}))
     with pytest.raises(CPSRError, match="fault-free losses"):
-        PointMeasurement(run, POINT, WORTH).outcome("oracle")
+        outcome(run, "oracle")
     path.write_text(kept)
 
 
 def test_a_recovery_is_trained_to_the_end_and_costs_what_is_missing_there(run: Trajectory) -> None:
-    outcome = PointMeasurement(run, POINT, WORTH).outcome("stale")
+    found = outcome(run, "stale")
     trainer = run.trainer()
     trainer.load(dataclasses.replace(run.at(450).state(), iteration=POINT.failure))
-    assert outcome.final_gap_nats == end_gap(run, trainer)
-    assert outcome.final_gap_nats is not None
-    assert outcome.end_cost_iterations == pytest.approx(outcome.final_gap_nats / WORTH.nats)
+    assert found.final_gap_nats == end_gap(run, trainer)
+    assert found.final_gap_nats is not None
+    assert found.end_cost_iterations == pytest.approx(found.final_gap_nats / WORTH.nats)
 
 
 def test_controls_end_elsewhere_and_a_twin_is_the_run_on_other_batches(run: Trajectory) -> None:
-    measurement = PointMeasurement(run, POINT, WORTH)
-    gaps = {name: measurement.outcome(name).final_gap_nats for name in ("twin", "doubled", "placebo", "line-x2")}
+    gaps = {name: outcome(run, name).final_gap_nats for name in ("twin", "doubled", "placebo", "line-x2")}
     assert len({gap for gap in gaps.values() if gap is not None}) == 4
     trainer = run.trainer()
     trainer.load(run.at(POINT.checkpoint).state())
@@ -147,20 +130,20 @@ def test_controls_end_elsewhere_and_a_twin_is_the_run_on_other_batches(run: Traj
 
 
 def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run: Trajectory) -> None:
-    checkpoint, failure = run.at(POINT.checkpoint).state(), run.at(POINT.failure).state()
-    line, moved = form_predicted("line", run, POINT, checkpoint), form_moved(run, POINT, checkpoint, failure)
-    assert line.state is not None
-    assert moved.state is not None
-    for name, values in moved.state.weights.items():
-        expected = failure.weights[name] + (line.state.weights[name] - checkpoint.weights[name])
+    failure = Failure(run, POINT)
+    line, moved = form("line", failure).state, form("recompute-moved", failure).state
+    assert line is not None
+    assert moved is not None
+    for name, values in moved.weights.items():
+        expected = failure.exact.weights[name] + (line.weights[name] - failure.checkpoint.weights[name])
         torch.testing.assert_close(values, expected)
-    assert PointMeasurement(run, POINT, WORTH).outcome("recompute-moved").repeated_iterations == POINT.horizon
+    assert outcome(run, "recompute-moved").repeated_iterations == POINT.horizon
 
 
 def test_a_method_that_advises_against_itself_costs_the_horizon(run: Trajectory) -> None:
     early = Point(interval=50, fraction=0.25, checkpoint=100, failure=148)  # two checkpoints
-    outcome = PointMeasurement(run, early, WORTH).outcome("line")
-    assert (outcome.predicted, outcome.end_cost_iterations, outcome.repeated_iterations) == (False, 48.0, 48)
+    found = outcome(run, "line", early)
+    assert (found.predicted, found.end_cost_iterations, found.repeated_iterations) == (False, 48.0, 48)
 
 
 def test_a_diverged_recovery_has_no_cost(run: Trajectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,30 +152,29 @@ def test_a_diverged_recovery_has_no_cost(run: Trajectory, monkeypatch: pytest.Mo
             return ((name, start, values * 1e20) for name, start, values in super().predict(history, forecast))
 
     monkeypatch.setitem(PREDICTORS, "wild", Method(partial(Wild, 300, 1.0)))
-    outcome = PointMeasurement(run, POINT, WORTH).outcome("wild")
-    assert (outcome.final_gap_nats, outcome.end_cost_iterations) == (None, None)
-    assert "diverged" in outcome.reason
+    found = outcome(run, "wild")
+    assert (found.final_gap_nats, found.end_cost_iterations) == (None, None)
+    assert "diverged" in found.reason
 
 
 def test_weights_that_differ_from_the_cached_run_stop_the_benchmark(tmp_path: Path) -> None:
-    run = fault_free(tmp_path, 100)
-    path = run.directory / "segment-00100.safetensors"
-    tensors = load_file(path)
+    run = fault_free(tmp_path)
+    tensors = load_file(run.path)
     tensors["weights/60/0.bias"][3] += 1e-6
-    save_file(tensors, path)
+    save_file(tensors, run.path)
     assert run.at(55).iteration == 55
     with pytest.raises(CPSRError, match=r"iteration 60 .*'0\.bias'"):
         run.at(65)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CPSRError, match="segment-00100"):
+    run.path.write_bytes(run.path.read_bytes()[:-100])
+    with pytest.raises(CPSRError, match=r"run\.safetensors"):
         run.at(100)
 
 
-def test_the_caches_key_changes_with_all_that_matters(tmp_path: Path, run: Trajectory) -> None:
-    names = [run.directory.name, Trajectory(TINY, TinyTask(), 1, tmp_path).directory.name]
-    names.append(Trajectory(TINY, TinyTask(noise=0.2), 0, tmp_path).directory.name)
-    for change in ({"iterations": 1050}, {"peak_learning_rate": 2e-3}, {"schedule": "wsd"}):
-        names.append(Trajectory(dataclasses.replace(TINY, **change), TinyTask(), 0, tmp_path).directory.name)
+def test_the_caches_key_changes_with_all_that_matters(tmp_path: Path) -> None:
+    short = dataclasses.replace(TINY, iterations=60)
+    changes = ({}, {"iterations": 70}, {"peak_learning_rate": 2e-3}, {"schedule": "wsd"})
+    runs = [Run(dataclasses.replace(short, **change), 0, tmp_path) for change in changes]  # type: ignore[arg-type]
+    names = [one.trajectory().directory.name for one in (*runs, Run(short, 1, tmp_path))]
     assert len({name.rpartition("-")[2] for name in names}) == len(names)
 
 
@@ -205,24 +187,12 @@ def test_the_history_holds_the_checkpoints_and_nothing_later(run: Trajectory) ->
         assert torch.equal(history.read(name, 8, 2, values.numel()), values[2:])
 
 
-def test_what_is_learned_does_not_depend_on_where_a_call_before_left_off(run: Trajectory, tmp_path: Path) -> None:
-    for checkpoint in (300, 400):
-        stepwise = learned("vitp", run, 50, checkpoint)
-    assert learned("vitp-always", run, 50, 400).seconds == stepwise.seconds > 0  # it learns the same
-    whole = learned("vitp", fault_free(tmp_path, 500), 50, 400)
-    (plain, tensors), (again, others) = encode(stepwise.state), encode(whole.state)
-    assert plain == again
-    assert all(torch.equal(values, others[key]) for key, values in tensors.items())
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_cache_restores_every_optimizer_bit_by_bit(optimizer: OptimizerName, tmp_path: Path) -> None:
     workload = dataclasses.replace(SMALL, optimizer=optimizer)
     trainer = Trainer(workload, workload.task(), 0)
     trainer.train_to(65)
-    trajectory = Trajectory(workload, workload.task(), 0, tmp_path)
-    trajectory.extend(100)
-    assert trajectory.at(65).state().digest() == trainer.state().digest()
+    assert Run(workload, 0, tmp_path).trajectory().at(65).state().digest() == trainer.state().digest()
     assert all(values.any() for tensors in trainer.state().moments.values() for values in tensors.values())
 
 
@@ -249,14 +219,13 @@ def test_survivors_keep_their_exact_state_and_only_what_was_lost_is_formed(run: 
     assert 0 < changed <= -(-sum(values.numel() for values in failure.weights.values()) // 4)
     trainer = run.trainer()
     trainer.load(state)
-    measurement = PointMeasurement(run, point, WORTH)
-    outcomes = {name: measurement.outcome(name) for name in ("stale", "line", "scar", "oracle")}
+    outcomes = {one.method: one for one in outcomes_at(run, point, ("stale", "line", "scar", "oracle"), WORTH)}
     assert outcomes["stale"].final_gap_nats == end_gap(run, trainer)
     assert outcomes["oracle"].end_cost_iterations == 0.0
 
 
 def test_a_running_checkpoint_is_made_of_recent_parts(run: Trajectory) -> None:
-    saved = form_scar(run, POINT).state
+    saved = form("scar", Failure(run, POINT)).state
     assert saved is not None
     recent = {at: run.at(at).state() for at in range(350, 488, 10)}
     ages = set()
@@ -268,19 +237,16 @@ def test_a_running_checkpoint_is_made_of_recent_parts(run: Trajectory) -> None:
     assert len(ages) > 1
 
 
-def test_a_lost_block_is_the_mean_of_its_neighbours() -> None:
-    trainer = Trainer(SMALL, SMALL.task(), 0)
-    trainer.train_to(3)
-    state = trainer.state()
-    lost = lost_spans({name: values.numel() for name, values in state.weights.items()}, "stage", 0)
-    assert {name.split(".")[1] for name in lost} == {"1"}
-    formed = form_checkfree(state, lost).state
+def test_a_lost_block_is_the_mean_of_its_neighbours(tmp_path: Path) -> None:
+    run = Run(SMALL, 0, tmp_path).trajectory()
+    stage = Point(interval=20, fraction=0.5, checkpoint=40, failure=53, lost="stage")
+    formed = form("checkfree", Failure(run, stage)).state
     assert formed is not None
     one, two, three = (formed.weights[f"blocks.{place}.mlp.0.weight"] for place in range(3))
     share = float(((two - three) / (one - three)).median())
     assert 0 < share < 1
     torch.testing.assert_close(two, share * one + (1 - share) * three, rtol=1e-3, atol=1e-5)
-    assert form_checkfree(state, ["token.weight"]).state is None
+    assert form("checkfree", Failure(run, dataclasses.replace(stage, lost="1/2"))).state is None
 
 
 @given(st.sampled_from([20, 50, 100]), st.sampled_from([0.25, 0.5, 0.75]), st.integers(1, 12))
@@ -307,15 +273,15 @@ def test_options_change_the_quick_and_the_full_selection() -> None:
 
 def test_a_longer_training_ends_lower_and_one_that_does_not_has_no_worth(tmp_path: Path) -> None:
     short = dataclasses.replace(TINY, name="short", iterations=200)
+    own = ended(Run(short, 0, tmp_path)).loss
+    assert own is not None
     with Workers(1) as pool:
-        own = Training(short, 0, tmp_path, "cpu").ended().loss
-        assert own is not None
-        found = worths({short: {0: own}}, tmp_path, "cpu", pool, lambda done, total: None)["short"]
+        found = worths({Run(short, 0, tmp_path): own}, tmp_path, pool, lambda done, total: None)["short"]
         assert found.nats > 3 * found.standard_error_nats > 0
         for rate, words in ((1e-12, "short: one more iteration"), (1e30, "diverged")):
-            wrong = dataclasses.replace(short, peak_learning_rate=rate)
+            wrong = Run(dataclasses.replace(short, peak_learning_rate=rate), 0, tmp_path)
             with pytest.raises(CPSRError, match=words):
-                worths({wrong: {0: 0.1}}, tmp_path, "cpu", pool, lambda done, total: None)
+                worths({wrong: 0.1}, tmp_path, pool, lambda done, total: None)
 
 
 def test_the_best_rate_has_two_on_either_side_and_is_kept(tmp_path: Path) -> None:

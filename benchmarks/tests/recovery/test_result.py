@@ -52,8 +52,8 @@ def test_a_diverged_recovery_is_counted_and_forbids_a_verdict() -> None:
     (line,) = cell_results(Cell("tiny", 50, 0.5), of)
     assert (line.points, line.diverged, line.end_cost.value) == (4, 1, 0.25)
     assert line.verdicts == {"recompute": "undetermined"}
-    asked = dataclasses.replace(SELECTION, intervals=(50,), fractions=(0.5,))
-    whole = summarise(asked, ("line",), {TINY.name: of}, {}).mean("line")
+    asked = dataclasses.replace(SELECTION, intervals=(50,), fractions=(0.5,), methods=("line",))
+    whole = summarise(asked, {TINY.name: of}, {}).mean("line")
     assert whole is not None
     assert (whole.end_cost.value, whole.of_all_horizons) == (0.25, 0.25)
 

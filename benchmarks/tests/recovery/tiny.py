@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpsr.benchmarks.recovery.grid import Selection
 from cpsr.benchmarks.recovery.run import main
-from cpsr.benchmarks.recovery.trajectory import Trajectory
+from cpsr.benchmarks.recovery.selection import Selection
+from cpsr.benchmarks.recovery.trajectory import Run, Trajectory
 from cpsr.benchmarks.recovery.workload import FINAL_CHUNKS, WORKLOADS, Workload, batch_generator
 
 INPUTS = 12
@@ -63,15 +63,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def fault_free(cache: Path, until: int = TINY.iterations) -> Trajectory:
-    """The tiny run, trained so far."""
-    run = Trajectory(TINY, TinyTask(), 0, cache)
-    run.extend(until)
-    return run
+def fault_free(cache: Path) -> Trajectory:
+    """The tiny run."""
+    return Run(TINY, 0, cache).trajectory()
 
 
 def measured(path: Path) -> Any:
-    """Every figure of a call but the times and the place."""
+    """Every figure of a call but the times."""
     report = json.loads(path.read_text())
 
     def without_times(part: Any) -> Any:
