@@ -135,19 +135,15 @@ def too_few(entries: Sequence[HistoryEntry], needed: int) -> str | None:
     return f"a prediction needs {needed} usable checkpoints, and there are {len(entries)}"
 
 
-def too_far(target: Target, fitted: Sequence[HistoryEntry], extrapolates: bool = True) -> str | None:
+def too_far(target: Target, fitted: Sequence[HistoryEntry]) -> str | None:
     """Why `target` lies too far ahead of the checkpoints that are used; None where it does not.
 
-    The limit is 10 of their mean intervals, and for what extrapolates also their own span, in iterations and in
-    cumulative learning rate. A single checkpoint has no interval, hence no limit.
+    The limit is 10 of their mean intervals, and their own span, in iterations and in cumulative learning rate.
 
     Args:
         target: where to predict; not before the newest entry.
-        fitted: the checkpoints that the prediction is formed from, strictly ascending, at least one.
-        extrapolates: whether a direction is continued.
+        fitted: the checkpoints that the prediction is formed from, strictly ascending, at least two.
     """
-    if len(fitted) == 1:
-        return None
     horizon = target.iteration - fitted[-1].iteration
     span = fitted[-1].iteration - fitted[0].iteration
     interval = span / (len(fitted) - 1)
@@ -156,8 +152,6 @@ def too_far(target: Target, fitted: Sequence[HistoryEntry], extrapolates: bool =
             f"the failure is {horizon} iterations after the newest usable checkpoint, more than "
             f"{MAX_HORIZON_INTERVALS:g} intervals of {interval:g}"
         )
-    if not extrapolates:
-        return None
     if horizon > span:
         return (
             f"the failure is {horizon} iterations after the checkpoint, further than the {span} that are predicted from"

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction
-from cpsr.predictor.line import LinePredictor, line_coefficients
+from cpsr.predictor.line import CHUNK_ELEMENTS, MAX_NAMES, Fit, LinePredictor, line_coefficients, spread
 from cpsr.predictor.network import MIN_SNAPSHOTS, Geometry, corrections, squared_norms, undisturbed
 from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.ranks import ALONE, Ranks
 from cpsr.predictor.series import Series, distinct_times, path_places, path_positions, straightness, window_start
-from cpsr.predictor.series_predictor import CHUNK_ELEMENTS, MAX_NAMES, Fit, spread
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, OperatorMotion, merged
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Examples, Head, windows
 

@@ -15,9 +15,8 @@ from cpsr.checkpoint.history import DiskHistory
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.errors import ConfigError, CPSRError
 from cpsr.predictor.guard import measure
-from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.line import CHUNK_ELEMENTS, LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
-from cpsr.predictor.series_predictor import CHUNK_ELEMENTS
 from cpsr.predictor.vitp import VITPPredictor
 
 __all__ = ["METHODS", "MethodSamples", "Repeat", "find_methods", "measure_method", "training_seconds"]

@@ -68,16 +68,6 @@ def test_the_standard_error_covers_the_choice_of_chunks() -> None:
     assert 0.87 <= inside / 150 <= 0.99  # 2 standard errors with 15 degrees of freedom: 0.936
 
 
-def test_the_standard_error_of_a_mean_is_the_textbook_one() -> None:
-    pace = numpy.random.default_rng(2).normal(0, 8, CHUNKS)
-    recovered, faultfree = curve(FAILURE, FAILURE + 160, 10.0, pace=pace), curve(0, 2000)
-    gaps = recovered.between(1060, 1160).losses - faultfree.between(1060, 1160).losses
-    expected = gaps.mean(axis=0).std(ddof=1) / numpy.sqrt(CHUNKS)
-    assert paired_lag(recovered, faultfree, FAILURE).gap_standard_error == pytest.approx(expected)
-    at_once = (recovered.losses[0] - faultfree.between(FAILURE, FAILURE).losses[0]).std(ddof=1) / numpy.sqrt(CHUNKS)
-    assert transient(recovered, faultfree, FAILURE).gap_standard_error == pytest.approx(at_once)
-
-
 def test_a_flat_curve_is_refused() -> None:
     iterations = numpy.arange(0, 2001, EVERY)
     for wobble in (0.0, 0.001):

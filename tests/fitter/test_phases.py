@@ -85,14 +85,6 @@ def test_a_steep_beginning_makes_phases_of_the_shortest_length() -> None:
     assert ends == list(range(50, 1001, 50))
 
 
-def test_where_nothing_changes_the_longest_length_ends_a_phase() -> None:
-    phases = detector(max_iterations=300)
-    found = [phases.observe(iteration, 2.0) for iteration in range(1, 701, 7)]
-    ended = [phase for phase in found if phase]
-    assert [phase.ended_by for phase in ended] == ["length", "length"]
-    assert [phase.last_iteration - phase.first_iteration for phase in ended] == [301, 301]
-
-
 def test_the_moments_of_a_real_optimizer_are_freed_of_their_bias() -> None:
     """Gradients of one size from the first step on: one phase, although `exp_avg_sq` grows a hundredfold."""
     weights = torch.nn.Parameter(torch.zeros(4000))
@@ -109,14 +101,6 @@ def test_the_moments_of_a_real_optimizer_are_freed_of_their_bias() -> None:
     assert corrected.ended == 0
     assert corrected.xi == pytest.approx(1e-6, rel=0.1)  # the mean square of the gradients
     assert as_it_is.ended > 3
-
-
-def test_what_is_no_second_moment_is_skipped() -> None:
-    phases = detector()
-    phases.observe(1, 1.0)
-    for value in (math.nan, math.inf, -math.inf, -1e-9):
-        assert phases.observe(100, value) is None
-    assert (phases.xi, phases.first_iteration) == (1.0, 1)
 
 
 def test_its_state_survives_json_and_goes_on_the_same() -> None:
@@ -141,14 +125,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ValueError, match="no state of a phase detector"):
             phases.load_state_dict(damaged)
     assert phases.state_dict() == before
-
-
-def test_going_back_before_all_that_is_known_begins_anew() -> None:
-    phases = detector()
-    for iteration in range(100, 1100, 10):
-        phases.observe(iteration, 0.99**iteration)
-    phases.observe(20, 0.5)
-    assert (phases.first_iteration, phases.xi, phases.ended, phases.phases) == (20, 0.5, 0, ())
 
 
 def test_what_was_the_mean_of_a_part_becomes_that_of_the_whole() -> None:

@@ -173,10 +173,3 @@ def test_a_thread_wakes_for_a_wait_that_is_long_enough(measured: Bubbles, waiter
     assert not waiter
     with measured.waiting("long"):
         assert until(waiter)
-
-
-def test_closing_ends_the_waiting(measured: Bubbles, waiter: list[bool]) -> None:
-    measured.close()
-    assert not until(waiter)
-    with measured.waiting("long"):
-        assert not measured.wait(0.0, 0.0)

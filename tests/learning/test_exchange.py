@@ -3,9 +3,6 @@
 import textwrap
 from pathlib import Path
 
-import torch
-
-from cpsr.learning.exchange import Exchange
 from tests.two_ranks import run
 
 SCRIPT = textwrap.dedent(
@@ -70,13 +67,3 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert (first["own"], second["own"]) == (True, True), "what ZeRO has cut in two both learn from"
     assert "'b' has [1, 2] differences" in first["refused"]
     assert first["refused"] == second["refused"]
-
-
-def test_alone() -> None:
-    exchange = Exchange()
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    assert exchange.agree([4]) == [4]
-    assert exchange.reduce({"a": matrix}) == {"a": matrix}
-    assert exchange.broadcast({"updates": 2}) == {"updates": 2}
-    assert exchange.portion("a") == 1.0
-    assert exchange.is_mine("a")

@@ -318,46 +318,6 @@ def test_nobody_waits_for_a_slice_without_an_end(filled: CheckpointStore, monkey
     learner.close()
 
 
-def test_the_exit_does_not_wait_for_a_slice_without_an_end(
-    filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "SLICE_LIMIT_SECONDS", LIMIT_SECONDS)
-    predictor = Reader()
-    learner = hanging(filled, predictor)
-    started = time.monotonic()
-    learner.close()
-    assert time.monotonic() - started < PATIENCE_SECONDS / 2
-    thread = thread_of_learner()
-    predictor.go_on.set()
-    thread.join(PATIENCE_SECONDS)
-    assert not thread.is_alive()
-
-
-def test_a_predictor_that_cannot_be_saved_costs_the_newest_only(filled: CheckpointStore) -> None:
-    predictor = Reader()
-    learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
-    learner.notify(20, 0)
-    _wait_for(predictor, [10, 20])
-    assert learner.state_dict()["known"] == [10, 20]
-    predictor.known, predictor.mute = [], True
-    assert learner.state_dict()["known"] == [10, 20]
-    failure = learner.failure()
-    assert failure is not None
-    assert "OSError: cannot say" in failure
-    learner.close()
-
-
-def test_outcomes_that_come_while_it_learns_are_kept(filled: CheckpointStore) -> None:
-    predictor = Reader()
-    learner = in_a_slice(filled, predictor, 20)
-    threading.Timer(0.1, predictor.go_on.set).start()
-    learner.record({"kind": "recovery"})
-    _wait_for(predictor, [10, 20])
-    assert learner.state_dict()["outcomes"] == [{"kind": "recovery"}]
-    learner.close()
-
-
 def test_with_a_pipeline_it_learns_in_bubbles_only(filled: CheckpointStore) -> None:
     predictor, bubbles = Reader(), Bubbles()
     learner = Learner(predictor, BubblePace(bubbles, None, pytest.fail))
@@ -403,11 +363,3 @@ def test_it_computes_on_one_thread_and_training_on_as_many_as_before(filled: Che
 def thread_of_learner() -> threading.Thread:
     """The thread of the learner that was started last."""
     return [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"][-1]
-
-
-def test_without_a_budget_there_is_no_thread(filled: CheckpointStore) -> None:
-    learner = Learner(Reader(), None)
-    learner.start(filled, 0)
-    learner.notify(20, 0)
-    assert not [thread for thread in threading.enumerate() if thread.name == "cpsr-learner"]
-    learner.close()

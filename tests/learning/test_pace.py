@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.engines import TorchAdapter
 from cpsr.learning import pace as module
 from cpsr.learning.bubbles import BubbleAccount, Bubbles
 from cpsr.learning.learner import BudgetPace, Pace
@@ -141,28 +140,6 @@ def test_outside_of_waits_the_budget_holds(work: Callable[[Pace], Worker]) -> No
         train(bubbles, 1)
     assert bubbles.account().used_seconds > 0  # which the budget does not pay for
     assert worker.slices > before
-
-
-def test_the_budget_rests_and_can_be_closed() -> None:
-    pace = BudgetPace(0.01)
-    pace.before_slice()
-    pace.after_slice(1.0, 1.0)
-    assert 98.0 < pace.rest_seconds() <= 99.0
-    threading.Timer(0.05, pace.close).start()
-    started = time.monotonic()
-    pace.before_slice()
-    assert 0.04 < time.monotonic() - started < PATIENCE_SECONDS
-
-
-def test_without_a_pipeline_there_is_a_budget() -> None:
-    module_ = torch.nn.Linear(2, 1)
-    adapter = TorchAdapter(module_, torch.optim.AdamW(module_.parameters()))
-    bubbles = bubbles_of(adapter)
-    assert pace_of(adapter, bubbles, 0.0, pytest.fail) is None
-    pace = pace_of(adapter, bubbles, 1.0, pytest.fail)
-    assert pace is not None
-    pace.before_slice()  # at once, though nothing waits
-    pace.close()
 
 
 def pipeline_rank(device: torch.device) -> Any:

@@ -57,44 +57,7 @@ def test_a_lag_of_all_that_was_lost_costs_what_recomputing_does(
     assert costs[0] == pytest.approx(costs[1], rel=1e-6, abs=1e-9)
 
 
-@given(st.floats(0.02, 1e3), st.integers(1, 2000), st.integers(0, 500), st.floats(0.1, 1.0))
-def test_a_longer_watch_costs_more_but_for_the_stalls_that_it_spares(
-    mtbf_hours: float, interval: int, watch: int, slope: float
-) -> None:
-    inputs = job(mtbf_hours, recovery=end_cost(0.0, slope), persist_seconds=0.0, stall_seconds=0.0)
-    costs = [
-        cost_per_second(replace(inputs, watch_iterations=each), numpy.array([float(interval)]), "predict")[0]
-        for each in (watch, 2 * watch)
-    ]
-    assert costs[1] >= costs[0] - 1e-12
-    assert watch >= interval or costs[0] == cost_per_second(inputs, numpy.array([float(interval)]), "predict")[0]
-
-
 LEADS = st.tuples(st.floats(0.02, 1e3), st.integers(1, 500), st.integers(0, 200), st.floats(0.0, 20.0))
-
-
-@given(LEADS, st.integers(0, 10**6), st.floats(0.0, 200.0), st.floats(0.0, 2.0))
-def test_what_is_behind_is_behind_however_soon_the_next_failure_comes(
-    job_: tuple[float, int, int, float], after: int, constant: float, slope: float
-) -> None:
-    mtbf_hours, interval, watch, stall = job_
-    inputs = job(mtbf_hours, recovery=end_cost(constant, slope), watch_iterations=watch, stall_seconds=stall)
-    costs = [costs_at(replace(inputs, lead_after_iterations=each), interval) for each in (0, after)]
-    assert costs[1] == pytest.approx(costs[0], rel=1e-9, abs=1e-12)
-
-
-@given(LEADS, st.floats(1.0, 100.0))
-def test_a_lead_that_is_never_had_is_none(job_: tuple[float, int, int, float], lead: float) -> None:
-    mtbf_hours, interval, watch, stall = job_
-    inputs = job(
-        mtbf_hours,
-        recovery=end_cost(-lead, 0.0),
-        watch_iterations=watch,
-        stall_seconds=stall,
-        lead_after_iterations=10**12,
-    )
-    even = replace(inputs, recovery=end_cost(0.0, 0.0))
-    assert costs_at(inputs, interval) == pytest.approx(costs_at(even, interval), rel=1e-6, abs=1e-9)
 
 
 @given(LEADS, st.integers(0, 1000), st.floats(-200.0, 50.0), st.floats(-2.0, 2.0))
@@ -131,21 +94,6 @@ def test_no_lead_is_lost_where_a_checkpoint_is_durable_later_than_it_is_had() ->
     assert costs_at(replace(inputs, lead_after_iterations=120), 60) > costs_at(inputs, 60)
 
 
-def test_the_mean_distance_of_failures_is_half_an_interval_and_the_persist_time() -> None:
-    rare = job(RARE_HOURS, stall_seconds=0.0, recovery=end_cost(0.0, 1.0), watch_iterations=60)
-    (found,) = Costs(rare).horizon_iterations(numpy.array([100.0]), "predict")
-    assert found == pytest.approx(50 + 5 / 0.6 - 0.5, rel=1e-4)
-
-
-def test_the_watch_lengthens_the_way_to_the_checkpoint() -> None:
-    often = replace(job(stall_seconds=0.0, recovery=end_cost(0.0, 1.0)), failures_per_second=1 / (88 * 0.6))
-    near, far = (
-        Costs(replace(often, watch_iterations=watch)).horizon_iterations(numpy.array([10.0]), "predict")[0]
-        for watch in (0, 60)
-    )
-    assert near < 20 < 40 < far
-
-
 def test_a_job_without_a_curve_cannot_be_predicted() -> None:
     with pytest.raises(ValueError, match="recomputing only"):
         cost_per_second(job(), numpy.array([100.0]), "predict")
@@ -172,7 +120,3 @@ def test_the_search_finds_the_least_of_all_integers(low: int, more: int, optimum
     found = cheapest(cost, low, low + more)
     every = numpy.arange(low, low + more + 1, dtype=float)
     assert cost(numpy.array([float(found)]))[0] == pytest.approx(cost(every).min(), rel=1e-12)
-
-
-def test_the_search_takes_the_shortest_where_nothing_is_known() -> None:
-    assert cheapest(lambda grid: grid * numpy.nan, 10, 500) == 10

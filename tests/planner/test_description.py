@@ -15,7 +15,7 @@ from cpsr.fitter.failures import PRIOR_SHARES
 from cpsr.planner import description as module
 from cpsr.planner.description import PlanSpec
 from cpsr.planner.inputs import MemoryTier
-from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
+from cpsr.planner.recovery_curve import EndCostCurve, PaperCurve
 from tests.planner.jobs import PHASE
 
 DESCRIPTION: dict[str, Any] = {
@@ -44,14 +44,6 @@ def test_sizes_and_bandwidths_become_seconds(tmp_path: Path) -> None:
     assert isinstance(inputs.recovery, EndCostCurve)
     assert inputs.recovery.coefficients == (-10.0, 0.8, 0.0)
     assert inputs.recovery.source == "the job's description"
-
-
-def test_a_lead_is_had_as_late_as_it_was_measured_where_the_description_does_not_say(tmp_path: Path) -> None:
-    inputs = read(tmp_path, DESCRIPTION).inputs()
-    assert inputs.lead_after_iterations == LEAD_AFTER_ITERATIONS
-    at_once = changed(recovery={**DESCRIPTION["recovery"], "lead_after_iterations": 0})
-    assert read(tmp_path, at_once).inputs().lead_after_iterations == 0
-    assert read(tmp_path, changed(recovery=None)).inputs().lead_after_iterations == 0
 
 
 def test_the_example_in_the_documentation_can_be_read(tmp_path: Path) -> None:
@@ -94,17 +86,6 @@ def test_a_phase_stands_in_for_a_lag(tmp_path: Path) -> None:
     assert inputs.recovery == PaperCurve(PHASE)
 
 
-def test_numbers_as_people_write_them(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(
-        "iteration_seconds: 1\ncheckpoint: {stall_seconds: 5e-1, persist_seconds: 2}\nfailures: {mtbf_hours: 1e1}\n",
-        encoding="utf-8",
-    )
-    inputs = read_model(PlanSpec, path).inputs()
-    assert inputs.stall_seconds == 0.5
-    assert inputs.recovery is None
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -132,13 +113,6 @@ def test_mistakes_are_named(tmp_path: Path, fields: dict[str, Any], message: str
     assert message in str(caught.value)
 
 
-def test_a_file_that_is_no_description(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.yaml"):
-        read_model(PlanSpec, tmp_path / "absent.yaml")
-    with pytest.raises(ConfigError, match="expected a mapping"):
-        read(tmp_path, [1, 2])
-
-
 JOB: dict[str, Any] = {
     "iteration_seconds": 0.6,
     "checkpoint": {"stall_seconds": 0.9, "persist_seconds": 5.0},
@@ -161,13 +135,6 @@ def test_for_programs(description: str) -> None:
     assert (first["policy"], first["mode"], first["interval_iterations"]) == ("cpsr", "predict", 200)
     assert first["explanation"]["bound"] == "predictor"
     assert second["policy"] == "young"
-
-
-def test_for_people(description: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "--spec", description])
-    assert result.exit_code == 0, result.output
-    for word in ("cpsr", "200", "predict", "daly", "theorem1"):
-        assert word in result.stdout
 
 
 def test_every_sample_is_taken_as_it_is_printed(tmp_path: Path) -> None:

@@ -7,14 +7,6 @@ from cpsr.planner.inputs import Bounds, Limits, PlannerInputs, bounds_of
 from tests.planner.jobs import ANY, JOB, end_cost, job, limits
 
 
-def test_the_disk_moves_the_minimum() -> None:
-    found = bounds_of(job(persist_seconds=300.1, iteration_seconds=1.5), Limits(10, 500), "recompute")
-    assert found == Bounds(201, 500, "persist", "maximum")
-    assert found.clamp(139) == (201, "persist")
-    assert found.clamp(300) == (300, "none")
-    assert found.clamp(501) == (500, "maximum")
-
-
 def test_a_disk_that_is_slower_than_the_users_maximum_wins_and_it_is_reported() -> None:
     found = bounds_of(job(persist_seconds=1500.0, iteration_seconds=1.5), Limits(10, 500), "recompute")
     assert found is not None
@@ -39,10 +31,6 @@ def test_the_predictor_bounds_prediction_only() -> None:
     assert bounds_of(JOB, known, "recompute") == Bounds(10, 500)
 
 
-def test_no_prediction_where_the_disk_is_slower_than_the_predictor_allows() -> None:
-    assert bounds_of(job(persist_seconds=300.0), Limits(10, 500, 200), "predict") is None
-
-
 @given(ANY, ANY, limits())
 def test_every_bound_can_be_kept(persist: float, iteration: float, allowed: Limits) -> None:
     inputs = PlannerInputs(iteration, 1.0, persist, 1e-5)
@@ -54,9 +42,3 @@ def test_every_bound_can_be_kept(persist: float, iteration: float, allowed: Limi
         assert 1 <= found.minimum_iterations <= found.maximum_iterations
         if 0 < persist / iteration < 2**31 if iteration > 0 else False:
             assert found.minimum_iterations >= persist / iteration
-
-
-@pytest.mark.parametrize("wrong", [(0, 10, None), (10, 9, None), (1, 10, 0)])
-def test_limits_that_make_no_sense_are_refused(wrong: tuple[int, int, int | None]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        Limits(*wrong)

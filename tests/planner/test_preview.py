@@ -87,14 +87,6 @@ def test_the_change_is_planned_as_if_it_were_measured(
     assert faster["origins"]["stall_seconds"]["kind"] == "configured"
 
 
-def test_more_failures_never_mean_fewer_checkpoints() -> None:
-    basis = basis_of(stored(make_plan(inputs(recovery=None), LIMITS).explanation), "cpsr")
-    assert basis is not None
-    found = [preview(basis, Change(mtbf_hours=hours)).interval_iterations for hours in (0.1, 0.5, 2, 8, 50)]
-    assert found == sorted(found)
-    assert found[0] < found[-1]
-
-
 def test_an_overridden_plan_is_previewed_as_the_planner_would_make_it() -> None:
     free = make_plan(inputs(), LIMITS, "daly")
     pinned = make_plan(inputs(), Limits(7, 7, 400, "what was measured"), "daly")
@@ -144,17 +136,3 @@ PLAN = make_plan(inputs(), LIMITS)
 )
 def test_a_plan_that_does_not_say_what_it_was_made_from_has_no_basis(explanation: Any) -> None:
     assert basis_of(explanation, "cpsr") is None
-
-
-def test_a_larger_state_stalls_longer_in_memory_too() -> None:
-    tiers = {
-        "memory": MemoryTier(0.01),
-        "classes": {"process": FailureClass(0.5, 0.5), "everything": FailureClass(0.5, 0.5)},
-    }
-    basis = basis_of(stored(make_plan(inputs(**tiers), LIMITS).explanation), "cpsr")
-    assert basis is not None
-    found = preview(basis, Change(state_bytes=4e6), 1e6).explanation
-    assert (found["inputs"]["memory_stall_seconds"], found["inputs"]["stall_seconds"]) == (0.04, 0.8)
-    assert found["origins"]["memory_stall_seconds"]["kind"] == "configured"
-    faster = preview(basis, Change(snapshot_bytes_per_second=1e8), 1e6).explanation
-    assert faster["inputs"]["memory_stall_seconds"] == 0.01

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, CostObservation, EndCostCurve, PaperCurve
+from cpsr.planner.recovery_curve import CostObservation, EndCostCurve, PaperCurve
 from tests.planner.jobs import PHASE, end_cost
 
 TRUTH = (-12.0, 0.7, 0.05)
@@ -26,11 +26,6 @@ def observe(curve: EndCostCurve, seed: int, count: int, scatter: float = 4.0, er
 
 def at(curve: EndCostCurve, horizon: float, interval: float) -> float:
     return float(curve.end_cost_iterations(numpy.array([horizon]), interval)[0])
-
-
-def test_without_measurements_it_is_its_prior() -> None:
-    assert at(end_cost(-20.0, 0.5, 0.1), 40.0, 50.0) == pytest.approx(-20.0 + 20.0 + 5.0)
-    assert end_cost(-20.0, 0.5).source == "prior"
 
 
 def test_one_measurement_by_hand() -> None:
@@ -54,13 +49,6 @@ def test_it_learns_the_truth_from_many() -> None:
     assert curve.source == "60 measured recoveries, on prior"
 
 
-def test_an_exact_measurement_counts_more_than_a_rough_one() -> None:
-    exact, rough = (
-        end_cost(0.0, 1.0).with_observation(CostObservation(40.0, 50.0, 10.0, error)) for error in (1.0, 50.0)
-    )
-    assert at(exact, 40.0, 50.0) < at(rough, 40.0, 50.0) < 40.0
-
-
 @pytest.mark.parametrize("count", [0, 1, 8, 30])
 def test_one_outlier_changes_little(count: int) -> None:
     curve = observe(end_cost(0.0, 1.0), seed=2, count=count)
@@ -77,28 +65,6 @@ def test_two_outliers_are_a_fact() -> None:
     assert at(once, 40.0, 50.0) == pytest.approx(at(curve, 40.0, 50.0), abs=1e-9)
     assert at(twice, 40.0, 50.0) > at(curve, 40.0, 50.0) + 10.0
     assert "set aside" not in twice.source
-
-
-def test_it_forgets_the_oldest() -> None:
-    curve = end_cost(0.0, 1.0)
-    for count in range(OBSERVATIONS_MAX + 6):
-        curve = replace(curve, observations=(*curve.observations, CostObservation(float(count), 50.0, 0.0, 1.0)))
-    curve = curve.with_observation(CostObservation(999.0, 50.0, 0.0, 1.0))
-    assert len(curve.observations) == OBSERVATIONS_MAX
-    assert curve.observations[-1].horizon_iterations == 999.0
-
-
-def test_what_was_not_measured_is_refused() -> None:
-    for figures in [(math.nan, 50.0, 1.0, 1.0), (40.0, 50.0, math.inf, 1.0), (40.0, 50.0, 1.0, -1.0)]:
-        with pytest.raises(ValueError, match="leave it out"):
-            CostObservation(*figures)
-
-
-def test_a_prior_that_is_no_distribution_is_refused() -> None:
-    with pytest.raises(ValueError, match="positive definite"):
-        EndCostCurve.with_independent_prior((0.0, 1.0, 0.0), (1.0, 0.0, 1.0), 1.0)
-    with pytest.raises(ValueError, match="scatter_iterations"):
-        EndCostCurve.with_independent_prior((0.0, 1.0, 0.0), (1.0, 1.0, 1.0), 0.0)
 
 
 @given(
@@ -129,14 +95,6 @@ def test_the_papers_curve_is_averaged_over_the_phase() -> None:
     assert PaperCurve(PHASE).end_cost_iterations(numpy.array([1.0]), 60.0)[0] == pytest.approx(mean, rel=1e-3)
 
 
-def test_the_papers_curve_takes_many_intervals_at_once() -> None:
-    intervals = numpy.array([[20.0], [50.0], [400.0]])
-    together = PaperCurve(PHASE).end_cost_iterations(numpy.ones((3, 4)), intervals)
-    assert together.shape == (3, 4)
-    for row, interval in zip(together, intervals[:, 0], strict=True):
-        assert row == pytest.approx(PaperCurve(PHASE).end_cost_iterations(numpy.ones(4), float(interval)))
-
-
 @given(st.floats(1e-6, 1e-2), st.floats(-50, 50), st.floats(1e-3, 10), st.floats(-50, 50), st.integers(0, 10**12))
 def test_the_papers_curve_rises_with_the_interval_and_is_finite(
     alpha1: float, alpha2: float, tau1: float, tau2: float, parameters: int
@@ -153,12 +111,6 @@ def test_the_papers_curve_rises_with_the_interval_and_is_finite(
     assert numpy.isfinite(lags).all()
     assert (lags >= 0).all()
     assert (numpy.diff(lags) >= -1e-9 * lags[1:]).all()
-
-
-@pytest.mark.parametrize("wrong", [{"alpha1_per_iteration": 0.0}, {"xi": -1.0}, {"tau2": math.nan}])
-def test_coefficients_that_mean_nothing_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="the paper's curve needs"):
-        PaperCurve(replace(PHASE, **wrong))  # type: ignore[arg-type]
 
 
 def test_the_deviation_of_a_distant_failure_is_a_number() -> None:

@@ -102,13 +102,6 @@ def test_without_snapshots_every_failure_goes_back_to_the_disk() -> None:
     assert {one["back_to"] for one in plan.explanation["classes"].values()} == {"disk"}
 
 
-def test_the_user_sets_the_interval_in_memory() -> None:
-    plan = make_plan(two_tiers(interval_iterations=7), Limits(1, 5000), recovery_mode="exact")
-    assert (plan.memory_interval_iterations, plan.explanation["memory"]["configured_iterations"]) == (7, 7)
-    short = make_plan(two_tiers(interval_iterations=700), Limits(1, 50), recovery_mode="exact")
-    assert (short.memory_interval_iterations, short.interval_iterations) == (50, 50)
-
-
 @pytest.mark.parametrize(("longest", "every"), [(1, 1), (22, 20), (40, 34), (100, 100)])
 def test_rare_failures_do_not_stretch_a_planned_interval_over_its_limit(longest: int, every: int) -> None:
     inputs = two_tiers(
@@ -119,13 +112,6 @@ def test_rare_failures_do_not_stretch_a_planned_interval_over_its_limit(longest:
     plan = with_memory(fixed_plan(100), limited, Limits())
     assert (plan.interval_iterations, plan.memory_interval_iterations) == (100, every)
     assert plan.explanation["memory"]["longest_iterations"] == longest
-
-
-def test_frequent_failures_shorten_a_planned_interval_below_its_limit() -> None:
-    inputs = two_tiers(0.002, mtbf_hours=0.001, iteration_seconds=0.5)
-    assert inputs.memory is not None
-    limited = replace(inputs, memory=replace(inputs.memory, longest_iterations=20))
-    assert memory_interval(limited, 100) == memory_interval(inputs, 100) == 1
 
 
 def test_beside_a_fixed_interval_that_the_disk_cannot_keep_snapshots_lie_inside_of_it() -> None:
@@ -144,15 +130,6 @@ def test_beside_a_fixed_interval_failures_are_predicted_where_that_is_possible()
     assert near_loss < 0.5 * far_loss
 
 
-def test_the_rarer_the_failures_that_reach_the_disk_the_longer_its_interval() -> None:
-    limits = Limits(1, 10_000)
-    often, replicated, rarely = (
-        make_plan(two_tiers(**fields), limits, recovery_mode="exact").interval_iterations  # type: ignore[arg-type]
-        for fields in ({}, {"replica_seconds": 2.0}, {"replica_seconds": 2.0, "process": 0.79, "everything": 0.01})
-    )
-    assert often < replicated < rarely
-
-
 def test_what_each_class_loses() -> None:
     plan = make_plan(two_tiers(replica_seconds=6.0), Limits(1, 10_000), recovery_mode="exact")
     found = plan.explanation["classes"]
@@ -164,21 +141,6 @@ def test_what_each_class_loses() -> None:
     assert found["everything"]["loss_iterations"] == pytest.approx(plan.interval_iterations / 2 + 5.0 / 0.6, rel=0.02)
     total = sum(one["failures_per_second"] * one["loss_iterations"] * 0.6 for one in found.values())
     assert plan.explanation["expected"]["recovery_per_second"] == pytest.approx(total)
-
-
-def test_a_slow_network_is_as_good_as_the_disk() -> None:
-    slow = make_plan(two_tiers(replica_seconds=1e6), Limits(1, 10_000), recovery_mode="exact")
-    loss = {scope: one["loss_iterations"] for scope, one in slow.explanation["classes"].items()}
-    assert loss["machine"] == pytest.approx(loss["everything"], rel=0.02)
-
-
-def test_only_what_reaches_the_disk_is_predicted() -> None:
-    inputs = two_tiers(recovery=end_cost(0.0, 0.2))
-    plan = make_plan(inputs, Limits(10, 500, 500))
-    assert plan.mode == "predict"
-    found = plan.explanation["classes"]
-    assert found["process"]["back_to"] == "memory"
-    assert found["everything"]["loss_iterations"] < 0.5 * plan.interval_iterations / 2
 
 
 @dataclass

@@ -80,12 +80,6 @@ def test_a_window_on_another_machine_is_older_by_its_transfer(transfer: float) -
     assert ways_in(plan, "machine")["window"] == pytest.approx(walked(8, transfer), rel=0.1)
 
 
-def test_windows_longer_than_the_interval_of_the_disk_are_not_what_a_failure_goes_back_to() -> None:
-    plan = make_plan(windowed(400), Limits(10, 50), recovery_mode="exact")
-    assert list(ways_in(plan, "process")) == ["disk", "window"]
-    assert plan.memory_interval_iterations == 400
-
-
 def test_a_window_of_another_machine_has_its_own_cost_where_the_disk_is_nearer() -> None:
     plan = make_plan(windowed(8, 600.0), Limits(10, 50), recovery_mode="exact")
     costs = ways_in(plan, "machine")
@@ -103,21 +97,6 @@ def test_a_window_is_replaced_by_a_prediction_only_where_that_is_surely_cheaper(
         assert plan.mode == "predict"
         firsts.append([next(iter(ways_in(plan, scope))) for scope in ("process", "everything")])
     assert firsts == [["predicted", "predicted"], ["window", "predicted"]]
-
-
-def test_what_no_checkpoint_is_near_enough_for_is_no_way() -> None:
-    plan = make_plan(windowed(8, recovery=end_cost(0.0, 5.0), stall_seconds=9.0), Limits(10, 5000, 50))
-    assert plan.mode == "recompute"
-    assert plan.interval_iterations > 50
-    assert "predicted" not in ways_in(plan, "everything")
-
-
-def test_measured_loads_count_and_are_in_the_inputs() -> None:
-    inputs = windowed(8, load_seconds={"disk": 0.0, "memory": 1000.0})
-    plan = make_plan(inputs, Limits(10, 100), recovery_mode="exact")
-    first, second = plan.explanation["classes"]["process"]["ways"]
-    assert (first["way"], second["way"], second["load_seconds"]) == ("disk", "window", 1000.0)
-    assert plan.explanation["inputs"]["memory_load_seconds"] == 1000.0
 
 
 @st.composite
@@ -165,13 +144,3 @@ def test_what_a_plan_leaves_in_a_checkpoint_prices_a_restart() -> None:
     half = prices.predicted(20, share=0.5)
     assert half is not None
     assert half.deviation_seconds == pytest.approx(predicted.deviation_seconds / 2)
-
-
-def test_there_are_no_prices_where_an_iteration_was_not_measured() -> None:
-    assert Prices.of_job(job(iteration_seconds=math.nan), 40) is None
-    assert Prices.of_job(job(iteration_seconds=0.0), 40) is None
-    assert Prices.of_job(job(predict_seconds=math.inf), 40) is None
-    assert Prices.of_tree(None) is None
-    alone = Prices.of_job(job(recovery=None), 40)
-    assert alone is not None
-    assert alone.predicted(10, 1.0) is None

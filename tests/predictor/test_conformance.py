@@ -14,7 +14,6 @@ from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
 from cpsr.predictor.training import Head
 from cpsr.predictor.vitp import VITPPredictor
-from tests.predictor.mapped import MappedHistory, own_memory_bytes
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = list(range(600, 1001, 50))
@@ -80,17 +79,6 @@ def test_an_ordinary_failure_is_feasible_and_says_what_it_is(make_history: MakeH
     assert "30 iterations ahead" in forecast.reason
     out = predicted(METHODS[method](), history, forecast)
     assert all(bool(torch.isfinite(values).all()) for values in out.values())
-
-
-@every_method
-def test_horizon_zero_is_the_newest_checkpoint(make_history: MakeHistory, method: str) -> None:
-    weights = walk(9)
-    for count in (1, 2, 9):
-        history = make_history(ITERATIONS[-count:], weights[-count:])
-        forecast = METHODS[method]().forecast(history, Target(1000, 1000.0, 1.0))
-        assert forecast.expected_end_cost_iterations == 0.0
-        out = predicted(METHODS[method](), history, forecast)
-        assert all(torch.equal(out[name], weights[-1][name]) for name in out)
 
 
 @every_method
@@ -230,16 +218,6 @@ def test_a_damaged_checkpoint_counts_as_absent(make_history: MakeHistory, method
 
 
 @every_method
-def test_nothing_but_damaged_checkpoints_is_infeasible(make_history: MakeHistory, method: str) -> None:
-    weights = walk(9)
-    for step in weights:
-        step["w0"][0] = math.nan
-    forecast = METHODS[method]().forecast(make_history(ITERATIONS, weights), TARGET)
-    assert not forecast.feasible
-    assert "left out, not finite" in forecast.reason
-
-
-@every_method
 @pytest.mark.parametrize(
     ("times", "target", "words"),
     [
@@ -291,20 +269,6 @@ def test_snapshots_that_entries_repeat_count_once(make_history: MakeHistory, met
     out = predict(METHODS[method](), make_history(iterations, doubled, taken=taken), target)
     expected = predict(METHODS[method](), make_history(ITERATIONS, weights), target)
     torch.testing.assert_close(out["w0"], expected["w0"])
-
-
-@every_method
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_histories_are_read_as_float32(
-    make_history: MakeHistory, method: str, dtype: torch.dtype
-) -> None:
-    half = [{name: values.to(dtype) for name, values in step.items()} for step in walk(9)]
-    same = [{name: values.float() for name, values in step.items()} for step in half]
-    out = predict(METHODS[method](), make_history(ITERATIONS, half, widen=True))
-    expected = predict(METHODS[method](), make_history(ITERATIONS, same))
-    assert all(torch.equal(out[name], expected[name]) for name in out)
-    with pytest.raises(ValueError, match=r"expected \(37,\) float32"):
-        METHODS[method]().forecast(make_history(ITERATIONS, half), TARGET)
 
 
 @every_method
@@ -389,19 +353,3 @@ def numbers(data: Any) -> list[float]:
     if isinstance(data, torch.Tensor):
         return [float(number) for number in data.flatten().tolist()]
     return [float(data)] if isinstance(data, int | float) else []
-
-
-@pytest.fixture(scope="module")
-def mapped(tmp_path_factory: pytest.TempPathFactory) -> MappedHistory:
-    # Beyond 32 MiB the allocator always asks the system: nothing hides in memory that earlier tests have left.
-    return MappedHistory(tmp_path_factory.mktemp("mapped"), [900, 950, 1000], numel=9 << 20)
-
-
-@every_method
-def test_memory_does_not_grow_with_the_model(mapped: MappedHistory, method: str) -> None:
-    predictor = METHODS[method](chunk_elements=1 << 17)
-    before = mapped.peak_bytes = own_memory_bytes()
-    for _, _, _ in predictor.predict(mapped, predictor.forecast(mapped, TARGET)):
-        mapped.peak_bytes = max(mapped.peak_bytes, own_memory_bytes())
-    # Four pieces of 0.5 MiB, 4 MiB of differences for a Gram matrix; the tensor has 36 MiB in each checkpoint.
-    assert mapped.peak_bytes - before < 12 * 2**20

@@ -69,11 +69,6 @@ def test_on_an_even_grid_the_split_is_the_fft_of_the_residual(count: int, fracti
     numpy.testing.assert_allclose(split.high @ values, numpy.fft.irfft(dropped, count), atol=1e-12)
 
 
-@pytest.mark.parametrize(("count", "bins"), [(2, 0), (3, 0), (4, 1), (7, 1), (8, 2), (13, 2), (14, 3), (20, 4)])
-def test_the_mid_band_is_forty_percent_of_the_bins(count: int, bins: int) -> None:
-    assert mid_bins(bands(even(count))) == bins
-
-
 @given(irregular(), st.floats(0, 2))
 def test_the_extrapolated_baseline_is_the_line(times: list[float], reach: float) -> None:
     target = times[-1] + reach * (times[-1] - times[0])
@@ -108,18 +103,3 @@ def test_a_line_with_a_symmetric_sinusoid_of_the_mid_band_is_kept_and_continued(
     for ahead in (0.01, 0.05, 0.2):
         row = split.baseline_at(times[-1] + ahead) + split.mid_at(times[-1] + ahead)
         assert row @ values == pytest.approx(truth(times[-1] + ahead), abs=1e-11)
-
-
-@pytest.mark.parametrize(
-    ("times", "words"),
-    [
-        ([1.0], "1 times"),
-        ([0.0, 1.0, 1.0], "1 follows 1"),
-        ([0.0, 2.0, 1.0], "1 follows 2"),
-        ([0.0, math.nan, 1.0], "finite"),
-        ([0.0, math.inf], "finite"),
-    ],
-)
-def test_bad_times_are_errors(times: list[float], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        bands(times)

@@ -97,20 +97,6 @@ def test_an_operator_of_a_straighter_path_is_followed_further(make_history: Make
     assert f"({lowest:.1f} to {highest:.1f} times that by operator)" in forecast.reason
 
 
-def test_ranks_leave_out_what_any_of_them_must(make_history: MakeHistory) -> None:
-    weights = straight(ITERATIONS)
-    asked: list[list[int]] = []
-
-    def other_rank_found_one(damaged: Any) -> list[int]:
-        asked.append(list(damaged))
-        return [2] if len(asked) == 1 else []
-
-    predictor = LinePredictor(agree=other_rank_found_one)
-    forecast = predictor.forecast(make_history(ITERATIONS, weights), Target(1030, 1030.0, 1.0))
-    assert forecast.settings["left_out_not_finite"] == [ITERATIONS[2]]
-    assert asked == [[], []]
-
-
 def test_operators_of_other_ages_get_rows_of_their_own(make_history: MakeHistory) -> None:
     taken = {"expert": [iteration - 25 for iteration in ITERATIONS], "rare": [675] * 5 + [975] * 2}
     weights = [
@@ -146,18 +132,6 @@ def test_a_state_is_expected_to_be_no_better_than_its_oldest_operators(make_hist
     predictor.record({"kind": "recovery", "settings": found.settings, "lag_iterations": -90.0})
     assert predictor.forecast(make_history(ITERATIONS, weights), target) == newest
     assert predictor.state_dict()["direction"] == state["direction"]
-
-
-def test_a_failure_right_at_a_checkpoint_that_holds_older_weights_too(make_history: MakeHistory) -> None:
-    older = [iteration - 60 for iteration in ITERATIONS]
-    weights = [{"w": torch.tensor([i / 1000]), "old": torch.tensor([(i - 60) / 1000])} for i in ITERATIONS]
-    history = make_history(ITERATIONS, weights, taken={"old": older})
-    predictor = LinePredictor(gain=1.0, window_iterations=300)
-    forecast = predictor.forecast(history, Target(1000, 1000.0, 1.0))
-    out = predicted(predictor, history, forecast)
-    assert out["w"].item() == weights[-1]["w"].item()
-    assert out["old"].item() == pytest.approx(1.0)
-    assert forecast.settings["own_series_operators"] == 1
 
 
 TARGET = Target(1030, 1030.0, 1.0)
@@ -202,12 +176,3 @@ def test_a_lag_of_a_part_of_the_state_is_that_share_of_the_whole_one(make_histor
     settings = {**settings, "lost_share": 0.25}
     part.record({"settings": settings, "lag_iterations": 15.0, "standard_error_iterations": 2.0})
     assert part.forecast(history, TARGET) == whole.forecast(history, TARGET)
-
-
-def test_what_began_at_the_line_s_value_is_no_measurement(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    predictor = LinePredictor()
-    before = predictor.forecast(history, TARGET)
-    settings = {**before.settings, "base": 1.0}  # as version 0.1.0 wrote it
-    predictor.record({"settings": settings, "lag_iterations": 60.0, "standard_error_iterations": 5.0})
-    assert predictor.forecast(history, TARGET) == before

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import HistoryEntry, Target
-from cpsr.predictor.series import path_places, reach_factor, straightness, too_far, too_few
+from cpsr.predictor.series import path_places, reach_factor, straightness, too_far
 from cpsr.predictor.vitp import VITPPredictor
 
 
@@ -22,31 +22,19 @@ def to(failure: int) -> Target:
     return Target(failure, float(failure), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("count", "words"), [(0, "no usable"), (1, "there is one"), (2, "needs 3 usable checkpoints, and there are 2")]
-)
-def test_too_few_says_how_many(count: int, words: str) -> None:
-    reason = too_few(at([10, 20])[:count], 3)
-    assert reason is not None
-    assert words in reason
-    assert too_few(at([10, 20])[:count], count) is None
-
-
 def test_further_than_the_span_is_too_far_for_what_extrapolates() -> None:
     assert too_far(to(1100), at([900, 950, 1000])) is None
     reason = too_far(to(1101), at([900, 950, 1000]))
     assert reason is not None
     assert "further than the 100" in reason
-    assert too_far(to(1101), at([900, 950, 1000]), extrapolates=False) is None
 
 
 def test_beyond_ten_intervals_is_too_far_for_all() -> None:
     entries = at(list(range(1000, 1601, 10)))
-    for extrapolates in (True, False):
-        assert too_far(to(1700), entries, extrapolates) is None
-        reason = too_far(to(1701), entries, extrapolates)
-        assert reason is not None
-        assert "more than 10 intervals of 10" in reason
+    assert too_far(to(1700), entries) is None
+    reason = too_far(to(1701), entries)
+    assert reason is not None
+    assert "more than 10 intervals of 10" in reason
 
 
 def test_more_learning_rate_ahead_than_in_the_window_is_too_far() -> None:
@@ -55,7 +43,6 @@ def test_more_learning_rate_ahead_than_in_the_window_is_too_far() -> None:
     reason = too_far(Target(1010, 110.1, 1.0), entries)
     assert reason is not None
     assert "more than the 10 over the whole window" in reason
-    assert too_far(Target(1010, 110.1, 1.0), entries, extrapolates=False) is None
 
 
 def test_a_window_given_by_the_user_must_hold_three_checkpoints() -> None:
@@ -66,10 +53,6 @@ def test_a_window_given_by_the_user_must_hold_three_checkpoints() -> None:
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = list(range(650, 1001, 50))
-
-
-def points(interval: int, count: int) -> list[HistoryEntry]:
-    return [HistoryEntry(place * interval, float(place), 1e-3) for place in range(1, count + 1)]
 
 
 def walk(angle: float) -> list[dict[str, torch.Tensor]]:
@@ -83,16 +66,6 @@ def walk(angle: float) -> list[dict[str, torch.Tensor]]:
     return path
 
 
-@pytest.mark.parametrize(
-    ("interval", "count", "expected"),
-    [(50, 20, (13, 16, 19)), (100, 8, (4, 5, 7)), (20, 40, (24, 31, 39)), (10, 40, (20, 29, 39)), (300, 3, (0, 1, 2))],
-)
-def test_the_path_is_that_of_300_iterations_in_two_halves(
-    interval: int, count: int, expected: tuple[int, int, int]
-) -> None:
-    assert path_places(points(interval, count)) == expected
-
-
 @pytest.mark.parametrize("angle", [0.0, math.pi / 3, math.pi / 2, math.pi])
 def test_it_is_the_cosine_of_the_turn(make_history: MakeHistory, angle: float) -> None:
     history = make_history(ITERATIONS, walk(angle))
@@ -100,11 +73,6 @@ def test_it_is_the_cosine_of_the_turn(make_history: MakeHistory, angle: float) -
     # Half of the path is three steps, and the turn lies in its middle.
     assert (first, middle, last) == (1, 4, 7)
     assert straightness(gram(history, "w", [first, middle, last])) == pytest.approx(math.cos(angle), abs=2e-3)
-
-
-def test_what_never_moved_or_is_damaged_has_none() -> None:
-    assert straightness(torch.zeros(2, 2, dtype=torch.float64)) == 0.0
-    assert straightness(torch.full((2, 2), math.nan, dtype=torch.float64)) == 0.0
 
 
 def test_predictors_measure_it_over_all_weights_from_what_they_learned_or_from_the_history(
@@ -118,15 +86,6 @@ def test_predictors_measure_it_over_all_weights_from_what_they_learned_or_from_t
     found = [one.forecast(history, target).settings["context"]["straightness"] for one in (learned, fresh, line)]
     assert found == [pytest.approx(0.5, abs=2e-3)] * 3
     assert (learned.straightness(), fresh.straightness()) == (found[0], None)
-
-
-def test_a_straight_path_promises_more(make_history: MakeHistory) -> None:
-    target = Target(1030, 1030.0, 1.0)
-    costs = [
-        LinePredictor().forecast(make_history(ITERATIONS, walk(angle)), target).expected_end_cost_iterations
-        for angle in (0.0, math.pi / 2)
-    ]
-    assert costs[0] < costs[1]
 
 
 def path(first: float, second: float, cosine: float) -> torch.Tensor:

@@ -81,16 +81,6 @@ def test_snapshots_of_different_ages_are_their_own_series(make_history: MakeHist
     assert [point.iteration for point in statistics.operators["scalar"].points] == [100, 210, 300, 410]
 
 
-def test_slices_of_ranks_add_up(make_history: MakeHistory) -> None:
-    steps = walk(7)
-    whole, parts = MotionStatistics(), [MotionStatistics(), MotionStatistics()]
-    one_by_one(make_history, steps, 5, whole)
-    for part, cut in zip(parts, (slice(0, 222), slice(222, None)), strict=True):
-        one_by_one(make_history, [{"w": step["w"][cut]} for step in steps], 5, part)
-    summed = products(parts[0], "w") + products(parts[1], "w")
-    torch.testing.assert_close(summed, products(whole, "w"), rtol=1e-12, atol=1e-12)
-
-
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chosen=st.sets(st.integers(0, 6), min_size=2), seed=st.integers(0, 1000))
 def test_matrices_of_fewer_snapshots_follow(make_history: MakeHistory, chosen: set[int], seed: int) -> None:
@@ -137,26 +127,6 @@ def test_a_checkpoint_that_is_not_finite_is_left_out_and_listed(make_history: Ma
     # Once the history has lost it nobody needs to know of it.
     take_in(statistics, make_history(ITERATIONS[4:], steps[4:]))
     assert not statistics.left_out
-
-
-def test_a_tensor_that_changed_its_size_starts_anew(make_history: MakeHistory) -> None:
-    statistics = MotionStatistics()
-    take_in(statistics, make_history(ITERATIONS[:4], walk(4)))
-    resized = walk(4, seed=1, sizes={"w": 33, "bias": 9, "scalar": 1})
-    history = make_history(ITERATIONS[3:], resized)
-    take_in(statistics, history)
-    assert statistics.operators["w"].numel == 33
-    torch.testing.assert_close(products(statistics, "w"), gram(history, "w"), rtol=1e-12, atol=1e-12)
-
-
-def test_a_checkpoint_the_history_lost_is_bridged(make_history: MakeHistory) -> None:
-    steps = walk(7)
-    statistics = MotionStatistics()
-    take_in(statistics, make_history(ITERATIONS[:6], steps[:6]))
-    kept = [0, 1, 2, 4, 6]  # one of the middle is gone, and the newest that was known
-    history = make_history([ITERATIONS[k] for k in kept], [steps[k] for k in kept])
-    take_in(statistics, history)
-    torch.testing.assert_close(products(statistics, "w"), gram(history, "w"), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_kept_is_bounded_small_and_survives(make_history: MakeHistory) -> None:

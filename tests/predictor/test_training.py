@@ -9,14 +9,12 @@ import torch
 from cpsr.predictor import training as module
 from cpsr.predictor.network import (
     MIN_SNAPSHOTS,
-    pretrained_parameters,
 )
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, OperatorMotion, merged
 from cpsr.predictor.training import (
     LATER_ITERATIONS,
     MAX_EXAMPLES,
-    OPERATORS_PER_CHECKPOINT,
     Examples,
     Head,
     Windows,
@@ -70,30 +68,6 @@ def test_it_learns_to_turn_and_untrained_it_starts_at_the_line() -> None:
     assert after["line_cosine"] == before["line_cosine"]
     assert after["line_cosine"] < 0.5
     assert after["vitp_cosine"] > 0.8
-
-
-def test_it_starts_pretrained_and_counts_updates_from_there() -> None:
-    head = Head()
-    assert torch.equal(head.parameters, pretrained_parameters())
-    assert not torch.equal(head.parameters, Head.untrained().parameters)
-    state = head.state_dict()
-    assert (state["steps"], bool(state["exp_avg"].any()), bool(state["exp_avg_sq"].any())) == (0, False, False)
-    assert trained(2).steps == 2
-    assert torch.equal(Head().parameters, pretrained_parameters()), "what one head learns reaches no other"
-
-
-def test_it_goes_on_where_it_was_saved() -> None:
-    data, tensors = codec.encode(trained(5).state_dict())
-    later = Head()
-    later.load_state_dict(codec.decode(json.loads(json.dumps(data)), tensors))
-    once = Head()
-    examples = circles()
-    for step in range(8):
-        returned(once.step(examples.draw(torch.Generator().manual_seed(step))))
-    for step in range(5, 8):
-        returned(later.step(examples.draw(torch.Generator().manual_seed(step))))
-    assert later.steps == once.steps
-    assert torch.equal(later.parameters, once.parameters)
 
 
 def test_an_update_in_parts_is_that_of_one_piece_whatever_comes_between() -> None:
@@ -164,33 +138,11 @@ def motion(count: int, interval: int = 50, seed: int = 0, size: float = 1.0, rat
     return OperatorMotion(40, points, steps @ steps.T)
 
 
-def test_a_window_needs_enough_before_and_after() -> None:
-    assert windows({"w": motion(5)}) == []
-    assert [len(taken.points) for taken in windows({"w": motion(6)})] == [6]
-    assert windows({"w": motion(8, interval=20)}) == []  # 100 iterations after the fourth are not yet there
-    assert [len(taken.points) for taken in windows({"w": motion(9, interval=20)})] == [9]
-
-
 def test_what_never_moved_or_stood_still_is_no_example() -> None:
     still = motion(9)
     zero = OperatorMotion(40, still.points, torch.zeros(8, 8, dtype=torch.float64))
     broken = OperatorMotion(40, still.points, still.products * float("nan"))
     assert windows({"zero": zero, "broken": broken, "paused": motion(9, rate=0.0)}) == []
-
-
-def test_operators_with_the_same_snapshots_are_one_window_weighted_by_distance() -> None:
-    found = windows({"a": motion(9, size=1.0), "b": motion(9, size=3.0), "expert": motion(9, interval=70)})
-    assert [len(taken) for taken in found] == [2, 1]
-    torch.testing.assert_close(found[0].weights[0] / found[0].weights[1], torch.tensor(3.0))  # b comes first
-    assert float(sum(taken.weights.sum() for taken in found)) == pytest.approx(1.0)
-    assert torch.allclose(found[0].products.diagonal(dim1=1, dim2=2).sum(dim=1), torch.ones(2))
-
-
-def test_only_those_that_move_farthest_are_taken() -> None:
-    many = {f"w{k}": motion(7, size=1.0 + k) for k in range(OPERATORS_PER_CHECKPOINT + 20)}
-    (found,) = windows(many)
-    distances = torch.arange(OPERATORS_PER_CHECKPOINT + 20.0, 20.0, -1.0)
-    torch.testing.assert_close(found.weights, distances / distances.sum())
 
 
 @pytest.mark.parametrize(("count", "interval"), [(6, 50), (9, 50), (20, 20), (7, 100)])

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,7 +16,6 @@ from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Head
 from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor, without_slices
 from cpsr.state import codec
-from tests.predictor.mapped import MappedHistory, own_memory_bytes
 
 UNTRAINED = predictor_ranks.Ranks(trains=False)
 
@@ -76,12 +74,6 @@ def predicted(predictor: StatePredictor, history: History, forecast: Forecast) -
     for operator, start, values in predictor.predict(history, forecast):
         out[operator][start : start + values.numel()] = values
     return out
-
-
-def bearing(forecast: Forecast, operator: str) -> list[float]:
-    """Direction of the displacement from the newest snapshot."""
-    older = torch.tensor(forecast.coefficients[operator][:-1], dtype=torch.float64)
-    return list((older / older.norm()).tolist())
 
 
 def true_cosine(
@@ -427,18 +419,3 @@ def test_a_rank_that_lags_measures_the_same_path(make_history: MakeHistory, lagg
     for forecast in forecasts:
         for name, row in forecast.coefficients.items():
             assert row == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)
-
-
-def test_memory_does_not_grow_with_the_model(make_history: MakeHistory, tmp_path: Path) -> None:
-    teach(VITPPredictor(**LINE, direction="vitp"), make_history, noisy(circle, 8))  # what torch itself takes at first
-    history = MappedHistory(tmp_path, [50 * k for k in range(7)], numel=9 << 20)
-    predictor = VITPPredictor(**LINE, chunk_elements=1 << 17, direction="vitp")
-    before = history.peak_bytes = own_memory_bytes()
-    for _ in predictor.learn(history):
-        history.peak_bytes = max(history.peak_bytes, own_memory_bytes())
-    forecast = predictor.forecast(history, ahead(history))
-    for _, _, _ in predictor.predict(history, forecast):
-        history.peak_bytes = max(history.peak_bytes, own_memory_bytes())
-    assert forecast.settings["updates"] > 0
-    # 3.5 MiB of float64 differences; the tensor has 36 MiB in each checkpoint.
-    assert history.peak_bytes - before < 12 * 2**20

@@ -5,7 +5,7 @@ import pytest
 
 from cpsr.journal import Journal, PlanOverride, override_plan
 from cpsr.planner.inputs import Limits, PlannerInputs
-from cpsr.planner.live.adoption import OverrideWatch, bounded, differs, overridden, override_message, pinned_plan
+from cpsr.planner.live.adoption import OverrideWatch, bounded, differs, overridden, pinned_plan
 from cpsr.planner.plan import Plan, fixed_plan
 from cpsr.planner.planning import make_plan
 
@@ -94,13 +94,6 @@ def test_where_it_cannot_be_read_the_last_one_holds(
     later = time.time() + 61.0
     monkeypatch.setattr(time, "time", lambda: later)
     assert watch.now() is None
-
-
-def test_the_messages_of_overrides() -> None:
-    assert "an interval of 5 iterations" in override_message(override(5, 5))
-    assert "from 5 to any iterations" in override_message(override(5, None))
-    assert "for inf s" in override_message(override(5, 6, seconds=float("inf")))
-    assert "has ended" in override_message(None)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cpsr.config import CPSRConfig
 from cpsr.fitter.failures import FailureClasses
 from cpsr.journal import FailureRow, Journal, JournalReader, RecoveryRow, ReportedFailure, StepRow
-from cpsr.planner.live.expectations import Curves, fit_curves, prior_curves
+from cpsr.planner.live.expectations import Curves, fit_curves
 
 CONFIG = CPSRConfig.load({"run_dir": "run", "planner": {"mtbf_hours": 2.0}})
 ACCURACY: list[dict[str, Any]] = [
@@ -105,12 +105,6 @@ def test_losses_of_a_branch_that_was_given_up_do_not_count(journal: Journal) -> 
     assert found.loss.last_iteration == 100
 
 
-def test_before_anything_is_known_the_configuration_speaks() -> None:
-    prior = prior_curves(0, CONFIG)
-    assert prior.failures.total.mtbf_hours == pytest.approx(2.0)
-    assert (prior.loss, prior.accuracy, prior.costs) == (None, None, ())
-
-
 def lives_of(tmp_path: Path, endings: Sequence[str]) -> Path:
     """A journal with a life for each ending; `killed` leaves none."""
     path = tmp_path / "journal.db"
@@ -156,22 +150,6 @@ def test_a_life_counts_in_proportion_to_its_ranks(lives: list[tuple[int | None, 
         journal.close()
     assert found.failures == len(lives)
     assert found.exposure_seconds == pytest.approx(sum(0.5 * steps * (ranks or now) / now for ranks, steps in lives))
-
-
-def test_with_half_of_the_ranks_failures_are_half_as_frequent(tmp_path: Path) -> None:
-    """But for the configured rate, which is that of the job as it is."""
-    rates = []
-    for ranks in (4, 2):
-        journal = Journal.open(tmp_path / str(ranks) / "journal.db")
-        for life, now in enumerate((4, 4, 4, ranks)):
-            journal.start_life("auto", ranks=now)
-            journal.record(*[replace(step(i, 2.0), life=life, seconds=3600.0) for i in range(1, 5)] if life < 3 else [])
-        rates.append(fitted(journal).failures.total)
-        journal.close()
-    four, two = rates
-    assert (four.failures, two.failures) == (3, 3)
-    assert two.failures / two.exposure_seconds == four.failures / four.exposure_seconds / 2
-    assert two.mean_per_second == pytest.approx((1 + 3) / ((2 + 2 * 12) * 3600.0))
 
 
 def test_reported_failures_count_once_and_within_the_run(tmp_path: Path) -> None:

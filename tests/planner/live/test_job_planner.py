@@ -200,12 +200,6 @@ def test_a_new_life_goes_on_with_phases_costs_and_interval(tmp_path: Path, journ
     assert phases_of(after)["ended"] == 1
 
 
-def test_a_restored_interval_keeps_to_todays_limits(tmp_path: Path) -> None:
-    planner = planner_of(configured(tmp_path, planner={"interval_max_iterations": 100}))
-    assert planner.first_plan({"interval_iterations": 2000}).interval_iterations == 100
-    assert planner.first_plan({"interval_iterations": 2}).interval_iterations == 10
-
-
 def test_a_journal_that_cannot_be_read_now_is_read_later(tmp_path: Path, journal: RankJournal) -> None:
     (tmp_path / "commands.db").write_bytes(b"x" * 4096)
     planner = planner_of(configured(tmp_path))
@@ -251,24 +245,6 @@ def test_curves_that_are_not_known_are_reported_to_those_who_need_them(
         assert "the predictor's accuracy is not known yet (it needs 4 checkpoints that were predicted" in message
 
 
-def test_an_optimizer_without_second_moments_has_phases_by_length(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path))
-    planner.start(tmp_path, 1, journal)
-    for iteration in (100, 200, 300, 400, 500):
-        planner.note(saved(iteration, moment=None))
-    planner.consider(situation(500, planner.first_plan({})))
-    assert proposed(planner) is not None
-    planner.close()
-    written(journal)
-    with JournalReader(tmp_path / "journal.db") as reader:
-        phases = reader.phases()
-    assert [(phase.phase, phase.first_iteration, phase.last_iteration) for phase in phases] == [
-        (0, 100, 300),
-        (1, 300, 500),
-    ]
-    assert {phase.ended_by for phase in phases} == {"length"}
-
-
 def fitted(journal: RankJournal, run_dir: Path) -> set[str]:
     written(journal)
     with JournalReader(run_dir / "journal.db") as reader:
@@ -299,20 +275,6 @@ def test_the_users_interval_is_never_changed(tmp_path: Path, journal: RankJourna
     assert found.explanation["classes"]["process"]["back_to"] == "memory"
     planner.close()
     assert fitted(journal, tmp_path) == {"loss", "failure_rate"}
-
-
-def test_without_shared_memory_a_fixed_interval_needs_no_plan(tmp_path: Path, journal: RankJournal) -> None:
-    checkpoint = {"interval_iterations": 33, "shared_memory": False}
-    planner = planner_of(configured(tmp_path, checkpoint=checkpoint))
-    plan = planner.first_plan({})
-    assert (plan.interval_iterations, plan.memory_interval_iterations) == (33, None)
-    planner.start(tmp_path, 1, journal)
-    planner.note(saved(100))
-    planner.note_memory(0.1)
-    planner.consider(situation(110, plan))
-    time.sleep(0.5)
-    planner.close()
-    assert planner.proposal() is None
 
 
 def test_snapshots_in_memory_are_planned_by_what_they_cost(tmp_path: Path, journal: RankJournal) -> None:
@@ -405,30 +367,6 @@ def test_replicas_of_an_earlier_life_count_while_there_are_holders(tmp_path: Pat
         assert after.state_dict(Plan(50, "cpsr", {}))["memory"] == recorded
 
 
-def test_what_another_number_of_ranks_measured_is_unknown(tmp_path: Path) -> None:
-    before = planner_of(configured(tmp_path))
-    before.note_memory(0.002)
-    state = {**before.state_dict(Plan(50, "cpsr", {})), "costs": None, "memory": None, "second_moment_share": None}
-    after = planner_of(configured(tmp_path))
-    after.load_state_dict(state, replicates=True)
-    assert after.state_dict(Plan(50, "cpsr", {}))["memory"] == {}
-
-
-def test_a_long_fixed_interval_does_not_delay_the_plan_of_snapshots(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 5000}))
-    plan = planner.first_plan({})
-    planner.start(tmp_path, 1, journal)
-    planner.consider(situation(11, plan))
-    for _ in range(8):
-        planner.note_memory(0.5)
-    found = proposed(planner)
-    planner.close()
-    assert found is not None
-    assert (found.interval_iterations, found.origin) == (5000, "fixed")
-    assert found.memory_interval_iterations is not None
-    assert found.memory_interval_iterations > 10
-
-
 @pytest.mark.parametrize(("stall_seconds", "every"), [(0.0001, 10), (0.01, 10), (0.02, 20), (0.042, 42)])
 def test_a_kill_loses_no_more_than_a_percent_of_the_time_has_to_allow(
     tmp_path: Path, journal: RankJournal, stall_seconds: float, every: int
@@ -463,33 +401,6 @@ def test_a_plan_of_snapshots_is_proposed_once(tmp_path: Path, journal: RankJourn
     time.sleep(0.5)
     assert planner.proposal() is None, "as good as the last one"
     planner.close()
-
-
-def test_the_stalls_of_snapshots_are_no_stalls_of_the_disk(tmp_path: Path) -> None:
-    planner = planner_of(configured(tmp_path))
-    for _ in range(20):
-        planner.times.step(0.1)
-    planner.times.begun()
-    for _ in range(10):
-        planner.note_memory(0.05)
-        planner.times.step(0.1 + 0.05 + 0.01)
-    planner.note(saved(100))
-    costs = planner.state_dict(Plan(50, "cpsr", {}))["costs"]
-    assert costs["stall_seconds"] == pytest.approx(10 * 0.01)
-
-
-def test_the_users_interval_in_memory_is_never_changed(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path, memory={"interval_iterations": 3}))
-    first = planner.first_plan({"memory_interval_iterations": 7})
-    assert first.memory_interval_iterations == 3
-    planner.start(tmp_path, 1, journal)
-    planner.note(saved(100, stall_seconds=2.0))
-    planner.consider(situation(110, first))
-    plan = proposed(planner)
-    planner.close()
-    assert plan is not None
-    assert plan.memory_interval_iterations == 3
-    assert plan.row(0, 111).memory_interval_iterations == 3
 
 
 def test_planning_draws_no_random_numbers_and_imports_nothing_slow(tmp_path: Path) -> None:
@@ -567,11 +478,6 @@ def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, 
     shown, origins = plan.explanation["inputs"], plan.explanation["origins"]
     assert (shown["memory_stall_seconds"], shown["replica_seconds"]) == (0.3, 2.0), "rank 0 knows its own better"
     assert (origins["memory_stall_seconds"]["samples"], origins["replica_seconds"]["samples"]) == (1, 1)
-
-
-def test_without_replicas_of_every_rank_the_job_has_none(tmp_path: Path, journal: RankJournal) -> None:
-    plan = with_replicas(tmp_path, journal, [{"replica_seconds": 2.0}, {}])
-    assert plan.explanation["classes"]["machine"]["back_to"] == "disk"
 
 
 def looked(planner: JobPlanner, iteration: int, moment: float) -> None:
@@ -717,36 +623,3 @@ def test_a_fixed_interval_is_overridden_at_once(tmp_path: Path, journal: RankJou
     after = proposed(planner)
     assert after == planner.first_plan({})
     planner.close()
-
-
-def test_an_override_between_two_plans_stays_within_the_configured_bounds(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path, planner={"interval_min_iterations": 40, "interval_max_iterations": 90}))
-    planner.start(tmp_path, 1, journal)
-    pin(tmp_path, 5)
-    planner.note(saved(100))
-    planner.consider(situation(110, planner.first_plan({})))
-    plan = proposed(planner)
-    assert plan is not None
-    if plan.origin != "override":  # it was made before the override was heard of
-        plan = proposed(planner)
-    assert plan is not None
-    assert (plan.interval_iterations, plan.origin) == (40, "override")
-    planner.close()
-
-
-def test_the_fitted_curve_of_the_loss_is_recorded_with_its_band(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path))
-    planner.start(tmp_path, 1, journal)
-    for end in (100, 200, 300):
-        planner.note(saved(end, moment=1.0 + end))
-        planner.consider(situation(end + 10, planner.first_plan({})))
-        assert proposed(planner) is not None
-    planner.close()
-    written(journal)
-    with JournalReader(tmp_path / "journal.db") as reader:
-        drawn = reader.newest(FitRow, 1, kind="loss")[0].result["curve"]
-    assert drawn["iterations"][0] == 1.0
-    assert drawn["iterations"][-1] > 400, "the band reaches as far ahead as the fit was judged by"
-    assert all(
-        low < at < high for low, at, high in zip(drawn["low_nats"], drawn["loss_nats"], drawn["high_nats"], strict=True)
-    )

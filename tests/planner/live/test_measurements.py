@@ -10,25 +10,9 @@ from cpsr.planner.live.measurements import RankCosts, RankTimes, second_moment_s
 COSTS = RankCosts(100, 3, 0.02, 0.2, 1000, 1e-6)
 
 
-def test_every_rank_counts_by_its_weights() -> None:
-    other = replace(COSTS, parameters=3000, mean_second_moment=5e-6)
-    assert second_moment_share([COSTS, other]) == pytest.approx((1000 * 1e-6 + 3000 * 5e-6) / 4000 / 1e-6)
-    assert second_moment_share([other, COSTS]) == pytest.approx(4 / 5)
-
-
-def test_ranks_that_keep_none_are_left_out() -> None:
-    none = replace(COSTS, parameters=10**9, mean_second_moment=None)
-    assert second_moment_share([COSTS, none, replace(COSTS, mean_second_moment=3e-6)]) == pytest.approx(2)
-
-
 @pytest.mark.parametrize("own", [None, 0.0, float("nan"), float("inf")])
 def test_there_is_no_share_of_what_the_first_rank_does_not_have(own: float | None) -> None:
     assert second_moment_share([replace(COSTS, mean_second_moment=own), COSTS]) is None
-
-
-@pytest.mark.parametrize("other", [float("nan"), float("inf")])
-def test_a_moment_that_is_no_number_makes_no_share(other: float) -> None:
-    assert second_moment_share([COSTS, replace(COSTS, mean_second_moment=other)]) is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-20, 1e20)), min_size=1, max_size=8))
@@ -74,21 +58,6 @@ def test_snapshots_to_memory_meanwhile_are_not_its_cost() -> None:
     assert stall(meter, 0.0) == pytest.approx(0.05)
 
 
-def test_it_costs_at_least_what_training_waited() -> None:
-    assert metered(20, [0.1, 0.09]) == 0.01
-
-
 @pytest.mark.parametrize(("calm", "under_way"), [(4, [9.0]), (20, [])])
 def test_without_a_pace_or_a_step_it_is_what_training_waited(calm: int, under_way: list[float]) -> None:
     assert metered(calm, under_way) == 0.01
-
-
-def test_steps_under_a_checkpoint_are_not_the_pace() -> None:
-    meter = RankTimes(1)
-    for _ in range(3):
-        for _ in range(10):
-            meter.step(0.1)
-        meter.begun()
-        for _ in range(100):
-            meter.step(0.2)
-        assert stall(meter, 0.0) == pytest.approx(10.0)

@@ -6,7 +6,7 @@ import pytest
 
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.journal import RecoveryRow
-from cpsr.planner.live.expectations import _lost_share, _measured_costs, expected_costs
+from cpsr.planner.live.expectations import _measured_costs, expected_costs
 from cpsr.planner.plan import Schedule
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
@@ -52,13 +52,6 @@ def test_a_run_with_too_few_checkpoints_has_no_curve(iteration: int) -> None:
     assert expected_costs(Schedule(iteration, 1e-3, 1e-3), Retention()) is None
 
 
-def test_more_history_allows_longer_intervals() -> None:
-    schedule = Schedule(5000, 1e-3, 1e-3)
-    found = [expected_costs(schedule, Retention(history_span_iterations=span)) for span in (100, 400)]
-    assert [one[1] for one in found if one is not None] == sorted(one[1] for one in found if one is not None)
-    assert len([one for one in found if one is not None]) == 2
-
-
 def recovery(**changes: Any) -> RecoveryRow:
     values: dict[str, Any] = {
         "id": "r",
@@ -87,22 +80,6 @@ def test_lags_are_in_proportion_to_what_was_lost() -> None:
     assert recovered.standard_error_iterations == pytest.approx(0.25 * math.hypot(18, LAG_DEVIATION_ITERATIONS))
     (vetoed,) = _measured_costs([recovery(settings=settings, outcome="vetoed")], 0.25)
     assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40.0, 0.0)  # all is recomputed
-
-
-def test_the_lost_share_is_the_mean_of_the_failures_after_one_that_loses_all() -> None:
-    partly, planned = {"settings": {"lost_share": 0.25}}, {"settings": {}, "guard": {"lost_share": 0.25}}
-    assert _lost_share([]) == _lost_share([recovery()]) == 1.0
-    assert _lost_share([recovery(**partly), recovery(**planned), recovery()]) == 0.5
-
-
-def test_what_was_measured_is_in_the_order_of_time() -> None:
-    rows = [
-        recovery(
-            guard={"lag": {"lag_iterations": lag, "standard_error_iterations": 9.0}}, created_unix_seconds=10.0 * lag
-        )
-        for lag in (3.0, 1.0, 2.0)
-    ]
-    assert [one.end_cost_iterations for one in _measured_costs(rows, 1.0)] == [1.0, 2.0, 3.0]
 
 
 def test_what_the_guard_refused_cost_what_was_recomputed() -> None:
