@@ -23,7 +23,7 @@ import numpy
 from numpy.typing import NDArray
 
 from cpsr.predictor.protocol import Forecast, HistoryEntry, Target
-from cpsr.predictor.series import TYPICAL_STRAIGHTNESS, window_start
+from cpsr.predictor.series import TYPICAL_STRAIGHTNESS
 
 __all__ = [
     "FEATURES",
@@ -41,7 +41,6 @@ __all__ = [
     "features",
     "of_part",
     "reaches",
-    "start_of_three",
     "table",
     "windows",
 ]
@@ -308,11 +307,6 @@ def windows(points: Sequence[HistoryEntry]) -> list[int]:
     three, whole = newest - points[-MIN_CHECKPOINTS].iteration, newest - points[0].iteration
     longest = min(whole, WINDOW_SHARE_OF_AGE * newest)
     return [window for window in WINDOWS_ITERATIONS if three <= window <= longest] or [three]
-
-
-def start_of_three(points: Sequence[HistoryEntry], window_iterations: int) -> int:
-    """Position of the oldest point within a window that is stretched to three points (there are at least three)."""
-    return min(window_start(points, window_iterations), len(points) - MIN_CHECKPOINTS)
 
 
 def reaches(horizon: float, window: float) -> list[float]:

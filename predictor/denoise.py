@@ -77,16 +77,6 @@ class Bands:
         row: Matrix = _baseline(self.times, numpy.array([time]))[0]
         return row
 
-    def mid_at(self, time: float) -> Matrix:
-        """The mid band's sinusoids continued to `time`: a row `(K,)` that sums to 0.
-
-        Its norm is at most `sqrt(2 m / K) / SMALLEST_SINGULAR_VALUE` (without a Nyquist bin): noise is not amplified
-        without bound.
-        """
-        bins = (len(self.spectrum) + 1) // 2
-        row: Matrix = _sinusoids(self.times, numpy.array([time]), bins)[0] @ self.spectrum
-        return row
-
 
 def bands(times: Sequence[float], mid_fraction: float = MID_FRACTION) -> Bands:
     """Split a series of checkpoints at `times` into bands.

@@ -1,38 +1,39 @@
-"""A predictor's collectives over the ranks of a job: agreement, sums, and who learns from a replicated operator."""
+"""A predictor's collectives over the ranks of a job; alone there is nobody to agree with."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["ALONE", "Ranks"]
+__all__ = ["Ranks"]
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-@dataclass(frozen=True)
 class Ranks:
-    """Collectives of a predictor; every rank calls each equally often and in the same order.
+    """A single rank; `cpsr.learning.exchange.Exchange` is one of several. Every rank calls each equally often.
 
-    Attributes:
-        agree: history entries that any rank must leave out, for those of this rank.
-        reduce: sums of float64 matrices by operator over the ranks that give one.
-        broadcast: rank 0's value.
+    Args:
         trains: whether this rank trains the network.
-        is_mine: whether this rank learns from an operator; a replicated one has one rank that does.
-        portion: factor of this rank's products of an operator in their sum, less than 1 where other ranks own the same
-            elements and give theirs, too.
     """
 
-    agree: Callable[[Sequence[int]], Sequence[int]] = _itself
-    reduce: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = _itself
-    broadcast: Callable[[Any], Any] = _itself
-    trains: bool = True
-    is_mine: Callable[[str], bool] = lambda operator: True
-    portion: Callable[[str], float] = lambda operator: 1.0
+    def __init__(self, *, trains: bool = True) -> None:
+        self.trains = trains
 
+    def agree(self, entries: Sequence[int]) -> Sequence[int]:
+        """History entries that any rank must leave out, for those of this rank, so that all predict from the same."""
+        return entries
 
-ALONE = Ranks()
+    def reduce(self, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sums of float64 matrices by operator over the ranks that give one."""
+        return dict(products)
+
+    def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""
+        return shared
+
+    def is_mine(self, operator: str) -> bool:
+        """Whether this rank learns from an operator; a replicated one has one rank that does."""
+        return True
+
+    def portion(self, operator: str) -> float:
+        """Factor of this rank's products in their sum, less than 1 where other ranks own the same elements, too."""
+        return 1.0

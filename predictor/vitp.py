@@ -12,7 +12,7 @@ from cpsr.predictor.line import CHUNK_ELEMENTS, MAX_NAMES, Fit, LinePredictor, l
 from cpsr.predictor.network import MIN_SNAPSHOTS, Geometry, corrections, squared_norms, undisturbed
 from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
-from cpsr.predictor.ranks import ALONE, Ranks
+from cpsr.predictor.ranks import Ranks
 from cpsr.predictor.series import Series, distinct_times, path_places, path_positions, straightness, window_start
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, OperatorMotion, merged
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Examples, Head, windows
@@ -125,9 +125,9 @@ class VITPPredictor(LinePredictor):
         chunk_elements: as in `LinePredictor`.
         direction: whose direction is taken. None: that of the lower expected end cost, the line's until the network has
             had 32 updates in this run.
-        ranks: the other ranks that predict together. `broadcast` is called once a forecast, `reduce` once more than
-            damage is searched for, alike on all. Where slices of one operator were taken at different iterations, each
-            has a name of its own in `reduce`.
+        ranks: all that predict together; None: this one alone. `broadcast` is called once a forecast, `reduce` once
+            more than damage is searched for, alike on all. Where slices of one operator were taken at different
+            iterations, each has a name of its own in `reduce`.
 
     Raises:
         ValueError: as `LinePredictor`, or an unknown direction.
@@ -142,8 +142,9 @@ class VITPPredictor(LinePredictor):
         chunk_elements: int = CHUNK_ELEMENTS,
         *,
         direction: Direction | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks | None = None,
     ) -> None:
+        ranks = ranks or Ranks()
         super().__init__(window_iterations, gain, chunk_elements, ranks.agree)
         if direction not in (None, "line", "vitp"):
             raise ValueError(f"direction = {direction!r}: expected 'line', 'vitp' or None")

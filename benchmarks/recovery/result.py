@@ -165,7 +165,7 @@ def summarise(
         for one in of:
             cell = Cell(name, one.point.interval, one.point.fraction, one.point.lost)
             by_cell.setdefault(cell, []).append(one)
-    methods, groups = selection.methods, [(None, None)]
+    methods, groups = selection.methods, list[tuple[float | None, int | None]]([(None, None)])
     groups += [(fraction, None) for fraction in selection.fractions]
     groups += [(None, interval) for interval in selection.intervals]
     wanted = [

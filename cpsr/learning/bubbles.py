@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import monotonic, perf_counter
@@ -17,7 +17,7 @@ __all__ = ["BubbleAccount", "BubbleLog", "Bubbles"]
 RECENT_DURATIONS = 16
 # Quantile of the recent durations. A short forecast lets work end in time, and a single outlier does not decide.
 FORECAST_QUANTILE = 0.1
-# With fewer durations of a place, its share of the schedule is used: the first durations include warm-ups.
+# With fewer durations of a place nothing is forecast: the first include warm-ups.
 MEASURED_DURATIONS = 4
 # Most waits of one kind in an iteration: a loop that takes batches without a step would add places forever.
 MAX_PLACES = 4096
@@ -60,42 +60,29 @@ class BubbleAccount:
         )
 
 
-class _Place:
-    """The n-th wait of one kind in an iteration."""
-
-    __slots__ = ("_durations", "measured_seconds", "share")
-
-    def __init__(self, share: float) -> None:
-        self._durations: deque[float] = deque(maxlen=RECENT_DURATIONS)
-        self.share = share
-        self.measured_seconds: float | None = None
-
-    def add(self, seconds: float) -> None:
-        self._durations.append(seconds)
-        if len(self._durations) >= MEASURED_DURATIONS:
-            ordered = sorted(self._durations)
-            self.measured_seconds = ordered[int(FORECAST_QUANTILE * len(ordered))]
-
-    def forecast_seconds(self, iteration_seconds: float) -> float:
-        return self.share * iteration_seconds if self.measured_seconds is None else self.measured_seconds
-
-
 class _Kind:
-    """The waits of one kind, in their order in an iteration."""
+    """The waits of one kind, in their order in an iteration: the recent durations of each, and its forecast."""
 
-    __slots__ = ("_shares", "count", "places")
+    __slots__ = ("count", "durations", "forecasts")
 
-    def __init__(self, shares: Sequence[float]) -> None:
-        self._shares = shares
-        self.places: list[_Place] = []
+    def __init__(self) -> None:
+        self.durations: list[deque[float]] = []
+        self.forecasts: list[float] = []
         self.count = 0  # of the iteration in progress
 
-    def next(self) -> _Place:
-        number = min(self.count, MAX_PLACES - 1)
-        if number == len(self.places):
-            self.places.append(_Place(self._shares[number] if number < len(self._shares) else 0.0))
+    def next_place(self) -> int:
+        place = min(self.count, MAX_PLACES - 1)
+        if place == len(self.durations):
+            self.durations.append(deque(maxlen=RECENT_DURATIONS))
+            self.forecasts.append(0.0)
         self.count += 1
-        return self.places[number]
+        return place
+
+    def add(self, place: int, seconds: float) -> None:
+        recent = self.durations[place]
+        recent.append(seconds)
+        if len(recent) >= MEASURED_DURATIONS:
+            self.forecasts[place] = sorted(recent)[int(FORECAST_QUANTILE * len(recent))]
 
 
 class Bubbles:
@@ -103,29 +90,21 @@ class Bubbles:
 
     An iteration's waits come in the same order every time: a pipeline's receives, the batches of its micro-batches. So
     a wait is known by its kind and by its number in the iteration, its *place*. The forecast of a place is a low
-    quantile of its recent durations. Before enough of them are known, it is the place's share of an iteration by the
-    schedule, of the shortest iteration so far; a place that no schedule knows is then forecast to last for no time.
+    quantile of its recent durations, and no time before enough of them are known.
 
     The training thread is the one that calls `end_iteration`, and before the first call the one that creates this
     object. Waits of other threads (a user's own prefetching of batches) are ignored. No method waits for work that
     runs in a bubble.
-
-    Args:
-        shares: kind of wait -> the share of an iteration that each of its waits should take, in their order
-            (`cpsr.learning.pipeline_schedule`).
     """
 
-    def __init__(self, shares: Mapping[str, Sequence[float]] | None = None) -> None:
-        self._shares = shares or {}
+    def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._changed = threading.Condition(threading.Lock())  # guards all below; locked for microseconds only
         self._kinds: dict[str, _Kind] = {}
-        self._open: _Place | None = None
+        self._open: tuple[_Kind, int] | None = None
         self._began = 0.0
         self._until = 0.0  # forecast end of the open wait
         self._closed = False
-        self._iteration_began = perf_counter()
-        self._shortest_iteration_seconds = 0.0
         self._iteration_forecast_seconds = 0.0
         self._past: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_BUBBLES)  # beginnings and ends
         self._iterations = self._slices = self._late_slices = 0
@@ -144,10 +123,11 @@ class Bubbles:
         with self._changed:
             kind = self._kinds.get(place)
             if kind is None:
-                kind = self._kinds[place] = _Kind(self._shares.get(place, ()))
-            self._open = kind.next()
+                kind = self._kinds[place] = _Kind()
+            number = kind.next_place()
+            self._open = kind, number
             self._began = perf_counter()
-            self._until = self._began + self._open.forecast_seconds(self._shortest_iteration_seconds)
+            self._until = self._began + kind.forecasts[number]
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -158,10 +138,10 @@ class Bubbles:
             if self._open is None:
                 return
             now = perf_counter()
-            place, self._open = self._open, None
+            (kind, number), self._open = self._open, None
             self._past.append((self._began, now))
             self._bubble_seconds += now - self._began
-            place.add(now - self._began)
+            kind.add(number, now - self._began)
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
@@ -174,20 +154,13 @@ class Bubbles:
 
     def end_iteration(self) -> None:
         """A step is complete: places are counted from 0 again."""
-        now = perf_counter()
         self._thread = threading.get_ident()
         with self._changed:
-            seconds, self._iteration_began = now - self._iteration_began, now
-            # Not the first, which began before training did.
-            if self._iterations == 1 or (self._iterations > 1 and seconds < self._shortest_iteration_seconds):
-                self._shortest_iteration_seconds = seconds
             self._iterations += 1
-            forecast = 0.0
+            self._iteration_forecast_seconds = 0.0
             for kind in self._kinds.values():
-                for place in kind.places[: kind.count]:
-                    forecast += place.forecast_seconds(self._shortest_iteration_seconds)
+                self._iteration_forecast_seconds += sum(kind.forecasts[: kind.count])
                 kind.count = 0
-            self._iteration_forecast_seconds = forecast
 
     # On any thread
 

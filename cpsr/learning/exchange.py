@@ -7,20 +7,25 @@ from typing import Any
 
 import torch
 
+from cpsr.predictor.ranks import Ranks
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 
 __all__ = ["Exchange"]
 
 
-class Exchange:
+class Exchange(Ranks):
     """The predictor's collectives over a group; every rank calls them equally often and in the same order.
 
     Operators are replicated where every rank of the data-parallel group has the same slice of each (ZeRO-0, DDP). Each
     of these ranks then learns from about as many bytes of weights. Elsewhere a rank learns from all of its own.
+
+    Args:
+        trains: whether this rank trains the network.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, trains: bool) -> None:
+        super().__init__(trains=trains)
         self._group: Group | None = None
         self._holders: dict[str, int] = {}
         self._owners: dict[str, int] = {}

@@ -9,12 +9,11 @@ from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.job import Job, Rewind
 from cpsr.journal import RankJournal
-from cpsr.learning.bubbles import BubbleLog
+from cpsr.learning.bubbles import BubbleLog, Bubbles
 from cpsr.learning.exchange import Exchange
 from cpsr.learning.learner import Learner
 from cpsr.learning.memory import Use, choose_use
-from cpsr.learning.pace import bubbles_of, pace_of
-from cpsr.predictor.ranks import Ranks
+from cpsr.learning.pace import pace_of
 from cpsr.predictor.vitp import VITPPredictor
 
 __all__ = ["Learning"]
@@ -34,20 +33,10 @@ class Learning:
     """
 
     def __init__(self, adapter: EngineAdapter, config: CPSRConfig) -> None:
-        self._exchange = Exchange()
-        self.predictor = VITPPredictor(
-            direction=config.predictor.direction,
-            ranks=Ranks(
-                self._exchange.agree,
-                self._exchange.reduce,
-                self._exchange.broadcast,
-                trains=adapter.rank == 0,
-                is_mine=self._exchange.is_mine,
-                portion=self._exchange.portion,
-            ),
-        )
+        self._exchange = Exchange(trains=adapter.rank == 0)
+        self.predictor = VITPPredictor(direction=config.predictor.direction, ranks=self._exchange)
         self._nothing_learned = self.predictor.state_dict()
-        self.bubbles = bubbles_of(adapter)
+        self.bubbles = Bubbles()
         pace = pace_of(adapter, self.bubbles, config.learning.budget_fraction, self._report_starved)
         self.learner = Learner(self.predictor, pace)
         self._adapter = adapter

@@ -9,9 +9,8 @@ from time import perf_counter
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.learning.bubbles import Bubbles
 from cpsr.learning.learner import BudgetPace, Pace
-from cpsr.learning.pipeline_schedule import idle_shares
 
-__all__ = ["BubblePace", "bubbles_of", "pace_of"]
+__all__ = ["BubblePace", "pace_of"]
 
 # Expected duration before any slice was measured: slices are cut to a few milliseconds.
 FIRST_SLICE_SECONDS = 0.005
@@ -108,14 +107,6 @@ class BubblePace:
             )
 
 
-def bubbles_of(adapter: EngineAdapter) -> Bubbles:
-    """The waits of this rank's training thread, forecast by its pipeline's schedule if that blocks the thread."""
-    pipeline = adapter.pipeline
-    if pipeline is None or not _blocks(adapter):
-        return Bubbles()
-    return Bubbles(idle_shares(pipeline.stages, adapter.micro_batches_per_iteration, pipeline.stage))
-
-
 def pace_of(
     adapter: EngineAdapter, bubbles: Bubbles, budget_fraction: float, report: Callable[[str], object]
 ) -> Pace | None:
@@ -134,9 +125,6 @@ def pace_of(
     """
     if budget_fraction == 0:
         return None
-    return BubblePace(bubbles, None if _blocks(adapter) else BudgetPace(budget_fraction), report)
-
-
-def _blocks(adapter: EngineAdapter) -> bool:
-    """Whether the training thread itself waits for other stages; a receive on a GPU is only queued."""
-    return adapter.pipeline is not None and adapter.device.type == "cpu"
+    # A receive on a GPU is only queued.
+    waits_itself = adapter.pipeline is not None and adapter.device.type == "cpu"
+    return BubblePace(bubbles, None if waits_itself else BudgetPace(budget_fraction), report)

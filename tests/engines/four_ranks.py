@@ -65,7 +65,7 @@ def find() -> dict[str, Any]:
         parts[f"hsdp {name}"] = described(parameter, name, 2)
     hsdp = TorchAdapter(replicated, torch.optim.AdamW(replicated.parameters()))
 
-    group, exchange = Group(), Exchange()
+    group, exchange = Group(), Exchange(trains=True)
     exchange.open(group, hsdp.shard(), hsdp.data_parallel_ranks)
     writes = WriteAssignment.of(hsdp.shard(), {}, hsdp.data_parallel_ranks, group)
     assert writes is not None

@@ -66,20 +66,6 @@ def test_each_wait_of_an_iteration_has_its_own_forecast(clock: Clock) -> None:
     assert forecast(bubbles, "grad") == 0.5
 
 
-def test_until_it_is_measured_a_wait_takes_its_share_of_the_shortest_iteration(clock: Clock) -> None:
-    bubbles = Bubbles({"grad": [0.25, 0.125]})
-    assert forecast(bubbles, "grad") == 0.0  # no iteration yet
-    bubbles.end_iteration()
-    iterate(bubbles, clock, ("grad", 3.0), ("grad", 3.0), busy_seconds=10.0)
-    iterate(bubbles, clock, busy_seconds=8.0)
-    iterate(bubbles, clock, ("grad", 3.0), ("grad", 3.0), ("grad", 3.0), busy_seconds=20.0)
-    assert bubbles.iteration_forecast_seconds() == pytest.approx(0.375 * 8.0)
-    assert forecast(bubbles, "grad") == pytest.approx(2.0)
-    assert forecast(bubbles, "grad") == pytest.approx(1.0)
-    assert forecast(bubbles, "grad") == 0.0  # of the third no schedule knows
-    assert forecast(bubbles, "data") == 0.0
-
-
 def test_waits_of_another_thread_are_ignored(clock: Clock) -> None:
     bubbles = Bubbles()
     other = threading.Thread(target=lambda: wait(bubbles, clock, "data", 1.0))

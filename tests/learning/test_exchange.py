@@ -17,7 +17,7 @@ SCRIPT = textwrap.dedent(
     group = Group()
     nothing = Shard({})
     def opened(shard, members=(0,)):
-        exchange = Exchange()
+        exchange = Exchange(trains=True)
         exchange.open(group, shard, members)
         return exchange
     exchange = opened(nothing)

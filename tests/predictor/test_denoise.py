@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.predictor.denoise import SMALLEST_SINGULAR_VALUE, Bands, Matrix, bands
+from cpsr.predictor.denoise import Bands, Matrix, bands
 from cpsr.predictor.line import line_coefficients
 
 even_counts = pytest.mark.parametrize("count", range(2, 18))
@@ -76,30 +76,3 @@ def test_the_extrapolated_baseline_is_the_line(times: list[float], reach: float)
     # The line's own formula works on times as they are: rounding relative to the span grows with their distance from 0.
     atol = 1e-12 * (1 + times[-1] / (times[-1] - times[0]))
     numpy.testing.assert_allclose(row, line_coefficients(times, target, gain=1.0, base=1.0), atol=atol)
-
-
-@given(irregular(), st.floats(0, 2))
-def test_clustered_times_do_not_blow_up_the_continued_band(times: list[float], reach: float) -> None:
-    split = bands(times)
-    row = split.mid_at(times[-1] + reach * (times[-1] - times[0]))
-    assert abs(row.sum()) < 1e-10
-    # The mean square of the singular values is K/2, so the largest is no smaller.
-    bound = math.sqrt(2 * mid_bins(split) / len(times)) / SMALLEST_SINGULAR_VALUE
-    assert numpy.linalg.norm(row) <= bound + 1e-9
-
-
-@pytest.mark.parametrize("count", [7, 8, 12, 13])
-def test_a_line_with_a_symmetric_sinusoid_of_the_mid_band_is_kept_and_continued(count: int) -> None:
-    times = even(count)
-    period, middle = 0.05 * count, (times[0] + times[-1]) / 2
-    split = bands(times)
-
-    def truth(time: float) -> float:
-        waves = (math.cos(2 * math.pi * q * (time - middle) / period) for q in range(1, mid_bins(split) + 1))
-        return 2.0 - 0.3 * time + 0.5 * sum(waves)
-
-    values = numpy.array([truth(time) for time in times])
-    numpy.testing.assert_allclose(split.denoised @ values, values, atol=1e-12)
-    for ahead in (0.01, 0.05, 0.2):
-        row = split.baseline_at(times[-1] + ahead) + split.mid_at(times[-1] + ahead)
-        assert row @ values == pytest.approx(truth(times[-1] + ahead), abs=1e-11)

@@ -1,7 +1,7 @@
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -336,15 +336,7 @@ class Ranks:
         return everything
 
     def options(self, rank: int) -> dict[str, Any]:
-        def reduce(products: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            summed: dict[str, torch.Tensor] = {}
-            for part in self.exchange(rank, products):
-                for name, matrix in part.items():
-                    summed[name] = summed[name] + matrix if name in summed else matrix
-            return summed
-
-        own = predictor_ranks.Ranks(list, reduce, lambda value: self.exchange(rank, value)[0], trains=rank == 0)
-        return {"ranks": own}
+        return {"ranks": OneOfTwo(self, rank)}
 
     @staticmethod
     def together(work: Sequence[Callable[[], Forecast]]) -> list[Forecast]:
@@ -359,6 +351,25 @@ class Ranks:
         for thread in threads:
             thread.join(30)
         return [results[rank] for rank in range(len(work))]
+
+
+class OneOfTwo(predictor_ranks.Ranks):
+    """The collectives of one of them."""
+
+    def __init__(self, both: Ranks, rank: int) -> None:
+        super().__init__(trains=rank == 0)
+        self._both, self._rank = both, rank
+
+    def reduce(self, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        summed: dict[str, torch.Tensor] = {}
+        for part in self._both.exchange(self._rank, products):
+            for name, matrix in part.items():
+                summed[name] = summed[name] + matrix if name in summed else matrix
+        return summed
+
+    def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
+        first: dict[str, Any] = self._both.exchange(self._rank, shared)[0]
+        return first
 
 
 def halves(steps: Steps) -> list[Steps]:

@@ -172,8 +172,8 @@ def test_weights_that_differ_from_the_cached_run_stop_the_benchmark(tmp_path: Pa
 
 def test_the_caches_key_changes_with_all_that_matters(tmp_path: Path) -> None:
     short = dataclasses.replace(TINY, iterations=60)
-    changes = ({}, {"iterations": 70}, {"peak_learning_rate": 2e-3}, {"schedule": "wsd"})
-    runs = [Run(dataclasses.replace(short, **change), 0, tmp_path) for change in changes]  # type: ignore[arg-type]
+    changes: tuple[dict[str, Any], ...] = ({}, {"iterations": 70}, {"peak_learning_rate": 2e-3}, {"schedule": "wsd"})
+    runs = [Run(dataclasses.replace(short, **change), 0, tmp_path) for change in changes]
     names = [one.trajectory().directory.name for one in (*runs, Run(short, 1, tmp_path))]
     assert len({name.rpartition("-")[2] for name in names}) == len(names)
 
