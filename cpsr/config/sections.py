@@ -228,11 +228,6 @@ class PeersConfig(Section):
         ge=0,
         description="Other nodes that keep each rank's newest snapshots, if they have the memory; 0 is off.",
     )
-    rate_limit_bytes_per_second: int | None = Field(
-        default=None,
-        ge=1,
-        description="Limit of what each rank sends to all its holders together; null: the network's.",
-    )
 
 
 class ServiceConfig(Section):

@@ -112,7 +112,7 @@ class HostMemory:
                 group,
                 job.adapter.data_parallel_ranks,
                 shard,
-                config.peers,
+                config.peers.replicas,
                 report,
                 checkpoints=run.path / "checkpoints",
                 window_bytes=0 if self.windows is None else self.windows.file_bytes,

@@ -14,7 +14,6 @@ from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.writer import yield_to_training
-from cpsr.config import PeersConfig
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.peers.alike import SmallStates, committed_words, fingerprint, small_bytes
 from cpsr.peers.placement import Member, place_within
@@ -53,7 +52,6 @@ class Outgoing:
 
     Args:
         channel: to the holder.
-        bytes_per_second: rate limit; None: what the network does.
         report: records an event.
         is_twin: whether a small state is of use to the holder.
         occupancy: of this rank's buffers: one that is sent is overwritten last.
@@ -65,13 +63,11 @@ class Outgoing:
     def __init__(
         self,
         channel: Channel,
-        bytes_per_second: float | None,
         report: Report,
         is_twin: Callable[[], bool],
         occupancy: Occupancy,
     ) -> None:
-        self._channel, self._bytes_per_second, self._report = channel, bytes_per_second, report
-        self._is_twin, self._occupancy = is_twin, occupancy
+        self._channel, self._report, self._is_twin, self._occupancy = channel, report, is_twin, occupancy
         self.on_replica: Callable[[float], None] = lambda seconds: None
         self.peer = channel.peer
         self._offered: tuple[Sealed, float] | None = None  # the state that waits, and since when
@@ -151,7 +147,7 @@ class Outgoing:
             return
         reserved = self._occupancy.begin_sending(state.path.name)
         try:
-            sent = send_state(self._channel, state, self._stop, self._bytes_per_second, offers=True)
+            sent = send_state(self._channel, state, self._stop)
         finally:
             if reserved:
                 self._occupancy.end_sending(state.path.name)
@@ -201,9 +197,9 @@ class Incoming:
             while (message := self._channel.receive_unless(self._stop)) is not None and message.kind is not Kind.END:
                 if message.kind is Kind.FORGET:
                     self._forget_after(message.iteration)
-                elif message.kind in (Kind.PIECE, Kind.OFFER):
+                elif message.kind is Kind.PIECE:
                     self._receive(message)
-        except (RuntimeError, OSError, ValueError, CheckpointError) as error:
+        except (RuntimeError, OSError, CheckpointError) as error:
             message_text = (
                 f"this rank takes no more replicas of rank {self.peer}'s state in this life ({_brief(error)}); those "
                 "that it holds stay, training goes on, other replicas are not affected"
@@ -212,7 +208,7 @@ class Incoming:
 
     def _receive(self, first: Message) -> None:
         path, newest = self._paths
-        if not receive_state(self._channel, first, path, newest):
+        if not receive_state(self._channel, first, path):
             return
         problem = problem_of(path, self.peer, first.iteration)
         if problem is None:
@@ -257,7 +253,7 @@ class Replicator:
         group: the ranks.
         data_parallel_ranks: this rank's data-parallel group, itself included.
         template: the shard whose keys, shapes and dtypes every snapshot has.
-        config: how many replicas, and at which rate.
+        replicas: how many other nodes are to have its state.
         report: records an event; called from several threads.
         checkpoints: the run's directory of them, where all ranks see it.
         window_bytes: of a window, where these go to the peers in place of snapshots; else 0.
@@ -275,7 +271,7 @@ class Replicator:
         group: Group,
         data_parallel_ranks: Sequence[int],
         template: Shard,
-        config: PeersConfig,
+        replicas: int,
         report: Report,
         *,
         checkpoints: Path,
@@ -287,7 +283,7 @@ class Replicator:
         self._directory, self._checkpoints = memory.path("").parent, checkpoints
         members = _gathered(group, min(data_parallel_ranks), template, checkpoints, window_bytes)
         self._nodes = [member.node for member in members]
-        self.placement = place_within(members, config.replicas, self._room_bytes(group, bytes_to_come), SLOTS)
+        self.placement = place_within(members, replicas, self._room_bytes(group, bytes_to_come), SLOTS)
         if self.placement.shortfall is not None and group.rank == 0:
             alone = len(set(self._nodes)) == 1
             report("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
@@ -300,10 +296,8 @@ class Replicator:
         if own.bytes_within < own.bytes_beyond:
             self._takes_small = {holder for holder in holders if members[holder].group == own.group}
         self._small = self._small_states(memory, template)
-        limit = config.rate_limit_bytes_per_second
-        share = None if limit is None or not holders else limit / len(holders)
         self._outgoing = [
-            Outgoing(self._channel(holder, transfer), share, report, partial(self._is_twin, holder), occupancy)
+            Outgoing(self._channel(holder, transfer), report, partial(self._is_twin, holder), occupancy)
             for holder in holders
         ]
         self._incoming = [

@@ -1,15 +1,9 @@
-"""The bytes of one state, from a file of one rank to a file of another, over a gloo group and in bounded pieces.
-
-Parts of it that its holder has already, from the state before, are not sent again.
-"""
+"""The bytes of one state, from a file of one rank to a file of another, over a gloo group and in bounded pieces."""
 
 import enum
 import errno
-import json
 import os
 import threading
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +12,7 @@ import torch
 from torch.distributed import Work
 
 from cpsr.checkpoint.memory_reader import verify_memory_state
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, describe, memory_state, write_at
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state, write_at
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.errors import CheckpointError
 from cpsr.ranks.group import SideGroup
@@ -38,13 +32,9 @@ __all__ = [
 ]
 
 _WORDS = 5
-_ANSWERS = 1  # tag: the other direction of the same pair is another state's
 # How often a rank that waits for the next state looks whether it begins: soon enough for what is sent every few seconds
 # at most, and next to nothing of a core.
 IDLE_SECONDS = 0.05
-_COPY_BYTES = 1 << 22
-# A segment of a state's tensors by its place in the file: first byte, byte after the last one, xxh3-128 of the bytes.
-Part = tuple[int, int, str]
 
 
 class Kind(enum.IntEnum):
@@ -55,7 +45,6 @@ class Kind(enum.IntEnum):
     COMPLETE = 3  # the last bytes: its first page, without which it counts for nothing
     FORGET = 4  # states of later iterations count no more
     END = 5  # nothing comes after this
-    OFFER = 6  # the parts of a state, which begins with it; what is needed of them is the answer
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class Message:
         iteration: of the state; of `FORGET`, the last that counts.
         total_bytes: of the state's file.
         offset: of the bytes that follow, in the file.
-        length: of the bytes that follow; 0 where none do. After `OFFER` they describe the parts.
+        length: of the bytes that follow; 0 where none do.
     """
 
     kind: Kind
@@ -155,29 +144,10 @@ class Channel:
         self._asked[1].wait(self._timeout)
         return self._message(words)
 
-    def answer(self, wanted: Sequence[bool]) -> None:
-        """Say which parts of an offered state must be sent.
-
-        Raises:
-            RuntimeError: as `send`.
-        """
-        words = torch.tensor(wanted, dtype=torch.uint8, device="cpu")
-        self._group.send(words, self.peer, _ANSWERS).wait(self._timeout)
-
-    def asked_for(self, parts: int) -> list[bool]:
-        """The answer to an offer of so many parts.
-
-        Raises:
-            RuntimeError: as `receive`.
-        """
-        words = torch.zeros(parts, dtype=torch.uint8, device="cpu")
-        self._group.receive(words, self.peer, _ANSWERS).wait(self._timeout)
-        return [bool(word) for word in words.tolist()]
-
     def _message(self, words: torch.Tensor) -> Message:
         kind, iteration, total_bytes, offset, length = words.tolist()
-        fits = offset <= total_bytes - length or kind == Kind.OFFER
-        if kind not in list(Kind) or not (0 <= length <= len(self._view) and offset >= 0 and fits):
+        fits = 0 <= length <= len(self._view) and 0 <= offset <= total_bytes - length
+        if kind not in list(Kind) or not fits:
             raise CheckpointError(f"rank {self.peer} sent no message of this version: {words.tolist()}")
         if length:
             self._ask(self.buffer[:length]).wait(self._timeout)
@@ -216,22 +186,13 @@ def sealed(path: Path, iteration: int, *, small: bool = False) -> Sealed:
         os.close(descriptor)
 
 
-def send_state(
-    channel: Channel,
-    state: Sealed,
-    stop: threading.Event,
-    bytes_per_second: float | None = None,
-    *,
-    offers: bool = False,
-) -> bool:
+def send_state(channel: Channel, state: Sealed, stop: threading.Event) -> bool:
     """Send a state's file; False where it was overwritten before or meanwhile, or this rank was asked to stop.
 
     Args:
         channel: to the rank that takes it.
         state: in shared memory of this machine.
         stop: asks to break off.
-        bytes_per_second: the rate not to be exceeded.
-        offers: whether a state of several parts is offered first, and only what the other rank lacks is sent.
 
     Raises:
         RuntimeError: the other rank is gone, or took nothing in time.
@@ -239,22 +200,15 @@ def send_state(
     """
     descriptor = os.open(state.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        total, sent, whole = os.fstat(descriptor).st_size, 0, True
-        started = time.monotonic()
-        for begin, end in _ranges(channel, descriptor, state, total) if offers else [(PAGE_BYTES, total)]:
-            offset = begin
-            while whole and offset < end:
-                length = os.preadv(descriptor, [channel.view(min(len(channel.buffer), end - offset))], offset)
-                # Looked at after the bytes, so that they are of this state.
-                whole = length > 0 and _holds(descriptor, state) and not stop.is_set()
-                if whole:
-                    channel.send(Message(Kind.PIECE, state.iteration, total, offset, length))
-                    offset, sent = offset + length, sent + length
-                    if bytes_per_second is not None:
-                        stop.wait(max(0.0, started + sent / bytes_per_second - time.monotonic()))
-        if not whole:
-            channel.send(Message(Kind.DROPPED, state.iteration))
-            return False
+        total, offset = os.fstat(descriptor).st_size, PAGE_BYTES
+        while offset < total:
+            length = os.preadv(descriptor, [channel.view(min(len(channel.buffer), total - offset))], offset)
+            # Looked at after the bytes, so that they are of this state.
+            if not length or not _holds(descriptor, state) or stop.is_set():
+                channel.send(Message(Kind.DROPPED, state.iteration))
+                return False
+            channel.send(Message(Kind.PIECE, state.iteration, total, offset, length))
+            offset += length
         channel.view(PAGE_BYTES)[:] = state.page
         channel.send(Message(Kind.COMPLETE, state.iteration, total, 0, PAGE_BYTES))
         return True
@@ -262,24 +216,11 @@ def send_state(
         os.close(descriptor)
 
 
-def _ranges(channel: Channel, descriptor: int, state: Sealed, total: int) -> list[tuple[int, int]]:
-    """What must be sent of the file, after its first page."""
-    parts = file_parts(state.path)
-    data = json.dumps(parts).encode()
-    if len(parts) < 2 or len(data) > len(channel.buffer) or not _holds(descriptor, state):
-        return [(PAGE_BYTES, total)]
-    channel.view(len(data))[:] = data
-    channel.send(Message(Kind.OFFER, state.iteration, total, 0, len(data)))
-    wanted = channel.asked_for(len(parts))
-    ranges = [(begin, end) for (begin, end, _), asked in zip(parts, wanted, strict=True) if asked]
-    return [*ranges, (parts[-1][1], total)]  # what follows the tensors is new in every state
-
-
 def _holds(descriptor: int, state: Sealed) -> bool:
     return os.pread(descriptor, PAGE_BYTES, 0) == state.page
 
 
-def receive_state(channel: Channel, first: Message, path: Path, newest: Path | None = None) -> bool:
+def receive_state(channel: Channel, first: Message, path: Path) -> bool:
     """Write what `send_state` sends into a file of shared memory; False where its owner has dropped it.
 
     The file counts for nothing until all of it is there; what it held before counts no more.
@@ -288,7 +229,6 @@ def receive_state(channel: Channel, first: Message, path: Path, newest: Path | N
         channel: to the rank that sends.
         first: its message that began the state, just received.
         path: the file.
-        newest: the file of the newest state before, which parts may be taken from; None where nothing is offered.
 
     Raises:
         RuntimeError: the other rank is gone, or sent nothing in time.
@@ -298,15 +238,11 @@ def receive_state(channel: Channel, first: Message, path: Path, newest: Path | N
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(descriptor, 0o600)
-        held = file_parts(path) if first.kind is Kind.OFFER else []
         _erase(descriptor)
         os.ftruncate(descriptor, first.total_bytes)
         _require_memory(descriptor, first.total_bytes, path)
         os.posix_fallocate(descriptor, 0, first.total_bytes)  # or a write would fail halfway
         message = first
-        if first.kind is Kind.OFFER and newest is not None:
-            channel.answer(copy_unchanged(_offered(channel, first), descriptor, held, newest))
-            message = channel.receive()
         while message.kind is Kind.PIECE and (message.iteration, message.total_bytes) == (
             first.iteration,
             first.total_bytes,
@@ -350,54 +286,3 @@ def problem_of(path: Path, owner: int, iteration: int) -> str | None:
     if state is None or (state.rank, state.iteration) != (owner, iteration):
         return f"{path} does not hold iteration {iteration} of rank {owner}"
     return verify_memory_state(state)
-
-
-def file_parts(path: Path) -> list[Part]:
-    """The segments of the complete state in a file; empty where it holds none."""
-    found = describe(path)
-    if found is None:
-        return []
-    described = zip(found[1]["segments"], found[1]["hashes"], strict=True)
-    return [(PAGE_BYTES + begin, PAGE_BYTES + end, digest) for (begin, end), digest in described]
-
-
-def copy_unchanged(parts: Sequence[Part], target: int, held: Sequence[Part], newest: Path) -> list[bool]:
-    """Copy what the holder's newest state has of an offered one into the file that takes it.
-
-    Args:
-        parts: of the offered state.
-        target: descriptor of the file that takes it, as long as that state.
-        held: what that file held before; it is still there.
-        newest: the holder's other file.
-
-    Returns:
-        For each part, whether it must be sent.
-    """
-    there, others, wanted = set(held), set(file_parts(newest)), []
-    source = os.open(newest, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC) if others else -1
-    try:
-        for part in parts:
-            if part not in there and part in others:
-                _copy(source, target, part)
-            wanted.append(part not in there and part not in others)
-    finally:
-        if source >= 0:
-            os.close(source)
-    return wanted
-
-
-def _offered(channel: Channel, message: Message) -> list[Part]:
-    """The parts that follow an offer; ValueError where it is something else."""
-    return [
-        (int(begin), int(end), str(digest)) for begin, end, digest in json.loads(bytes(channel.view(message.length)))
-    ]
-
-
-def _copy(source: int, target: int, part: Part) -> None:
-    offset, end, _ = part
-    while offset < end:
-        data = os.pread(source, min(_COPY_BYTES, end - offset), offset)
-        if not data:
-            return  # it is shorter than it says: the hash of the whole will not hold
-        write_at(target, data, offset)
-        offset += len(data)

@@ -22,8 +22,7 @@ from cpsr.checkpoint.memory_states import memory_state, memory_states
 from cpsr.checkpoint.memory_reader import owned_word_in_memory, load_memory_state, verify_memory_state
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, decide
-from cpsr.config import PeersConfig
-from cpsr.peers.transport import Transfer
+from cpsr.peers.transport import Channel, Transfer
 from cpsr.errors import CheckpointError
 from cpsr.ranks.group import NODE_VARIABLE, Group, this_node
 from cpsr.ranks.group import SideGroup, group_name
@@ -66,13 +65,17 @@ memory.mkdir(exist_ok=True)
 def report(kind, message, iteration, level):
     events.append([kind, message, iteration, level])
 checkpoints = root / "checkpoints"
-def opened(states, groups=None, window_bytes=0, bytes_to_come=0, **settings):
+def opened(states, groups=None, replicas=2, window_bytes=0, bytes_to_come=0, **settings):
     groups = groups or [range(group.size)] * group.size
-    transfer = Transfer(**{key: settings.pop(key) for key in ("chunk_bytes", "timeout_seconds") if key in settings})
-    config = PeersConfig(**settings)
-    beside = {"checkpoints": checkpoints, "transfer": transfer}
+    beside = {"checkpoints": checkpoints, "transfer": Transfer(**settings)}
     beside |= {"window_bytes": window_bytes, "bytes_to_come": bytes_to_come}
-    return Replicator(states.memory, states.occupancy, group, groups[rank], states.template, config, report, **beside)
+    return Replicator(states.memory, states.occupancy, group, groups[rank], states.template, replicas, report, **beside)
+def slow_down(bytes_per_second):
+    send = Channel.send
+    def slowly(channel, message):
+        time.sleep(message.length / bytes_per_second)
+        send(channel, message)
+    Channel.send = slowly
 def replicated(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''
     states = memory_states(RUN_ID, root / (node or this_node()))

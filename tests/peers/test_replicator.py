@@ -44,8 +44,9 @@ def test_the_two_newest_are_stored_by_two_other_nodes(tmp_path: Path) -> None:
 
 KILLED = """
 states = States(memory, rank)
-limit = 800_000 if rank == 2 else None  # for two holders
-replicator = opened(states, replicas=2, chunk_bytes=8192, rate_limit_bytes_per_second=limit)
+if rank == 2:
+    slow_down(400_000)
+replicator = opened(states, replicas=2, chunk_bytes=8192)
 replicator.offer(*states.seal(10))
 until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
@@ -163,7 +164,8 @@ def test_a_holder_without_room_says_so_and_its_owner_gives_it_up(tmp_path: Path)
 
 OVERTAKEN = """
 states = States(memory, rank, slots=1)
-replicator = opened(states, replicas=1, chunk_bytes=8192, rate_limit_bytes_per_second=2_000_000)
+slow_down(2_000_000)
+replicator = opened(states, replicas=1, chunk_bytes=8192)
 replicator.offer(*states.seal(10))
 until(lambda: replicated(1 - rank) == [10])
 group.barrier()
@@ -185,7 +187,8 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_dropped_and_the_older_repl
 
 FASTER = """
 states = States(memory, rank)
-replicator = opened(states, replicas=1, chunk_bytes=8192, rate_limit_bytes_per_second=3_000_000)
+slow_down(3_000_000)
+replicator = opened(states, replicas=1, chunk_bytes=8192)
 seconds = []
 replicator.follow(seconds.append)
 arrived, iteration = set(), 0
