@@ -46,7 +46,7 @@ from cpsr.engines.naming import (
 )
 from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
 from cpsr.engines.optimizer_state import OptimizerState, Updated
-from cpsr.engines.schedules import Schedule
+from cpsr.engines.schedules import Schedules
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -83,7 +83,7 @@ class DeepSpeedAdapter:
         self.device: torch.device = torch.device(engine.device)
         self._engine = engine
         self._pipeline = isinstance(engine, deepspeed.PipelineEngine)
-        self._schedule = Schedule(engine.lr_scheduler)
+        self._schedule = Schedules([] if engine.lr_scheduler is None else [engine.lr_scheduler])
         self._scalars = EngineScalars(engine, pipeline=self._pipeline)
         self._rename = expert_names(engine.module)
         self._names = parameter_names(engine.module, self._rename)

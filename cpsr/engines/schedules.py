@@ -13,7 +13,6 @@ from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues, number
 
 __all__ = [
-    "Schedule",
     "Schedules",
     "advance_scaler",
     "autocast_scaler",
@@ -24,76 +23,73 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 
-class Schedule:
-    """The scheduler of an engine, or none.
+class Schedules:
+    """The schedulers of an engine, in their order; most have one or none.
 
     Args:
-        scheduler: any object with `step`, `state_dict` and `load_state_dict`, or None.
+        schedulers: any objects with `step`, `state_dict` and `load_state_dict`.
 
     Raises:
-        UnsupportedEngineError: the object lacks one of them.
+        UnsupportedEngineError: an object lacks one of them.
     """
 
-    def __init__(self, scheduler: Any) -> None:
-        missing = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(scheduler, name)]
-        if scheduler is not None and missing:
-            raise UnsupportedEngineError(
-                f"learning-rate scheduler {type(scheduler).__name__} has no {', '.join(missing)}; CPSR could not "
-                "restore the schedule. Give it these methods or leave the scheduler out and set the rate yourself"
-            )
-        self._scheduler = scheduler
+    def __init__(self, schedulers: Sequence[Any]) -> None:
+        for one in schedulers:
+            missing = [name for name in ("step", "state_dict", "load_state_dict") if not hasattr(one, name)]
+            if missing:
+                raise UnsupportedEngineError(
+                    f"learning-rate scheduler {type(one).__name__} has no {', '.join(missing)}; CPSR could not restore "
+                    "the schedule. Give it these methods or leave the scheduler out and set the rate yourself"
+                )
+        self._schedulers = list(schedulers)
         self._warned = False
 
-    def state(self) -> Any:
-        """Plain data of the scheduler, None without one.
+    def state(self) -> list[Any]:
+        """Plain data of each.
 
         Raises:
-            UnsupportedEngineError: it keeps something that is not plain data; the message names it.
+            UnsupportedEngineError: one keeps something that is not plain data; the message names it.
         """
-        if self._scheduler is None:
-            return None
-        state = self._scheduler.state_dict()
-        encode(state, f"lr_scheduler({type(self._scheduler).__name__})", DeviceValues())  # waits for no device
-        return state
+        states = [one.state_dict() for one in self._schedulers]
+        for one, state in zip(self._schedulers, states, strict=True):
+            encode(state, f"lr_scheduler({type(one).__name__})", DeviceValues())  # waits for no device
+        return states
 
-    def load(self, state: Any, learning_rates: list[Any]) -> None:
+    def load(self, states: list[Any], learning_rates: list[Any]) -> None:
         """Put `state()` back.
 
         Args:
-            state: what `state()` returned.
+            states: what `state()` returned.
             learning_rates: rate of each parameter group at that time; DeepSpeed's schedulers do not save the rates
                 that they last set but are asked for them.
 
         Raises:
-            UnsupportedEngineError: there is a scheduler now and there was none then, or the other way round.
+            UnsupportedEngineError: there were others then.
         """
-        if (state is None) != (self._scheduler is None):
-            was, now = ("no scheduler", "one") if state is None else ("a scheduler", "none")
+        if len(states) != len(self._schedulers):
             raise UnsupportedEngineError(
-                f"the saved run had {was} and this one has {now}; build the engine with the same learning-rate schedule"
+                f"the saved run had {len(states)} learning-rate schedulers and this one has {len(self._schedulers)}; "
+                "build the engine with the same ones, in the same order"
             )
-        if self._scheduler is None:
-            return
-        self._scheduler.load_state_dict(state)
-        if "_last_lr" not in state and len(getattr(self._scheduler, "_last_lr", ())) == len(learning_rates):
-            self._scheduler._last_lr = list(learning_rates)
+        for one, state in zip(self._schedulers, states, strict=True):
+            one.load_state_dict(state)
+            if "_last_lr" not in state and len(getattr(one, "_last_lr", ())) == len(learning_rates):
+                one._last_lr = list(learning_rates)
 
     def advance(self) -> None:
-        """One step of the schedule; a scheduler that needs a metric stays where it is, and that is logged once."""
-        if self._scheduler is None:
-            return
-        if needs_metric(self._scheduler):
-            if not self._warned:
+        """One step of each; a scheduler that needs a metric stays where it is, and that is logged once."""
+        for one in self._schedulers:
+            if not needs_metric(one):
+                with warnings.catch_warnings():
+                    # torch warns that no optimizer step came before: true here, and intended.
+                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                    one.step()
+            elif not self._warned:
+                self._warned = True
                 _log.warning(
                     "%s decides by a metric of the skipped steps, which were not trained: it is left as restored",
-                    type(self._scheduler).__name__,
+                    type(one).__name__,
                 )
-                self._warned = True
-            return
-        with warnings.catch_warnings():
-            # torch warns that no optimizer step came before: true here, and intended.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            self._scheduler.step()
 
 
 def needs_metric(scheduler: Any) -> bool:
@@ -103,45 +99,6 @@ def needs_metric(scheduler: Any) -> bool:
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         for p in parameters
     )
-
-
-class Schedules:
-    """Several schedulers in their order, or one, or none.
-
-    Args:
-        schedulers: see `Schedule`.
-    """
-
-    def __init__(self, schedulers: Sequence[Any]) -> None:
-        self._schedules = [Schedule(one) for one in schedulers] or [Schedule(None)]
-
-    def state(self) -> Any:
-        """Plain data: of a single scheduler its own, of several `{"schedules": [...]}`."""
-        states = [one.state() for one in self._schedules]
-        return states[0] if len(states) == 1 else {"schedules": states}
-
-    def load(self, state: Any, learning_rates: list[Any]) -> None:
-        """Put `state()` back; see `Schedule.load`.
-
-        Raises:
-            UnsupportedEngineError: of another number of schedulers.
-        """
-        several = isinstance(state, dict) and set(state) == {"schedules"}
-        states = state["schedules"] if several else [state]
-        if len(states) != len(self._schedules):
-            saved, now = (
-                0 if one == [None] else len(one) for one in (states, [one.state() for one in self._schedules])
-            )
-            raise UnsupportedEngineError(
-                f"the saved run had {saved} schedulers and this one has {now}; give the same ones, in the same order"
-            )
-        for schedule, one in zip(self._schedules, states, strict=True):
-            schedule.load(one, learning_rates)
-
-    def advance(self) -> None:
-        """One step of each; see `Schedule.advance`."""
-        for schedule in self._schedules:
-            schedule.advance()
 
 
 def scaler_state(scaler: torch.amp.GradScaler, *, on_device: bool) -> dict[str, Any]:

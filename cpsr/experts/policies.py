@@ -264,7 +264,7 @@ class DynamicK:
         layers: of the model.
         policy: that selects K experts of each layer.
         experts_per_layer: K of the start.
-        limit: portion of lost tokens (`LostTokens.portion`), the paper's 5% by default.
+        limit: portion of lost tokens (`Loss.portion`), the paper's 5% by default.
 
     Raises:
         ConfigError: K or the limit is not usable.
@@ -302,7 +302,7 @@ class DynamicK:
 
         Args:
             lost: tokens, of all experts, by this recovery.
-            assigned: in the whole run up to now, in all layers: what `LostTokens.portion` compares with.
+            assigned: in the whole run up to now, in all layers: what `Loss.portion` compares with.
 
         Raises:
             ValueError: more was lost than assigned, or a number is negative or not finite; nothing was charged.

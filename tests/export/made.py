@@ -19,7 +19,7 @@ SCALARS: dict[str, Any] = {
         "counters": {"global_steps": 50, "global_samples": 400, "skipped_steps": 0},
         "param_groups": [{"lr": 0.1}],
         "optimizer_steps": [{"step": 50.0}],
-        "schedule": None,
+        "schedule": [],
         "loss_scale": {},
     },
 }
