@@ -41,7 +41,6 @@ from cpsr.engines.naming import (
     module_identity,
     named_buffers,
     parameter_names,
-    parameters_outside,
     tensor_identity,
 )
 from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
@@ -208,7 +207,9 @@ class DeepSpeedAdapter:
     def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
         """Parameters that the optimizer does not move, with their names."""
         trained = {id(parameter) for parameter in self._trained_parameters()}
-        return parameters_outside(self._engine.module, self._names, trained)
+        for parameter in self._engine.module.parameters():
+            if id(parameter) not in trained:
+                yield parameter, self._names[id(parameter)]
 
     def _trained_parameters(self) -> Iterator[torch.nn.Parameter]:
         optimizer = self._engine.optimizer

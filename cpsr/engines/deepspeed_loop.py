@@ -1,6 +1,6 @@
 """How a user's loop over a DeepSpeed engine is watched; and what the engine counts, times and draws beside it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,15 +36,13 @@ class DeepSpeedLoop:
     Args:
         engine: a `DeepSpeedEngine` or `PipelineEngine`.
         pipeline: whether it is the latter.
-        committing: object and name of methods that change state before torch's optimizer steps.
 
     Attributes:
         gives_loss: whether the last training forward returned a loss.
     """
 
-    def __init__(self, engine: Any, pipeline: bool, committing: Sequence[tuple[Any, str]] = ()) -> None:
-        self._engine = engine
-        self._pipeline, self._committing = pipeline, committing
+    def __init__(self, engine: Any, pipeline: bool) -> None:
+        self._engine, self._pipeline = engine, pipeline
         self._hooks = Hooks()
         self._observer: StepObserver | None = None
         self.gives_loss = False
@@ -63,8 +61,6 @@ class DeepSpeedLoop:
         engine, hooks = self._engine, self._hooks
         hooks.wrap(engine, "_take_model_step", self._around_update)
         hooks.add(torch_optimizer(engine).register_step_pre_hook(self._before_optimizer_step))
-        for owner, name in self._committing:
-            hooks.wrap(owner, name, self._around_commit)
         hooks.wrap(engine, "load_checkpoint", self._around_load)
         if self._pipeline:
             hooks.wrap(engine, "train_batch", self._around_train_batch)
@@ -104,10 +100,6 @@ class DeepSpeedLoop:
     def _before_optimizer_step(self, *_: Any) -> None:
         self._updates = True
         self._watching().state_changes()
-
-    def _around_commit(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._watching().state_changes()
-        return original(*args, **kwargs)
 
     def _around_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         before = self._engine.global_steps

@@ -25,6 +25,10 @@ UNMANAGED = (
 )
 
 
+_OTHERS = "its state is out of sight, or was not tested to be restored bit for bit; remove it from the configuration"
+_QUANTISED = "it was not tested to be restored bit for bit, and has no kernel for processors; set it to false"
+
+
 def require_supported(engine: Any) -> None:
     """Check that everything an engine trains with can be seen.
 
@@ -36,9 +40,9 @@ def require_supported(engine: Any) -> None:
             f"the engine trains nothing: its optimizer is {type(engine.optimizer).__name__}; pass an optimizer to "
             "deepspeed.initialize"
         )
-    found = [name for name, used in _unsupported(engine) if used]
+    found = [f"{name}: {reason}" for name, used, reason in _unsupported(engine) if used]
     if found:
-        raise UnsupportedEngineError(_refusal(found))
+        raise UnsupportedEngineError("DeepSpeed configuration uses " + "; and ".join(found))
     _require_visible_states(engine)
     _require_one_precision(engine)
 
@@ -57,19 +61,56 @@ def _require_one_precision(engine: Any) -> None:
         )
 
 
-def _unsupported(engine: Any) -> list[tuple[str, bool]]:
+def _unsupported(engine: Any) -> list[tuple[str, bool, str]]:
+    """What is refused: its name, whether it is used, and why, with what to do."""
     zero = engine._config.zero_config
     return [
-        ("zero_optimization.offload_optimizer.super_offload", bool(engine.super_offload())),
-        ("zero_optimization.zenflow", bool(engine.zenflow)),
-        ("zero_optimization.zero_hpz_partition_size", _has_second_copies(engine)),
-        ("zero_optimization.zero_quantized_weights", bool(zero.zero_quantized_weights)),
-        ("zero_optimization.zero_quantized_nontrainable_weights", bool(zero.zero_quantized_nontrainable_weights)),
-        ("zero_optimization.zero_quantized_gradients", bool(zero.zero_quantized_gradients)),
-        ("compile.deepcompile", bool(engine.is_deepcompile_enabled())),
-        ("data_efficiency.data_routing.random_ltd", bool(engine.random_ltd_enabled())),
-        ("optimizer: Muon", type(torch_optimizer(engine)).__module__ == MUON),
-        *unsupported_experts(engine),
+        (
+            "zero_optimization.offload_optimizer.super_offload",
+            bool(engine.super_offload()),
+            "its optimizer runs in processes of its own, which CPSR cannot read; use ZeRO 3 without it",
+        ),
+        (
+            "zero_optimization.zenflow",
+            bool(engine.zenflow),
+            "it updates chosen gradients beside the training, from buffers that no checkpoint has; use ZeRO 2 without "
+            "it",
+        ),
+        (
+            "zero_optimization.zero_hpz_partition_size",
+            _has_second_copies(engine),
+            "it keeps a second copy of the weights on each node, which a restart would not write, also in engines that "
+            "the process builds later; set it to 1 in all of them",
+        ),
+        ("zero_optimization.zero_quantized_weights", bool(zero.zero_quantized_weights), _QUANTISED),
+        (
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            bool(zero.zero_quantized_nontrainable_weights),
+            _QUANTISED,
+        ),
+        (
+            "zero_optimization.zero_quantized_gradients",
+            bool(zero.zero_quantized_gradients),
+            f"{_QUANTISED}, and choose a communication_data_type",
+        ),
+        (
+            "compile.deepcompile",
+            bool(engine.is_deepcompile_enabled()),
+            "it runs on CUDA alone, where it replaces the hooks of ZeRO, and was not tested; set it to false: "
+            "engine.compile() then compiles the module with torch.compile, at ZeRO 0 to 3",
+        ),
+        (
+            "data_efficiency.data_routing.random_ltd",
+            bool(engine.random_ltd_enabled()),
+            "its schedule and the tokens that it drops are not in a checkpoint; set it to enabled: false",
+        ),
+        (
+            "optimizer: Muon",
+            type(torch_optimizer(engine)).__module__ == MUON,
+            "ZeRO keeps its momentum of matrices beside what a rank updates, where CPSR does not read it; use AdamW, "
+            "or torch.optim.Muon in a TorchAdapter",
+        ),
+        *((name, used, _OTHERS) for name, used in unsupported_experts(engine)),
     ]
 
 
@@ -153,38 +194,3 @@ def _owned(optimizer: Any) -> Iterator[torch.nn.Parameter]:
             padded = optimizer.grad_position[optimizer.get_param_id(parameter)][2]
             if optimizer._get_param_partition_rank(parameter) * padded < parameter.ds_numel:
                 yield parameter
-
-
-_OTHERS = "its state is out of sight, or was not tested to be restored bit for bit; remove it from the configuration"
-_QUANTISED = "it was not tested to be restored bit for bit, and has no kernel for processors; set it to false"
-_REASONS = {
-    "zero_optimization.zenflow": (
-        "it updates chosen gradients beside the training, from buffers that no checkpoint has; use ZeRO 2 without it"
-    ),
-    "zero_optimization.offload_optimizer.super_offload": (
-        "its optimizer runs in processes of its own, which CPSR cannot read; use ZeRO 3 without it"
-    ),
-    "zero_optimization.zero_hpz_partition_size": (
-        "it keeps a second copy of the weights on each node, which a restart would not write, also in engines that the "
-        "process builds later; set it to 1 in all of them"
-    ),
-    "zero_optimization.zero_quantized_weights": _QUANTISED,
-    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
-    "zero_optimization.zero_quantized_gradients": f"{_QUANTISED}, and choose a communication_data_type",
-    "compile.deepcompile": (
-        "it runs on CUDA alone, where it replaces the hooks of ZeRO, and was not tested; set it to false: "
-        "engine.compile() then compiles the module with torch.compile, at ZeRO 0 to 3"
-    ),
-    "optimizer: Muon": (
-        "ZeRO keeps its momentum of matrices beside what a rank updates, where CPSR does not read it; use AdamW, or "
-        "torch.optim.Muon in a TorchAdapter"
-    ),
-    "data_efficiency.data_routing.random_ltd": (
-        "its schedule and the tokens that it drops are not in a checkpoint; set it to enabled: false"
-    ),
-}
-
-
-def _refusal(names: list[str]) -> str:
-    """What is used and refused, each with its reason."""
-    return "DeepSpeed configuration uses " + "; and ".join(f"{name}: {_REASONS.get(name, _OTHERS)}" for name in names)

@@ -1,6 +1,6 @@
 """Names and identities of a module's tensors, the same on every start."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ __all__ = [
     "module_identity",
     "named_buffers",
     "parameter_names",
-    "parameters_outside",
     "plain_name",
     "state_dict_of",
     "tensor_identity",
@@ -33,15 +32,6 @@ def plain_name(name: str) -> str:
 def parameter_names(module: torch.nn.Module, rename: Rename = plain_name) -> dict[int, str]:
     """Name of every parameter by its id; a tied parameter has the first of its names."""
     return {id(parameter): rename(name) for name, parameter in module.named_parameters()}
-
-
-def parameters_outside(
-    module: torch.nn.Module, names: dict[int, str], trained: set[int]
-) -> Iterator[tuple[torch.nn.Parameter, str]]:
-    """Parameters that the optimizer does not move, with their names."""
-    for parameter in module.parameters():
-        if id(parameter) not in trained:
-            yield parameter, names[id(parameter)]
 
 
 def named_buffers(module: torch.nn.Module, rename: Rename = plain_name) -> dict[str, torch.Tensor]:

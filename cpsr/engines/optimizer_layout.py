@@ -7,6 +7,7 @@ without it. Nothing depends on the result but the place: tensors without one are
 
 import copy
 import inspect
+import logging
 import math
 import warnings
 from collections import OrderedDict, defaultdict, deque
@@ -23,7 +24,9 @@ from cpsr.engines.state_tree import StateTree
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.scalars import capture_rng, restore_rng
 
-__all__ = ["Leaf", "expected_leaves", "is_trial", "require_one_step"]
+__all__ = ["Leaf", "expected_leaves", "is_trial", "require_one_step", "unhooked"]
+
+logger = logging.getLogger(__name__)
 
 GRADIENT = 1e-3
 FLAT_ELEMENTS_MAX = 1 << 16  # of a flat tensor of many parameters, whose state is looked at element by element
@@ -72,29 +75,34 @@ def expected_leaves(
         whole: False for a flat tensor of many parameters: of its state only what is per element has a place.
 
     Returns:
-        Empty where the copy cannot step: all state is then saved with the small state.
+        Empty where the copy cannot step, which is logged: all state is then saved with the small state.
 
     Raises:
         UnsupportedEngineError: a step of the copy changed the parameters of the job, or state is split otherwise than
             its parameter; the message names it.
     """
-    name = type(optimizer).__name__
+    name, problem = type(optimizer).__name__, ""
     tensor = _like(master, whole=whole)
-    begun = optimizer.state.get(master)  # by a constructor, for what a step expects
-    for sparse, state in ((False, None), (True, None), (False, begun)):
+    for begun in (None, optimizer.state.get(master)):  # by a constructor, for what a step expects
         trial = _copy_of(optimizer, {**{key: _apart(value) for key, value in group.items()}, "params": [tensor]})
-        if state is not None:
-            trial.state[tensor] = copy.deepcopy(state)
+        if begun is not None:
+            trial.state[tensor] = copy.deepcopy(begun)
         with _untouched(optimizer, master.device):
             try:
-                _create_state(trial, tensor, sparse=sparse)
-            except Exception:  # noqa: BLE001, S112 - any: it is another package's code
+                _step_once(trial, tensor)
+            except Exception as error:  # noqa: BLE001 - any: it is another package's code
+                problem = problem or f"{type(error).__name__}: {error}"
                 continue
         leaves = _leaves_of(name, trial.state.get(tensor), tensor, master)
         if whole:
             return leaves
         shape, stride = tuple(master.shape), master.stride()
         return {path: replace(one, shape=shape, stride=stride) for path, one in leaves.items() if one.per_element}
+    logger.warning(
+        "a step of a copy of %s failed (%s), so that CPSR does not know what it will keep for a tensor of shape %s: it "
+        "saves that with the small state, while training waits",
+        *(name, problem, tuple(master.shape)),
+    )
     return {}
 
 
@@ -125,21 +133,22 @@ def is_trial(optimizer: torch.optim.Optimizer) -> bool:
     return _TRIAL in vars(optimizer)
 
 
+def unhooked(step: Any) -> Any:
+    """The function that torch wraps to call hooks of all optimizers."""
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
 def _holds_optimizer(value: Any) -> bool:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(one, torch.optim.Optimizer) for one in inside)
 
 
-def _create_state(trial: torch.optim.Optimizer, tensor: torch.Tensor, *, sparse: bool) -> None:
+def _step_once(trial: torch.optim.Optimizer, tensor: torch.Tensor) -> None:
     gradient = torch.full_like(tensor, GRADIENT, requires_grad=False)
-    tensor.grad = (
-        gradient[:1].to_sparse(1).sparse_resize_(gradient.shape, 1, gradient.dim() - 1) if sparse else gradient
-    )
-    step: Any = type(trial).step
-    step = (
-        getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    )  # past hooks of all optimizers
-    step(trial)
+    if isinstance(trial, torch.optim.SparseAdam):
+        gradient = gradient[:1].to_sparse(1).sparse_resize_(gradient.shape, 1, gradient.dim() - 1)
+    tensor.grad = gradient
+    unhooked(type(trial).step)(trial)  # type: ignore[attr-defined] # past hooks of all optimizers
 
 
 @contextmanager

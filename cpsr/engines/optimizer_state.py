@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cpsr.engines.adam_kernels import is_fused_adam
-from cpsr.engines.optimizer_layout import Leaf, expected_leaves, require_one_step
+from cpsr.engines.optimizer_layout import Leaf, expected_leaves, require_one_step, unhooked
 from cpsr.engines.sharded import is_distributed, layout_of, local, split_as
 from cpsr.engines.state_tree import StateTree, flat_view, load_outside, numbers_of, outside_state
 from cpsr.errors import UnsupportedEngineError
@@ -389,13 +389,8 @@ def _is_predicted(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether a class is one of `PREDICTED`, or is derived from one and steps as that does."""
     for base in kind.__mro__:
         if base.__name__ in PREDICTED.get(base.__module__.partition(".")[0], ()):
-            return _unhooked(kind.step) is _unhooked(base.step)  # type: ignore[attr-defined]
+            return unhooked(kind.step) is unhooked(base.step)  # type: ignore[attr-defined]
     return False
-
-
-def _unhooked(step: Any) -> Any:
-    """The function that torch wraps to call hooks of all optimizers."""
-    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def _rises(optimizer: torch.optim.Optimizer) -> dict[int, int]:

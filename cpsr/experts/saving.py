@@ -340,7 +340,7 @@ def sized_layers(operators: ModelOperators, shard: Shard, group: Group) -> tuple
     An expert belongs to the rank that has most of it. Experts that no rank trains count one byte: policies need a
     positive size.
     """
-    layers = operators.layers({name: 1 for names in operators.parameters.values() for name in names})
+    layers = operators.layers()
     sizes = [torch.zeros(layer.experts, dtype=torch.int64, device="cpu") for layer in layers]
     for expert, names in operators.parameters.items():
         trained = (shard.operators[name] for name in names if name in shard.operators)

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,6 +18,7 @@ from cpsr.engines import adam_kernels
 from cpsr.qualify.conformance import AFTER, BEFORE, check_early_state, check_resume, run, seed
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, TinyMoE, configuration, initialize
 from cpsr.qualify.torch_jobs import VOCABULARY, WIDTH, TinyLM, TorchJob
+from tests.engines.adam_kernels import FusedAdamKernel
 from tests.engines.deepspeed_cases import (
     Case,
     early_state,
@@ -29,47 +29,14 @@ from tests.engines.deepspeed_cases import (
     skipped_steps,
 )
 
-L2, DECOUPLED = 0, 1  # the kernel's two modes of weight decay
-
-
-def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: list[list[torch.Tensor]],
-    learning_rate: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """What `csrc/adam/multi_tensor_adam.cu` computes, in its order of arguments; it keeps nothing between calls."""
-    assert isinstance(step, int)
-    assert step > 0
-    corrections = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1.0, 1.0)
-    for gradient, values, first, second in zip(*tensor_lists, strict=True):
-        g, p, m, v = (tensor.float() for tensor in (gradient, values, first, second))
-        if mode == L2:
-            g = g + weight_decay * p
-        m = beta1 * m + (1 - beta1) * g
-        v = beta2 * v + (1 - beta2) * g * g
-        update = (m / corrections[0]) / ((v / corrections[1]).sqrt() + epsilon)
-        if mode == DECOUPLED:
-            update = update + weight_decay * p
-        for tensor, new in ((values, p - learning_rate * update), (first, m), (second, v)):
-            tensor.data.copy_(new)  # past autograd, as the kernel writes
-
 
 def with_kernel(case: Case) -> Case:
     """As on a GPU, where FusedAdam keeps nothing in its kernel: that is so of the stand-in, too."""
 
     @functools.wraps(case)
     def run_case() -> None:
-        kernel = SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
         with (
-            mock.patch.object(fused_adam.FusedAdamBuilder, "load", return_value=kernel),
+            mock.patch.object(fused_adam.FusedAdamBuilder, "load", return_value=FusedAdamKernel(keeps=False)),
             mock.patch.object(adam_kernels, "keeps_powers", return_value=False),
         ):
             case()

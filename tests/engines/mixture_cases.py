@@ -154,8 +154,7 @@ def tokens_are_counted_over_all_ranks(expert_parallel: int, precision: str) -> N
     ranks = ExpertParallel(expert_parallel, job.adapter.rank % expert_parallel)
     operators = operators_of(names, DEEPSPEED, ranks)
     assert operators.layer_names == counts.layer_names == LAYERS
-    layers = operators.layers(dict.fromkeys(names, 1))
-    assert [layer.experts for layer in layers] == [EXPERTS] * len(LAYERS)
+    assert [layer.experts for layer in operators.layers()] == [EXPERTS] * len(LAYERS)
     counts.remove()
 
 

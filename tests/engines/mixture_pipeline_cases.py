@@ -62,8 +62,7 @@ def every_rank_knows_the_layers_of_all_stages(of_stages: tuple[int, int]) -> Non
     stage = torch.distributed.get_rank() // 2
     own = {operators.layer_names[one.layer] for one in operators.parameters}
     assert own == set(layers_of(of_stages)[stage])
-    sizes = {name: 1 for parameters in operators.parameters.values() for name in parameters}
-    assert [layer.experts for layer in operators.layers(sizes)] == [EXPERTS] * len(names)
+    assert [layer.experts for layer in operators.layers()] == [EXPERTS] * len(names)
     assert [mixture.scale_capacity(name, 1.0) for name in names] == [True] * len(names)
     group.close()
 

@@ -120,16 +120,6 @@ def capacity_until_made_up() -> None:
     assert [gate.capacity_factor for gate in gates] == [1.0, 1.0]
 
 
-def predicted_experts_need_no_capacity() -> None:
-    job, saving = saving_job(1, 0, policy="load_aware")
-    run(job, 0, 1)
-    saving.choose(None, whole=True)
-    saving.began(1)
-    assert saving.restored(dict.fromkeys(saving.units.values(), 0), 1, predicted=True)["lost_portion"] == 1
-    assert job.module.first.deepspeed_moe.gate.capacity_factor == 1.0
-    saving.close()
-
-
 def no_limit_to_raise() -> None:
     engine = initialize(TinyMoE(1, drop_tokens=False), configuration(0, "fp32"))
     mixture = adapt(engine).mixture
@@ -145,12 +135,6 @@ def groups_of_different_sizes() -> None:
     assert mixture is not None
     with pytest.raises(UnsupportedEngineError, match=r"'first': 2, 'second': 1.*set experts.policy to none"):
         mixture.operators()
-
-
-def a_size_that_does_not_divide() -> None:
-    """DeepSpeed refuses it itself."""
-    with pytest.raises(AssertionError, match=r"Number of experts \(3\) should be divisible"):
-        TinyMoE(2, num_experts=3)
 
 
 def tokens_are_those_of_all_ranks() -> None:
@@ -182,8 +166,6 @@ SAVING: dict[str, Callable[[], Any]] = {
 SAVING |= {
     "saving-tokens": tokens_are_those_of_all_ranks,
     "saving-capacity": capacity_until_made_up,
-    "saving-predicted": predicted_experts_need_no_capacity,
     "saving-no-limit": no_limit_to_raise,
     "saving-different-groups": groups_of_different_sizes,
-    "saving-size-that-does-not-divide": a_size_that_does_not_divide,
 }

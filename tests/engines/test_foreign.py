@@ -39,10 +39,7 @@ def adam(module: nn.Module) -> torch.optim.Optimizer:
 
 ENGINES: dict[str, tuple[Any, str]] = {
     "None": (lambda: None, "None is no training engine that CPSR knows: pass the engine that deepspeed.initialize"),
-    "a class": (lambda: nn.Linear, "the class Linear is no training engine"),
     "a module": (model, r"an object of Linear is no training engine .* TorchAdapter\(model, optimizer\)"),
-    "an optimizer": (lambda: adam(model()), "an object of Adam is no training engine"),
-    "a list": (lambda: [model(), adam(model())], r"an object of list is no training engine"),
     "Accelerator": (
         lambda: named("accelerate.accelerator", "Accelerator"),
         r"pass engine_of\(accelerator, model, optimizer, scheduler\) of cpsr\.integrations\.accelerate",
@@ -109,14 +106,6 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
         "is in two optimizers, Adam and Adam; give each parameter to one of them",
     ),
     "optimizer None": ({"optimizer": lambda module, optimizer: None}, "None is no torch optimizer"),
-    "an optimizer's class": (
-        {"optimizer": lambda module, optimizer: torch.optim.Adam},
-        "the class Adam is no torch optimizer",
-    ),
-    "parameters": (
-        {"optimizer": lambda module, optimizer: module.parameters()},
-        "an object of generator is no torch optimizer",
-    ),
     "of accelerate": (
         {"optimizer": other("accelerate.optimizer", "AcceleratedOptimizer")},
         r"pass engine_of\(accelerator, model, optimizer, scheduler\)",
@@ -131,10 +120,6 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
         "TorchAdapter takes the model first, and this is an object of Adam",
     ),
     "several schedulers": ({"scheduler": lambda module, optimizer: [1, 2]}, "scheduler int has no step"),
-    "a scheduler's class": (
-        {"scheduler": lambda module, optimizer: torch.optim.lr_scheduler.StepLR},
-        "scheduler is the class StepLR",
-    ),
     "a scaler's switch": (
         {"grad_scaler": lambda module, optimizer: True},
         "grad_scaler is an object of bool",

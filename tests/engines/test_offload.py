@@ -94,19 +94,6 @@ def test_no_more_than_the_limit_lies_in_host_memory_and_all_of_it_goes_with_the_
         assert moved.held_bytes == 0
 
 
-COMPUTE, OUT, BACK = "default:0", "stream1:0", "stream2:0"
-Call = tuple[str, str | None, Any]
-
-
-def waits(calls: list[Call], stream: str) -> list[Any]:
-    """The events that a stream waits for."""
-    return [about for call, on, about in calls if (call, on) == ("wait_event", stream)]
-
-
-def records(calls: list[Call], stream: str) -> list[Any]:
-    return [about for call, on, about in calls if (call, on) == ("record", stream)]
-
-
 def test_weights_and_evaluations_are_left_alone() -> None:
     linear, inputs = nn.Linear(50, 40).to(DEVICE), torch.ones(3, 50, device=DEVICE)
     with ActivationOffload(linear, ROOMY) as moved:
@@ -143,14 +130,6 @@ def test_a_forward_that_raises_leaves_no_hook_behind() -> None:
     with ActivationOffload(module, ROOMY) as moved, pytest.raises(ValueError, match="no such layer"):
         module(torch.ones(3))
     torch.ones(1000, requires_grad=True).exp()  # saves its result
-    assert moved.moved_bytes == 0
-
-
-def test_outside_nothing_is_moved() -> None:
-    model = gpt()
-    with ActivationOffload(model, ROOMY) as moved:
-        pass
-    model(batches(1)[0])
     assert moved.moved_bytes == 0
 
 

@@ -200,9 +200,6 @@ def test_state_that_is_absent_stays_absent(tmp_path: Path) -> None:
     assert job.module.up.weight in state
 
 
-WIDTH = 12
-
-
 def test_a_path_on_the_disk_is_of_one_item() -> None:
     job = Job(lambda module: Nested(module.parameters()))
     paths = set(job.adapter.shard().operators["up.weight"].moments)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers, shared_scalars
+from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
 from cpsr.engines.optimizer_state import OptimizerState, Updated
 from cpsr.errors import UnsupportedEngineError
 
@@ -73,21 +73,3 @@ def test_parts_that_took_different_steps_have_no_count_in_common() -> None:
     saved = Rank([3, 3]).train(2).train(1, but=0).scalars()
     with pytest.raises(UnsupportedEngineError, match="have taken different steps"):
         reshard_optimizers(saved, Rank([4]).every)
-
-
-@pytest.mark.parametrize(
-    ("rank", "message"),
-    [
-        (Rank([3], kind=torch.optim.SGD), "the state is of AdamW .* the optimizer is SGD"),
-        (Rank([3], [1]), "with .1. parameter groups, the optimizer is AdamW with .2."),
-    ],
-)
-def test_another_optimizer_is_refused(rank: Rank, message: str) -> None:
-    with pytest.raises(UnsupportedEngineError, match=message):
-        reshard_optimizers(Rank([3]).train(1).scalars(), rank.every)
-
-
-def test_ranks_of_one_run_share_all_but_their_tensors() -> None:
-    one, other = Rank([3]).train(2).scalars(), Rank([9]).train(2).scalars()
-    assert shared_scalars({**one, "iteration": 2}) == shared_scalars({**other, "iteration": 2})
-    assert shared_scalars(one) != shared_scalars(Rank([9]).train(3).scalars())

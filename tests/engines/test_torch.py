@@ -32,22 +32,6 @@ def test_scaler_counts_skipped_steps_and_backs_off() -> None:
     assert job.adapter.scalars()["optimizer_steps"][0]["step"] == 2.0
 
 
-def test_scaler_skip_ahead_equals_training() -> None:
-    seed(1)
-    job = build("fp32", "adamw", "cosine", scaler=True)
-    job.adapter.attach(Recorder())
-    run(job, 0, 2)
-    other = build("fp32", "adamw", "cosine", scaler=True)
-    other.adapter.shard(to_fill=True)
-    other.adapter.load_scalars(copy.deepcopy(job.adapter.scalars()))
-    job.adapter.detach()
-    job.adapter.attach(Recorder())
-    for step in (2, 3, 5):  # step 4 would overflow
-        job.train_step(step)
-    other.adapter.skip_ahead(3)
-    assert other.adapter.scalars() == job.adapter.scalars()
-
-
 def test_numbers_of_a_device_are_left_there_and_are_the_same() -> None:
     """As fused and capturable optimizers keep them, with a learning rate that is a tensor."""
     seed(1)
@@ -207,42 +191,6 @@ def test_buffers_written_while_evaluated_are_put_back() -> None:
         job.module.drift = torch.ones(7)
     assert job.module.drift is buffer
     assert torch.equal(buffer, torch.zeros(7))
-
-
-def test_module_without_loss_cannot_be_evaluated() -> None:
-    module = nn.Linear(3, 2)
-    adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters()))
-    adapter.attach(Recorder())
-    module(torch.ones(1, 3))
-    assert not adapter.can_evaluate
-    with adapter.evaluation(), pytest.raises(UnsupportedEngineError, match="Linear returned no loss"):
-        adapter.evaluate((torch.ones(1, 3),), {})
-
-
-def test_a_moment_in_another_memory_order_keeps_it() -> None:
-    parameter = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
-    module = nn.Module()
-    module.weight = parameter
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    values = torch.arange(48.0).view(4, 3, 2, 2)
-    optimizer.state[parameter]["momentum_buffer"] = values.clone()
-    adapter = TorchAdapter(module, optimizer)
-    moment, scalars = adapter.shard().operators["weight"].moments["momentum_buffer"].clone(), adapter.scalars()
-    assert torch.equal(moment, torch.arange(48.0))
-    optimizer.state.clear()
-    adapter.shard(to_fill=True).operators["weight"].moments["momentum_buffer"].copy_(moment)
-    adapter.load_scalars(scalars)
-    restored = optimizer.state[parameter]["momentum_buffer"]
-    assert torch.equal(restored, values)
-    assert restored.stride() == values.stride() != parameter.stride()
-
-
-def test_compiled_modules_keep_their_names() -> None:
-    module = TinyLM()
-    plain = TorchAdapter(module, optimizer_of("adamw", module)).describe()["tensors"]
-    compiled = torch.compile(module)
-    assert isinstance(compiled, nn.Module)
-    assert TorchAdapter(compiled, optimizer_of("adamw", module)).describe()["tensors"] == plain
 
 
 class TestRefusals:

@@ -206,13 +206,10 @@ class ModelOperators:
             found[self.layer_names[expert.layer]].append(expert.index)
         return {name: sorted(numbers) for name, numbers in found.items()}
 
-    def layers(self, parameter_bytes: Mapping[str, int]) -> tuple[ExpertLayer, ...]:
-        """The layers of experts, each expert as large as the largest that this rank owns; of other stages one byte.
+    def layers(self) -> tuple[ExpertLayer, ...]:
+        """The layers of experts, with experts of one byte.
 
         How many a layer has follows from those of this rank: `check_shared` checks that the others have as many.
-
-        Args:
-            parameter_bytes: of the weights and moments of each parameter.
 
         Raises:
             UnsupportedEngineError: a layer's experts are not those of this rank.
@@ -221,12 +218,9 @@ class ModelOperators:
         for name, numbers in self.experts.items():
             if name not in self.elsewhere:
                 _require_own(name, numbers, range(group.rank * len(numbers), (group.rank + 1) * len(numbers)), group)
-        owned: list[list[int]] = [[] for _ in self.layer_names]
-        for expert, names in self.parameters.items():
-            owned[expert.layer].append(sum(parameter_bytes[name] for name in names))
         return tuple(
-            ExpertLayer(name, self.elsewhere.get(name, len(sizes) * group.size), max(sizes, default=1), group)
-            for name, sizes in zip(self.layer_names, owned, strict=True)
+            ExpertLayer(name, self.elsewhere.get(name, len(numbers) * group.size), 1, group)
+            for name, numbers in self.experts.items()
         )
 
 

@@ -235,7 +235,7 @@ class ModuleMixture:
             ValueError: no name of the module is an expert's.
         """
         modules = {plain_name(name): one for name, one in self._module.named_modules()}
-        layers = self.operators().layers(dict.fromkeys(self._names, 1))
+        layers = self.operators().layers()
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         return HookedTokenCounts(
             [RoutingLayer(layer.name, modules[layer.name], layer.experts) for layer in layers],

@@ -122,18 +122,6 @@ def test_no_step_reads_what_was_counted() -> None:
         counts.take()
 
 
-def test_what_was_undone_is_forgotten() -> None:
-    model = Model()
-    counts = counting(model)
-    train(model, counts, 1, 5)
-    counts.begin_forward()
-    model(torch.ones(4, 2)).backward()
-    counts.forget()
-    assert counts.take() == []
-    train(model, counts, 1, 1)
-    assert as_lists(counts.take()) == [(1, [[1, 0, 0], [1, 0]])]
-
-
 def test_counts_of_other_experts_are_refused() -> None:
     model = Model()
     counts = HookedTokenCounts([RoutingLayer("moe", model.layers[0], 4)], counts_of)
