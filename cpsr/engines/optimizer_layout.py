@@ -148,7 +148,7 @@ def _step_once(trial: torch.optim.Optimizer, tensor: torch.Tensor) -> None:
     if isinstance(trial, torch.optim.SparseAdam):
         gradient = gradient[:1].to_sparse(1).sparse_resize_(gradient.shape, 1, gradient.dim() - 1)
     tensor.grad = gradient
-    unhooked(type(trial).step)(trial)  # type: ignore[attr-defined] # past hooks of all optimizers
+    unhooked(type(trial).step)(trial)  # past hooks of all optimizers
 
 
 @contextmanager
