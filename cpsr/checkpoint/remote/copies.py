@@ -328,6 +328,9 @@ def _unsealed(data: bytes) -> bytes:
 def prepare_fetch(run_dir: Path, copy: Copy) -> None:
     """Create the folder to fetch into, and remove files of other fetches (rank 0, before the others)."""
     directory = _fetching(run_dir, copy)
+    for path in (directory.parent, directory):
+        if path.is_symlink():  # nothing is written through it
+            path.unlink()
     make_directory(directory)
     (directory / COMMIT).unlink(missing_ok=True)  # of another commit of this iteration, perhaps
     for other in directory.parent.iterdir():

@@ -8,15 +8,18 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.remote.copies import remove_old, scan, set_aside, verify
 from cpsr.checkpoint.remote.place import Place, open_place
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from tests.checkpoint.kill_driver import STEPS, _in_child, chosen_steps
 from tests.checkpoint.remote.conftest import RUN, assert_whole, commit, committed_at, fetched, new_run, send, target_at
+
+STEPS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "chmod", "link", "sendfile")
 
 
 def main() -> None:
@@ -139,10 +142,34 @@ def _until(count: int | None, case: Path, work: Callable[[Path], None]) -> None:
         return armed
 
     real_write = os.write
-    for name in (*STEPS, "sendfile"):  # by which fsspec copies a file
+    for name in STEPS:  # fsspec copies a file by sendfile
         setattr(os, name, arm(name, getattr(os, name)))
     work(case)
     (case.parent / "steps").write_text(" ".join(names))
+
+
+def chosen_steps(names: Sequence[str], one_of: int) -> list[int]:
+    """Numbers, from 1 on, of every so many of the steps of each name; the first of each is among them."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for number, name in enumerate(names, start=1):
+        if seen[name] % one_of == 0:
+            chosen.append(number)
+        seen[name] += 1
+    return chosen
+
+
+def _in_child(action: Callable[[], None]) -> int:
+    """Run in a fork, so that importing torch is paid once; returns the wait status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:  # noqa: BLE001 - the fork must not run on into pytest's stack, whatever happened
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
 
 
 CAMPAIGNS = {"copy": (_prepare_copy, _copy, _check_copy), "fetch": (_prepare_fetch, _fetch, _check_fetch)}

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 WRITES = {"fsync", "mkdir", "open", "replace", "rmdir", "sendfile", "unlink", "write"}
 
 
-@pytest.mark.slow  # of campaigns like this one each change runs that of tests/checkpoint/test_durability.py
+@pytest.mark.slow  # of campaigns like this one each change runs those of tests/faults
 @pytest.mark.parametrize(("what", "steps", "least"), [("copy", WRITES, 75), ("fetch", WRITES | {"rename"}, 75)])
 def test_killed_at_every_file_system_step(tmp_path: Path, what: str, steps: set[str], least: int) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

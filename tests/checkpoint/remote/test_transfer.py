@@ -273,6 +273,20 @@ def test_what_is_no_plain_file_of_its_size_is_damage(tmp_path: Path, damage: Cal
     assert not list((tmp_path / "new" / "fetching").rglob(".*"))
 
 
+def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, url: str) -> None:
+    place = open_place(url)
+    send(place, commit(new_run(tmp_path / "run"), 10))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "rank-00000.json").write_text("of somebody else")
+    for link in ("fetching", f"fetching/{FOLDER}"):
+        new = tmp_path / link.replace("/", "-")
+        (new / link).parent.mkdir(parents=True)
+        (new / link).symlink_to(outside)
+        assert fetched(place, new) == 10
+    assert [path.name for path in outside.iterdir()] == ["rank-00000.json"]
+
+
 def test_manifests_cannot_name_files_outside(tmp_path: Path) -> None:
     """With hashes that fit: somebody may write at the target, but not into the run directory's surroundings."""
     place = open_place(f"file://{tmp_path}/target")
