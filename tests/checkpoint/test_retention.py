@@ -141,7 +141,7 @@ def test_what_was_set_aside_goes_after_two_more_commits(store: CheckpointStore) 
     def aside() -> list[str]:
         return sorted(path.name for path in store.directory.iterdir() if not path.name.startswith("step-"))
 
-    both = ["abandoned-step-0000000020-2-0", "damaged-step-0000000030-3-0"]
+    both = ["abandoned-step-0000000020-3-0", "damaged-step-0000000030-3-0"]
     store.retain(config)
     assert aside() == both
     save(store, 20)
