@@ -308,29 +308,6 @@ def test_without_zero_a_holder_of_the_group_is_sent_what_it_has_not(tmp_path: Pa
     assert [sorted(found["holders"]) for found in ranks[:3]] == [[1, 2], [0, 2], [0, 1]]
 
 
-TOGETHER = """
-states = States(memory, rank, alike=True)
-replicator = opened(states, [[0, 1], [0, 1], [2, 3], [2, 3]], replicas=2, chunk_bytes=8192)
-found["holders"] = replicator.placement.holders[rank]
-replicator.offer(*states.seal(10))
-until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
-group.barrier()
-found["kinds"] = {s.rank: s.kind for s in memory_states(RUN_ID, memory) if f"replica-{rank:05d}" in s.path.name}
-replicator.close(remove=True)
-leave()
-"""
-
-
-def test_what_a_group_has_on_one_machine_alone_travels_whole(tmp_path: Path) -> None:
-    """Ranks 0 and 1 are alike and share a machine, 2 and 3 are alike on one each: two other machines hold each."""
-    nodes = ["a", "a", "b", "c"]
-    ranks = run(TOGETHER, tmp_path, nodes)
-    for owner, found in enumerate(ranks):
-        assert {nodes[holder] for holder in found["holders"]} == {"a", "b", "c"} - {nodes[owner]}
-        kinds = {holder: ranks[holder]["kinds"][str(owner)] for holder in found["holders"]}
-        assert kinds == {holder: "small" if {owner, holder} == {2, 3} else "snapshot" for holder in found["holders"]}
-
-
 APART = """
 import threading
 states = States(memory, rank, alike=True)

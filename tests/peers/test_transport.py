@@ -1,7 +1,13 @@
 """Messages and bytes between two real gloo ranks."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from cpsr.checkpoint.memory_states import PAGE_BYTES
+from cpsr.peers import transport
+from cpsr.peers.transport import Kind, Message, receive_state
 from tests.peers.ranks import run
 
 TALK = """
@@ -47,28 +53,6 @@ else:
 leave()
 """
 
-NO_MEMORY = """
-import cpsr.peers.transport as transport
-from cpsr.peers.transport import Channel, receive_state, sealed, send_state
-states = States(memory, rank, elements=5000, slots=1)
-channel = Channel(SideGroup(group_name(), [0, 1], 5.0), 1 - rank, 5000, 5.0)
-path, _ = states.seal(10)
-if rank == 0:
-    import threading
-    try:
-        send_state(channel, sealed(path, 10), threading.Event())
-    except RuntimeError:
-        pass  # by a rank that left
-else:
-    transport.available_host_bytes = lambda: 5000
-    try:
-        receive_state(channel, channel.receive(), memory / "target")
-    except OSError as error:
-        found["refused"] = error.strerror
-    found["blocks"] = (memory / "target").stat().st_blocks
-leave()
-"""
-
 
 def test_a_state_arrives_as_it_was_sent_or_not_at_all(tmp_path: Path) -> None:
     sender, receiver = run(TALK, tmp_path, ["a", "b"])
@@ -90,7 +74,12 @@ def test_a_state_arrives_as_it_was_sent_or_not_at_all(tmp_path: Path) -> None:
     assert receiver["after the link"]
 
 
-def test_a_state_that_the_memory_does_not_hold_is_refused_before_it_is_taken(tmp_path: Path) -> None:
-    _, receiver = run(NO_MEMORY, tmp_path, ["a", "b"])
-    assert "bytes of memory are missing, 5000 are available" in receiver["refused"]
-    assert receiver["blocks"] * 512 < 5000  # but for its first page
+def test_a_state_that_the_memory_does_not_hold_is_refused_before_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "available_host_bytes", lambda: 5000)
+    first = Message(Kind.PIECE, 10, 60_000, PAGE_BYTES, 5000)
+    never: Any = None  # nothing is received
+    with pytest.raises(OSError, match="bytes of memory are missing, 5000 are available"):
+        receive_state(never, first, tmp_path / "target")
+    assert (tmp_path / "target").stat().st_blocks * 512 < 5000  # but for its first page
