@@ -19,7 +19,7 @@ from cpsr.qualify.cells import ADAPTER, CPU_OFFLOAD, HSDP, MUON, OPTIMIZERS, REP
 from cpsr.qualify.conformance import OVERFLOW, OVERFLOWING_STEPS
 
 __all__ = ["BATCH", "HIDDEN", "LENGTH", "VOCABULARY", "WIDTH", "TinyLM", "TinySplitLM", "TorchJob", "adamw_of"]
-__all__ += ["fully_sharded_job", "mesh_of", "optimizer_of", "scaler_on", "scheduler_of", "sharded", "token_batch"]
+__all__ += ["mesh_of", "optimizer_of", "scaler_on", "sharded", "token_batch"]
 __all__ += ["torch_job"]
 
 Device = torch.device | str
@@ -172,40 +172,53 @@ def torch_job(
     micro_batches: int = 1,
     schedule: str = "cosine",
     model: Callable[[], nn.Module] = TinyLM,
+    **sharding: Any,
 ) -> TorchJob:
     """A rank of the job of a cell outside DeepSpeed.
+
+    With FSDP2 gradients are clipped, and summed over the ranks at the last micro-batch. With tensor parallelism one
+    layer is split by rows and one by columns, and all ranks train on the same batches.
 
     Args:
         cell: `bf16` is the precision of its weights where they are not split, and `fp16` means autocast with a scaler.
         device: of this rank.
         ranks: of the job.
         micro_batches: of an iteration.
-        schedule: as for `scheduler_of`.
+        schedule: `cosine` or `none`.
         model: that is trained, where parameters are not split.
+        sharding: more arguments of `fully_shard`.
     """
-    if cell.engine == "fsdp2":
-        mesh = (REPLICAS, ranks // REPLICAS) if cell.feature == HSDP else (ranks,)
-        offload = cell.feature == CPU_OFFLOAD
-        return fully_sharded_job(device, mesh, cell.precision, cell.optimizer, micro_batches, schedule, offload=offload)
-    if cell.engine == "tp":
-        return tensor_parallel_job(device, ranks, cell.optimizer, micro_batches, schedule)
-    module = model()
+    module = TinySplitLM(EVEN_HIDDEN if cell.engine == "tp" else HIDDEN) if cell.is_split else model()
     if cell.feature == ADAPTER:
         module.requires_grad_(False)
         for name in ("up", "down"):
             base = module.get_submodule(name)
             assert isinstance(base, nn.Linear)
             setattr(module, name, LowRank(base))
-    module = module.to(device, torch.bfloat16 if cell.precision == "bf16" else torch.float32)
+    is_narrow = cell.precision == "bf16" and not cell.is_split
+    module = module.to(device, torch.bfloat16 if is_narrow else torch.float32)
+    if cell.engine == "fsdp2":
+        mesh = mesh_of(device, *((REPLICAS, ranks // REPLICAS) if cell.feature == HSDP else (ranks,)))
+        sharded(module, mesh, cell.precision, cell.feature == CPU_OFFLOAD, **sharding)
+    elif cell.engine == "tp":
+        parallelize_module(module, mesh_of(device, ranks), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     trained = [one for one in module.parameters() if one.requires_grad]
     optimizers = [optimizer_of(cell.optimizer, module)] if cell.optimizer != MUON else _muon_and_adamw(trained)
     if cell.feature == ADAPTER:
         optimizers = [torch.optim.AdamW(trained, lr=0.01)]
-    scheduler = scheduler_of(schedule, optimizers[0]) if len(optimizers) == 1 else None
+    scheduler = None
+    if schedule == "cosine" and len(optimizers) == 1:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], T_max=20)
     scaler = scaler_on(device) if cell.precision == "fp16" else None
-    called = DistributedDataParallel(module) if ranks > 1 and not cell.is_alone else module
+    called = DistributedDataParallel(module) if ranks > 1 and cell.engine == "ddp" else module
     job = TorchJob(module, optimizers, scheduler, scaler, micro_batches, called)
     job.autocast = torch.float16 if cell.precision == "fp16" else None
+    if isinstance(module, FSDPModule):
+        synchronize = module.set_requires_gradient_sync
+        job.accumulating = lambda last: nullcontext(synchronize(last))
+        job.largest_norm = LARGEST_NORM
+    if cell.engine == "tp":
+        job.batch = lambda step, micro, rank: token_batch(step, micro, 0)
     return job
 
 
@@ -243,11 +256,6 @@ def adamw_of(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, fused=name == "adamw-fused" or None, capturable="capturable" in name)
 
 
-def scheduler_of(name: str, optimizer: torch.optim.Optimizer) -> Any:
-    """A scheduler, `cosine`, or None for `none`."""
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20) if name == "cosine" else None
-
-
 def scaler_on(device: Device) -> torch.amp.GradScaler:
     """A scaler that grows soon."""
     return torch.amp.GradScaler(torch.device(device).type, init_scale=256.0, growth_interval=2)
@@ -273,49 +281,3 @@ def sharded(module: nn.Module, mesh: DeviceMesh, precision: str = "fp32", offloa
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for one in (module.get_submodule("up"), module):
         fully_shard(one, mesh=mesh, mp_policy=policy, offload_policy=place, **more)
-
-
-def fully_sharded_job(
-    device: Device,
-    mesh: Sequence[int],
-    precision: str = "fp32",
-    optimizer: str = "adamw",
-    micro_batches: int = 1,
-    schedule: str = "cosine",
-    **more: Any,
-) -> TorchJob:
-    """A rank of a job of FSDP2, with clipped gradients that are summed over the ranks at the last micro-batch.
-
-    Args:
-        device: of this rank.
-        mesh: shape, of all ranks.
-        precision: as for `sharded`.
-        optimizer: as for `optimizer_of`.
-        micro_batches: of an iteration.
-        schedule: as for `scheduler_of`.
-        more: for `sharded`.
-    """
-    module = TinySplitLM().to(device)
-    sharded(module, mesh_of(device, *mesh), precision, **more)
-    assert isinstance(module, FSDPModule)
-    synchronize = module.set_requires_gradient_sync
-    tuned = optimizer_of(optimizer, module)
-    job = TorchJob(module, tuned, scheduler_of(schedule, tuned), None, micro_batches)
-    job.accumulating = lambda last: nullcontext(synchronize(last))
-    job.largest_norm = LARGEST_NORM
-    return job
-
-
-def tensor_parallel_job(
-    device: Device, ranks: int, optimizer: str = "adamw", micro_batches: int = 1, schedule: str = "cosine"
-) -> TorchJob:
-    """A rank of a job of tensor parallelism alone: all ranks train on the same batches.
-
-    One layer is split by rows, and one by columns; the arguments are those of `fully_sharded_job`.
-    """
-    module = TinySplitLM(EVEN_HIDDEN).to(device)
-    parallelize_module(module, mesh_of(device, ranks), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    tuned = optimizer_of(optimizer, module)
-    job = TorchJob(module, tuned, scheduler_of(schedule, tuned), None, micro_batches)
-    job.batch = lambda step, micro, rank: token_batch(step, micro, 0)
-    return job

@@ -18,7 +18,7 @@ from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.sharded import local
 from cpsr.errors import ConfigError, UnsupportedEngineError
-from cpsr.qualify.cells import Cell
+from cpsr.qualify.cells import CPU_OFFLOAD, HSDP, Cell
 from cpsr.qualify.conformance import (
     AFTER,
     BEFORE,
@@ -35,12 +35,10 @@ from cpsr.qualify.torch_jobs import (
     TinyLM,
     TinySplitLM,
     TorchJob,
-    fully_sharded_job,
     mesh_of,
     optimizer_of,
     scaler_on,
     sharded,
-    tensor_parallel_job,
     token_batch,
     torch_job,
 )
@@ -48,9 +46,13 @@ from tests.device import DEVICE
 from tests.engines.torch_cases import counts_of, ddp_job
 
 RANKS = 2
-FSDP = partial(fully_sharded_job, DEVICE, (RANKS,))
-HSDP = partial(fully_sharded_job, DEVICE, (RANKS, 1))
-TP = partial(tensor_parallel_job, DEVICE, RANKS)
+FSDP2 = "fsdp2", None
+HYBRID = partial(torch_job, Cell(*FSDP2, "fp32", "adamw", HSDP), DEVICE, RANKS)
+TP = partial(torch_job, Cell("tp", None, "fp32", "adamw"), DEVICE, RANKS)
+
+
+def fsdp_job(precision: str = "fp32", optimizer: str = "adamw", feature: str = "", **more: Any) -> TorchJob:
+    return torch_job(Cell(*FSDP2, precision, optimizer, feature), DEVICE, RANKS, **more)
 
 
 def gathered(value: Any) -> list[Any]:
@@ -84,7 +86,7 @@ def assert_makes_up_the_model(job: TorchJob) -> None:
 
 def fsdp_is_resumed(**options: Any) -> None:
     """Each rank has a slice of uneven size, or nothing of a parameter; the views are the shards, and stay in place."""
-    result = check_resume(partial(FSDP, **options), skip=3)
+    result = check_resume(partial(fsdp_job, **options), skip=3)
     assert len(result["evaluations"]) == AFTER
     described = gathered(result["description"])
     tensors = [one["tensors"] for one in described]
@@ -95,7 +97,7 @@ def fsdp_is_resumed(**options: Any) -> None:
     assert all(one["up.weight"]["dtype"] == "float32" for one in tensors)
 
     seed(1)
-    job = FSDP(**options)
+    job = fsdp_job(**options)
     assert job.adapter.data_parallel_ranks == [0, 1]
     assert job.adapter.device.type == torch.device(DEVICE).type
     assert_makes_up_the_model(job)
@@ -112,12 +114,12 @@ def fsdp_is_resumed(**options: Any) -> None:
 
 
 def hsdp_is_resumed() -> None:
-    result = check_resume(partial(HSDP, micro_batches=2))
+    result = check_resume(partial(HYBRID, micro_batches=2))
     assert gathered(result["snapshot"]["tensors"]["param/up.weight"].tolist()) == 2 * [
         result["snapshot"]["tensors"]["param/up.weight"].tolist()
     ]
     assert result["description"]["tensors"]["up.weight"]["layout"] == "R, S(0) over ranks [[0], [1]]"
-    assert HSDP().adapter.data_parallel_ranks == [0, 1]
+    assert HYBRID().adapter.data_parallel_ranks == [0, 1]
 
 
 def tensor_parallel_is_resumed() -> None:
@@ -146,7 +148,7 @@ def outside_the_optimizer(build: Callable[[], TorchJob]) -> TorchJob:
 
 
 def frozen_parameters() -> None:
-    result = check_resume(partial(outside_the_optimizer, FSDP))
+    result = check_resume(partial(outside_the_optimizer, fsdp_job))
     tensors = gathered(result["description"]["tensors"])
     assert [one["frozen.weight"]["numel"] for one in tensors] == [4 * 7, 3 * 7]
     assert [one["frozen.weight"]["offset"] for one in tensors] == [0, 4 * 7]
@@ -157,7 +159,7 @@ def clipping_and_accumulation_are_those_of_the_user() -> None:
     finals = []
     for watched in (False, True):
         seed(1)
-        job, recorder = FSDP(micro_batches=2), Recorder()
+        job, recorder = fsdp_job(micro_batches=2), Recorder()
         if watched:
             job.adapter.attach(recorder)
             job.adapter.shard()
@@ -180,7 +182,7 @@ def ddp_without_sync() -> TorchJob:
 def what_is_written_reaches_the_next_forward() -> None:
     """A forward without gradients leaves gathered parameters; what was restored must not be hidden by them."""
     seed(1)
-    job = FSDP()
+    job = fsdp_job()
     tokens, targets = (one.to(DEVICE) for one in token_batch(0, 0, 0))
     run(job, 0, 2)
     snapshot = take_snapshot(job.adapter)
@@ -203,7 +205,7 @@ def what_is_written_reaches_the_next_forward() -> None:
 def a_snapshot_is_copied_while_the_next_step_runs() -> None:
     """Nothing but the optimizer's step writes into the shards."""
     seed(1)
-    job = FSDP(precision="bf16", micro_batches=2)
+    job = fsdp_job(precision="bf16", micro_batches=2)
     run(job, 0, 1)
     views = [view for key, view in job.adapter.shard().tensors() if not key.startswith("other/")]
     before, seen = [view.clone() for view in views], []
@@ -221,7 +223,7 @@ def a_snapshot_is_copied_while_the_next_step_runs() -> None:
 def views_follow_replaced_moments() -> None:
     """As after the user's `load_state_dict` of the optimizer."""
     seed(1)
-    job = FSDP()
+    job = fsdp_job()
     run(job, 0, 1)
     job.adapter.shard()
     state = job.optimizer.state[dict(job.module.named_parameters())["up.weight"]]
@@ -268,7 +270,7 @@ def gathered_weights_are_no_activations() -> None:
     config = EnginesConfig(offload_activations_bytes=1)
     with (
         pytest.raises(ConfigError, match="fully_shard gathers the weights of a layer"),
-        offloaded_activations(FSDP().adapter, config, 1 << 30, print),
+        offloaded_activations(fsdp_job().adapter, config, 1 << 30, print),
     ):
         pass
     job = TP()
@@ -314,7 +316,7 @@ def losses_that_are_distributed() -> None:
 
 
 def kept_gathered(**options: Any) -> TorchJob:
-    return FSDP(reshard_after_forward=False, **options)
+    return fsdp_job(reshard_after_forward=False, **options)
 
 
 SHARDED: dict[str, Callable[[], Any]] = {
@@ -322,10 +324,10 @@ SHARDED: dict[str, Callable[[], Any]] = {
     "fsdp2-bf16": partial(fsdp_is_resumed, precision="bf16", micro_batches=2),
     "fsdp2-sgd": partial(fsdp_is_resumed, optimizer="sgd"),
     "fsdp2-kept-gathered": partial(check_resume, kept_gathered),
-    "fsdp2-offload": partial(check_resume, partial(FSDP, offload=True)),
+    "fsdp2-offload": partial(check_resume, partial(fsdp_job, feature=CPU_OFFLOAD)),
     "fsdp2-scaler": partial(check_resume, with_scaler),
     "fsdp2-frozen": frozen_parameters,
-    "fsdp2-early-state": partial(check_early_state, FSDP),
+    "fsdp2-early-state": partial(check_early_state, fsdp_job),
     "fsdp2-clipping": clipping_and_accumulation_are_those_of_the_user,
     "fsdp2-written": what_is_written_reaches_the_next_forward,
     "fsdp2-copied-beside": a_snapshot_is_copied_while_the_next_step_runs,
