@@ -1,11 +1,12 @@
-"""Wait for a checkpoint as anybody can see it: on the disk."""
+"""Wait for checkpoints, as anybody can see them on the disk."""
 
 import time
 from pathlib import Path
 
+from cpsr import CPSRRecovery
 from cpsr.checkpoint.catalogue import scan
 
-__all__ = ["wait_until_committed"]
+__all__ = ["keep_pace", "wait_until_committed"]
 
 PATIENCE_SECONDS = 60.0
 
@@ -16,3 +17,9 @@ def wait_until_committed(run_dir: Path, iteration: int) -> None:
     while all(info.iteration != iteration for info in scan(run_dir / "checkpoints").checkpoints):
         assert time.monotonic() < deadline, iteration
         time.sleep(0.005)
+
+
+def keep_pace(recovery: CPSRRecovery, seconds: float = 10.0) -> None:
+    """Before a checkpoint is due, let the last be written: steps this short would outrun the disk, and skip it."""
+    if recovery.life.saver.is_due(recovery.iteration + 1):
+        recovery.life.saver.drain(seconds)

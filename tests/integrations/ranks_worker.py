@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cpsr import CPSRRecovery
 from cpsr.demo.device import join_ranks
-from tests.recovery.options import LifeOptions
+from tests.recovery.job import LifeOptions
 
 ITEMS, BATCH = 42, 2  # on two ranks 11 batches each, in 6 steps
 GLOBAL_BATCH, RESIZED_ITEMS = 8, 48  # also 6 steps
@@ -36,15 +35,12 @@ class Options(LifeOptions):
         loop: `Trainer` or `accelerate`, alone or `with DeepSpeed` or `with FSDP`, `accelerate unseeded`, or
             `Lightning`.
         fault: the step after which rank 1 kills itself.
-        committed: a commit record that must exist before.
         save_steps: after how many the Trainer saves a checkpoint of its own; 0 for none.
         own_checkpoint: the one that the Trainer resumes, without CPSR.
         resized: whether the number of ranks changes within the run: the global batch stays, and nothing else differs.
     """
 
     loop: str = ""
-    fault: str = ""
-    committed: Path | None = None
     save_steps: int = 0
     own_checkpoint: str = ""
     resized: bool = False

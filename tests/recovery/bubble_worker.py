@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ import cpsr.predictor.training
 from cpsr import CPSRRecovery
 from tests.recovery import worker
 from tests.recovery.engines import FEATURES, WIDTH, configuration, dataset, initialize, loader
-from tests.recovery.options import LifeOptions
+from tests.recovery.job import LifeOptions
 
 COMPUTE_SECONDS = 0.02  # of a stage and micro-batch: the other stage waits as long, and a slice takes some milliseconds
 STAGES, MICRO_BATCHES = 2, 2
@@ -37,14 +36,11 @@ class Options(LifeOptions):
         alone: train without CPSR.
         broken: the predictor raises (`raises`) where it should learn, or never comes back (`hangs`).
         dies_at: the last stage ends its process before that iteration; the other one waits for it.
-        fault, committed: not used here.
     """
 
     alone: bool = False
     broken: str = ""
     dies_at: int | None = None
-    fault: str = ""
-    committed: Path | None = None
 
 
 class Slow(nn.Module):
@@ -71,8 +67,9 @@ def main(options: Options, rank: int, ranks: int) -> None:
             if options.broken:
                 cpsr.learning.learner.SLICE_LIMIT_SECONDS = LIMIT_SECONDS
                 setattr(recovery.life.loop.learning.predictor, "learn", BROKEN[options.broken])  # noqa: B010 - mypy refuses to assign
+        found["started"] = 0 if options.alone else recovery.iteration
         pairs = ((inputs, targets) for inputs, targets, _ in batches)
-        for iteration in range(options.iterations):
+        for iteration in range(found["started"], options.iterations):
             if rank == ranks - 1 and iteration == options.dies_at:
                 os._exit(0)
             found["losses"].append(engine.train_batch(pairs).item().hex())

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.state.frozen import FrozenPlace
+from tests.committed import keep_pace
 from tests.device import DEVICE
 from tests.recovery.engines import (
     EXPERTS,
@@ -29,7 +30,7 @@ from tests.recovery.engines import (
     initialize,
     pipeline,
 )
-from tests.recovery.worker import Faults, initialize_ranks, keep_pace, seed, train_pipeline
+from tests.recovery.worker import SAVE_SECONDS, Faults, initialize_ranks, seed, train_pipeline
 from tests.recovery.worker import Options as WorkerOptions
 
 GLOBAL_BATCH = 12
@@ -166,7 +167,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
             loss = float(loop.train_on(inputs, targets)) * len(indices) / GLOBAL_BATCH
             losses[iteration] = losses.get(iteration, 0.0) + loss
             dealt.append([iteration, *indices.tolist()])
-            keep_pace(recovery)
+            keep_pace(recovery, SAVE_SECONDS)
             if recovery.iteration >= options.iterations:
                 break
         ended: dict[str, Any] = {"whole": whole(recovery.life.job.adapter, rank), "draw": torch.rand(()).item()}

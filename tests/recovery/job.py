@@ -37,6 +37,34 @@ class Ended:
         return found
 
 
+@dataclass(frozen=True)
+class LifeOptions:
+    """What every job that the tests launch is given; each job has more.
+
+    Attributes:
+        config: CPSR's configuration.
+        result: where the result goes, `.<rank>.json` appended.
+        iterations: end of the run.
+        fault: what happens to a rank, in words of the job's own.
+        committed: a commit record that must exist before a rank kills itself, so that every run restores the same.
+    """
+
+    config: dict[str, Any]
+    result: Path
+    iterations: int
+    fault: str = ""
+    committed: Path | None = None
+
+    @property
+    def meeting(self) -> str:
+        """The file through which the ranks find each other."""
+        return f"file://{self.result.with_suffix('.ranks')}"
+
+    def leave(self, rank: int, found: Any) -> None:
+        """Leave what a rank has to say at its end."""
+        self.result.with_suffix(f".{rank}.json").write_text(json.dumps(found))
+
+
 class Job:
     """A run directory and the lives of its job."""
 

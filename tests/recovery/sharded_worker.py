@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from cpsr import CPSRRecovery, TorchAdapter
+from tests.committed import keep_pace
 from tests.device import DEVICE
 from tests.recovery import worker
 from tests.recovery.engines import Regression, dataset, loader
-from tests.recovery.worker import Faults, initialize_ranks, keep_pace, rng_digest, seed, state_digest
+from tests.recovery.worker import SAVE_SECONDS, Faults, initialize_ranks, rng_digest, seed, state_digest
 
 MICRO_BATCHES = 2
 LARGEST_NORM = 0.5
@@ -27,12 +27,10 @@ class Options(worker.Options):
 
     Attributes:
         kind: `fsdp2`, `bf16` (FSDP2 with forwards in bf16), `hsdp` or `tp`.
-        whole_at: the iteration at which the result takes the whole parameters.
         accumulating: gradients are summed over two batches, without the other ranks at the first.
     """
 
     kind: str = "fsdp2"
-    whole_at: int | None = None
     accumulating: bool = False
 
 
@@ -87,7 +85,6 @@ def main(options: Options, rank: int, ranks: int) -> None:
     loop = Loop(options, ranks)
     data = loader(dataset(), *((1, 0) if options.kind == "tp" else (ranks, rank)))
     dealt: list[list[int]] = []
-    whole: dict[str, list[float]] = {}
     with CPSRRecovery(loop.adapter, options.config) as recovery:
         started = {"iteration": recovery.iteration, "method": recovery.restored.method}
         state_at_start = state_digest(recovery)
@@ -95,28 +92,15 @@ def main(options: Options, rank: int, ranks: int) -> None:
         for inputs, targets, indices in recovery.resume(data, repeat=True):
             faults.at_batch(recovery.iteration, loop.taken % loop.parts)
             loop.train_on(inputs, targets)
-            keep_pace(recovery)
+            keep_pace(recovery, SAVE_SECONDS)
             dealt.append([recovery.iteration, *indices.tolist()])
-            if recovery.iteration == options.whole_at and not whole:
-                whole = whole_parameters(loop)
             if recovery.iteration >= options.iterations:
                 break
         final = {"iteration": recovery.iteration, "state": state_digest(recovery), "rng": rng_digest()}
-        final |= {"rates": loop.schedule.get_last_lr(), "whole": whole}
+        final |= {"rates": loop.schedule.get_last_lr()}
     started |= {"state": state_at_start, "replicas": replicas_at_start}
-    result = {"started": started, "batches": dealt, "final": final}
-    options.result.with_suffix(f".{rank}.json").write_text(json.dumps(result))
+    options.leave(rank, {"started": started, "batches": dealt, "final": final})
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
-
-
-def whole_parameters(loop: Loop) -> dict[str, list[float]]:
-    """Weights, and Adam's second moments, of all ranks' parts; a collective."""
-    found: dict[str, list[float]] = {}
-    for name, parameter in loop.module.named_parameters():
-        for key, tensor in ((name, parameter), (f"exp_avg_sq/{name}", loop.optimizer.state[parameter]["exp_avg_sq"])):
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            found[key] = full.detach().reshape(-1).tolist()
-    return found
 
 
 def replicas_digest(recovery: CPSRRecovery) -> str:

@@ -1,10 +1,12 @@
 """The predictor in the bubbles of a real pipeline of two stages."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.manifest import step_name
 from cpsr.journal import BubbleRow, JournalReader
 from tests.device import NO_STAGES, cpu_only
 from tests.recovery.job import Ended, Job
@@ -52,6 +54,14 @@ def test_it_learns_in_bubbles_and_changes_nothing(job: Job, alone: Ended) -> Non
         assert sum(row.copied_bytes or 0 for row in rows) > 0
         assert 0 < sum(row.copied_seconds or 0 for row in rows) < account["bubble_seconds"]
     assert any("pieces of work" in message for message in events(job.run_dir, "bubbles"))
+    # The last checkpoint before the end was copied in waits; a life that begins there ends alike.
+    shutil.rmtree(job.run_dir / "checkpoints" / step_name(ITERATIONS))
+    back = job.launch(iterations=ITERATIONS, **WORKER)
+    for stage in range(STAGES):
+        mine, expected = back.result(stage), alone.result(stage)
+        assert 0 < mine["started"] < ITERATIONS
+        assert mine["losses"] == expected["losses"][mine["started"] :]
+        assert mine["weights"] == expected["weights"]
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,152 @@
 """Weights outside the optimizer are saved once in a run, and come back with every state of it."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint.manifest import Manifest, RankManifest, holds_frozen, rank_manifest_name, step_name
-from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader
-from tests.recovery.job import Ended, Job
+from tests.committed import wait_until_committed
+from tests.device import DEVICE
+from tests.situations.lives import Ended, Life, backward, digest, live
 
-ITERATIONS = 14
+FEATURES, RANK = 32, 2
+INTERVAL, ITERATIONS = 4, 14
+WAIT_SECONDS = 60.0
+MOVING = 0.9  # share of itself that the teacher keeps in a step
+EACH_STEP = {"checkpoint": {"shared_memory": True}, "memory": {"interval_iterations": 1}}
 # Every step is in host memory, and no checkpoint comes before the end.
 IN_MEMORY = {"checkpoint": {"shared_memory": True, "interval_iterations": 50}, "memory": {"interval_iterations": 1}}
 OTHER_BASE = 4
 
 
-class FrozenJob(Job):
-    def run(self, *, ranks: int = 1, fails: bool = False, **options: Any) -> Ended:
-        """One life of adapters beside frozen weights; `fails`: it ends by its fault."""
-        ended = self.launch(
-            worker="tests.recovery.frozen_worker", ranks=ranks, **({"iterations": ITERATIONS} | options)
-        )
-        assert (set(ended.statuses) == {0}) is not fails, ended.output[0][-3000:]
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained product of two narrow ones beside it (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(FEATURES, FEATURES).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(RANK, FEATURES) / FEATURES)
+        self.up = nn.Parameter(torch.zeros(FEATURES, RANK))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        adapted: torch.Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return adapted
+
+    def merge(self, *, through_data: bool) -> None:
+        """Add the product to the frozen layer, and begin with nothing beside it."""
+        with torch.no_grad():
+            if through_data:
+                self.base.weight.data += self.up @ self.down
+            else:
+                self.base.weight += self.up @ self.down
+            self.up.zero_()
+
+
+class Net(nn.Module):
+    """Three such layers, the last on the base of the first; a mean of the inputs as a buffer."""
+
+    def __init__(self, *, teacher: bool) -> None:
+        super().__init__()
+        self.adapted = [Adapted(), Adapted(), Adapted()]
+        self.layers = nn.ModuleList(self.adapted)
+        self.adapted[2].base = self.adapted[0].base
+        self.teacher = nn.Linear(FEATURES, RANK, bias=False).requires_grad_(False) if teacher else None
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(FEATURES))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(x.mean(0))
+        hidden = x
+        for layer in self.adapted:
+            hidden = torch.tanh(layer(hidden))
+        loss = nn.functional.mse_loss(hidden, y)
+        return loss if self.teacher is None else loss + self.teacher(hidden).square().mean()
+
+    def follow(self) -> None:
+        """Move the teacher towards the trained weights."""
+        if self.teacher is not None:
+            with torch.no_grad():
+                self.teacher.weight.mul_(MOVING).add_(self.adapted[0].down, alpha=1 - MOVING)
+
+
+def training(life: Life) -> dict[str, Any]:
+    """Adapters beside frozen weights, with `life.options`::
+
+    base_seed=3                 of the base weights that the script loads
+    teacher=False               a part of the module outside the optimizer follows the trained weights in every step
+    merge_at=0                  after this step the adapters are merged into the base, and begin at zero again
+    merge_through_data=False    by `.data`, of which torch counts no version
+    committed=0                 a checkpoint that is awaited before this life is cut
+    settings={}                 more of CPSR's configuration
+    """
+    options = life.options
+    if life.ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(options.get("base_seed", 3))
+    module = Net(teacher=options.get("teacher", False)).to(DEVICE)
+    torch.manual_seed(11)
+    with torch.no_grad():
+        for layer in module.adapted:
+            layer.down.normal_(std=0.2)
+    called = nn.parallel.DistributedDataParallel(module) if life.ranks > 1 else module
+    optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=1e-2)
+    values = torch.Generator().manual_seed(5 + life.rank)
+    items = TensorDataset(*(torch.randn(40, FEATURES, generator=values) for _ in range(2)))
+    settings = options.get("settings", {})
+    checkpoint = {"interval_iterations": INTERVAL, "shared_memory": False, **settings.get("checkpoint", {})}
+    losses: dict[int, float] = {}
+    with CPSRRecovery(
+        TorchAdapter(called, optimizer), life.config(**settings | {"checkpoint": checkpoint})
+    ) as recovery:
+        started = recovery.iteration
+        for x, y in recovery.resume(DataLoader(items, batch_size=4, shuffle=True), epochs=100):
+            loss = called(x.to(DEVICE), y.to(DEVICE))
+            optimizer.zero_grad()
+            backward(loss)
+            optimizer.step()
+            # The state of the step before is durable by now, however busy the machine is.
+            recovery.life.saver.drain(WAIT_SECONDS)
+            recovery.life.saver.pool.settle()
+            module.follow()
+            if recovery.iteration == options.get("merge_at"):
+                for layer in module.adapted[:2]:
+                    layer.merge(through_data=options.get("merge_through_data", False))
+            losses[recovery.iteration] = loss.item()
+            if recovery.iteration == life.at and life.rank == life.on_rank and options.get("committed"):
+                wait_until_committed(life.directory / "run", options["committed"])
+            life.step(recovery.iteration)
+            if recovery.iteration == ITERATIONS:
+                break
+    return {"losses": losses, "started": started, "state": digest(module)}
+
+
+class FrozenJob:
+    """A run directory and the lives of its job."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.run_dir = directory / "run"
+        self._lives = 0
+
+    def run(
+        self, *, ranks: int = 1, fails: bool = False, fault: int = 0, failing_rank: int = 0, **options: Any
+    ) -> Ended:
+        """One life; `fails`: it ends by its `fault`, a kill of a rank after that step, or it is refused."""
+        life = Life(self._directory, fault, on_rank=failing_rank, ranks=ranks, number=self._lives, options=options)
+        self._lives += 1
+        ended = live(training, life)
+        assert (set(ended.statuses) == {0}) is not fails, ended.output[-3000:]
         return ended
 
     def files(self, iteration: int) -> Mapping[str, os.stat_result]:
@@ -43,17 +162,17 @@ class FrozenJob(Job):
         with JournalReader(self.run_dir / "journal.db") as journal:
             return [event.message for event in journal.events() if event.kind == kind]
 
-    def free_memory(self) -> None:
-        remove_memory_states(run_id(self.run_dir))
-
 
 @pytest.fixture
 def frozen(tmp_path: Path) -> FrozenJob:
-    return FrozenJob(tmp_path / "job")
+    return FrozenJob(tmp_path)
+
+
+Alone = Callable[..., tuple[FrozenJob, Ended]]
 
 
 @pytest.fixture(scope="module")
-def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """Runs that nothing happened to, by options."""
     known: dict[str, tuple[FrozenJob, Ended]] = {}
 
@@ -76,7 +195,7 @@ def same_end(ended: Ended, expected: Ended) -> bool:
     )
 
 
-def test_they_are_written_once_and_a_checkpoint_costs_what_trains(left_alone: Any) -> None:
+def test_they_are_written_once_and_a_checkpoint_costs_what_trains(left_alone: Alone) -> None:
     job, _ = left_alone()
     (name,) = job.files(12)
     assert {one.st_ino for one in job.files(12).values()} == {one.st_ino for one in job.files(ITERATIONS).values()}
@@ -93,13 +212,13 @@ def test_they_are_written_once_and_a_checkpoint_costs_what_trains(left_alone: An
 
 @pytest.mark.parametrize("base_seed", [3, OTHER_BASE])
 def test_after_a_kill_they_are_as_they_were_whatever_the_script_loads(
-    frozen: FrozenJob, left_alone: Any, base_seed: int
+    frozen: FrozenJob, left_alone: Alone, base_seed: int
 ) -> None:
     _, expected = left_alone()
     frozen.run(fault=10, committed=8, fails=True)
     before = frozen.files(8)
     ended = frozen.run(base_seed=base_seed)
-    assert ended.result()["started"] == 8
+    assert ended.result["started"] == 8
     assert same_end(ended, expected)
     assert frozen.files(12).keys() == before.keys()
     assert {one.st_ino for one in frozen.files(12).values()} == {one.st_ino for one in before.values()}
@@ -111,41 +230,40 @@ def test_a_damaged_file_that_is_needed_is_refused(frozen: FrozenJob) -> None:
     path = frozen.run_dir / "checkpoints" / step_name(8) / name
     path.write_bytes(b"\0" * path.stat().st_size)
     ended = frozen.run(base_seed=OTHER_BASE, fails=True)
-    assert "none of the checkpoints of this run can be restored" in ended.output[0]
-    assert name in ended.output[0]
+    assert "none of the checkpoints of this run can be restored" in ended.output
+    assert name in ended.output
 
 
 @pytest.mark.parametrize("base_seed", [3, OTHER_BASE])
-def test_a_state_in_memory_takes_them_from_a_checkpoint(frozen: FrozenJob, left_alone: Any, base_seed: int) -> None:
+def test_a_state_in_memory_takes_them_from_a_checkpoint(frozen: FrozenJob, left_alone: Alone, base_seed: int) -> None:
     _, expected = left_alone()
-    settings = {"checkpoint": {"shared_memory": True}, "memory": {"interval_iterations": 1}}
-    frozen.run(fault=11, committed=8, fails=True, settings=settings)
-    ended = frozen.run(base_seed=base_seed, settings=settings)
-    assert ended.result()["started"] == 10
+    frozen.run(fault=11, committed=8, fails=True, settings=EACH_STEP)
+    ended = frozen.run(base_seed=base_seed, settings=EACH_STEP)
+    assert ended.result["started"] == 10
     assert same_end(ended, expected)
 
 
-def test_without_a_checkpoint_a_state_in_memory_needs_the_same_base_weights(frozen: FrozenJob, left_alone: Any) -> None:
+def test_without_a_checkpoint_a_state_in_memory_needs_the_same_base_weights(
+    frozen: FrozenJob, left_alone: Alone
+) -> None:
     _, expected = left_alone()
     frozen.run(fault=9, fails=True, settings=IN_MEMORY)
     refused = frozen.run(base_seed=OTHER_BASE, fails=True, settings=IN_MEMORY)
-    assert "The script must load the same base weights as before" in refused.output[0]
-    assert "It stays in memory" in refused.output[0]
+    assert "The script must load the same base weights as before" in refused.output
+    assert "It stays in memory" in refused.output
     ended = frozen.run(settings=IN_MEMORY)
-    assert ended.result()["started"] == 8
+    assert ended.result["started"] == 8
     assert same_end(ended, expected)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"checkpoint": {"shared_memory": True}, "memory": {"interval_iterations": 1}}]
-)
+@pytest.mark.parametrize("settings", [{}, EACH_STEP], ids=["disk", "memory"])
 def test_a_part_that_moves_in_every_step_is_in_every_snapshot(
-    frozen: FrozenJob, left_alone: Any, settings: dict[str, Any]
+    frozen: FrozenJob, left_alone: Alone, settings: dict[str, Any]
 ) -> None:
     _, expected = left_alone(teacher=True)
     frozen.run(teacher=True, fault=11, committed=8, fails=True, settings=settings)
     ended = frozen.run(teacher=True, base_seed=OTHER_BASE, settings=settings)
-    assert ended.result()["started"] == (10 if settings else 8)
+    assert ended.result["started"] == (10 if settings else 8)
     assert same_end(ended, expected)
     record = frozen.record(ITERATIONS)
     assert record.frozen["teacher.weight"].file is None
@@ -157,7 +275,7 @@ def test_a_part_that_moves_in_every_step_is_in_every_snapshot(
 
 
 @pytest.mark.parametrize("iteration", [8, 12])
-def test_weights_that_are_written_to_once_get_a_new_file(frozen: FrozenJob, left_alone: Any, iteration: int) -> None:
+def test_weights_that_are_written_to_once_get_a_new_file(frozen: FrozenJob, left_alone: Alone, iteration: int) -> None:
     """Merged after step 6: checkpoint 8 has them in its small state, and 12, when they have rested, in a file."""
     _, expected = left_alone(merge_at=6)
     frozen.run(merge_at=6, fault=iteration + 1, committed=iteration, fails=True)
@@ -165,26 +283,26 @@ def test_weights_that_are_written_to_once_get_a_new_file(frozen: FrozenJob, left
     written = {name for name, one in record.frozen.items() if one.file is not None}
     assert ("layers.0.base.weight" in written) is (iteration == 12)
     ended = frozen.run(base_seed=OTHER_BASE)
-    assert ended.result()["started"] == iteration
+    assert ended.result["started"] == iteration
     assert same_end(ended, expected)
     assert len(frozen.events("frozen weights changed")) == 1
     assert verify_run(frozen.run_dir) == []
 
 
 def test_what_is_written_past_the_version_count_is_never_committed_as_it_was(
-    frozen: FrozenJob, left_alone: Any
+    frozen: FrozenJob, left_alone: Alone
 ) -> None:
     """Merged after step 6 through `.data`: checkpoint 8 is not saved, 12 has the new values."""
     _, expected = left_alone(merge_at=6)
     failed = frozen.run(merge_at=6, merge_through_data=True, fault=13, committed=12, fails=True)
-    assert "were changed where torch does not count it, through .data" in failed.output[0]
+    assert "were changed where torch does not count it, through .data" in failed.output
     assert not (frozen.run_dir / "checkpoints" / step_name(8) / "COMMIT").exists()
     ended = frozen.run(base_seed=OTHER_BASE)
-    assert ended.result()["started"] == 12
+    assert ended.result["started"] == 12
     assert same_end(ended, expected)
 
 
-def test_ranks_that_hold_the_same_share_them_out(frozen: FrozenJob, left_alone: Any) -> None:
+def test_ranks_that_hold_the_same_share_them_out(frozen: FrozenJob, left_alone: Alone) -> None:
     _, expected = left_alone(ranks=2)
     frozen.run(ranks=2, fault=10, committed=8, failing_rank=1, fails=True)
     records = [frozen.record(8, rank) for rank in range(2)]

@@ -12,12 +12,10 @@ SIGKILLED = -9
 # phase:rank:iteration -> the checkpoint that the next life must restore (an interval is 4 iterations).
 FAULTS = {
     "step:1:14": 12,
-    "step:0:13": 12,
     "step:all:14": 12,
     "step:1:2": None,
     "snapshot:1:12": 8,
     "persist:1:12": 8,
-    "persist:0:12": 8,
     "commit:0:12": 8,
 }
 

@@ -1,59 +1,154 @@
 """Three kills in a row: every batch that is trained is that of the run left alone, to the bit of what workers drew."""
 
+import hashlib
 import importlib.util
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.recovery.data_worker import LOADERS
-from tests.recovery.job import INTERVAL, Job
+from cpsr import CPSRRecovery, TorchAdapter
+from tests.committed import keep_pace, wait_until_committed
+from tests.situations.lives import Life, backward, live
+from tests.state.loaders import BATCH, Items, Stream, Written, seed, seeded, values
 
-WORKER = "tests.recovery.data_worker"
-ITERATIONS, ACCUMULATE = 26, 2
+INTERVAL, ITERATIONS, ACCUMULATE = 4, 26, 2
 PREDICTED_FROM, FAILED_AT = 20, 23
+SHARDS, SHARD = 4, 7
+WORKERS: dict[str, Any] = {"num_workers": 2}
 
 
-def batches(job: Job, life: int, rank: int) -> dict[tuple[int, int], list[str]]:
+class OfRank(Stream):
+    """Each rank has items of its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((item + 1000 * self._rank, drawn) for item, drawn in super().__iter__())
+
+
+def rows(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        for item in range(SHARD):
+            yield {"item": shard * SHARD + item}
+
+
+def hugging_face(rank: int, buffer_size: int) -> Any:
+    import datasets  # no dependency
+
+    shards = [shard + SHARDS * rank for shard in range(SHARDS)]
+    found = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": shards})
+    return found.shuffle(seed=3, buffer_size=buffer_size)
+
+
+def ordered(rank: int, ranks: int) -> Any:
+    return DistributedSampler(Items(31), num_replicas=ranks, rank=rank, seed=3)
+
+
+LOADERS: dict[str, Any] = {
+    "map-style, workers": lambda rank, ranks: DataLoader(
+        Items(), BATCH, shuffle=True, generator=seeded(rank), **WORKERS
+    ),
+    "torchdata, workers": lambda rank, ranks: StatefulDataLoader(Items(), BATCH, shuffle=True, **WORKERS),
+    "torchdata, distributed": lambda rank, ranks: StatefulDataLoader(
+        Items(31), BATCH, sampler=ordered(rank, ranks), **WORKERS
+    ),
+    "torchdata, stream": lambda rank, ranks: StatefulDataLoader(OfRank(rank), BATCH, **WORKERS),
+    "stream": lambda rank, ranks: DataLoader(OfRank(rank), BATCH),
+    "written": lambda rank, ranks: Written(),
+    "Hugging Face": lambda rank, ranks: DataLoader(hugging_face(rank, 1), BATCH),
+    "Hugging Face, torchdata": lambda rank, ranks: StatefulDataLoader(hugging_face(rank, 1), BATCH, **WORKERS),
+    "Hugging Face, shuffle buffer": lambda rank, ranks: DataLoader(hugging_face(rank, 9), BATCH),
+}
+
+
+def training(life: Life) -> Any:
+    """Notes what each micro-batch held as soon as it has it; rank 0 is killed before the one that `cut` names."""
+    if life.ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    seed(7)
+    module = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+    called = nn.parallel.DistributedDataParallel(module) if life.ranks > 1 else module
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    adapter = TorchAdapter(called, optimizer, micro_batches_per_iteration=ACCUMULATE)
+    loader = LOADERS[life.options["kind"]](life.rank, life.ranks)
+    checkpoint = {"interval_iterations": INTERVAL, "shared_memory": False}
+    config = life.config(mode=life.options.get("mode", "exact"), checkpoint=checkpoint)
+    micro, cut = 0, life.options.get("cut")
+    with CPSRRecovery(adapter, config) as recovery, noted(life.directory, life).open("w") as notes:
+        for batch in recovery.resume(loader, repeat=True):
+            if cut == [recovery.iteration, micro] and life.rank == 0:
+                wait_until_committed(life.directory / "run", cut[0] // INTERVAL * INTERVAL)
+                life.at = cut[0]
+                life.step(cut[0])
+            flat = values(list(batch.values()) if isinstance(batch, dict) else batch)
+            items = [one for one in flat if one == int(one)]
+            notes.write(json.dumps([recovery.iteration, micro, digest(items), digest(flat)]) + "\n")
+            notes.flush()
+            x = torch.tensor(items)[:, None] / 100
+            backward(nn.functional.mse_loss(called(x), x.sin()))
+            micro = (micro + 1) % ACCUMULATE
+            if micro:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            keep_pace(recovery)
+            if recovery.iteration >= ITERATIONS:
+                break
+    if life.ranks > 1:
+        torch.distributed.destroy_process_group()
+    return [digest([value.tolist() for value in module.state_dict().values()]), torch.rand(3).tolist()]
+
+
+def digest(given: Any) -> str:
+    return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
+
+
+def noted(folder: Path, life: Life, rank: int | None = None) -> Path:
+    return folder / f"{life.number}.{life.rank if rank is None else rank}.batches"
+
+
+def batches(life: Life, rank: int) -> dict[tuple[int, int], list[str]]:
     """(iteration, micro-batch) -> hash of its items, and of all that it held."""
-    lines = (job.directory / f"life-{life}.{rank}.batches").read_text().splitlines()
+    lines = noted(life.directory, life, rank).read_text().splitlines()
     return {(iteration, micro): hashes for iteration, micro, *hashes in map(json.loads, lines)}
 
 
-def launch(job: Job, kind: str, **options: Any) -> Any:
-    return job.launch(worker=WORKER, kind=kind, iterations=ITERATIONS, survivor_seconds=3.0, **options)
-
-
-def kills(kind: str) -> list[str]:
+def kills(kind: str) -> list[list[int]]:
     """Micro-batches before which a life ends, one after each of three checkpoints; the same whenever the test runs."""
     drawn = random.Random(kind)
     checkpoints = [2 * INTERVAL, 3 * INTERVAL, 5 * INTERVAL]
-    return [f"{at + drawn.randrange(1, INTERVAL)}:{drawn.randrange(ACCUMULATE)}" for at in checkpoints]
+    return [[at + drawn.randrange(1, INTERVAL), drawn.randrange(ACCUMULATE)] for at in checkpoints]
 
 
 def check(directory: Path, kind: str, ranks: int) -> None:
-    alone, job = Job(directory / "alone"), Job(directory / "job")
-    whole = launch(alone, kind, ranks=ranks)
-    assert whole.statuses == [0] * ranks, whole.output
-    for fault in kills(kind):
-        committed = int(fault.partition(":")[0]) // INTERVAL * INTERVAL
-        killed = launch(job, kind, ranks=ranks, fault=fault, committed=committed)
-        assert killed.statuses[0] == -9, killed.output
-    back = launch(job, kind, ranks=ranks)
-    assert back.statuses == [0] * ranks, back.output
+    alone = Life(directory / "alone", ranks=ranks, options={"kind": kind})
+    whole = live(training, alone)
+    cuts = [*kills(kind), None]
+    lives = [
+        Life(directory / "cut", ranks=ranks, number=number, options={"kind": kind, "cut": cut})
+        for number, cut in enumerate(cuts)
+    ]
+    *killed, back = (live(training, life) for life in lives)
+    assert [one.statuses[0] for one in killed] == [-9] * 3, killed[0].output
+    assert back.results == whole.results
     for rank in range(ranks):
-        expected = batches(alone, 1, rank)
+        expected = batches(alone, rank)
         assert len(expected) == ITERATIONS * ACCUMULATE
-        starts = []
-        for life in range(1, job.lives + 1):
-            trained = batches(job, life, rank)
-            assert trained == {at: expected[at] for at in trained}, f"rank {rank}, life {life}"
-            starts.append(min(trained))
-        assert starts == [(0, 0), (2 * INTERVAL, 0), (3 * INTERVAL, 0), (5 * INTERVAL, 0)]
-        assert max(batches(job, job.lives, rank)) == max(expected)
-        assert back.result(rank) == whole.result(rank)
+        trained = [batches(life, rank) for life in lives]
+        for number, found in enumerate(trained):
+            assert found == {at: expected[at] for at in found}, f"rank {rank}, life {number}"
+        assert [min(found) for found in trained] == [(0, 0), (2 * INTERVAL, 0), (3 * INTERVAL, 0), (5 * INTERVAL, 0)]
+        assert max(trained[-1]) == max(expected)
 
 
 OFTEN = ("map-style, workers", "torchdata, stream", "written", "Hugging Face, shuffle buffer")
@@ -75,13 +170,13 @@ def test_every_rank_continues_from_the_state_of_its_own_loader(tmp_path: Path, k
 
 @pytest.mark.parametrize("kind", ["torchdata, stream", pytest.param("torchdata, workers", marks=pytest.mark.slow)])
 def test_a_predicted_restart_continues_after_the_batch_of_the_failure(tmp_path: Path, kind: str) -> None:
-    alone, job = Job(tmp_path / "alone"), Job(tmp_path / "job")
-    assert launch(alone, kind, ranks=1).statuses == [0]
-    killed = launch(job, kind, ranks=1, fault=f"{FAILED_AT}:0", committed=PREDICTED_FROM)
+    alone = Life(tmp_path / "alone", options={"kind": kind})
+    live(training, alone)
+    killed = live(training, Life(tmp_path / "cut", options={"kind": kind, "cut": [FAILED_AT, 0]}))
     assert killed.statuses == [-9], killed.output
-    back = launch(job, kind, ranks=1, mode="predict")
-    assert back.statuses == [0], back.output
-    trained, expected = batches(job, 2, 0), batches(alone, 1, 0)
+    again = Life(tmp_path / "cut", number=1, options={"kind": kind, "mode": "predict"})
+    assert live(training, again).result
+    trained, expected = batches(again, 0), batches(alone, 0)
     assert min(trained) == (FAILED_AT, 0)
     assert {at: items for at, (items, _) in trained.items()} == {at: expected[at][0] for at in trained}
     assert max(trained) == max(expected)

@@ -1,126 +1,337 @@
 """Usual training loops: after a kill every loss is that of the run left alone, or CPSR reports what it cannot see."""
 
-import json
 import re
-from dataclasses import dataclass
+import signal
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests.recovery.job import Ended, Job
+from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.checkpoint.progress import read_progress
+from tests.committed import keep_pace, wait_until_committed
+from tests.device import DEVICE
+from tests.situations.lives import Life, alone_and_cut, backward, digest, live
 
-WORKER = "tests.recovery.loop_worker"
-OWN = "from recovery.epoch"
-PASS = 10  # batches; a checkpoint at iteration 20 is one at the end of a pass
-KILL = "SIGKILL"
+ITEMS, BATCH, FEATURES, WIDTH = 40, 4, 5, 8  # 10 batches a pass: a checkpoint at iteration 20 is one at its end
+INTERVAL, ITERATIONS = 4, 25
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 
-@dataclass(frozen=True)
-class Case:
-    """A loop and the failure of one of its lives.
+class Net(nn.Module):
+    """Returns its loss; the dropout makes random states matter."""
 
-    Attributes:
-        keeps: as in `loop_worker.Options`, like `given` and what is in `options`.
-        fault: before which micro-batch, and by what.
-        committed: a checkpoint that is awaited before.
-        iterations: end of the run.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
 
-    keeps: str
-    given: str
-    fault: str
-    committed: int | None
-    options: tuple[tuple[str, Any], ...] = ()
-    iterations: int = 25
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.layers(x), y)
 
-    def launch(self, job: Job, *, fails: bool = False, ranks: int = 1, mode: str = "exact") -> Ended:
-        more: dict[str, Any] = {"fault": self.fault, "committed": self.committed} if fails else {}
-        return job.launch(
-            mode,
-            worker=WORKER,
-            ranks=ranks,
-            keeps=self.keeps,
-            given=self.given,
-            iterations=self.iterations,
-            survivor_seconds=3,
-            **dict(self.options),
-            **more,
+
+class Loop:
+    """A usual loop that keeps nothing more; the others keep something, and change it where usual loops do."""
+
+    argument = ""  # of `TorchAdapter`, for what is kept
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.optimizer = module, optimizer
+        self.kept = self.made()
+
+    def made(self) -> Any:
+        return None
+
+    def forward(self, called: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = called(x, y)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        backward(loss)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def after_step(self) -> None: ...
+    def after_epoch(self) -> None: ...
+
+    def ends_with(self) -> Any:
+        return None
+
+
+class Scaled(Loop):
+    """The scale grows, and half precision makes it matter."""
+
+    argument = "grad_scaler"
+
+    def made(self) -> Any:
+        return torch.amp.GradScaler(DEVICE, init_scale=2.0**12, growth_interval=3)
+
+    def forward(self, called: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, torch.float16):
+            return super().forward(called, x, y)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        backward(self.kept.scale(loss))
+
+    def step(self) -> None:
+        self.kept.unscale_(self.optimizer)
+        self.kept.step(self.optimizer)
+        self.kept.update()
+
+    def ends_with(self) -> Any:
+        return self.kept.get_scale()
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """A user's subclass."""
+
+
+class ScaledWhole(Scaled):
+    """The scaler's own step, without unscaling before it; a scale that overflows, so that steps are skipped."""
+
+    def made(self) -> Any:
+        return OwnScaler(DEVICE, init_scale=2.0**18, growth_interval=3)
+
+    def step(self) -> None:
+        self.kept.step(self.optimizer)
+        self.kept.update()
+
+
+class Scheduled(Loop):
+    """A schedule by the step."""
+
+    argument = "scheduler"
+
+    def made(self) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=40)
+
+    def after_step(self) -> None:
+        self.kept.step()
+
+
+class ScheduledInParts(Scheduled):
+    """A warm-up and what follows, in one schedule."""
+
+    def made(self) -> Any:
+        schedulers = torch.optim.lr_scheduler
+        parts = [
+            schedulers.LinearLR(self.optimizer, 0.1, total_iters=5),
+            schedulers.ExponentialLR(self.optimizer, 0.95),
+        ]
+        return schedulers.SequentialLR(self.optimizer, parts, milestones=[5])
+
+
+class ScheduledByEpoch(Loop):
+    """A schedule by the pass."""
+
+    def made(self) -> Any:
+        return torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+
+    def after_epoch(self) -> None:
+        self.kept.step()
+
+
+class OnPlateau(Loop):
+    """A schedule by a metric; it is no step of its own that torch counts."""
+
+    def made(self) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=0, threshold=0.5)
+
+    def after_epoch(self) -> None:
+        with torch.no_grad():
+            self.module.eval()
+            self.kept.step(self.module(torch.ones(4, FEATURES, device=DEVICE), torch.ones(4, 1, device=DEVICE)))
+            self.module.train()
+
+
+class Averaged(Loop):
+    """torch's average of the weights."""
+
+    def made(self) -> Any:
+        return torch.optim.swa_utils.AveragedModel(
+            self.module, use_buffers=True, avg_fn=lambda average, value, count: 0.9 * average + 0.1 * value
         )
 
+    def after_step(self) -> None:
+        self.kept.update_parameters(self.module)
 
-def case(
-    keeps: str, given: str = "", at: int = 14, how: str = KILL, committed: int | None = 12, **options: Any
-) -> Case:
-    return Case(keeps, given, f"{at}:{how}", committed, tuple(options.items()))
+    def ends_with(self) -> Any:
+        return digest(self.kept)
 
 
+class Counting(Loop):
+    """Early stopping, a metric and a schedule of the user's own, which depend on each other."""
+
+    def made(self) -> Any:
+        return {"best": float("inf"), "bad_epochs": 0, "seen": 0}
+
+    def after_step(self) -> None:
+        self.kept["seen"] += 1
+
+    def after_epoch(self) -> None:
+        loss = float(sum(value.detach().abs().sum() for value in self.module.parameters()))
+        self.kept["bad_epochs"] = 0 if loss < self.kept["best"] else self.kept["bad_epochs"] + 1
+        self.kept["best"] = min(loss, self.kept["best"])
+
+    def ends_with(self) -> Any:
+        return dict(self.kept)
+
+
+class Noisy(Loop):
+    """Noise on the inputs from a generator of the user's own."""
+
+    def made(self) -> Any:
+        return torch.Generator().manual_seed(5)
+
+    def forward(self, called: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return super().forward(called, x + 0.1 * float(torch.randn((), generator=self.kept)), y)
+
+
+class Drawing(Loop):
+    """Random numbers drawn after steps and passes, as an evaluation that samples does."""
+
+    def after_step(self) -> None:
+        torch.rand(3, device=DEVICE)
+
+    after_epoch = after_step
+
+
+LOOPS = {
+    "nothing": Loop,
+    "scaler": Scaled,
+    "scaler that overflows": ScaledWhole,
+    "schedule": Scheduled,
+    "schedule in parts": ScheduledInParts,
+    "schedule by epoch": ScheduledByEpoch,
+    "schedule by metric": OnPlateau,
+    "average": Averaged,
+    "counters": Counting,
+    "generator": Noisy,
+    "draws": Drawing,
+}
+
+
+def training(life: Life) -> Any:
+    """The losses of this life by iteration and micro-batch, and the end. Options, with their defaults::
+
+        keeps="nothing"        what the loop keeps; a key of `LOOPS`
+        given=""               how CPSR gets it: `adapter`, `register`, or not at all
+        accumulate=1           micro-batches in a step
+        adapter_accumulate=1   the same as given to `TorchAdapter`
+        late=False             what the loop keeps is made when the state is restored already
+        own_epochs=""          the loop over passes is the user's own, `from recovery.epoch` or `from 0`; or CPSR's
+        sampler=""             `sets epoch` and `keeps epoch` (each with a DistributedSampler), or none
+        committed=0            a checkpoint that is awaited before this life is cut
+        mode="exact"           CPSR's
+
+    A life is cut before so many of its micro-batches.
+    """
+    options = life.options
+    accumulate = options.get("accumulate", 1)
+    if life.ranks > 1:
+        torch.distributed.init_process_group("gloo")
+    torch.manual_seed(7)
+    module = Net().to(DEVICE)
+    called: Any = nn.parallel.DistributedDataParallel(module) if life.ranks > 1 else module
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-2)
+    kind, given = LOOPS[options.get("keeps", "nothing")], options.get("given")
+    loop = None if options.get("late") else kind(module, optimizer)
+    more = {kind.argument: loop.kept} if given == "adapter" and loop is not None else {}
+    loader = data(life, options.get("sampler"))
+    steps = options.get("adapter_accumulate", 1)
+    adapter = TorchAdapter(called, optimizer, **more, micro_batches_per_iteration=steps)
+    checkpoint = {"interval_iterations": INTERVAL, "shared_memory": False}
+    config = life.config(mode=options.get("mode", "exact"), checkpoint=checkpoint)
+    losses: list[Any] = []
+    with CPSRRecovery(adapter, config) as recovery:
+        loop = loop or kind(module, optimizer)
+        if given == "register":
+            recovery.register("kept", loop.kept)
+        for dealt, (x, y) in enumerate(passes(recovery, loop, loader, options)):
+            if dealt == life.at > 0:
+                if options.get("committed"):
+                    wait_until_committed(life.directory / "run", options["committed"])
+                life.step(dealt)
+            last = (dealt + 1) % accumulate == 0
+            with nullcontext() if last or life.ranks == 1 else called.no_sync():
+                loss = loop.forward(called, x.to(DEVICE), y.to(DEVICE))
+                loop.backward(loss / accumulate)
+            losses.append([recovery.iteration, (dealt + 1) % accumulate, float(loss).hex()])
+            if not last:
+                continue
+            loop.step()
+            optimizer.zero_grad()
+            loop.after_step()
+            keep_pace(recovery)
+            if recovery.iteration >= ITERATIONS:
+                break
+    return [losses, digest(module), loop.ends_with()]
+
+
+def passes(recovery: CPSRRecovery, loop: Loop, loader: Any, options: dict[str, Any]) -> Iterator[Any]:
+    """All batches of the run; what belongs between two passes is done there."""
+    if not (own_epochs := options.get("own_epochs")):
+        yield from recovery.resume(loader, repeat=True)
+    for epoch in range(0 if own_epochs == "from 0" else recovery.epoch, 100):
+        if options.get("sampler") == "sets epoch":
+            loader.sampler.set_epoch(epoch)
+        yield from recovery.resume(loader)
+        loop.after_epoch()
+
+
+def data(life: Life, sampler: str | None) -> Any:
+    x = torch.randn(ITEMS * life.ranks, FEATURES)
+    items = TensorDataset(x, x.sum(1, keepdim=True))
+    if not sampler:
+        return DataLoader(items, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+    parts: DistributedSampler[Any] = DistributedSampler(items, num_replicas=life.ranks, rank=life.rank, seed=3)
+    return DataLoader(items, batch_size=BATCH, sampler=parts, drop_last=True)
+
+
+OWN = "from recovery.epoch"
 AT_THE_END_OF_A_PASS: dict[str, Any] = {"at": 23, "committed": 20, "own_epochs": OWN}
-CASES = {
-    "scaler": case("scaler", "adapter"),
-    "schedule by step, registered": case("schedule", "register"),
-    "schedule by pass": case("schedule by epoch", "register", **AT_THE_END_OF_A_PASS),
-    "average": case("average", "register"),
-    "random numbers after a pass": case("draws", **AT_THE_END_OF_A_PASS),
-    "accumulation, in the middle": case("nothing", at=40, accumulate=3),
+SIGTERM: dict[str, Any] = {"how": TERM, "committed": 0}
+CASES: dict[str, dict[str, Any]] = {
+    "scaler": {"given": "adapter"},
+    "schedule": {"given": "register"},
+    "schedule by epoch": {"given": "register", **AT_THE_END_OF_A_PASS},
+    "average": {"given": "register"},
+    "draws": AT_THE_END_OF_A_PASS,
+    "nothing, in the middle of an accumulation": {"at": 40, "accumulate": 3},
 }
-MORE_CASES = {
-    "nothing": case("nothing"),
-    "scaler that overflows": case("scaler that overflows", "adapter"),
-    "schedule by step": case("schedule", "adapter"),
-    "schedule in parts": case("schedule in parts", "register"),
-    "schedule made late": case("schedule", "register", late=True),
-    "schedule by metric": case("schedule by metric", "register", **AT_THE_END_OF_A_PASS),
-    "counters": case("counters", "register", **AT_THE_END_OF_A_PASS),
-    "generator": case("generator", "register"),
-    "sampler with set_epoch": case("nothing", at=23, committed=20, own_epochs=OWN, sampler="sets epoch"),
-    "sampler with set_epoch, in a pass": case("nothing", own_epochs=OWN, sampler="sets epoch"),
-    "sampler without set_epoch": case("nothing", own_epochs=OWN, sampler="keeps epoch"),
-    "average after SIGTERM": case("average", "register", how="SIGTERM", committed=None),
+MORE_CASES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "scaler that overflows": {"given": "adapter"},
+    "schedule, for the adapter": {"given": "adapter"},
+    "schedule in parts": {"given": "register"},
+    "schedule, made late": {"given": "register", "late": True},
+    "schedule by metric": {"given": "register", **AT_THE_END_OF_A_PASS},
+    "counters": {"given": "register", **AT_THE_END_OF_A_PASS},
+    "generator": {"given": "register"},
+    "nothing, sampler with set_epoch": {**AT_THE_END_OF_A_PASS, "sampler": "sets epoch"},
+    "nothing, sampler with set_epoch, in a pass": {"own_epochs": OWN, "sampler": "sets epoch"},
+    "nothing, sampler without set_epoch": {"own_epochs": OWN, "sampler": "keeps epoch"},
+    "average, after SIGTERM": {"given": "register", **SIGTERM},
     # Leaves at iteration 20, whose pass is over then.
-    "random numbers after SIGTERM": case("draws", at=19, how="SIGTERM", committed=None, own_epochs=OWN),
+    "draws, after SIGTERM": {"at": 19, "own_epochs": OWN, **SIGTERM},
+    "scaler, two ranks": {"given": "adapter", "own_epochs": OWN, "sampler": "sets epoch", "ranks": 2},
+    "counters, two ranks": {"given": "register", "own_epochs": OWN, "sampler": "sets epoch", "ranks": 2, **SIGTERM},
 }
 
 
-def losses(job: Job, life: int, rank: int = 0) -> dict[tuple[int, int], str]:
-    lines = (job.directory / f"life-{life}.{rank}.losses").read_text().splitlines()
-    return {(iteration, micro): loss for iteration, micro, loss in map(json.loads, lines)}
-
-
-@pytest.mark.parametrize(
-    "tried", [*CASES.values(), *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_CASES.values())],
-    ids=[*CASES, *MORE_CASES],
-)  # fmt: skip
-def test_every_loss_is_that_of_the_run_left_alone(tmp_path: Path, tried: Case) -> None:
-    check(tmp_path, tried)
-
-
-@pytest.mark.slow
-def test_two_ranks_with_a_scaler(tmp_path: Path) -> None:
-    check(tmp_path, case("scaler", "adapter", own_epochs=OWN, sampler="sets epoch"), ranks=2)
-
-
-@pytest.mark.slow
-def test_two_ranks_after_sigterm(tmp_path: Path) -> None:
-    after: dict[str, Any] = {"how": "SIGTERM", "committed": None, "own_epochs": OWN, "sampler": "sets epoch"}
-    check(tmp_path, case("counters", "register", **after), ranks=2)
-
-
-def check(directory: Path, tried: Case, ranks: int = 1) -> None:
-    alone, job = Job(directory / "alone"), Job(directory / "job")
-    whole = tried.launch(alone, ranks=ranks)
-    assert whole.statuses == [0] * ranks, whole.output
-    failed = tried.launch(job, fails=True, ranks=ranks)
-    assert failed.statuses[0] in (-9, 128 + 15), failed.output
-    back = tried.launch(job, ranks=ranks)
-    assert back.statuses == [0] * ranks, back.output
-    for rank in range(ranks):
-        expected, before, after = losses(alone, 1, rank), losses(job, 1, rank), losses(job, 2, rank)
-        assert min(after)[0] >= (tried.committed or 13)
-        assert max(after) == max(expected)
-        assert {**expected, **before, **after} == expected
-        assert before.keys() | after.keys() == expected.keys()
-        assert back.result(rank) == whole.result(rank)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE_CASES)])
+def test_every_loss_is_that_of_the_run_left_alone(tmp_path: Path, case: str) -> None:
+    options = {"keeps": case.partition(",")[0], "at": 14, "committed": 12, **(CASES | MORE_CASES)[case]}
+    alone, back = alone_and_cut(training, tmp_path, **options)
+    for (expected, *end), (losses, *same) in zip(alone.results, back.results, strict=True):
+        assert losses[0][0] >= (options["committed"] or 13)
+        assert losses == expected[-len(losses) :]
+        assert same == end
 
 
 @pytest.mark.parametrize(
@@ -133,39 +344,40 @@ def check(directory: Path, tried: Case, ranks: int = 1) -> None:
     ],
 )
 def test_what_nobody_saves_is_refused_when_the_loop_has_used_it_once(tmp_path: Path, keeps: str, names: str) -> None:
-    job = Job(tmp_path)
-    refused = case(keeps, own_epochs=OWN).launch(job)
+    options = {"keeps": keeps, "own_epochs": OWN}
+    refused = live(training, Life(tmp_path, options=options))
     assert refused.statuses == [1]
-    last, section = refused.output[0].strip().splitlines()[-2:]
+    last, section = refused.output.strip().splitlines()[-2:]
     assert section == "[docs/errors.md#unsupportedengineerror]"
     assert last.startswith("cpsr.errors.UnsupportedEngineError: ")
     assert re.search(names, last), last
-    assert max(losses(job, 1)) < (10, 0)
-    done = case(keeps, "register", own_epochs=OWN).launch(job)
-    assert done.statuses == [0], done.output[0]
-    assert min(losses(job, 2)) <= (1, 0)
+    progress = read_progress(tmp_path / "run", 1)
+    assert progress is not None
+    assert (progress.iteration or 0) < 10
+    done = live(training, Life(tmp_path, options=options | {"given": "register"}))
+    assert done.result[0][0][0] <= 1
 
 
 def test_a_schedule_that_is_used_later_is_refused_then(tmp_path: Path) -> None:
-    ended = case("schedule by metric", own_epochs=OWN).launch(Job(tmp_path))
-    assert ended.statuses == [1], ended.output[0]
-    assert "cannot restore all that this loop keeps. The schedule ReduceLROnPlateau was not given" in ended.output[0]
+    ended = live(training, Life(tmp_path, options={"keeps": "schedule by metric", "own_epochs": OWN}))
+    assert ended.statuses == [1], ended.output
+    assert "cannot restore all that this loop keeps. The schedule ReduceLROnPlateau was not given" in ended.output
 
 
 def test_in_other_modes_it_is_reported_once_and_the_advice_can_be_followed(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    ended = case("scaler", accumulate=2, at=20, committed=4).launch(job, fails=True, mode="auto")
-    assert ended.output[0].count("The GradScaler that scales the loss was not given to CPSR") == 1
-    assert "micro_batches_per_iteration=2)" in ended.output[0]
-    better = case("scaler", "adapter", accumulate=2, adapter_accumulate=2).launch(job, mode="auto")
-    assert better.statuses == [0], better.output[0]
-    assert "the saved run had no grad_scaler" in better.output[0]
-    assert "was not given" not in better.output[0]
-    assert "micro_batches_per_iteration=" not in better.output[0]
+    options = {"keeps": "scaler", "accumulate": 2, "mode": "auto", "committed": 4}
+    ended = live(training, Life(tmp_path, 20, options=options))
+    assert ended.output.count("The GradScaler that scales the loss was not given to CPSR") == 1
+    assert "micro_batches_per_iteration=2)" in ended.output
+    better = live(training, Life(tmp_path, number=1, options=options | {"given": "adapter", "adapter_accumulate": 2}))
+    assert better.result
+    assert "the saved run had no grad_scaler" in better.output
+    assert "was not given" not in better.output
+    assert "micro_batches_per_iteration=" not in better.output
 
 
 def test_a_loop_over_passes_that_begins_anew_is_reported(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    tried = case("nothing", at=17, committed=12, own_epochs="from 0", sampler="sets epoch")
-    tried.launch(job, fails=True)
-    assert "for epoch in range(recovery.epoch, epochs)" in tried.launch(job).output[0]
+    options = {"own_epochs": "from 0", "sampler": "sets epoch", "committed": 12}
+    live(training, Life(tmp_path, 17, options=options))
+    again = live(training, Life(tmp_path, number=1, options=options))
+    assert "for epoch in range(recovery.epoch, epochs)" in again.output

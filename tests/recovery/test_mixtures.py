@@ -19,7 +19,6 @@ EXPERT = "experts.deepspeed_moe.experts.deepspeed_experts"
 # ranks that share the experts, all ranks, ZeRO stage, where rank 1 dies -> the checkpoint that the next life restores.
 KILLS: dict[tuple[int, int, int, str], int] = {
     (1, 2, 2, f"step:1:{FAILURE}"): CHECKPOINT,
-    (2, 2, 2, f"step:1:{FAILURE}"): CHECKPOINT,
     # Two pairs of ranks share them, and each is split over a rank of either.
     (2, 4, 1, f"step:1:{FAILURE}"): CHECKPOINT,
     # Its experts are in no file yet: what the other rank wrote is no checkpoint.

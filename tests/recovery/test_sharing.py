@@ -15,7 +15,6 @@ SHARED: dict[str, Any] = {
     "zero": 0,
     "settings": LEARNING,
     "window_iterations": 100,
-    "worker": "tests.recovery.sharing_worker",
 }
 
 
@@ -57,7 +56,6 @@ def test_each_rank_learns_from_its_share(job: Job) -> None:
 
 
 def test_a_rank_killed_while_it_learns(job: Job) -> None:
-    killed = job.launch(fault="killed:1:16", iterations=10_000, **SHARED)
-    assert (job.directory / "life-1.killed").exists(), killed.output
-    assert killed.statuses[1] == -9
+    killed = job.launch(fault="learn:1:16", iterations=10_000, **SHARED)
+    assert killed.statuses[1] == -9, killed.output
     comes_back(job)

@@ -23,7 +23,6 @@ def offloading(zero: int, *kinds: str) -> dict[str, Any]:
 
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "zero 0": {"zero": 0},
     "zero 2": {"zero": 2},
     "zero 3": {"zero": 3},
     "bf16": {"precision": "bf16"},

@@ -41,6 +41,7 @@ from cpsr.planner.live import job_planner
 from cpsr.predictor.guard import Guard
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.state.codec import encode
+from tests.committed import keep_pace
 from tests.device import ON_CUDA
 from tests.recovery.engines import (
     BATCH,
@@ -54,7 +55,7 @@ from tests.recovery.engines import (
     loader,
     pipeline,
 )
-from tests.recovery.options import LifeOptions
+from tests.recovery.job import LifeOptions
 
 SAVE_SECONDS = 1.0  # far more than a save of this model takes, and soon over where a dead rank's part never comes
 
@@ -65,8 +66,8 @@ class Options(LifeOptions):
 
     Attributes:
         fault: `phase:rank:iteration`, the rank also `all`; see `arm` and `Faults`.
-        committed: a commit record that must exist before a rank kills itself, so that every run restores the same.
-        in_memory: the state of every rank must be in shared memory before, of one iteration from this on, likewise.
+        in_memory: before a rank kills itself the state of every rank must be in shared memory, of one iteration from
+            this on.
         zero, precision, micro_batches: of the DeepSpeed configuration.
         optimizer: the sections `optimizer` and `scheduler` of the DeepSpeed configuration; no Python object then.
         load_universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
@@ -93,8 +94,6 @@ class Options(LifeOptions):
         loading: more settings of the data loader.
     """
 
-    fault: str = ""
-    committed: Path | None = None
     in_memory: int | None = None
     zero: int = 1
     precision: str = "fp32"
@@ -259,7 +258,7 @@ def train(recovery: CPSRRecovery, engine: Any, batches: Any, options: Options, f
         loss = engine(*on_device(engine, inputs, poisoned))
         engine.backward(loss)
         engine.step()
-        keep_pace(recovery)
+        keep_pace(recovery, SAVE_SECONDS)
         if recovery.iteration == options.apart and engine.global_rank == 1:
             move_weights(recovery)
         dealt.append([recovery.iteration, *indices.tolist()])
@@ -290,14 +289,8 @@ def train_pipeline(
     while recovery.iteration < options.iterations:
         faults.at_batch(recovery.iteration, 0)
         engine.train_batch(data)
-        keep_pace(recovery)
+        keep_pace(recovery, SAVE_SECONDS)
     return dealt
-
-
-def keep_pace(recovery: CPSRRecovery) -> None:
-    """Before a checkpoint is due, let the last be written: steps this short would outrun the disk, and skip it."""
-    if recovery.life.saver.is_due(recovery.iteration + 1):
-        recovery.life.saver.drain(SAVE_SECONDS)
 
 
 def move_weights(recovery: CPSRRecovery) -> None:
@@ -338,8 +331,9 @@ class Faults:
     Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one),
     `stop` (before a step), and `error`, which is raised before a step. At `alone` the rank is killed before a step, and
     the others hang there without an error, as over NCCL. Also `sigterm`, and `sigterm-group`, which goes to all
-    processes of the rank's group. Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and
-    `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
+    processes of the rank's group. Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), `learn`
+    (killed while it learns from that checkpoint or a later one), and `sigterm-twice`, whose second signal comes while
+    the rank is leaving. The iteration is the one that is complete.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
@@ -405,6 +399,9 @@ class Faults:
             before(store_module, "seal", lambda directory, iteration, *rest, **more: iteration == at, self._die)
         elif self._phase == "load":
             before(CheckpointStore, "load", lambda store, iteration, into: iteration == at, self._die)
+        elif self._phase == "learn":
+            due = lambda _, history: any(entry.iteration >= at for entry in history.entries)  # noqa: E731
+            before(VITPPredictor, "learn", due, self._die)
         elif self._phase == "sigterm-twice":
             again = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
             before(CheckpointWriter, "close", lambda writer, timeout: True, again)

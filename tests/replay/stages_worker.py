@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
-from tests.recovery.options import LifeOptions
+from tests.recovery.job import LifeOptions
 from tests.recovery.worker import final_state, initialize_ranks, seed
 
 WORDS, WIDTH, HIDDEN, BATCH = 24, 8, 16, 4
@@ -36,7 +36,6 @@ class Options(LifeOptions):
         noisy: a rank whose layers give something else in this life.
         evaluates: an iteration after which the loop evaluates.
         averages: the loop registers an average of its stage's weights.
-        fault, committed: of every job; not used.
     """
 
     zero: int = 1
@@ -49,8 +48,6 @@ class Options(LifeOptions):
     noisy: int | None = None
     evaluates: int | None = None
     averages: bool = False
-    fault: str = ""
-    committed: Path | None = None
 
 
 def main(options: Options, rank: int, ranks: int) -> None:
