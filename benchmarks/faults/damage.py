@@ -151,8 +151,9 @@ def damage_regions(
 
     Args:
         directory: for the runs; it is removed again.
-        every: of the flips and cuts, which are by far the most, only every so many.
-        restart_every: also restart after every so many of these, which takes most of the time, and after all others.
+        every: of the flips and cuts, which are by far the most, and of the others only every so many.
+        restart_every: also restart after every so many of the flips and cuts, which takes most of the time, and after
+            all others.
         prepare: makes the run of an identity.
         among: only what is done to files whose names begin so.
     """
@@ -165,7 +166,7 @@ def damage_regions(
     todo = [change for change in (*changes(checkpoints), *exchanges) if change.fault.startswith(among)]
     many = [change for scenario in MANY for change in todo if change.scenario == scenario]
     few = [change for change in todo if change.scenario not in MANY]
-    for position, change in enumerate([*few, *many[::every]]):
+    for position, change in enumerate([*few[::every], *many[::every]]):
         copy_run(base, run_dir)
         change.apply(run_dir / "checkpoints")
         yield _judged(run_dir, change, change.scenario not in MANY or position % restart_every == 0)

@@ -8,63 +8,21 @@ from cpsr.benchmarks.faults.replayed import REPLAYED
 from cpsr.benchmarks.faults.scenarios import FIXED, Scenario, chosen
 from cpsr.errors import ConfigError
 
-__all__ = ["AT_LEAST", "LIVE", "SAMPLE", "SAMPLED_JOBS", "Selection", "parts_asked_for", "select"]
+__all__ = ["AT_LEAST", "LIVE", "SAMPLED_JOBS", "Selection", "parts_asked_for", "select"]
 
 READS_EVERY = 5  # hundreds of calls read the same few files, for each of the errors
 LIVE = "live"
 REPLAY = "replay"
 SPARSE = "sparse"
-# What every change is tested with: enough of each that every kind of call is met.
-SAMPLE = {
-    "kill: save and commit": 3,
-    "kill: save of another rank": 8,
-    "kill: retention": 16,
-    "kill: roll-back": 4,
-    "kill: setting aside": 2,
-    "kill: restart": 4,
-    "kill: saves with frozen weights": 12,
-    "kill: sparse chain": 30,
-    "kill: sparse chain by copies": 70,
-    "kill: sparse roll-back": 14,
-    "kill: sparse restart": 10,
-    "error: ENOSPC": 8,
-    "error: ENOSPC from there on": 4,
-    "error: EIO": 9,
-    "error: EIO and retention": 30,
-    "error: EIO from there on": 16,
-    "error: EINTR": 9,
-    "error: EINTR of a read": 60,
-    "error: EROFS from there on": 5,
-    "error: EIO of a read": 40,
-    "error: half of a write lost": 3,
-    "error: a write lost": 3,
-    "error: fsync does nothing": 6,
-    "restart: EIO": 25,
-    "restart: EMFILE": 10,
-    "restart: EINTR": 30,
-    "environments": 1,
-    "damage": 25,
-    "sparse error: ENOSPC": 15,
-    "sparse error: EIO and retention": 25,
-    "sparse error: EIO from there on": 25,
-    "sparse error: EIO of a read": 60,
-    "sparse error: fsync does nothing": 8,
-    "sparse error: EPERM of a link from there on": 1,
-    "sparse error: ENOSPC without links": 20,
-    "sparse error: half of a copy lost": 2,
-    "sparse restart: EIO": 60,
-    "sparse damage": 60,
-    "resharded restart: EIO": 40,
-}
+SAMPLED = 3  # faults of each part, with which every change is tested
+# Parts of many faults that are alike, or of few: every so many.
+SAMPLE = {"environments": 1, "damage": 60, "sparse damage": 120, "resharded restart: EIO": 40}
 # One of each kind that differs most, at one stage, since each is compared with a quiet job of its own.
 SAMPLED_JOBS = (
     "two in a row, exact",
-    "stopped, goes on late",
     "asked while a step hangs",
-    "one killed, its memory damaged",
     "killed while the other dumps",
     "a machine lost with its memory",
-    "rolled back",
     "replay: killed between repeated steps",
     "replay: the newest window damaged",
 )
@@ -155,7 +113,7 @@ def select(only: str = "", every: int = 1, seed: int = 0, *, sample: bool = Fals
     if sample:
         known = [*(FIXED if LIVE in names else ()), *(REPLAYED if REPLAY in names else ())]
         scenarios = [scenario for scenario in known if scenario.name in SAMPLED_JOBS]
-        parts = {name: every * SAMPLE[name] for name in stored if name in SAMPLE}
+        parts = {name: every * _sampled(name) for name in stored if name in AT_LEAST or name in SAMPLE}
     else:
         scenarios = [*(chosen(seed) if LIVE in names else ()), *(REPLAYED if REPLAY in names else ())]
         parts = {name: every * _stride(name) for name in stored}
@@ -187,6 +145,10 @@ def _kinds(name: str) -> tuple[str, str]:
 
 def _means(word: str, name: str) -> bool:
     return name == word or name.startswith(f"{word}:") or (word == SPARSE and SPARSE in name)
+
+
+def _sampled(name: str) -> int:
+    return SAMPLE[name] if name in SAMPLE else max(1, AT_LEAST[name] // SAMPLED)
 
 
 def _stride(name: str) -> int:
