@@ -41,11 +41,11 @@ pages: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python -m docs.site.pictures
 
-# First what runs in one process each, with the judge of the fault campaign, then what starts ranks. These wait for each
-# other and for disks, so that two at a time end sooner; those of a file share lives, and stay together.
+# With the judge of the fault campaign. Ranks wait for each other and for disks, so that four tests at a time end sooner on
+# two cores; those of a file share lives, and stay together.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow and not ranks" --numprocesses 2 --dist worksteal tests benchmarks/tests/faults
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "ranks and not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses 4 --dist loadfile --no-loadscope-reorder \
+	  tests benchmarks/tests/faults
 
 test-slow: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow

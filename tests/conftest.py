@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -29,8 +30,23 @@ STARTS_RANKS = {
     "tests.situations.lives",
     "tests.two_ranks",
 }
-# Few tests, each long: they begin first, or one of the two workers waits at the end for what the other has left.
-LONG = {"test_campaign.py", "test_readme.py"}
+# They begin first, in this order, or workers wait at the end for what one of them has left.
+LONG = (
+    "engines/test_conformance.py",
+    "launch/test_machines.py",
+    "faults/test_campaign.py",
+    "launch/test_command.py",
+    "situations/test_lightning.py",
+    "situations/test_hugging_face.py",
+    "replay/test_windows.py",
+    "hints/test_rewriting.py",
+    "service/test_dashboard_browser.py",
+    "integrations/test_transformers.py",
+    "launch/test_rehearse.py",
+    "recovery/test_elastic.py",
+    "integrations/test_ranks.py",
+    "test_readme.py",
+)
 # Limits are for what hangs: ranks of two tests at once, and of other people's jobs, must not come near to it.
 RANKS_TIMEOUT_SECONDS = 900
 
@@ -46,7 +62,8 @@ def pytest_report_header() -> str:
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts ranks, and give it time; what takes long begins first."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path, len(LONG)))
     for item in items:
         module = getattr(item, "module", None)
         if module is None or not starts_ranks(module):
