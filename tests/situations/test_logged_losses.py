@@ -64,8 +64,6 @@ def events(run_dir: Path, kind: str) -> list[str]:
     "options",
     [
         {"when": "before"},
-        {"when": "before", "kind": "float"},
-        {"when": "before", "both": True},
         {"when": "after", "kind": "float"},
         {"when": "after", "both": True},
     ],

@@ -123,7 +123,7 @@ def in_a_plain_loop(life: Life) -> Any:
     return [loss.item(), digest(model)]
 
 
-@pytest.mark.parametrize("source", ["generator", "function", "iterator of calls", "loader", "workers"])
+@pytest.mark.parametrize("source", ["generator", "iterator of calls", "loader", "workers"])
 def test_batches_drawn_after_the_forward(source: str, tmp_path: Path) -> None:
     alone, cut = alone_and_cut(drawn_after_the_forward, tmp_path, at=13, source=source)
     assert cut.result == alone.result
@@ -144,13 +144,13 @@ def test_batches_drawn_before_the_forward(source: str, depth: int, how: signal.S
     assert cut.result == alone.result
 
 
-@pytest.mark.parametrize("source", ["generator", "function", "loader"])
+@pytest.mark.parametrize("source", ["function", "loader"])
 def test_a_plain_loop_over_any_source(source: str, tmp_path: Path) -> None:
     alone, cut = alone_and_cut(in_a_plain_loop, tmp_path, at=13, source=source)
     assert cut.result == alone.result
 
 
-@pytest.mark.parametrize(("source", "ranks"), [("loader", 1), ("function", 1), ("loader", 2)])
+@pytest.mark.parametrize(("source", "ranks"), [("function", 1), ("loader", 2)])
 def test_a_loop_that_draws_a_batch_and_leaves(source: str, ranks: int, tmp_path: Path) -> None:
     alone = live(in_a_plain_loop, Life(tmp_path / "alone", ranks=ranks, options={"source": source}))
     for number, stop in enumerate((7, 10, 16, STEPS)):

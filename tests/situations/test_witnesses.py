@@ -62,6 +62,9 @@ def training(life: Life) -> str:
     with CPSRRecovery(TorchAdapter(module, optimizer), life.config(**life.options.get("config", {}))) as recovery:
         if fault == "registered norms":
             recovery.register("norms", {"norms": norms})
+        for _ in range(3 if fault == "steps before the loop" else 0):  # as a learning-rate finder takes them
+            backward(module(inputs[:8], targets[:8]))
+            optimizer.step()
         for x, y in recovery.resume(loader, epochs=3 if fault == "accumulation" else 1):
             calls += 1
             if "batches" in fault:  # as in nanoGPT's train.py
@@ -132,6 +135,12 @@ def test_what_differs_first_is_reported(tmp_path: Path, fault: str, differs: str
     assert [one.result for one in plan.repeated_steps] == ["not restored"]
     assert plan.warnings == [message]
     assert not run_status(str(tmp_path / "cut" / "run"), None, as_json=True)
+
+
+def test_steps_before_the_loop_are_taken_again_which_is_reported(tmp_path: Path) -> None:
+    alone_and_cut(training, tmp_path, at=KILLED_AT, fault="steps before the loop")
+    ((kind, iteration, _),) = verdicts(tmp_path / "cut")
+    assert (kind, iteration in FIRST) == ("not restored", True)
 
 
 def test_rounding_is_reported_once_and_is_no_error(tmp_path: Path) -> None:
