@@ -108,6 +108,42 @@ def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(
     assert list(SHARED_MEMORY.glob(f"*{run_id(job)}*")) == []  # a clean end leaves nothing
 
 
+@pytest.mark.parametrize(
+    ("mode", "interval_iterations", "fault"),
+    [
+        ("exact", 1, "step:all:27"),
+        ("exact", 3, "snapshot:all:26"),
+        ("auto", 3, "snapshot:1:26"),  # the other rank has sealed it, and dumps its state
+    ],
+)
+def test_when_all_processes_are_killed_as_many_iterations_are_lost_at_most(
+    job: Job, uninterrupted: Uninterrupted, mode: str, interval_iterations: int, fault: str
+) -> None:
+    settings = {
+        "checkpoint": {"shared_memory": True, "interval_iterations": 20},
+        "memory": {"interval_iterations": interval_iterations},
+    }
+    killed = job.launch(mode, fault=fault, committed=20, settings=settings)
+    assert killed.statuses[1] == KILLED
+    assert (killed.statuses[0] == KILLED) == (":all:" in fault)
+    back = job.launch(mode, settings=settings)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    found = sources(job)
+    assert {tier for tier, _ in found} == {"memory"}
+    (at,) = {iteration for _, iteration in found}
+    with JournalReader(job.run_dir / "journal.db") as reader:
+        failure = reader.recoveries()[-1].failure_iteration
+    assert failure is not None
+    assert failure - at <= interval_iterations
+    for rank in range(2):
+        mine, reference = back.result(rank), uninterrupted().result(rank)
+        assert mine["started"]["iteration"] == at
+        assert mine["batches"] == reference["batches"][at:]
+        assert {key: mine[key] for key in ("state", "rng", "counters")} == {
+            key: reference[key] for key in ("state", "rng", "counters")
+        }
+
+
 def test_of_one_lost_rank_only_its_shard_is_predicted(job: Job, uninterrupted: Uninterrupted) -> None:
     killed = job.launch("predict", fault="step:1:23", committed=20, settings=IN_MEMORY)
     assert killed.statuses[1] == KILLED

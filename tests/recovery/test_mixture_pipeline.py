@@ -163,10 +163,3 @@ def test_snapshots_in_memory_leave_out_experts_of_some_stages(tmp_path: Path, ro
         lost = journal.recoveries()[-1].guard["lost_tokens"]["layers"]
     assert [one["stale_experts"] for one in lost] == [2] * sum(routed)
     assert {one["oldest_iteration"] for one in lost} == {began - 1}
-
-
-def test_other_expert_groups_on_as_many_ranks_are_refused(job: Job) -> None:
-    assert job.launch(expert_parallel=2, zero=0, iterations=4, **SHARED).statuses == [0] * RANKS
-    refused = job.launch(expert_parallel=1, zero=0, **SHARED)
-    assert 0 not in refused.statuses
-    assert "another split over ranks" in refused.output[0]

@@ -1,20 +1,14 @@
 """How a life begins on several ranks: where its configuration comes from, and what happens when a rank cannot."""
 
-import json
 import re
 import shlex
 import time
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint.catalogue import scan
 from cpsr.cli.main import app
-from cpsr.errors import RunMismatchError
 from cpsr.journal import JournalReader
 from tests.recovery.job import Job
 
@@ -60,23 +54,6 @@ def test_another_number_of_ranks_is_shown_a_way_that_works(job: Job) -> None:
     assert went_on.result()["started"]["iteration"] == 4
     assert went_on.result()["iteration"] == 8
     assert went_on.result()["learning_rate"] == pytest.approx([2e-2 / 1.08])  # the schedule of the eighth step
-
-
-def test_a_plain_torch_run_of_other_ranks_is_shown_a_way_that_works(tmp_path: Path) -> None:
-    module = torch.nn.Linear(2, 1)
-    engine = TorchAdapter(module, torch.optim.AdamW(module.parameters()))
-    config = {"run_dir": str(tmp_path / "run"), "mode": "exact"}
-    with CPSRRecovery(engine, config):
-        module(torch.ones(1, 2)).sum().backward()
-        engine.optimizer.step()
-    identity = tmp_path / "run" / "run.json"
-    identity.write_text(json.dumps(json.loads(identity.read_text()) | {"world_size": 2}))
-    with pytest.raises(RunMismatchError, match="of 2 ranks, this job has 1") as refused, CPSRRecovery(engine, config):
-        pass
-    weights = load_file(follow_export(str(refused.value)))
-    other = torch.nn.Linear(2, 1)
-    other.load_state_dict(weights)
-    assert torch.equal(other.weight, module.weight)
 
 
 def follow_export(message: str) -> str:
