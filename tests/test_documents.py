@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from cpsr.cli.main import app
 from docs.site.generated import BEGIN
 
 ROOT = Path(__file__).parents[1]
@@ -69,3 +71,17 @@ def test_pages_are_at_most_two_screens() -> None:
     }
     assert lengths
     assert {page: length for page, length in lengths.items() if length > TWO_SCREENS} == {}
+
+
+def test_the_version_is_a_semantic_one_and_has_an_entry() -> None:
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_command_is_in_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    commands: dict[str, object] = vars(typer.main.get_command(app))["commands"]
+    names = [*commands, *vars(commands["bench"])["commands"]]
+    assert {"run", "bench", "recovery"} <= set(names)
+    assert [name for name in names if not re.search(rf"`(cpsr (bench )?)?{name}\b", text)] == []

@@ -189,9 +189,8 @@ def read_by_everything(run_dir: Path, out: Path) -> None:
     for iteration in (None, 3):
         with suppress(CPSRError):
             run_export(run_dir, out / f"{iteration}.safetensors", "safetensors", "fp32", iteration)
-    for mode in ("exact", "predict"):
-        with suppress(CPSRError):
-            life(run_dir, 13, crash=True, mode=mode)
+    with suppress(CPSRError):  # reads the history, too, and what an exact restart reads
+        life(run_dir, 13, crash=True, mode="predict")
 
 
 def test_the_payload_works(tmp_path: Path) -> None:
@@ -209,18 +208,8 @@ def test_the_payload_works(tmp_path: Path) -> None:
 
 def test_a_pickle_in_the_place_of_any_file_is_never_executed(failed_run: Path, tmp_path: Path) -> None:
     names = kinds(failed_run)
-    for words in (
-        "params",
-        "moments",
-        "extra",
-        "COMMIT",
-        "manifest.json",
-        "THINNED",
-        "run.json",
-        "journal",
-    ):
-        assert any(words in name for name in names), words
-    for words in ("ended", "prediction-failed", "events/", "progress/", "ABANDONED", "skip"):
+    files = "params moments extra COMMIT manifest.json THINNED run.json journal ended prediction-failed"
+    for words in (*files.split(), "events/", "progress/", "ABANDONED", "skip"):
         assert any(words in name for name in names), words
     marker = tmp_path / "marker"
     # One file of each kind alone (newest checkpoint), then all of them at once, in every disguise.
@@ -281,12 +270,11 @@ def test_learned_state_that_is_a_pickle_stays_bytes(failed_run: Path, tmp_path: 
             record["scalars"][name] = content
 
         forge(newest_step(run_dir), place)
-        for mode in ("exact", "predict"):
-            loop = Loop()
-            with suppress(Exception), CPSRRecovery(loop.adapter, config(run_dir, mode=mode)) as recovery:
-                for x, y in recovery.resume(loader(), repeat=True):
-                    loop.step(loop.model(x, y))
-                    break
+        loop = Loop()
+        with suppress(Exception), CPSRRecovery(loop.adapter, config(run_dir, mode="predict")) as recovery:
+            for x, y in recovery.resume(loader(), repeat=True):
+                loop.step(loop.model(x, y))
+                break
         assert not marker.exists(), name
         shutil.rmtree(run_dir)
 
@@ -347,7 +335,7 @@ def test_a_step_that_is_a_link_is_neither_read_nor_written_nor_emptied(failed_ru
     assert after == before
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "COMMIT", "rank-00000.json", "rank-00000.params.safetensors"])
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.params.safetensors"])
 def test_a_file_that_is_a_link_is_damage(failed_run: Path, tmp_path: Path, name: str) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(failed_run, run_dir)

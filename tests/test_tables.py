@@ -1,7 +1,6 @@
 """Every table that a user sees fits a terminal of 80 columns, and leaves nothing out."""
 
 import io
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,13 +8,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
-from typer.testing import CliRunner
 
-from cpsr.cli.main import app
-from cpsr.journal import CheckpointRow, Journal, RecoveryRow
 from cpsr.tables import print_table
 
-ROOT = Path(__file__).parents[1]
 WIDTH = 80
 REASON = (
     "line over 8 checkpoints (300 iterations), gain 2.00, 12345 iterations ahead; expected end cost -38 +- 12; "
@@ -36,58 +31,6 @@ def require_fit(text: str, *words: str, width: int = WIDTH) -> None:
     assert "…" not in text
     for word in words:
         assert word in text, text
-
-
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(WIDTH)})
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def written_run(tmp_path: Path) -> Path:
-    """A journal with long numbers, long reasons and every outcome."""
-    for _ in range(2):
-        journal = Journal.open(tmp_path / "journal.db")
-        life = journal.start_life("predict")
-        for status in ("committed", "skipped", "failed"):
-            journal.record(
-                CheckpointRow(
-                    life=life,
-                    iteration=1234567,
-                    status=status,
-                    bytes=1_234_567_890_123,
-                    stall_seconds=12.345,
-                    origin="predicted",
-                    reason=REASON,
-                )
-            )
-        journal.record(
-            RecoveryRow(
-                id=f"r{life}",
-                life=life,
-                failure_iteration=1234567,
-                checkpoint_iteration=1234000,
-                restored_iteration=1234567,
-                method="departure",
-                requested_mode="predict",
-                outcome="rolled_back",
-                reason=REASON,
-            )
-        )
-        journal.close()
-    return tmp_path
-
-
-def test_inspect(tmp_path: Path) -> None:
-    words = (
-        "1234567",
-        "1,234,567,890,123",
-        "committed",
-        "departure",
-        "rolled_back",
-        "[rank",
-    )
-    require_fit(run("inspect", str(written_run(tmp_path))), *words)
 
 
 cells = st.text(st.sampled_from("abc 0159.%±漢"), min_size=1, max_size=30).map(lambda text: text.strip() or "-")
