@@ -25,9 +25,8 @@ def training(life: Life) -> list[Any]:
     module = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
     # Fused: without that torch makes the optimizer's own counters on the default device.
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-2, fused=True)
-    x = torch.randn(ITEMS, FEATURES)
-    y = x.sum(1, keepdim=True)
-    batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))[life.rank :: life.ranks]
+    batches = [(x, x.sum(1, keepdim=True)) for x in torch.randn(ITEMS, FEATURES).view(-1, BATCH, FEATURES)]
+    batches = batches[life.rank :: life.ranks]
 
     def loss_of(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return nn.functional.mse_loss(module(batch[0]), batch[1])

@@ -400,8 +400,8 @@ class Faults:
         elif self._phase == "load":
             before(CheckpointStore, "load", lambda store, iteration, into: iteration == at, self._die)
         elif self._phase == "learn":
-            due = lambda _, history: any(entry.iteration >= at for entry in history.entries)  # noqa: E731
-            before(VITPPredictor, "learn", due, self._die)
+            known = lambda _, history: any(entry.iteration >= at for entry in history.entries)  # noqa: E731
+            before(VITPPredictor, "learn", known, self._die)
         elif self._phase == "sigterm-twice":
             again = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
             before(CheckpointWriter, "close", lambda writer, timeout: True, again)
