@@ -1,12 +1,11 @@
 """The configuration of a run: sections named after the rooms that they are for, and reading them from files."""
 
-from cpsr.config.configuration import CPSRConfig
-from cpsr.config.experts import ExpertsConfig
-from cpsr.config.reading import read_mapping, read_model
-from cpsr.config.sections import (
+from cpsr.config.configuration import (
     CheckpointConfig,
+    CPSRConfig,
     ElasticConfig,
     EnginesConfig,
+    ExpertsConfig,
     LearningConfig,
     PeersConfig,
     PlannerConfig,
@@ -17,6 +16,7 @@ from cpsr.config.sections import (
     RestartConfig,
     ServiceConfig,
 )
+from cpsr.config.reading import read_mapping, read_model
 
 __all__ = [
     "CPSRConfig",

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cpsr.config.sections import EnginesConfig
+from cpsr.config import EnginesConfig
 from cpsr.engines import TorchAdapter
 from cpsr.engines.evaluation import loss_of
 from cpsr.engines.moe.token_counts import MixtureOfExperts

@@ -52,19 +52,6 @@ class Timeline:
         self.account = self.account.with_checkpoint(row)
 
 
-def test_an_iteration_that_was_completed_before_is_repeated() -> None:
-    run = Timeline()
-    run.train(1, 100, begins=10)
-    run.train(61, 80, begins=110)  # a roll-back in the life
-    account = run.account
-    assert (account.repeated_seconds, account.repeated_until_iteration, account.iteration) == (20, 100, 80)
-    run.train(81, 120, begins=130)
-    account = run.account
-    assert (account.repeated_seconds, account.reached_iteration, account.step_seconds) == (40, 120, 160)
-    assert (account.restart_seconds, account.paused_seconds) == (0, 0)
-    assert account.until_unix_seconds == START + 170
-
-
 def test_stalls_in_repeated_steps_are_known() -> None:
     run = Timeline()
     run.train(1, 100, begins=0)
@@ -95,23 +82,6 @@ def test_steps_that_a_killed_life_did_not_report_count_up_to_the_restart() -> No
     run.begin(2, 171)  # a second later: there is no room for more steps, whatever the counter says
     run.fail(1, 99)
     assert (run.account.step_seconds, run.account.repeated_seconds) == (126, 21)
-
-
-def test_a_life_that_died_before_its_first_step_belongs_to_the_restart() -> None:
-    run = Timeline()
-    run.train(1, 100, begins=0)
-    run.begin(1, 110)
-    run.begin(2, 130)
-    run.train(101, 120, begins=160)
-    assert run.account.restart_seconds == 60
-
-
-def test_after_an_end_in_order_the_run_pauses() -> None:
-    run = Timeline()
-    run.train(1, 100, begins=0)
-    run.begin(1, 500, ended=105)
-    run.train(101, 120, begins=520)
-    assert (run.account.paused_seconds, run.account.restart_seconds) == (395, 0)
 
 
 def test_a_clock_that_goes_back_and_durations_that_are_none_do_no_harm() -> None:

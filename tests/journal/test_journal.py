@@ -35,7 +35,6 @@ from cpsr.journal import (
     RecoverySource,
     Size,
     StepRow,
-    json_ready,
     open_journal,
     writer,
 )
@@ -88,15 +87,18 @@ def test_every_row_is_read_back_as_it_was_written(path: Path, journal: Journal) 
     ]
     journal.record(*rows)
     journal.record(FitRow(life=0, iteration=300, kind="failure_rate", result={"mean_per_second": 1e-5}))
-    journal.record(recovery())
+    journal.record(recovery(), recovery(id="r2"), recovery(outcome="rolled_back"))  # the first one's newest row counts
     journal.record(*[step(1), step(2, loss=None)])
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
         found = [*reader.checkpoints(), *reader.failures(), reader.latest_plan(), *reader.events()]
         assert [*found, *reader.phases(), *reader.newest(FitRow, 9, kind="loss")] == rows
         assert [fit.kind for fit in reader.newest(FitRow, 9)] == ["failure_rate", "loss"]
-        (read,) = reader.recoveries()
-        assert dataclasses.replace(read, created_unix_seconds=0) == recovery(created_unix_seconds=0)
+        read, other = reader.recoveries()
+        assert dataclasses.replace(read, created_unix_seconds=0) == recovery(
+            outcome="rolled_back", created_unix_seconds=0
+        )
+        assert (other.id, other.outcome) == ("r2", "watching")
         assert reader.losses() == [step(1), step(2, loss=None)]
         (life,) = reader.lives()
         assert reader.restored_iterations() == {0: 92}
@@ -111,21 +113,6 @@ def test_losses_are_the_newest_of_each_iteration(path: Path, journal: Journal) -
         assert [row.loss for row in reader.losses()] == [1, 2, -3, -4, 5, 6]
         assert [row.iteration for row in reader.losses(start=2, stop=4)] == [2, 3]
         assert [row.iteration for row in reader.recent_steps(3)] == [4, 3, 6]
-
-
-def test_a_recovery_that_is_recorded_again_is_known_by_its_newest_row(path: Path, journal: Journal) -> None:
-    journal.record(recovery(), recovery(id="r2"))
-    journal.record(recovery(outcome="rolled_back", guard={"excess_nats": math.inf}, origin="predicted"))
-    assert journal.flush(FLUSH_SECONDS)
-    with JournalReader(path) as reader:
-        first, second = reader.recoveries()
-    assert (first.id, first.outcome, first.guard, first.origin) == (
-        "r1",
-        "rolled_back",
-        {"excess_nats": math.inf},
-        "predicted",
-    )
-    assert (second.id, second.outcome) == ("r2", "watching")
 
 
 @pytest.mark.parametrize(
@@ -161,18 +148,6 @@ def test_the_numbers_of_ranks_in_turn_and_the_seconds_of_each_life(path: Path) -
         assert reader.sizes() == [Size(*size, started[size[-1]]) for size in expected]
         assert {life: seconds for life, seconds in reader.seconds_of_lives().items() if seconds} == {0: 0.5, 3: 0.5}
         assert reader.trained_seconds() == 1.0
-
-
-def test_a_phase_that_ended_again_after_a_restart_counts_once(path: Path, journal: Journal) -> None:
-    first, second = (
-        PhaseRow(life=life, phase=3, first_iteration=100, last_iteration=last, xi=1.0, last_xi=2.0, ended_by="change")
-        for life, last in ((0, 250), (1, 260))
-    )
-    later = dataclasses.replace(second, phase=4, first_iteration=260, last_iteration=400)
-    journal.record(first, later, second)
-    assert journal.flush(FLUSH_SECONDS)
-    with JournalReader(path) as reader:
-        assert reader.phases() == [second, later]
 
 
 def test_the_newest_rows_of_a_kind(path: Path, journal: Journal) -> None:
@@ -235,15 +210,11 @@ def test_nan_loss_is_not_read_as_unknown(path: Path, journal: Journal) -> None:
     st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text("abc")),
 )
 def test_rows_survive_their_json(iteration: int, lag: float | None, settings: dict[str, Any]) -> None:
-    row = recovery(restored_iteration=iteration, expected_end_cost_iterations=lag, settings=settings)
+    guard = {"a": [math.inf, 0.5], "b": -math.inf}
+    row = recovery(restored_iteration=iteration, expected_end_cost_iterations=lag, settings=settings, guard=guard)
     assert decode(RecoveryRow, encode(row)) == row
-
-
-def test_numbers_of_numpy_and_those_that_are_not_finite_survive_their_json() -> None:
-    row = recovery(checkpoint_iteration=numpy.int64(7), guard={"a": [math.inf, numpy.float32(0.5)], "b": -math.inf})
-    read = decode(RecoveryRow, encode(row))
-    assert (read.checkpoint_iteration, read.guard) == (7, {"a": [math.inf, 0.5], "b": -math.inf})
-    assert json_ready({"a": [math.nan, 1.0], "b": (math.inf,)}) == {"a": ["nan", 1.0], "b": ["inf"]}
+    of_numpy = {"a": [math.inf, numpy.float32(0.5)], "b": -math.inf}
+    assert encode(dataclasses.replace(row, guard=of_numpy)) == encode(row)
 
 
 def test_rows_are_documented() -> None:
@@ -410,9 +381,8 @@ print("survived")
 """
 
 
-@pytest.mark.parametrize("lives_before", [0, 2])
-def test_a_disk_that_is_full_at_the_start_keeps_nobody_from_training(path: Path, lives_before: int) -> None:
-    command = [sys.executable, "-c", FULL_FROM_THE_START, str(path), str(lives_before)]
+def test_a_disk_that_is_full_at_the_start_keeps_nobody_from_training(path: Path) -> None:
+    command = [sys.executable, "-c", FULL_FROM_THE_START, str(path), "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "survived" in done.stdout

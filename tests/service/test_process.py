@@ -7,14 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from cpsr.config import CPSRConfig
 from cpsr.errors import ServiceError
 from cpsr.service.client import Client
-from cpsr.service.process import LOG_FILE, ServiceProcess
+from cpsr.service.process import ServiceProcess
 from tests.service.journals import new_run
 
 WAIT_SECONDS = 30.0
@@ -48,35 +47,6 @@ def process_of(run_dir: Path, log: EventLog, **settings: Any) -> ServiceProcess:
     service = {"enabled": True, "port": free_port(), **settings}
     config = CPSRConfig.load({"run_dir": str(run_dir), "service": service})
     return ServiceProcess(config.service, run_dir, log)
-
-
-def answered(port: int) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    with Client(f"http://127.0.0.1:{port}") as client:
-        while time.monotonic() < deadline:
-            try:
-                client.plan()
-            except ServiceError:
-                time.sleep(0.05)
-            else:
-                return
-    raise AssertionError("the service does not answer")
-
-
-def test_it_answers_until_it_is_closed(tmp_path: Path) -> None:
-    log, port = EventLog(), free_port()
-    process = process_of(new_run(tmp_path), log, port=port)
-    began = time.monotonic()
-    process.start()
-    assert time.monotonic() - began < 1.0, "training does not wait for it"
-    answered(port)
-    with httpx.stream("GET", f"http://127.0.0.1:{port}/events") as stream:
-        next(stream.iter_lines())
-        process.close()  # not kept by who listens
-    assert process.child is not None
-    assert process.child.returncode == 0
-    assert [kind for kind, _ in log.events] == ["service"]
-    assert "serving" in (tmp_path / LOG_FILE).read_text()
 
 
 def test_its_death_is_reported_once_and_nothing_else(tmp_path: Path) -> None:

@@ -32,14 +32,6 @@ def test_only_loopback_without_a_token(host: str) -> None:
         bind(host, 0, Access(allow_writes=True))
 
 
-def test_answers_do_not_wait_for_what_the_client_acknowledges() -> None:
-    """Without this a second piece of an answer waits for the client's delayed acknowledgement, 40 ms."""
-    with bind("127.0.0.1", 0, Access()) as listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
-
-
 def test_a_taken_port_is_reported_and_waited_for_where_that_was_asked() -> None:
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
