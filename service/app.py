@@ -10,7 +10,6 @@ from starlette.types import Scope
 
 from cpsr.service import events, history, metrics, plan, run
 from cpsr.service.access import STATIC, Access, Gate
-from cpsr.service.events import Streams
 from cpsr.service.problems import PROBLEMS, answer_problems
 
 __all__ = ["PAGE", "create_app"]
@@ -47,7 +46,6 @@ def create_app(run_dir: Path, access: Access | None = None) -> FastAPI:
     app = FastAPI(title="CPSR", docs_url=None, redoc_url=None)
     app.state.runs = run.Runs(run_dir)
     app.state.access = access
-    app.state.streams = Streams()
     answer_problems(app)
     for noun in (plan, history, events, metrics, run):
         app.include_router(noun.router, responses=PROBLEMS)

@@ -1,7 +1,6 @@
 """A client of the HTTP service (`cpsr serve`), for programs."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -13,8 +12,6 @@ from cpsr.errors import ServiceError
 __all__ = ["Client"]
 
 TIMEOUT_SECONDS = 10.0
-# A stream of events sends something at least every 15 s.
-STREAM_SECONDS = 60.0
 
 
 class Client:
@@ -144,22 +141,13 @@ class Client:
         """The figures of all runs, in Prometheus' text form."""
         return self._send("GET", "/metrics").text
 
-    def events(self, after: str | None = None) -> Iterator[dict[str, Any]]:
-        """New rows of the journal as they arrive: `id` (None where there is none to continue from), `event` and `data`.
+    def events(self, after: str | None = None) -> dict[str, Any]:
+        """New rows of the journal behind an id, at most 1000, and in `after` the id to ask again with.
 
         Args:
-            after: the `id` to continue from; `start` for everything; by default from now on.
+            after: `start` for everything; by default no rows, and the id behind the newest.
         """
-        asked = self._run if after is None else {**self._run, "after": after}
-        timeout = httpx.Timeout(TIMEOUT_SECONDS, read=STREAM_SECONDS)
-        try:
-            with self._http.stream("GET", "/events", params=asked, timeout=timeout) as reply:
-                if reply.is_error:
-                    reply.read()
-                    raise self._refused(reply)
-                yield from _events(reply.iter_lines())
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from error
+        return self._ask("GET", "/events", {} if after is None else {"after": after})
 
     def _ask(
         self,
@@ -204,15 +192,3 @@ class Client:
             return ServiceError(f"{self._url} answered with status {reply.status_code}", status=reply.status_code)
         message = f"{self._url} refuses: {refusal.get('message')}; {refusal.get('hint')}"
         return ServiceError(message, str(refusal["code"]), reply.status_code)
-
-
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Server-sent events from their lines; a comment is none."""
-    fields: dict[str, str] = {}
-    for line in lines:
-        name, _, value = line.partition(": ")
-        if line and name:
-            fields[name] = value
-        elif not line and "data" in fields:
-            yield {"id": fields.get("id"), "event": fields.get("event", "message"), "data": json.loads(fields["data"])}
-            fields = {}

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,13 +14,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from cpsr.errors import ConfigError
 from cpsr.service.access import Access, is_loopback
-from cpsr.service.events import Streams
 
 __all__ = ["bind", "serve"]
 
-DRAIN_SECONDS = 5.0  # requests take milliseconds, and streams look every second whether they are to end
+DRAIN_SECONDS = 5.0  # requests take milliseconds
 PARENT_LOOK_SECONDS = 1.0
-CONNECTIONS_MAX = 256  # requests beyond are answered 503: enough for all streams and some hundred polling pages
+CONNECTIONS_MAX = 256  # requests beyond are answered 503: enough for some hundred polling pages
 IDLE_SECONDS = 5  # after which a connection that has brought no complete request is closed
 RETRY_SECONDS = 0.2
 PORT_SECONDS = 15.0  # how long a job's service waits for the service of the previous life to end
@@ -64,7 +62,7 @@ def bind(host: str, port: int, access: Access, patience_seconds: float = 0.0) ->
 
 
 def serve(app: FastAPI, listener: socket.socket, parent: int | None = None) -> None:
-    """Answer on `listener` until SIGTERM or SIGINT; requests under way are finished first, streams are ended.
+    """Answer on `listener` until SIGTERM or SIGINT; requests under way are finished first.
 
     Args:
         app: the service.
@@ -82,16 +80,16 @@ def serve(app: FastAPI, listener: socket.socket, parent: int | None = None) -> N
         server_header=False,
         timeout_graceful_shutdown=round(DRAIN_SECONDS),
     )
-    server = _Server(config, app.state.streams)
+    server = uvicorn.Server(config)
 
     # uvicorn raises the signal again after its clean shutdown; that one must not kill this process.
     def stop(*_: object) -> None:
-        server.end()
+        server.should_exit = True
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     if parent is not None:
         os.nice(CHILD_NICENESS)
-        threading.Thread(target=_end_with, args=(parent, server.end), name="cpsr-parent", daemon=True).start()
+        threading.Thread(target=_end_with, args=(parent, stop), name="cpsr-parent", daemon=True).start()
     try:
         server.run(sockets=[listener])
     finally:
@@ -118,24 +116,6 @@ class _Connection(H11Protocol):
     def _end_idle(self, last: RequestResponseCycle | None) -> None:
         if self.cycle is last:  # none has begun since
             self.transport.close()
-
-
-class _Server(uvicorn.Server):
-    """Ends the streams of events first: it would wait for them."""
-
-    def __init__(self, config: uvicorn.Config, streams: Streams) -> None:
-        super().__init__(config)
-        self._streams = streams
-
-    def end(self) -> None:
-        """Finish what is under way, and stop."""
-        self._streams.closing = True
-        self.should_exit = True
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came."""
-        self._streams.closing = True
-        super().handle_exit(sig, frame)
 
 
 def _end_with(parent: int, end: Callable[[], None]) -> None:

@@ -55,7 +55,6 @@ def _served(run_dir: Path) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
     finally:
-        app.state.streams.closing = True
         server.should_exit = True
         thread.join()
 

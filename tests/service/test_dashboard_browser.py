@@ -2,16 +2,12 @@
 
 import os
 import shutil
-import socket
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 
 from cpsr.journal import (
     CheckpointRow,
@@ -25,7 +21,7 @@ from cpsr.journal import (
     override_plan,
 )
 from cpsr.service.access import Access
-from cpsr.service.app import create_app
+from tests.service.conftest import Service
 from tests.service.journals import (
     flushed,
     measured_plan,
@@ -43,43 +39,6 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 TOKEN = "c2VjcmV0LXNlY3JldC1zZWNyZXQ="
 WAIT_MILLISECONDS = 30_000  # the machine may be busy; what is there is there at once
 LAST = 120
-
-
-class Service:
-    """The service in a thread of this process, which can be stopped and started again on its port."""
-
-    def __init__(self, run_dir: Path, access: Access) -> None:
-        self._run_dir, self._access = run_dir, access
-        self._port = 0
-        self.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}/"
-
-    def start(self) -> None:
-        listener = socket.create_server(("127.0.0.1", self._port))
-        self._port = listener.getsockname()[1]
-        app = create_app(self._run_dir, self._access)
-        self._streams = app.state.streams
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._streams.closing = True
-        self._server.should_exit = True
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-
-@contextmanager
-def served(run_dir: Path, access: Access | None = None) -> Iterator[Service]:
-    service = Service(run_dir, access or Access())
-    try:
-        yield service
-    finally:
-        service.stop()
 
 
 @pytest.fixture(scope="module")
@@ -159,13 +118,13 @@ def section(page: Any, name: str) -> Any:
 
 
 def opened(page: Any, service: Service) -> None:
-    page.goto(service.url)
+    page.goto(f"{service.url}/")
     expect(page.locator("#connection")).to_have_text("Live")
 
 
 def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
-    with served(tmp_path) as service:
+    with Service(tmp_path) as service:
         opened(page, service)
         now = section(page, "Now")
         expect(now).to_contain_text("120")
@@ -181,7 +140,7 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
 
 def test_a_recovery_shows_every_shard_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
-    with served(tmp_path) as service:
+    with Service(tmp_path) as service:
         opened(page, service)
         table = section(page, "Recoveries").get_by_role("table")
         expect(table).to_contain_text("ranks 0\u20132, 4: predicted, of 92")
@@ -194,7 +153,7 @@ def test_a_recovery_shows_every_shard_and_the_guard(page: Any, journal: Journal,
 
 def test_the_plots_are_drawn_and_what_happened_is_a_table(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
-    with served(tmp_path) as service:
+    with Service(tmp_path) as service:
         opened(page, service)
         loss = section(page, "Training loss")
         expect(loss).to_contain_text("Fitted")
@@ -219,7 +178,7 @@ def colours(page: Any, selector: str) -> int:
 
 def test_what_happens_is_shown_without_being_asked(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
-    with served(tmp_path) as service:
+    with Service(tmp_path) as service:
         opened(page, service)
         expect(section(page, "Newest checkpoints")).to_contain_text("4 of 4")
         page.evaluate("marked = document.querySelector('#why td')")
@@ -234,7 +193,7 @@ def test_what_happens_is_shown_without_being_asked(page: Any, journal: Journal, 
 
 def test_the_slider_asks_what_if(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
-    with served(tmp_path) as service:
+    with Service(tmp_path) as service:
         opened(page, service)
         panel = section(page, "What if failures had another rate?")
         slider = panel.get_by_role("slider", name="Mean time between failures of the job")
@@ -253,7 +212,7 @@ def test_the_slider_asks_what_if(page: Any, journal: Journal, tmp_path: Path) ->
 
 def test_a_lost_connection_is_shown_and_taken_up_again(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
-    with served(tmp_path) as service:
+    with Service(tmp_path) as service:
         opened(page, service)
         expect(section(page, "Now")).to_contain_text("120")
         service.stop()
@@ -281,7 +240,7 @@ def test_what_is_amiss_is_shown_first(page: Any, journal: Journal, tmp_path: Pat
             created_unix_seconds=now,
         ),
     )
-    with served(tmp_path) as service:
+    with Service(tmp_path) as service:
         opened(page, service)
         notices = page.locator("#notices")
         expect(notices).to_contain_text("Not healthy: the checkpoint at iteration 119 failed: the disk is full.")
@@ -291,8 +250,8 @@ def test_what_is_amiss_is_shown_first(page: Any, journal: Journal, tmp_path: Pat
 
 def test_with_a_token_it_asks_for_it(page: Any, journal: Journal, tmp_path: Path) -> None:
     record_run(journal)
-    with served(tmp_path, Access(TOKEN)) as service:
-        page.goto(service.url)
+    with Service(tmp_path, Access(TOKEN)) as service:
+        page.goto(f"{service.url}/")
         field = page.get_by_label("Token", exact=True)
         field.fill("not the token of it")
         page.keyboard.press("Enter")

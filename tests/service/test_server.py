@@ -101,11 +101,9 @@ def test_serve_beside_a_writing_trainer_until_sigterm(tmp_path: Path) -> None:
         assert (server.returncode, errors) == (0, "")
 
 
-def test_sigterm_ends_streams_and_finishes_requests(tmp_path: Path) -> None:
+def test_sigterm_finishes_requests(tmp_path: Path) -> None:
     new_run(tmp_path)
-    with serving(tmp_path) as (server, url), httpx.stream("GET", f"{url}/events") as stream:
-        lines = stream.iter_lines()
-        assert next(lines).startswith("id: ")
+    with serving(tmp_path) as (server, url):
         host, port = url.removeprefix("http://").split(":")
         slow = socket.create_connection((host, int(port)))
         slow.sendall(f"POST /plan/preview HTTP/1.1\r\nHost: {host}\r\nContent-Length: 2\r\n".encode())
@@ -116,7 +114,6 @@ def test_sigterm_ends_streams_and_finishes_requests(tmp_path: Path) -> None:
         slow.sendall(b"}")
         assert slow.recv(1000).startswith(b"HTTP/1.1 200"), "a request that was under way is answered"
         slow.close()
-        list(lines)  # ends, and without an error
         _, errors = server.communicate(timeout=20)
         assert (server.returncode, errors) == (0, "")
 
@@ -138,13 +135,8 @@ def test_connections_without_a_request_end(tmp_path: Path) -> None:
         silent, half, asked = (socket.create_connection((host, int(port))) for _ in range(3))
         half.sendall(b"GET /plan HTTP/1.1\r\nHost: loc")
         asked.sendall(f"GET /plan HTTP/1.1\r\nHost: {host}\r\n\r\nGET /pl".encode())
-        with httpx.stream("GET", f"{url}/events") as stream:  # what is under way is not idle
-            lines = stream.iter_lines()
-            next(lines)
-            for connection in (silent, half, asked):
-                assert ended_after_seconds(connection) < IDLE_SECONDS + 3
-            Path(tmp_path, "journal.db").unlink()
-            assert any("unavailable" in line for _, line in zip(range(10), lines, strict=False))
+        for connection in (silent, half, asked):
+            assert ended_after_seconds(connection) < IDLE_SECONDS + 3
 
 
 def test_the_token_opens_and_stands_in_no_log(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from cpsr.checkpoint.memory_owners import mark_owner
 from cpsr.cli.main import app
 from cpsr.journal import CheckpointRow, EventRow, Journal, PlanOverride, StepRow, override_plan
+from tests.service.conftest import Service
 from tests.service.journals import (
     flushed,
     measured_plan,
@@ -15,7 +16,6 @@ from tests.service.journals import (
     record_steps,
     recovery_row,
 )
-from tests.service.test_events import served
 
 
 def status(*arguments: object, **environment: str) -> tuple[int, str, str]:
@@ -92,9 +92,9 @@ def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) ->
     code, output, _ = status(run_dir, "--json")
     own = json.loads(output, parse_constant=pytest.fail)
     assert code == 0
-    with served(run_dir) as url:
-        asked = json.loads(status(url, "--json")[1])
-        assert "run gpt: ok" in status(url)[1]
+    with Service(run_dir) as service:
+        asked = json.loads(status(service.url, "--json")[1])
+        assert "run gpt: ok" in status(service.url)[1]
     assert (own.pop("memory")["bytes"], asked.pop("memory")) == (0, None)  # a service may be on another machine
     for found in (own, asked):  # these grow
         found["health"].pop("journal_age_seconds")
@@ -121,9 +121,9 @@ def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
     journal.close()
     code, output, _ = status(tmp_path)
     assert (code, output.splitlines()) == (0, ["run: degraded: life 0 ended with an error, no step yet", "no plan yet"])
-    with served(tmp_path) as url:
-        assert status(url)[1] == output
-        assert json.loads(status(url, "--json")[1])["plan"] is None
+    with Service(tmp_path) as service:
+        assert status(service.url)[1] == output
+        assert json.loads(status(service.url, "--json")[1])["plan"] is None
 
 
 def test_a_loop_that_is_not_restored_is_named_and_changes_the_exit_status(run_dir: Path) -> None:
