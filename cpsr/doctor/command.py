@@ -139,7 +139,8 @@ def _of_all(group: Group, needs: Needs) -> list[Finding]:
             except OSError as problem:
                 found.append(machine.failed("run directory", problem))
             if group.size > 1:
-                found += _of_directory(group, folder, needs.config.run_dir)
+                shared = disk.check_shared(group, folder, needs.config.run_dir)
+                found += [shared] if group.rank == 0 else []
         if folder is not None and first_on_machine:
             own = folder / f"rank-{group.rank}"
             found += _of_disk(own, needs, group.size, nodes.count(this_node()))
@@ -157,15 +158,6 @@ def _of_machine(needs: Needs, local_ranks: int) -> Iterator[Finding]:
     yield machine.check_devices(local_ranks)
     yield from machine.check_memory(needs.bytes_of(local_ranks, host_buffers(needs.config)))
     yield machine.check_memory_kind()
-    yield machine.check_open_files(int(os.environ.get("WORLD_SIZE", "1")))
-
-
-def _of_directory(group: Group, folder: Path | None, run_dir: Path) -> Sequence[Finding]:
-    shared = disk.check_shared(group, folder, run_dir)
-    found = [shared]
-    if shared.level == "ok" and folder is not None:
-        found.append(disk.check_locks(group, folder))
-    return found if group.rank == 0 else []
 
 
 def _of_disk(folder: Path, needs: Needs, ranks: int, local_ranks: int) -> Iterator[Finding]:

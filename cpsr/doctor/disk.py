@@ -24,8 +24,7 @@ from cpsr.checkpoint.run_directory import checkpoint_bytes
 from cpsr.doctor.machine import Finding, size
 from cpsr.ranks.group import Group
 
-__all__ = ["check_bandwidth", "check_durable", "check_locks", "check_shared", "check_space"]
-__all__ += ["scratch_folder"]
+__all__ = ["check_bandwidth", "check_durable", "check_shared", "check_space", "scratch_folder"]
 
 FILE_BYTES = 4 * PIECE_BYTES
 _FREE_SHARE = 8  # at most this part of the free space is written
@@ -176,30 +175,3 @@ def check_shared(group: Group, folder: Path | None, run_dir: Path) -> Finding:
 
 def _tokens(folder: Path | None, ranks: int) -> int:
     return 0 if folder is None else sum((folder / f"token-{rank}").exists() for rank in range(ranks))
-
-
-def check_locks(group: Group, folder: Path) -> Finding:
-    """Whether a lock of rank 0 holds for the other ranks; a collective, where `check_shared` was ok."""
-    problem, descriptor = None, -1
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if group.rank == 0:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        problem = f"rank {group.rank}: {error}"
-    problems = [one for one in group.gather(problem) if one]
-    given = group.rank != 0 and descriptor >= 0
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (OSError, ValueError):  # ValueError: there is no file
-        given = False
-    ignored = [str(rank) for rank, one in enumerate(group.gather(given)) if one]  # rank 0 holds it until then
-    if descriptor >= 0:
-        os.close(descriptor)
-    if problems:
-        advice = "the journal needs locks: mount the file system with them (NFS: lockd, or NFS 4)"
-        return Finding("error", "locks", f"none can be taken ({'; '.join(problems)})", advice)
-    if ignored:
-        advice = "readers on those machines may disturb the journal: mount it without nolock or local_lock"
-        return Finding("warning", "locks", f"ranks {', '.join(ignored)} were given a lock that rank 0 holds", advice)
-    return Finding("ok", "locks", f"a lock of rank 0 holds for all {group.size} ranks")

@@ -6,7 +6,6 @@ disk with what the job takes.
 
 import logging
 import os
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.job import Job
 from cpsr.journal.database import filesystem_of, is_network
 
-__all__ = ["EVENT", "Finding", "check_devices", "check_file_system", "check_open_files"]
+__all__ = ["EVENT", "Finding", "check_devices", "check_file_system"]
 __all__ += ["check_memory", "check_memory_kind", "failed", "report_machine", "size"]
 
 logger = logging.getLogger(__name__)
@@ -37,10 +36,6 @@ _VOLATILE = {
 }
 _LARGER = "docker: --shm-size or --ipc=host; Kubernetes: an emptyDir of medium Memory at /dev/shm; else remount it"
 _DRIVER = Path("/proc/driver/nvidia/version")
-# Open files of a rank: a job of 4 ranks has 43, one of 6 on one machine 45, on four machines 64 (2026-11-26). The
-# training's own, loader workers and logs come to it.
-_FILES_LEAST, _FILES_LEAST_PER_RANK = 64, 1
-_FILES, _FILES_PER_RANK = 512, 4
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,6 @@ def report_machine(job: Job) -> None:
 
 
 def _cheap(job: Job) -> Iterator[Finding]:
-    yield check_open_files(job.group.size)
     if job.config.checkpoint.shared_memory:
         yield check_memory_kind()
     if job.group.rank == 0:
@@ -165,19 +159,6 @@ def check_memory_kind(directory: Path = SHARED_MEMORY) -> Finding:
         return Finding("ok", "memory kind", f"{directory} is {kind}")
     text = f"{directory} is {kind}, on a disk"
     return Finding("warning", "memory kind", text, "snapshots there are as slow as it; mount a tmpfs there")
-
-
-def check_open_files(ranks: int) -> Finding:
-    """The limit of open files, which connections between ranks count against."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least, wanted = _FILES_LEAST + _FILES_LEAST_PER_RANK * ranks, _FILES + _FILES_PER_RANK * ranks
-    raising = "raise `ulimit -n` (Slurm takes it from the shell of sbatch, systemd LimitNOFILE, docker --ulimit nofile)"
-    text = f"{soft} open files a process"
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return Finding("ok", "open files", text)
-    if soft >= least:
-        return Finding("warning", "open files", text, f"a rank may need {wanted}; {raising}")
-    return Finding("error", "open files", text, f"a rank needs at least {least}; {raising}")
 
 
 def check_file_system(run_dir: Path) -> Finding:

@@ -9,8 +9,9 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,43 +51,40 @@ def fingerprints(saved: Iterable[Any]) -> dict[str, str]:
 class _Search:
     """Hashes values; each object once, under its first name.
 
+    Args:
+        saved: see `fingerprints`.
+
     Attributes:
         found: name -> hash.
     """
 
     def __init__(self, saved: Iterable[Any]) -> None:
         self.found: dict[str, str] = {}
-        self._seen: dict[int, Any] = {}
-        self._parameters: set[int] = set()
-        for one in saved:
-            self._seen[id(one)] = one
-            if isinstance(one, torch.nn.Module):
-                self._parameters |= {id(parameter) for parameter in one.parameters()}
+        self._seen: dict[int, Any] = {id(one): one for one in saved}
+        modules = [one for one in self._seen.values() if isinstance(one, torch.nn.Module)]
+        self._parameters = {id(parameter) for module in modules for parameter in module.parameters()}
 
-    def variables(self, named: Mapping[str, Any], prefix: str) -> None:
+    def variables(self, named: Mapping[str, Any], prefix: str, depth: int = DEPTH_MAX) -> None:
         """Hash variables; those of an object of a user's own class one by one."""
         for name, value in list(named.items()):
             if name.startswith("__") or isinstance(value, types.ModuleType | type | types.FunctionType):
                 continue
-            self._variable(f"{prefix}{name}", value, DEPTH_MAX)
-
-    def _variable(self, name: str, value: Any, depth: int) -> None:
-        if not isinstance(value, _PLAIN):
-            if id(value) in self._seen:
-                return
-            self._seen[id(value)] = value
-        parts = self._parts(value)
-        if parts is not None:
-            for part, inside in parts.items() if depth else ():
-                self._variable(f"{name}.{part}", inside, depth - 1)
-            return
-        hashed = xxhash.xxh3_64()
-        try:
-            known = self._feed(hashed, value, DEPTH_MAX)
-        except Exception:  # noqa: BLE001 - a user's object may raise anything; it then has no fingerprint
-            return
-        if known:
-            self.found[name] = hashed.hexdigest()
+            if not isinstance(value, _PLAIN):
+                if id(value) in self._seen:
+                    continue
+                self._seen[id(value)] = value
+            parts = self._parts(value)
+            if parts is not None:
+                if depth:
+                    self.variables(parts, f"{prefix}{name}.", depth - 1)
+                continue
+            hashed = xxhash.xxh3_64()
+            try:
+                known = self._feed(hashed, value, 2 * DEPTH_MAX)  # a mapping and its items are two levels
+            except Exception:  # noqa: BLE001 - a user's object may raise anything; it then has no fingerprint
+                known = False
+            if known:
+                self.found[f"{prefix}{name}"] = hashed.hexdigest()
 
     def _parts(self, value: Any) -> dict[str, Any] | None:
         """What is hashed one by one: attributes of a user's object, parts of a loader; None: the value as a whole."""
@@ -95,70 +93,46 @@ class _Search:
         if isinstance(value, torch.nn.Module):
             if not any(id(parameter) in self._parameters for parameter in value.parameters()):
                 return None  # an average, a teacher: by its state
-            return _attributes_of(value)
+            return {
+                f"{path}.{name}" if path else name: one
+                for path, module in value.named_modules()
+                for name, one in (vars(module).items() if _is_users_class(type(module)) else ())
+                if not name.startswith("_") and name != "training"
+            }
         searched = isinstance(value, Sampler) or _is_users_class(type(value))
-        if searched and not hasattr(value, "state_dict") and hasattr(value, "__dict__"):
-            return dict(vars(value))
-        return None
+        return (
+            dict(vars(value)) if searched and not hasattr(value, "state_dict") and hasattr(value, "__dict__") else None
+        )
 
     def _feed(self, hashed: Any, value: Any, depth: int) -> bool:
         """Add a value to a hash; returns whether there was anything to add."""
-        state = _state_of(value)
-        if state is not value:
-            return depth > 0 and self._feed(hashed, state, depth)
+        value = _state_of(value)
         if isinstance(value, _PLAIN):
             hashed.update(f"{type(value).__name__}:{value!r};".encode())
             return True
         if isinstance(value, torch.Tensor):
-            return self._feed_tensor(hashed, value)
+            if id(value) in self._parameters or value.layout != torch.strided or value.is_meta:
+                return False
+            value = getattr(value, "_local_tensor", value).detach()  # of a DTensor
+            sampled = value.reshape(-1)[:: max(1, value.numel() // SAMPLED_MAX)].cpu().contiguous()
+            hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            hashed.update(sampled.view(torch.uint8).numpy().tobytes() if sampled.numel() else b"")
+            return True
         if isinstance(value, numpy.ndarray | numpy.generic):
             array = numpy.asarray(value)
-            if array.dtype.hasobject:
-                return False
-            sampled = array.reshape(-1)[:: max(1, array.size // SAMPLED_MAX)]
-            hashed.update(f"{array.dtype}{array.shape}".encode())
-            hashed.update(numpy.ascontiguousarray(sampled).tobytes())
-            return True
-        if depth and isinstance(value, Mapping):
-            return self._feed_all(hashed, "{", (part for item in value.items() for part in item), len(value), depth)
-        if depth and isinstance(value, list | tuple | deque):
-            return self._feed_all(hashed, "[", iter(value), len(value), depth)
-        if depth and isinstance(value, set | frozenset) and all(isinstance(one, _PLAIN) for one in value):
-            return self._feed_all(hashed, "(", iter(sorted(value, key=repr)), len(value), depth)
-        if depth and _is_users_class(type(value)) and hasattr(value, "__dict__"):
-            return self._feed_all(
-                hashed, "<", (part for item in vars(value).items() for part in item), len(vars(value)), depth
-            )
-        return False
-
-    def _feed_all(self, hashed: Any, opening: str, parts: Iterator[Any], count: int, depth: int) -> bool:
-        hashed.update(f"{opening}{count};".encode())
-        known = count == 0
-        for part, _ in zip(parts, range(ELEMENTS_MAX), strict=False):
-            known |= self._feed(hashed, part, depth - 1)
-        return known
-
-    def _feed_tensor(self, hashed: Any, value: torch.Tensor) -> bool:
-        if id(value) in self._parameters:
+            sampled_array = numpy.ascontiguousarray(array.reshape(-1)[:: max(1, array.size // SAMPLED_MAX)])
+            hashed.update(f"{array.dtype}{array.shape}".encode() + sampled_array.tobytes())
+            return not array.dtype.hasobject
+        if isinstance(value, set | frozenset) and all(isinstance(one, _PLAIN) for one in value):
+            value = sorted(map(repr, value))
+        elif _is_users_class(type(value)) and hasattr(value, "__dict__"):
+            value = vars(value)
+        if not depth or not isinstance(value, Mapping | list | tuple | deque):
             return False
-        hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        value = value.detach()
-        value = getattr(value, "_local_tensor", value)  # of a DTensor
-        if value.layout != torch.strided or value.is_meta:
-            return False
-        flat = value.reshape(-1)[:: max(1, value.numel() // SAMPLED_MAX)].cpu().contiguous()
-        hashed.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-        return True
-
-
-def _attributes_of(trained: torch.nn.Module) -> dict[str, Any]:
-    """Attributes, of the user's own classes, that are no parameters, buffers or modules."""
-    found = {}
-    for path, module in trained.named_modules():
-        for name, value in vars(module).items() if _is_users_class(type(module)) else ():
-            if not name.startswith("_") and name != "training":
-                found[f"{path}.{name}" if path else name] = value
-    return found
+        parts = list(islice(value.items() if isinstance(value, Mapping) else value, ELEMENTS_MAX))
+        hashed.update(f"{type(value).__name__}{len(value)};".encode())
+        known = [self._feed(hashed, part, depth - 1) for part in parts]
+        return any(known) or not parts
 
 
 def _state_of(value: Any) -> Any:

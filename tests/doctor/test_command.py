@@ -24,7 +24,7 @@ LAUNCHERS = ("PET_", "TORCHELASTIC", "CPSR_", "RANK", "WORLD_SIZE", "LOCAL_", "M
 PORT = 29471
 DOCTOR = [sys.executable, "-m", "cpsr", "doctor"]
 SUBJECTS = {
-    *("devices", "host memory", "shared memory", "memory kind", "open files"),
+    *("devices", "host memory", "shared memory", "memory kind"),
     *("file system", "disk space", "fsync", "bandwidth"),
 }
 Findings = dict[str, dict[str, Any]]
@@ -92,8 +92,8 @@ def test_under_torchrun_the_ranks_look_together(tmp_path: Path) -> None:
     with Launched(tmp_path, [*command, "--run-dir", "run", "--state-bytes", "1000000"]) as launched:
         assert launched.wait() == 0, launched.output
         found = by_subject(launched.output)
-    assert set(found) == SUBJECTS | {"ranks", "shared directory", "locks"}
-    assert all(found[subject]["level"] == "ok" for subject in ("ranks", "shared directory", "locks"))
+    assert set(found) == SUBJECTS | {"ranks", "shared directory"}
+    assert all(found[subject]["level"] == "ok" for subject in ("ranks", "shared directory"))
     assert "buffers take 6 MB" in found["shared memory"]["measured"]
 
 
