@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.demo.device import describe_device, device_text, find_device
+from cpsr.demo.device import find_device
 from cpsr.errors import ConfigError
 from tests.cli.commands import cpsr
 
@@ -50,9 +50,3 @@ def test_no_command_starts_without_the_gpu_that_it_was_given(
     assert errors.startswith("cpsr: --device cuda: ")
     assert errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_device_is_described_for_programs_and_for_people() -> None:
-    assert device_text(describe_device("cpu")) == "cpu"
-    gpu = {"kind": "cuda", "name": "NVIDIA H200", "count": 2, "cuda": "13.0", "driver": None}
-    assert device_text(gpu) == "2 x NVIDIA H200 (CUDA 13.0, driver unknown)"

@@ -51,23 +51,7 @@ def test_pages_and_examples_import_public_names_alone() -> None:
     assert count >= 12
 
 
-def test_a_name_in_two_modules_is_shown_once() -> None:
-    assert text().count("CPSRError") == 1  # excluded where it comes again
-
-
 def test_what_cpsr_alone_calls_of_an_adapter_is_not_shown() -> None:
     assert internal("shard", TorchAdapter.shard)
     assert internal("iteration", TorchAdapter.iteration)
     assert not internal("iteration", CPSRRecovery.iteration)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_every_public_method_has_a_docstring(module: str) -> None:
-    bare = [
-        f"{name}.{key}"
-        for name, kind in vars(import_module(module)).items()
-        if name in import_module(module).__all__ and inspect.isclass(kind)
-        for key, value in vars(kind).items()
-        if key[0] != "_" and (callable(value) or isinstance(value, property)) and not inspect.getdoc(value)
-    ]
-    assert bare == []

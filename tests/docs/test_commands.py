@@ -4,8 +4,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from docs.site.commands import text
 
 
@@ -19,20 +17,6 @@ def test_every_command_is_there() -> None:
     assert len(named) > 10
     assert named <= set(re.findall(r"^## cpsr (\w+)$", text(), re.MULTILINE))
     assert "## cpsr bench recovery\n" in text()
-
-
-@pytest.mark.parametrize("command", ["serve", "release", "plan"])
-def test_its_options_are_those_of_help(command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "cpsr", command, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"COLUMNS": "200", "PATH": ""},
-    )
-    printed = set(re.findall(r"--[\w-]+", done.stdout.partition("Options")[2])) - {"--help"}
-    assert printed
-    assert printed <= set(re.findall(r"`(--[\w-]+)`", section(command)))
 
 
 def test_arguments_and_defaults_are_told() -> None:

@@ -40,10 +40,6 @@ def test_every_page_is_in_the_menu_once() -> None:
     assert sorted(listed) == pages
 
 
-def test_the_text_of_the_index_stays() -> None:
-    assert menu(INDEX, []).startswith(INDEX)
-
-
 def test_a_link_whose_text_is_a_file_shows_the_title_of_the_page() -> None:
     document = nodes.document(None, None)
     for text, target in [
