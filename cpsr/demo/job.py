@@ -29,7 +29,7 @@ from cpsr.demo.model import BATCH, GPT, GPTConfig, Windows, read_corpus, zero_en
 
 PEAK_LEARNING_RATE = 1e-3
 WARM_UP_ITERATIONS = 50
-VALIDATION_CHUNKS = 8  # each rank evaluates half; the standard error of the lag is taken over these
+VALIDATION_CHUNKS = 8  # each rank evaluates half
 CHUNK_WINDOWS = 12
 COARSE_ITERATIONS = 25  # how often the validation loss is taken, far from the failure
 FINE_ITERATIONS = 5  # and near it

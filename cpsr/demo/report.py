@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy
 import torch
 from matplotlib.axes import Axes
 from rich.markup import escape
@@ -19,8 +18,6 @@ from rich.table import Table
 from cpsr.demo.device import describe_device, device_text
 from cpsr.demo.timeline import Part, read_notes, restart_parts
 from cpsr.errors import CPSRError
-from cpsr.fitter.curve import LossCurve
-from cpsr.fitter.lag import Lag, Transient, paired_lag, transient
 from cpsr.journal import JournalReader, RecoveryRow
 from cpsr.ranks.exits import BEGAN
 
@@ -48,25 +45,24 @@ class DemoResult:
         kill: what was done to the job.
         recovery: how it came back, from its journal.
         message: the same for people.
-        lag: of the recovered run behind the paired fault-free one, after 60 to 160 iterations.
-        transient: the loss gap at injection and how long it lasted.
+        gap_at_failure_nats, gap_at_end_nats: validation loss of the recovered run above that of the fault-free one.
         restart: the way from the kill to the first finished step of the new processes.
         stalls_seconds: training thread blocked by each checkpoint of the killed run.
         checkpoints: iterations of its committed checkpoints.
-        fault_free, recovered: validation losses of the two runs.
+        fault_free, recovered: iteration -> validation loss of the two runs.
         device: that both trained on; see `describe_device`.
     """
 
     kill: Kill
     recovery: RecoveryRow
     message: str
-    lag: Lag
-    transient: Transient
+    gap_at_failure_nats: float
+    gap_at_end_nats: float
     restart: list[Part]
     stalls_seconds: list[float]
     checkpoints: list[int]
-    fault_free: LossCurve
-    recovered: LossCurve
+    fault_free: dict[int, float]
+    recovered: dict[int, float]
     device: dict[str, Any]
     date: str
     machine: str
@@ -111,7 +107,7 @@ class DemoResult:
         known = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         for name in ("fault_free", "recovered", "checkpoints", "restart"):
             del known[name]
-        for name in ("kill", "recovery", "lag", "transient"):
+        for name in ("kill", "recovery"):
             known[name] = dataclasses.asdict(known[name])
         return known | {
             "lost_iterations": self.lost_iterations,
@@ -138,10 +134,10 @@ def measure(fault_free: Path, killed: Path, kill: Kill, device: str) -> DemoResu
 
     Raises:
         CPSRError: the killed run did not recover by prediction, so that there is nothing to measure.
-        ValueError: the loss is too flat, or was taken too seldom, for a lag in iterations.
     """
     f, recovery = failure_iteration(killed), _predicted(killed)
-    reference, recovered = _validation_curve(fault_free), _validation_curve(killed)
+    reference, recovered = _validation_losses(fault_free), _validation_losses(killed)
+    after = [at for at in recovered if at >= f]
     with JournalReader(killed / "journal.db") as journal:
         committed = [row for row in journal.checkpoints() if row.status == "committed"]
         failed = next(life for life in journal.lives() if life.life == recovery.life - 1)
@@ -150,8 +146,8 @@ def measure(fault_free: Path, killed: Path, kill: Kill, device: str) -> DemoResu
         kill=kill,
         recovery=recovery,
         message=began[0],
-        lag=paired_lag(recovered, reference, f),
-        transient=transient(recovered.between(f, numpy.inf), reference, f),
+        gap_at_failure_nats=recovered[after[0]] - reference[after[0]],
+        gap_at_end_nats=recovered[after[-1]] - reference[after[-1]],
         restart=restart_parts(kill.time, failed.ended_unix_seconds, read_notes(killed), recovery),
         stalls_seconds=[row.stall_seconds for row in committed if row.stall_seconds is not None],
         checkpoints=[row.iteration for row in committed],
@@ -173,19 +169,16 @@ def _predicted(run_dir: Path) -> RecoveryRow:
     return recovery
 
 
-def _validation_curve(run_dir: Path) -> LossCurve:
-    """Validation losses that a run has written; of an iteration that was reached twice, the later ones."""
+def _validation_losses(run_dir: Path) -> dict[int, float]:
+    """Mean validation losses that a run has written, ascending; of an iteration that was reached twice, the later."""
     rows = map(json.loads, (run_dir / "validation.jsonl").read_text().splitlines())
-    losses = {row["iteration"]: row["losses"] for row in rows}
-    iterations = sorted(losses)
-    return LossCurve(numpy.array(iterations), numpy.array([losses[iteration] for iteration in iterations]))
+    losses = {row["iteration"]: statistics.fmean(row["losses"]) for row in rows}
+    return dict(sorted(losses.items()))
 
 
 def table(result: DemoResult) -> Table:
     """The result as a table for the terminal: what, and how much."""
-    lag, gone = result.lag, result.transient.iterations
     stalls = sorted(1000 * stall for stall in result.stalls_seconds)
-    over = "not gone within the run" if gone is None else f"gone after {gone} iterations"
     rows = [
         ("device", device_text(result.device)),
         ("killed", f"rank {result.kill.rank}, SIGKILL from outside"),
@@ -194,9 +187,8 @@ def table(result: DemoResult) -> Table:
         ("what happened", result.message),
         ("outcome of the watch", result.recovery.outcome),
         ("recomputing would cost", f"{result.lost_iterations} iterations"),
-        ("lag after 60-160 iterations", f"{lag.iterations:+.1f} +- {lag.standard_error:.1f} iterations"),
-        ("loss gap behind the failure", f"{lag.gap_nats:+.4f} +- {lag.gap_standard_error:.4f} nats"),
-        ("transient", f"{result.transient.gap_nats:+.4f} nats at injection, {over}"),
+        ("loss gap at the failure", f"{result.gap_at_failure_nats:+.4f} nats"),
+        ("loss gap at the end", f"{result.gap_at_end_nats:+.4f} nats"),
         (
             "from the kill to the first new step",
             f"{result.restart_seconds:.1f} s, of which CPSR's own {result.restart_ours_seconds:.2f} s (*)",
@@ -210,8 +202,8 @@ def table(result: DemoResult) -> Table:
     ]
     title = (
         f"Failure at iteration {result.failure_iteration}. An exact restart would have repeated "
-        f"{result.lost_iterations} iterations. The predicted state repeated none; lag after 60-160 iterations: "
-        f"{lag.iterations:+.1f} +- {lag.standard_error:.1f}"
+        f"{result.lost_iterations} iterations. The predicted state repeated none; its loss at the end: "
+        f"{result.gap_at_end_nats:+.4f} nats"
     )
     shown = Table(title=title, show_header=False, title_justify="left")
     shown.add_column(style="bold", no_wrap=True)
@@ -232,8 +224,8 @@ def write_plot(result: DemoResult, path: Path) -> None:
         axes.set(xlabel="iteration", title=title)
     whole.set_ylabel("validation loss (nats per byte)")
     first, last = result.failure_iteration - ZOOM_BEFORE_ITERATIONS, result.failure_iteration + ZOOM_AFTER_ITERATIONS
-    shown = [curve.between(first, last).losses.mean(axis=1) for curve in (result.fault_free, result.recovered)]
-    low, high = numpy.concatenate(shown).min(), numpy.concatenate(shown).max()
+    shown = [loss for one in (result.fault_free, result.recovered) for at, loss in one.items() if first <= at <= last]
+    low, high = min(shown), max(shown)
     near.set(xlim=(first, last), ylim=(low - 0.08 * (high - low), high + 0.08 * (high - low)))
     near.legend(loc="upper right", frameon=False)
     figure.savefig(path, dpi=120)
@@ -241,10 +233,10 @@ def write_plot(result: DemoResult, path: Path) -> None:
 
 
 def _curves(axes: Axes, result: DemoResult) -> None:
-    alone, after = result.fault_free, result.recovered.between(result.failure_iteration, numpy.inf)
-    axes.plot(alone.iterations, alone.losses.mean(axis=1), color="tab:blue", label="fault-free run")
-    losses = after.losses.mean(axis=1)
-    axes.plot(after.iterations, losses, color="tab:orange", linestyle="--", label="killed and recovered")
+    alone = result.fault_free
+    after = {at: loss for at, loss in result.recovered.items() if at >= result.failure_iteration}
+    axes.plot(list(alone), list(alone.values()), color="tab:blue", label="fault-free run")
+    axes.plot(list(after), list(after.values()), color="tab:orange", linestyle="--", label="killed and recovered")
     for index, iteration in enumerate(result.checkpoints):
         axes.axvline(iteration, color="0.85", linewidth=0.8, zorder=0, label="checkpoint" if index == 0 else None)
     axes.axvline(result.checkpoint_iteration, color="tab:green", linewidth=1, label="last checkpoint c")

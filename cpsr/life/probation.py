@@ -32,6 +32,7 @@ ARRIVAL_ITERATIONS = 40
 # differs from zero.
 SLOPE_LOSSES_MAX = 400
 SLOPE_LOSSES_MIN = 100
+SLOPE_STANDARD_ERRORS = 3.0
 # Losses from before half of a run's age bend the fitted course: with them the slope at iteration 300 came out 2.4 times
 # too steep, without them at most 1.2 times, on eight runs.
 OLDEST_SHARE = 0.5
@@ -202,8 +203,6 @@ def measure_lag(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, 
         Lag and standard error in iterations, that of the continued course included. None with fewer than 100 losses
         before or 10 after, with a loss that is not finite, or without a significant slope.
     """
-    from cpsr.fitter.lag import SLOPE_STANDARD_ERRORS, StraightLine  # after a predicted restart alone
-
     # A young run's loss curve bends too much before half of the newest iteration.
     recent = [one for one in before if one[0] > OLDEST_SHARE * before[-1][0]]
     if len(recent) < SLOPE_LOSSES_MIN or len(after) < AFTER_LOSSES_MIN:
@@ -212,18 +211,17 @@ def measure_lag(before: Sequence[tuple[int, float]], after: Sequence[tuple[int, 
     later, losses = numpy.array(after, dtype=numpy.float64).T
     if not (numpy.isfinite(values).all() and numpy.isfinite(losses).all()):
         return None
-    place, there = numpy.log(times), float(numpy.log(later).mean())
-    fit = StraightLine.through(place, values)
-    residuals = values - (fit.intercept + fit.slope * place)
-    course_error = fit.slope_error * _inflation(residuals)
+    place = numpy.log(times)
+    place, there = place - place.mean(), float(numpy.log(later).mean() - place.mean())
+    (fall, level), covariance = numpy.polyfit(place, values, 1, cov=True)
+    residuals = values - level - fall * place
+    course_error = math.sqrt(covariance[0, 0]) * _inflation(residuals)
     at = float(later.mean())
-    slope, slope_error = -fit.slope / at, course_error / at
+    slope, slope_error = -float(fall) / at, course_error / at
     if not slope > SLOPE_STANDARD_ERRORS * slope_error:
         return None
-    gap = float(losses.mean()) - (fit.intercept + fit.slope * there)
-    error = math.hypot(
-        _standard_error(losses), _standard_error(residuals), course_error * (there - float(place.mean()))
-    )
+    gap = float(losses.mean() - level - fall * there)
+    error = math.hypot(_standard_error(losses), _standard_error(residuals), course_error * there)
     lag = gap / slope
     return float(lag), math.hypot(error, lag * slope_error) / slope
 
