@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 __all__ = ["LEFT_EXIT_STATUS", "EmergencyDump", "Wakeup", "undisturbed"]
@@ -326,7 +325,7 @@ class EmergencyDump:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, a SIGCHLD handler cannot raise on the main thread; its exception is logged instead.
+    """Inside, no SIGCHLD handler runs on the main thread.
 
     Torch's handler raises once for every data loader that has lost a worker. The first exception makes a rank leave,
     and a second one would interrupt the dump.
@@ -335,14 +334,7 @@ def undisturbed() -> Iterator[None]:
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def on_sigchld(number: int, frame: FrameType | None) -> None:
-        try:
-            before(number, frame)
-        except Exception as error:  # noqa: BLE001 - this rank is leaving already
-            logger.warning("while this rank was leaving: %s", error)
-
-    signal.signal(signal.SIGCHLD, on_sigchld)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
     finally:

@@ -16,11 +16,9 @@ import os
 import select
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import psutil
 
@@ -36,9 +34,9 @@ ENDED = b"E"
 LOOPBACK = "127.0.0.1"
 CONNECT_SECONDS = 2.0  # for a connection, and again for the answer on it
 AGAIN_SECONDS = 0.1  # from the end of a connection to the next one
-RETRY_SECONDS, RETRY_SECONDS_MAX = 1.0, 30.0  # between rounds over all addresses
+RETRY_SECONDS = 5.0  # between rounds over all addresses
 ROUNDS_MAX = 5  # over all addresses of a rank that has never answered
-CLOSE_SECONDS = 5.0  # the thread ends at once, unless it connects
+CLOSE_SECONDS = 5.0  # the threads end at once, unless they connect
 _BACKLOG = 16
 _READ_BYTES = 64
 
@@ -46,7 +44,8 @@ _READ_BYTES = 64
 class Neighbour:
     """Watches the process of the next rank of the ring, and shows this one to the rank before.
 
-    A process that is only stopped, or whose machine is gone without a word, is not noticed here.
+    A process that is only stopped, or whose machine is gone without a word, is not noticed here. One thread lets in who
+    watches this process, and says who it is; another one is connected to the next rank.
 
     Args:
         group: all ranks; opening is a collective.
@@ -55,18 +54,27 @@ class Neighbour:
 
     def __init__(self, group: Group, lost: Callable[[int, str], object]) -> None:
         self._lost = lost
-        self._door = _door() if group.size > 1 else None
-        places = group.gather(None if self._door is None else self._door.place)
-        following = (group.rank + 1) % group.size
-        self._next = None if places[following] is None else _Next(following, *places[following])
+        self._hello = os.urandom(HELLO_BYTES)
+        self._listener = _listener() if group.size > 1 else None
+        self._visitors: list[socket.socket] = []
+        self._connection: socket.socket | None = None
         self._closing, self._ended = threading.Event(), False
-        self._thread: threading.Thread | None = None
-        if self._door is None and self._next is None:
-            return
-        self._woken, self._waker = os.pipe()
-        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
-        _open.add(self)
-        self._thread.start()
+        listener = self._listener
+        place = None if listener is None else [_addresses(), listener.getsockname()[1], self._hello.hex()]
+        following = (group.rank + 1) % group.size
+        their = group.gather(place)[following]
+        work: list[Callable[[], None]] = []
+        if listener is not None:
+            work.append(lambda: self._admit(listener))
+        if their is not None:
+            addresses, port, hello = their
+            work.append(lambda: self._watch(following, addresses, port, bytes.fromhex(hello)))
+        self._threads = [threading.Thread(target=one, name=THREAD_NAME, daemon=True) for one in work]
+        if self._threads:
+            self._woken, self._waker = os.pipe()
+            _open.add(self)
+        for thread in self._threads:
+            thread.start()
 
     def close(self, *, ended: bool) -> None:
         """Watch no more, and be seen no more; a second call has no effect.
@@ -74,228 +82,168 @@ class Neighbour:
         Args:
             ended: in good order; after an error the rank before must notice it.
         """
-        if self._thread is None:
+        if not self._threads:
             return
         self._ended = ended
         self._closing.set()
-        os.write(self._waker, b"\0")
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            logger.warning("the thread that watches another rank did not end within %g s", CLOSE_SECONDS)
+        os.write(self._waker, b"\0")  # stays in the pipe, for both threads
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning("the threads that watch another rank did not end within %g s", CLOSE_SECONDS)
             return
         self._close_pipe()
 
     def forget_in_child(self) -> None:
         """Close what a forked child shares, so that it does not outlive this process there."""
-        if self._thread is not None:
-            self._ended = False
-            self._close_all()
+        if self._threads:
+            for one in (self._listener, self._connection, *self._visitors):
+                if one is not None:
+                    one.close()
             self._close_pipe()
 
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                ready = self._wait()
-                if self._door is not None:
-                    self._door.attend(ready)
-                if self._next is not None and (gone := self._next.attend(ready)) is not None:
-                    self._lost(self._next.rank, gone)
-            if self._door is not None:
-                self._door.attend(set())  # who has come meanwhile must learn of the end too
-        except Exception:
-            logger.exception("watching the process of another rank failed; heartbeats still show whether it lives")
-        finally:
-            self._close_all()
-
-    def _wait(self) -> set[int]:
-        """Wait for something to happen; at which connections it has."""
-        poll = select.poll()  # select() takes no descriptor above 1023
-        poll.register(self._woken, select.POLLIN)
-        for watched in (self._door, self._next):
-            for descriptor in watched.descriptors if watched is not None else []:
-                poll.register(descriptor, select.POLLIN)
-        wait_seconds = None if self._next is None else self._next.wait_seconds
-        return {descriptor for descriptor, _ in poll.poll(None if wait_seconds is None else 1e3 * wait_seconds)}
-
-    def _close_all(self) -> None:
-        if self._door is not None:
-            self._door.close(ended=self._ended)
-        if self._next is not None:
-            self._next.close()
-
     def _close_pipe(self) -> None:
-        self._thread = None
+        self._threads = []
         os.close(self._woken)
         os.close(self._waker)
 
+    def _is_ready(self, watched: socket.socket) -> bool:
+        """Wait until something can be read there; False once this is to close."""
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self._woken, select.POLLIN)
+        poll.register(watched, select.POLLIN)
+        poll.poll()
+        return not self._closing.is_set()
 
-class _Door:
-    """Where the rank before watches this process; it says who it is, and that it ends in good order.
+    # The rank before watches this process
 
-    Attributes:
-        place: its addresses, its port, and what it says; JSON.
-    """
+    def _admit(self, listener: socket.socket) -> None:
+        """Let in who comes, and tell all at the end whether this process has ended in good order."""
+        try:
+            while self._is_ready(listener):
+                self._accept(listener)
+            self._accept(listener)  # who has come meanwhile must learn of the end too
+        except Exception:
+            logger.exception("showing this process to another rank failed; heartbeats still show whether it lives")
+        finally:
+            listener.close()  # first: who connects again must be refused
+            for visitor in self._visitors:
+                if self._ended:
+                    with suppress(OSError):
+                        visitor.send(ENDED)
+                visitor.close()
 
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self._listener.setblocking(False)
-        self._hello = os.urandom(HELLO_BYTES)
-        self._visitors: list[socket.socket] = []
-        self.place: list[Any] = [_addresses(), listener.getsockname()[1], self._hello.hex()]
-
-    @property
-    def descriptors(self) -> list[int]:
-        """At which something may happen."""
-        return [self._listener.fileno(), *(visitor.fileno() for visitor in self._visitors)]
-
-    def attend(self, ready: set[int]) -> None:
-        """Let in who waits, and close the connections of those who have left: none of them ever says anything."""
-        for visitor in [visitor for visitor in self._visitors if visitor.fileno() in ready]:
+    def _accept(self, listener: socket.socket) -> None:
+        for visitor in [one for one in self._visitors if _has_left(one)]:
             self._visitors.remove(visitor)
             visitor.close()
         with suppress(BlockingIOError):
             while True:
-                visitor, _ = self._listener.accept()
+                visitor, _ = listener.accept()
                 visitor.setblocking(False)
                 self._visitors.append(visitor)
                 with suppress(OSError):
                     visitor.send(self._hello)
 
-    def close(self, *, ended: bool) -> None:
-        """Close the port and all connections."""
-        self._listener.close()  # first: who connects again must be refused
-        for visitor in self._visitors:
-            if ended:
-                with suppress(OSError):
-                    visitor.send(ENDED)
-            visitor.close()
+    # This rank watches the next one
 
+    def _watch(self, rank: int, addresses: list[str], port: int, hello: bytes) -> None:
+        """Stay connected to the process of a rank, until it says that it ends, or is gone."""
+        known, rounds = False, 0
+        try:
+            while not self._closing.is_set():
+                instead = self._connect(addresses, port, hello)
+                if self._connection is not None:
+                    known, addresses = True, [self._connection.getpeername()[0]]
+                    if self._stays_to_its_end(self._connection):
+                        return
+                    self._closing.wait(AGAIN_SECONDS)
+                    continue
+                if known and instead is not None:
+                    self._lost(rank, f"the process of rank {rank} has ended (connection closed, a new one {instead})")
+                    return
+                rounds += 1
+                if not known and rounds == ROUNDS_MAX:
+                    logger.warning(
+                        "rank %d cannot be reached at %s, port %d: should its process end, only heartbeats show it",
+                        rank,
+                        ", ".join(addresses),
+                        port,
+                    )
+                    return
+                self._closing.wait(RETRY_SECONDS)
+        except Exception:
+            logger.exception("watching the process of another rank failed; heartbeats still show whether it lives")
+        finally:
+            self._disconnect()
 
-class _Next:
-    """The connection to the rank that this one watches.
+    def _connect(self, addresses: list[str], port: int, hello: bytes) -> str | None:
+        """Connect to the process that says `hello`; returns what came instead, if anything did."""
+        instead = None
+        for address in addresses:
+            try:
+                self._connection = socket.create_connection((address, port), CONNECT_SECONDS)
+                if self._connection.getsockname() == self._connection.getpeername():
+                    raise ConnectionRefusedError  # a port on which nothing listens has reached itself
+                said = b""
+                while len(said) < HELLO_BYTES and (part := self._connection.recv(HELLO_BYTES - len(said))):
+                    said += part
+                if said == hello:
+                    return None
+                if not hello.startswith(said):
+                    instead = "answered by another process"
+            except ConnectionRefusedError:
+                instead = "refused"
+            except OSError:
+                logger.debug("%s does not answer at port %d", address, port)
+            self._disconnect()
+            if self._closing.is_set():
+                return None
+        return instead
 
-    Args:
-        rank: its number.
-        addresses: of its machine, of which some may not be reachable.
-        port: its own.
-        hello: what it says first, in hexadecimal digits; anybody else says something else.
-    """
+    def _stays_to_its_end(self, connection: socket.socket) -> bool:
+        """Wait for the end of a connection; whether the other rank has said that it ends, or this one is to close."""
+        said = b""
+        while self._is_ready(connection):
+            try:
+                said = connection.recv(_READ_BYTES)
+            except OSError:
+                said = b""
+            if said == ENDED:
+                return True
+            if not said:
+                self._disconnect()
+                return False
+        return True
 
-    def __init__(self, rank: int, addresses: list[str], port: int, hello: str) -> None:
-        self.rank = rank
-        self._addresses, self._port, self._hello = addresses, port, bytes.fromhex(hello)
-        self._connection: socket.socket | None = None
-        self._said = b""  # on this connection
-        self._known = False  # it has said who it is, now or earlier
-        self._over = False
-        self._place = self._rounds = 0  # of the next try: in the addresses, and how often all were tried
-        self._due = time.monotonic()  # of the next try, or of the answer to this one
-
-    @property
-    def descriptors(self) -> list[int]:
-        """At which something may happen."""
-        return [] if self._connection is None else [self._connection.fileno()]
-
-    @property
-    def wait_seconds(self) -> float | None:
-        """Until `attend` is due although nothing happens; None: not before."""
-        waiting = not self._over and (self._connection is None or not self._has_answered)
-        return max(self._due - time.monotonic(), 0.0) if waiting else None
-
-    @property
-    def _has_answered(self) -> bool:
-        return self._said.startswith(self._hello)
-
-    def attend(self, ready: set[int]) -> str | None:
-        """Read what has arrived, and connect if it is time to; why the process has ended, as a clause, if it has."""
-        if self._connection is not None and self._connection.fileno() in ready:
-            return self._read(self._connection)
-        if self.wait_seconds == 0.0:
-            return self._connect() if self._connection is None else self._unanswered(None)
-        return None
-
-    def close(self) -> None:
-        """Close the connection."""
+    def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
-        self._connection, self._said = None, b""
-
-    def _connect(self) -> str | None:
-        try:
-            connection = socket.create_connection((self._addresses[self._place], self._port), CONNECT_SECONDS)
-            if connection.getsockname() == connection.getpeername():
-                connection.close()
-                raise ConnectionRefusedError  # a port on which nothing listens has reached itself
-        except ConnectionRefusedError:
-            return self._unanswered("refused")
-        except OSError:
-            return self._unanswered(None)
-        self._connection, self._due = connection, time.monotonic() + CONNECT_SECONDS
-        return None
-
-    def _read(self, connection: socket.socket) -> str | None:
-        try:
-            part = connection.recv(_READ_BYTES)
-        except OSError:
-            part = b""
-        if not part and self._has_answered:
-            self._disconnect(AGAIN_SECONDS)
-            return None
-        if not part:
-            return self._unanswered(None)
-        self._said += part
-        if self._has_answered:
-            # From now on only this address: others may be those of other machines too.
-            self._known, self._addresses, self._place, self._rounds = True, [self._addresses[self._place]], 0, 0
-            if self._said.endswith(ENDED, HELLO_BYTES):
-                self._over = True
-                self.close()
-            return None
-        if self._hello.startswith(self._said):  # a part of it
-            return None
-        return self._unanswered("answered by another process")
-
-    def _unanswered(self, instead: str | None) -> str | None:
-        """Try later, unless what came instead shows that a process which has answered earlier has ended."""
-        if instead is None or not self._known:
-            self._try_later()
-            return None
-        self._over = True
-        self.close()
-        return f"the process of rank {self.rank} has ended (connection closed, a new one {instead})"
-
-    def _disconnect(self, retry_seconds: float) -> None:
-        self.close()
-        self._due = time.monotonic() + retry_seconds
-
-    def _try_later(self) -> None:
-        """At the next address; after the last one, in a while."""
-        self._place = (self._place + 1) % len(self._addresses)
-        self._disconnect(0.0 if self._place else min(RETRY_SECONDS * 2.0**self._rounds, RETRY_SECONDS_MAX))
-        self._rounds += not self._place
-        if not self._known and self._rounds == ROUNDS_MAX:
-            self._over = True
-            logger.warning(
-                "rank %d cannot be reached at %s, port %d: should its process end, only heartbeats show it",
-                self.rank,
-                ", ".join(self._addresses),
-                self._port,
-            )
+        self._connection = None
 
 
-def _door() -> _Door | None:
+def _has_left(visitor: socket.socket) -> bool:
     try:
-        return _Door(_listener())
+        return not visitor.recv(1)
+    except BlockingIOError:  # it is there, and never says anything
+        return False
+    except OSError:
+        return True
+
+
+def _listener() -> socket.socket | None:
+    try:
+        with suppress(OSError):
+            if socket.has_dualstack_ipv6():
+                found = socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+                found.setblocking(False)
+                return found
+        found = socket.create_server(("", 0), backlog=_BACKLOG)
+        found.setblocking(False)
+        return found
     except OSError as error:
         logger.warning("this rank cannot listen (%s): should its process end, only heartbeats show it", error)
         return None
-
-
-def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
 def _addresses() -> list[str]:

@@ -1,6 +1,5 @@
 """A rank leaves with the state of its last step boundary dumped, and never with half a step of it."""
 
-import logging
 import os
 import random
 import signal
@@ -177,7 +176,7 @@ def test_after_a_dump_that_took_longer_than_the_grace_a_step_has_the_whole_grace
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_child_that_dies_does_not_disturb_a_dump(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_child_that_dies_does_not_disturb_a_dump() -> None:
     """Torch's handler raises where a loader's worker has died, wherever the main thread is."""
 
     def raises(number: int, frame: FrameType | None) -> None:
@@ -185,13 +184,12 @@ def test_a_child_that_dies_does_not_disturb_a_dump(caplog: pytest.LogCaptureFixt
 
     before = signal.signal(signal.SIGCHLD, raises)
     try:
-        with caplog.at_level(logging.WARNING), undisturbed():
+        with undisturbed():
             os.kill(os.getpid(), signal.SIGCHLD)
             recorder = Recorder()
             dump_guard = emergency_dump(recorder)
             dump_guard.end_update(7)
             assert dump_guard.dump("a worker is dead")
-        assert "a worker is killed" in caplog.text
         with pytest.raises(RuntimeError, match="a worker is killed"):
             os.kill(os.getpid(), signal.SIGCHLD)
     finally:
