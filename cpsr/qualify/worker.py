@@ -111,16 +111,17 @@ class Rank:
     Args:
         folder: the work folder, on a disk that all ranks see.
         device: `cpu` or `cuda`.
+        init_method: where the ranks meet.
 
     Attributes:
         rank: of this process.
     """
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, init_method: str = "env://") -> None:
         torch.set_num_threads(1)
         if device == CUDA:
             _compute_exactly()
-        join_ranks()
+        join_ranks(init_method)
         from deepspeed.accelerator import get_accelerator
 
         if device == CPU:

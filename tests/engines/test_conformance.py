@@ -5,7 +5,6 @@ here on its own.
 """
 
 import importlib
-import json
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 
 from cpsr.qualify.cells import no_muon
 from cpsr.qualify.conformance import check_early_state, check_resume
+from cpsr.qualify.result import read_records
 from tests.engines.groups import GROUPS, LACKING, RANKS, SLOW
 from tests.engines.torch_cases import CASES, one_thread
 from tests.rank_processes import become_rank, start_ranks
@@ -51,13 +51,14 @@ def run_job(group: str, folder: Path) -> list[dict[str, Any]]:
     deadline = time.monotonic() + JOB_TIMEOUT_SECONDS  # the cases without a result fail below, with the log
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0.0))
-    outcomes = []
-    for rank, process in enumerate(processes):
+    for process in processes:
         process.kill()
         process.join()
-        results = folder / f"{rank}.json"
-        cases = json.loads(results.read_text()) if results.exists() else {}
-        outcomes.append({"cases": cases, "log": (folder / f"{rank}.log").read_text()[-3000:]})
+    ended = [line for line in read_records(folder) if line["event"] == "ended"]
+    outcomes = []
+    for rank in range(len(processes)):
+        errors = {one["trial"].rpartition(": ")[2]: one["error"] for one in ended if one["rank"] == rank}
+        outcomes.append({"errors": errors, "log": (folder / f"{rank}.log").read_text()[-3000:]})
     return outcomes
 
 
@@ -65,7 +66,7 @@ def run_rank(job: tuple[str, Path], rank: int, ranks: int) -> None:
     group, folder = job
     become_rank(folder / f"{rank}.log", rank, ranks)
     # Imports DeepSpeed, which the tests' own process does without.
-    importlib.import_module("tests.engines.worker").main(group, folder, rank, ranks)
+    importlib.import_module("tests.engines.worker").main(group, folder)
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +90,9 @@ def test_ranks(
     if group not in jobs:
         jobs[group] = run_job(group, tmp_path_factory.mktemp(group))
     for rank, outcome in enumerate(jobs[group]):
-        case = outcome["cases"].get(name)
-        assert case is not None, f"rank {rank} never finished this case; an earlier one failed:\n{outcome['log']}"
-        assert case["error"] == "", f"rank {rank}:\n{case['error']}"
+        error = outcome["errors"].get(name)
+        assert error is not None, f"rank {rank} never finished this case; an earlier one failed:\n{outcome['log']}"
+        assert error == "", f"rank {rank}:\n{error}"
 
 
 def test_import_needs_no_deepspeed() -> None:
