@@ -67,15 +67,6 @@ def test_a_job_that_fails_at_the_same_place_is_given_up(tmp_path: Path) -> None:
     assert ended.value.status == 1
 
 
-def test_what_was_gained_counts_from_there_on(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, restarts_max=1)
-    launch.open(0)
-    launch.reach(7)
-    assert [launch.kill(), launch.kill()] == [0.0, 1.0]
-    launch.reach(8)
-    assert [launch.kill(), launch.kill()] == [0.0, 1.0]
-
-
 def test_a_job_whose_ranks_are_killed_before_it_opens_a_run_is_given_up_too(tmp_path: Path) -> None:
     launch = Launch(tmp_path, restarts_max=1)
     assert launch.kill(rank=0) == 1.0
@@ -209,24 +200,6 @@ def test_without_restarts_the_first_failure_ends_the_job(tmp_path: Path) -> None
     launch.reach(7)
     with pytest.raises(JobEndedError, match=r"Rank 1 was killed \(SIGKILL\) after iteration 7. The job is not started"):
         launch.kill()
-
-
-def test_a_refusal_is_printed_once_and_not_tried_again(tmp_path: Path) -> None:
-    launch = Launch(tmp_path)
-    for _ in range(RANKS):
-        launch.report.refuse("ConfigError: 'intervall' is unknown")
-    exits = [Exit(0, status=REFUSED_STATUS), Exit(1, signal="SIGTERM")]
-    with pytest.raises(JobEndedError) as ended:
-        launch.failures.after(exits)
-    assert (ended.value.status, str(ended.value)) == (REFUSED_STATUS, "ConfigError: 'intervall' is unknown")
-
-
-def test_ranks_that_left_after_sigterm_are_no_failure(tmp_path: Path) -> None:
-    launch = Launch(tmp_path)
-    launch.open(0)
-    with pytest.raises(JobEndedError, match="left after SIGTERM") as ended:
-        launch.failures.after([Exit(0, status=143), Exit(1, signal="SIGTERM")])
-    assert ended.value.status == 143
 
 
 def test_ranks_that_were_ended_after_the_failure_are_not_its_cause(tmp_path: Path) -> None:
