@@ -122,6 +122,7 @@ class Neighbour:
         try:
             while self._is_ready(listener):
                 self._accept(listener)
+                self._closing.wait(AGAIN_SECONDS)  # without a descriptor that is free none is let in
             self._accept(listener)  # who has come meanwhile must learn of the end too
         except Exception:
             logger.exception("showing this process to another rank failed; heartbeats still show whether it lives")
@@ -137,7 +138,7 @@ class Neighbour:
         for visitor in [one for one in self._visitors if _has_left(one)]:
             self._visitors.remove(visitor)
             visitor.close()
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # nobody waits any more, or who has come is gone
             while True:
                 visitor, _ = listener.accept()
                 visitor.setblocking(False)
