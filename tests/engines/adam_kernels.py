@@ -83,14 +83,9 @@ class CPUAdamKernel:
 
 
 class FusedAdamKernel:
-    """The module that `FusedAdamBuilder` loads on a processor: one optimizer for each kind of weight decay.
+    """The module that `FusedAdamBuilder` loads on a processor: one optimizer for each kind of weight decay."""
 
-    Args:
-        keeps: whether powers of the betas are kept between steps, which the kernel of a GPU does not.
-    """
-
-    def __init__(self, *, keeps: bool = True) -> None:
-        self._keeps = keeps
+    def __init__(self) -> None:
         self._optimizers = {mode: AdamOptimizer(0.0, 0.0, mode == 1) for mode in (0, 1)}
 
     def multi_tensor_adam(
@@ -108,8 +103,6 @@ class FusedAdamKernel:
         decay: float,
     ) -> None:
         for gradient, *rest in zip(*lists, strict=True):
-            if not self._keeps:
-                self._optimizers[mode] = AdamOptimizer(0.0, 0.0, mode == 1)
             self._optimizers[mode].increment(step, beta1, beta2)
             self._optimizers[mode].update(rate, eps, decay, bool(correct), rest[0], gradient, *rest[1:])
 

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -12,9 +13,19 @@ import torch
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
 from cpsr import CPSRRecovery
-from cpsr.engines import adapt
+from cpsr.engines import adapt, offload
+from cpsr.engines.offload import ActivationOffload
 from cpsr.errors import UnsupportedEngineError
-from cpsr.qualify.conformance import AFTER, BEFORE, assert_bitwise, check_resume, seed
+from cpsr.qualify.conformance import (
+    AFTER,
+    BEFORE,
+    Recorder,
+    assert_bitwise,
+    check_resume,
+    final_state,
+    run,
+    seed,
+)
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
 from cpsr.qualify.torch_jobs import BATCH, TinyLM, token_batch
 from cpsr.qualify.worker import own_process_globals
@@ -155,21 +166,6 @@ def wrapped_by_torch_compile(stage: int) -> None:
     assert plain.adapter.describe()["tensors"] == result["description"]["tensors"]
 
 
-RANDOM_LTD = {
-    "total_layer_num": 2,
-    "random_ltd_layer_num": 1,
-    "random_ltd_layer_id": [0],
-    "model_mask_name": "attention_mask",
-    "model_type": "decoder",
-    "hidden_state_order": "seq_batch_dim",
-    "random_ltd_schedule": {
-        "min_value": 2,
-        "max_value": 3,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"require_steps": 4, "seq_per_step": 1},
-    },
-    "layer_token_lr_schedule": {"enabled": False},
-}
 REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
     "hpz": (3, {"zero_hpz_partition_size": 2}, {}, r"zero_hpz_partition_size: .*second copy.*set it to 1"),
     "quantised-gradients": (2, {"zero_quantized_gradients": True}, {}, "zero_quantized_gradients: .*set it to false"),
@@ -178,17 +174,6 @@ REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         {},
         {"compile": {"deepcompile": True}},
         r"compile\.deepcompile: it runs on CUDA.*engine\.compile",
-    ),
-    "random-ltd": (
-        1,
-        {},
-        {
-            "data_efficiency": {
-                "enabled": True,
-                "data_routing": {"enabled": True, "random_ltd": {"enabled": True, **RANDOM_LTD}},
-            }
-        },
-        r"data_routing\.random_ltd: its schedule.*enabled: false",
     ),
 }
 
@@ -228,6 +213,20 @@ def globals_are_put_back() -> None:
     assert adapt(initialize(TinyLM(), configuration(1, "fp32"))).scalars()["grad_scaler"] is None
 
 
+def activations_in_host_memory(stage: int, precision: str) -> None:
+    """The same training, with accumulated batches."""
+    finals = []
+    for limit_bytes in (0, 1 << 20):
+        seed(1)
+        job, recorder = DeepSpeedJob(initialize(TinyLM(), configuration(stage, precision, 2))), Recorder()
+        job.adapter.attach(recorder)
+        with mock.patch.object(offload, "MIN_BYTES", 1), ActivationOffload(job.engine.module, limit_bytes) as moved:
+            run(job, 0, 3)
+        assert (moved.moved_bytes > 0) == (limit_bytes > 0)
+        finals.append(final_state(job, recorder))
+    assert_bitwise(finals[1], finals[0])
+
+
 INDUCTOR: dict[str, Case] = {
     "zero0-inductor": partial(compiled, 0, "fp32", "inductor"),
     "zero2-inductor": partial(compiled, 2, "bf16", "inductor", 2),
@@ -245,6 +244,7 @@ FEATURES: dict[str, Case] = {
     **{f"zero{stage}-bf16-states": partial(low_precision_masters, stage) for stage in (1, 2, 3)},
     "zero1-bf16-states-skip-ahead": partial(low_precision_masters, 1, 3),
     **{f"refused-{name}": partial(refused_by_name, name) for name in REFUSED},
+    **{f"zero{stage}-activations": partial(activations_in_host_memory, stage, "bf16") for stage in range(3)},
     "globals": globals_are_put_back,
     "zero0-unmanaged": partial(unmanaged, 0, "fp32"),
     "zero1-unmanaged": partial(unmanaged, 1, "fp16"),

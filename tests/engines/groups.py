@@ -4,7 +4,6 @@ from cpsr.qualify.cells import no_cpu_sharding
 from tests.device import ON_CUDA
 from tests.engines.deepspeed_cases import OTHER, ZERO, Case
 from tests.engines.feature_cases import FEATURES, INDUCTOR
-from tests.engines.fused_adam_cases import FUSED
 from tests.engines.kernel_cases import KERNELS, REAL_KERNELS
 from tests.engines.mixture_cases import MIXTURES
 from tests.engines.mixture_pipeline_cases import MIXTURE_PIPELINES
@@ -14,7 +13,7 @@ from tests.engines.sharded_cases import SHARDED
 
 __all__ = ["GROUPS", "LACKING", "RANKS", "SLOW"]
 
-STAGES = ("pipeline", "receives-are-waits", "a-receive-fails", "fused-pipeline")  # gloo sends no CUDA tensors to them
+STAGES = ("pipeline", "receives-are-waits", "a-receive-fails")  # gloo sends no CUDA tensors to them
 FULLY_SHARDED = ("fsdp2", "hsdp")
 SPLIT = ("fsdp2", "hsdp", "tp", "sharded")  # over gloo with CUDA tensors they are not tried
 
@@ -22,7 +21,6 @@ ALL: dict[str, dict[str, Case]] = {
     "zero": ZERO,
     "other": OTHER,
     "features": FEATURES,
-    "fused": FUSED,
     "mixtures": MIXTURES | SAVING,
     "mixture-pipelines": MIXTURE_PIPELINES,
     "repeated": REPEATED,

@@ -13,12 +13,15 @@ from unittest import mock
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from torch import nn
+from torch.nn import functional
 
 from cpsr.engines import adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import (
     AFTER,
+    BEFORE,
     Recorder,
     assert_bitwise,
     check_early_state,
@@ -30,9 +33,9 @@ from cpsr.qualify.conformance import (
     take_snapshot,
 )
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, TinyMoE, configuration, initialize, pipeline_engine
-from cpsr.qualify.torch_jobs import TinyLM, TorchJob
+from cpsr.qualify.torch_jobs import VOCABULARY, WIDTH, TinyLM, TorchJob
 from tests.engines.adam_kernels import in_torch
-from tests.engines.deepspeed_cases import Case, skipped_steps
+from tests.engines.deepspeed_cases import Case, roll_back_from_after_step, skipped_steps
 
 OPTIMIZER: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PARAMETERS: dict[str, Any] = OPTIMIZER | {"offload_param": {"device": "cpu"}}
@@ -125,6 +128,55 @@ def plain_loops_resume() -> None:
         check_early_state(partial(plain_loop, kind))
 
 
+class Halves(nn.Module):
+    """Two dtypes in one parameter group; `late` has gradients for some batches only, `idle` for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head.bias = nn.Parameter(self.head.bias.detach().bfloat16())
+        self.late = nn.Parameter(torch.zeros(VOCABULARY))
+        self.idle = nn.Parameter(torch.zeros(3))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(self.embed(tokens), self.head.weight) + self.head.bias.float()
+        if int(tokens.sum()) % 2 == 0:
+            logits = logits + self.late
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def fused_loop(varying: bool) -> TorchJob:
+    """A loop without DeepSpeed's engine; its second group has one parameter."""
+    module = Halves()
+    module.late.requires_grad_(varying)
+    rest = [module.head.weight, module.head.bias, module.idle, *([module.late] if varying else [])]
+    groups = [{"params": rest}, {"params": [module.embed.weight]}]
+    return TorchJob(module, deepspeed.ops.adam.FusedAdam(groups, lr=0.01, weight_decay=0.1, adam_w_mode=varying))
+
+
+def fused_loops_resume() -> None:
+    check_resume(partial(fused_loop, True))
+    check_resume(partial(fused_loop, False), skip=3)
+    check_early_state(partial(fused_loop, True))
+
+
+def step_counts(job: TorchJob) -> list[int]:
+    return [state.get("step", 0) for state in job.adapter.scalars()["optimizer_steps"]]
+
+
+def the_count_that_rises_is_the_groups_own() -> None:
+    """FusedAdam counts in the last parameter with a gradient, once for each dtype of the group."""
+    seed(1)
+    job = fused_loop(False)
+    run(job, 0, BEFORE)
+    job.adapter.skip_ahead(2)
+    assert step_counts(job) == [0, 2 * (BEFORE + 2), 0, BEFORE + 2]  # weight, bias, idle, embed
+    job = fused_loop(False)  # before its first step it counts nothing
+    job.adapter.skip_ahead(2)
+    assert job.adapter.scalars()["optimizer_steps"] == [{}, {}, {}, {}]
+
+
 def other_offload_is_refused() -> None:
     seed(1)
     engine = job(3, "bf16", "json", **OPTIMIZER).engine
@@ -148,6 +200,11 @@ def other_offload_is_refused() -> None:
         pytest.raises(UnsupportedEngineError, match=r"zenflow: .*use ZeRO 2"),
     ):
         adapt(engine)
+
+
+def wrappers_are_those_of_a_gpu() -> None:
+    for stage, precision, kind in ((0, "fp16", FP16_Optimizer), (0, "bf16", FP16_Optimizer)):
+        assert type(job(stage, precision).engine.optimizer) is kind
 
 
 class Sometimes(TinyLM):
@@ -203,9 +260,13 @@ CASES: dict[str, Case] = {
     "many-lives-offload-zero3": partial(many_lives, partial(job, 3, "fp32", sub_group_size=50, **PARAMETERS)),
     "jumps-json-zero1": partial(jumps_unseen, partial(job, 1, "fp32")),
     "jumps-offload-zero2": partial(jumps_unseen, partial(job, 2, "fp32", **OPTIMIZER)),
+    "wrappers": wrappers_are_those_of_a_gpu,
+    "roll-back-json-zero0-fp16": partial(roll_back_from_after_step, 0, "fp16", "json"),
     "early-state-json-zero0": partial(check_early_state, partial(job, 0, "fp32")),
     "early-state-offload-zero2": partial(check_early_state, partial(job, 2, "bf16", **OPTIMIZER)),
     "plain-loops": plain_loops_resume,
+    "fused-loops": fused_loops_resume,
+    "fused-step-counts": the_count_that_rises_is_the_groups_own,
     "other-offload-refused": other_offload_is_refused,
 }
 # These use torch's AdamW: no kernel.

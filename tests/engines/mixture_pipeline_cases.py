@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 
-from cpsr.engines import adapt
 from cpsr.engines.moe.operators import check_shared
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import check_early_state, check_resume, run, seed
@@ -103,15 +102,6 @@ def what_would_hang_is_refused(zero: int, precision: str) -> None:
         build(2, zero, precision, (2, 0))
 
 
-def tensor_parallelism_is_refused() -> None:
-    engine = build(1, 0).engine
-    engine.grid.slice_parallel_size = 2
-    stage = torch.distributed.get_rank() // 2
-    if stage == 0:
-        with pytest.raises(UnsupportedEngineError, match="MoE layers with tensor parallelism"):
-            adapt(engine)
-
-
 Case = Callable[[], Any]
 MIXTURE_PIPELINES: dict[str, Case] = {
     f"ep{expert_parallel}-zero{zero}-{precision}": partial(resume, expert_parallel, zero, precision)
@@ -131,5 +121,4 @@ MIXTURE_PIPELINES |= {
     "other-sizes": groups_of_different_sizes_are_refused_where_experts_are_chosen,
     "refused-zero1": partial(what_would_hang_is_refused, 1, "fp32"),
     "refused-bf16": partial(what_would_hang_is_refused, 0, "bf16"),
-    "refused-tensor-parallelism": tensor_parallelism_is_refused,
 }

@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import read_manifest
 from cpsr.engines import TorchAdapter
 from cpsr.predictor.line import LinePredictor
 from cpsr.qualify.conformance import Recorder, seed
@@ -168,10 +167,6 @@ def store_in(directory: Path) -> CheckpointStore:
     return store
 
 
-def manifest_of(store: CheckpointStore) -> Any:
-    return read_manifest(store.catalogue()[-1].directory)
-
-
 def differences(found: Any, expected: Any, place: str = "") -> list[str]:
     """Where two trees differ: in a type, a key, the bits of a tensor, its strides, type or device."""
     if type(found) is not type(expected):
@@ -234,23 +229,6 @@ class AveragingAdamW(torch.optim.AdamW):
                     average = self.state[parameter].setdefault("average", parameter.detach().clone())
                     average.lerp_(parameter, 1 / self.taken)
         return result
-
-
-class Sharing(torch.optim.SGD):
-    """One table in the state of all tensors, and weights that it lays out anew in its first step."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.table = torch.arange(3.0, device=DEVICE)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter.data = parameter.data.contiguous()
-                state = self.state[parameter]
-                state.setdefault("table", self.table)
-                parameter.sub_(parameter.grad * state["table"].mean(), alpha=0.1)
 
 
 class Nested(torch.optim.Optimizer):

@@ -21,7 +21,7 @@ from cpsr.qualify.torch_jobs import TinyLM
 from cpsr.state.codec import SmallState
 from tests.engines.deepspeed_cases import Case
 from tests.engines.feature_cases import autocast
-from tests.engines.fused_adam_cases import with_kernel
+from tests.engines.kernel_cases import with_kernels_in_torch
 
 Job = DeepSpeedJob | PipelineJob
 
@@ -190,7 +190,7 @@ REPEATED: dict[str, Case] = {
     "repeated-zero0-fp32": partial(same, 0, "fp32", torch.optim.AdamW),
     "repeated-zero0-sgd": partial(same, 0, "fp32", torch.optim.SGD, "sgd"),
     "repeated-zero0-fp16": partial(same, 0, "fp16", UNFUSED),
-    "repeated-zero0-fused-bf16": with_kernel(partial(same, 0, "bf16", FUSED, "fused")),
+    "repeated-zero0-fused-bf16": with_kernels_in_torch(partial(same, 0, "bf16", FUSED, "fused")),
     "repeated-zero1-bf16-fp32grad": partial(same, 1, "bf16-fp32grad", BF16),
     "repeated-zero1-fp32": partial(same, 1, "fp32", ZERO),
     "repeated-zero2-fp16": partial(same, 2, "fp16", ZERO),
@@ -206,7 +206,7 @@ REPEATED: dict[str, Case] = {
     "pipeline-repeated-zero1-bf16-fp32grad": partial(pipeline, 1, "bf16-fp32grad"),
 }
 REPEATED |= {
-    f"repeated-another-norm-{stage}-{precision}-{optimizer}": with_kernel(
+    f"repeated-another-norm-{stage}-{precision}-{optimizer}": with_kernels_in_torch(
         partial(another_norm, stage, precision, kind, optimizer)
     )
     for stage, precision, kind, optimizer in (

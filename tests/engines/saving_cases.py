@@ -120,14 +120,6 @@ def capacity_until_made_up() -> None:
     assert [gate.capacity_factor for gate in gates] == [1.0, 1.0]
 
 
-def no_limit_to_raise() -> None:
-    engine = initialize(TinyMoE(1, drop_tokens=False), configuration(0, "fp32"))
-    mixture = adapt(engine).mixture
-    assert mixture is not None
-    assert not mixture.scale_capacity("first", 1.1)
-    assert engine.module.first.deepspeed_moe.gate.capacity_factor == 1.0
-
-
 def groups_of_different_sizes() -> None:
     module = TinyMoE(2)
     module.second = TinyMoE(1).second
@@ -166,6 +158,5 @@ SAVING: dict[str, Callable[[], Any]] = {
 SAVING |= {
     "saving-tokens": tokens_are_those_of_all_ranks,
     "saving-capacity": capacity_until_made_up,
-    "saving-no-limit": no_limit_to_raise,
     "saving-different-groups": groups_of_different_sizes,
 }

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpsr.config import EnginesConfig
 from cpsr.engines import TorchAdapter
-from cpsr.engines.evaluation import loss_of
 from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.sharded import local
@@ -21,9 +20,6 @@ from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.qualify.cells import CPU_OFFLOAD, HSDP, Cell
 from cpsr.qualify.conformance import (
     AFTER,
-    BEFORE,
-    Recorder,
-    assert_bitwise,
     check_early_state,
     check_resume,
     inject,
@@ -152,21 +148,6 @@ def frozen_parameters() -> None:
     tensors = gathered(result["description"]["tensors"])
     assert [one["frozen.weight"]["numel"] for one in tensors] == [4 * 7, 3 * 7]
     assert [one["frozen.weight"]["offset"] for one in tensors] == [0, 4 * 7]
-
-
-def clipping_and_accumulation_are_those_of_the_user() -> None:
-    """The same job without an adapter that watches gives the same weights."""
-    finals = []
-    for watched in (False, True):
-        seed(1)
-        job, recorder = fsdp_job(micro_batches=2), Recorder()
-        if watched:
-            job.adapter.attach(recorder)
-            job.adapter.shard()
-        run(job, 0, BEFORE)
-        finals.append({name: local(one).clone() for name, one in job.module.named_parameters()})
-    assert len(recorder.losses) == 2 * BEFORE
-    assert_bitwise(finals[1], finals[0])
 
 
 def ddp_without_sync() -> TorchJob:
@@ -304,17 +285,6 @@ def with_scaler() -> TorchJob:
     return TorchJob(module, optimizer, None, scaler_on(DEVICE))
 
 
-def losses_that_are_distributed() -> None:
-    """What every rank has is a loss; addends are none."""
-    mesh, value = mesh_of(DEVICE, RANKS), torch.ones((), device=DEVICE, requires_grad=True)
-    found = loss_of({"loss": DTensor.from_local(2 * value, mesh, [Replicate()])})
-    assert found is not None
-    assert type(found) is torch.Tensor
-    assert found.requires_grad
-    assert found.item() == 2.0
-    assert loss_of(DTensor.from_local(value, mesh, [Partial()])) is None
-
-
 def kept_gathered(**options: Any) -> TorchJob:
     return fsdp_job(reshard_after_forward=False, **options)
 
@@ -328,7 +298,6 @@ SHARDED: dict[str, Callable[[], Any]] = {
     "fsdp2-scaler": partial(check_resume, with_scaler),
     "fsdp2-frozen": frozen_parameters,
     "fsdp2-early-state": partial(check_early_state, fsdp_job),
-    "fsdp2-clipping": clipping_and_accumulation_are_those_of_the_user,
     "fsdp2-written": what_is_written_reaches_the_next_forward,
     "fsdp2-copied-beside": a_snapshot_is_copied_while_the_next_step_runs,
     "fsdp2-replaced": views_follow_replaced_moments,
@@ -337,7 +306,6 @@ SHARDED: dict[str, Callable[[], Any]] = {
     "tp-early-state": partial(check_early_state, TP),
     "ddp-no-sync": partial(check_resume, ddp_without_sync),
     "sharded-refused": refused,
-    "sharded-losses": losses_that_are_distributed,
     "sharded-offload": gathered_weights_are_no_activations,
     "sharded-ranks": ranks_of_other_meshes,
 }

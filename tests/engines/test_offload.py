@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from cpsr.journal import JournalReader
 from cpsr.learning.memory import LIMIT_BYTES
 from cpsr.life import opening
 from cpsr.recovery import CPSRRecovery
-from tests.device import DEVICE, ON_CUDA
+from tests.device import DEVICE
 from tests.recovery.job import Job
 
 CONFIG = GPTConfig(layers=2, heads=2, width=32, context=32)
@@ -131,35 +130,6 @@ def test_a_forward_that_raises_leaves_no_hook_behind() -> None:
         module(torch.ones(3))
     torch.ones(1000, requires_grad=True).exp()  # saves its result
     assert moved.moved_bytes == 0
-
-
-# Between the stages of a pipeline gloo sends no CUDA tensors.
-PIPELINES = {} if ON_CUDA else {"pipeline": {"zero": 0, "micro_batches": 2, "stages": 2}}
-ENGINES: dict[str, dict[str, Any]] = {
-    "zero 0": {"zero": 0},
-    "zero 1 bf16": {"zero": 1, "precision": "bf16"},
-    "zero 2 accumulating": {"zero": 2, "micro_batches": 2},
-    **PIPELINES,  # last: no other engine is made in its process
-}
-
-
-def test_jobs_of_two_ranks_train_alike_with_their_activations_in_host_memory(tmp_path: Path) -> None:
-    offloading = {"engines": {"offload_activations_bytes": ROOMY}}
-    runs: dict[str, dict[str, Any]] = {}
-    for name, engine in ENGINES.items():
-        runs[name] = {"engine": engine, "settings": {}}
-        runs[f"{name}, offloading"] = {"engine": engine, "settings": offloading}
-    job = Job(tmp_path)
-    ended = job.launch(worker="tests.engines.offload_worker", iterations=8, runs=runs)
-    assert ended.statuses == [0, 0], ended.output[0][-3000:]
-    for rank in range(2):
-        for name in ENGINES:
-            assert ended.result(rank)[f"{name}, offloading"] == ended.result(rank)[name]
-    for name in ENGINES:
-        with JournalReader(job.run_dir / f"{name}, offloading" / "journal.db") as journal:
-            messages = [event.message for event in journal.events() if event.kind == "activations"]
-        assert len(messages) == 2  # of each rank
-        assert not any(message.startswith("0 bytes") for message in messages)
 
 
 @pytest.mark.parametrize("room", [0, 1 << 20])

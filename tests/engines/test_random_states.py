@@ -2,12 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-import torch
-
-from cpsr.engines import TorchAdapter
-from cpsr.engines.evaluation import capture_random_states, restore_random_states
-from cpsr.state.codec import decode, encode
 from tests import two_ranks
 
 SCRIPT = """
@@ -66,13 +60,3 @@ def test_states_of_the_tracker_come_back_by_name(tmp_path: Path) -> None:
         "['one'] is restored, and ['three', 'two'] is not",
         "nothing is restored, and ['one', 'three'] is not",
     ]
-
-
-def test_a_plain_loop_has_torchs_alone(caplog: pytest.LogCaptureFixture) -> None:
-    module = torch.nn.Linear(2, 2)
-    adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    state = decode(*encode(capture_random_states(adapter)))
-    assert set(state) == {"host", "cuda"}, "as earlier versions wrote it"
-    expected = torch.rand(3)
-    assert restore_random_states(adapter, state) is None
-    assert torch.equal(torch.rand(3), expected)

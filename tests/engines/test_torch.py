@@ -3,15 +3,12 @@
 import copy
 import logging
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
-from cpsr import CPSRRecovery
 from cpsr.engines import TorchAdapter, adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import BEFORE, Recorder, run, seed
@@ -139,19 +136,6 @@ def test_detach_restores_everything() -> None:
     job.adapter.detach()
     assert appearance() == before
     job.adapter.detach()
-
-
-def test_exit_from_after_step_reaches_the_loop() -> None:
-    job, recorder = build("fp32", "adamw", "none"), Recorder()
-
-    def leave(iteration: int) -> None:
-        raise SystemExit(3)
-
-    recorder.at_step_end = leave
-    job.adapter.attach(recorder)
-    with pytest.raises(SystemExit):
-        job.train_step(0)
-    assert job.adapter.iteration == 1
 
 
 def test_inputs_and_losses_of_training_only() -> None:
@@ -283,15 +267,3 @@ def test_a_copy_of_what_is_watched_is_not_watched() -> None:
     job.adapter.detach()
     assert not job.called._forward_pre_hooks
     assert not job.called._forward_hooks
-
-
-def test_an_average_that_is_made_inside_of_a_run(tmp_path: Path) -> None:
-    seed(1)
-    job = build("fp32", "adamw", "cosine")
-    with CPSRRecovery(job.adapter, {"run_dir": tmp_path, "mode": "exact"}) as recovery:
-        run(job, 0, 1)
-        averaged = AveragedModel(job.called)
-        averaged.train()
-        averaged(*token_batch(0, 0, 0))
-        run(job, 1, 1)
-        assert recovery.iteration == 2

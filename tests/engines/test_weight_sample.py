@@ -20,17 +20,6 @@ def training(*sizes: int, dtype: torch.dtype = torch.float32) -> tuple[torch.nn.
     return model, TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
 
-@pytest.mark.parametrize(("layers", "elements"), [(1, 96), (3, 96), (40, 80), (150, 75)])
-def test_elements_are_of_every_tensor_or_of_tensors_all_over(layers: int, elements: int) -> None:
-    _, adapter = training(*[50] * (layers + 1))
-    sample = WeightSample(adapter, adapter.shard())
-    found = sample.read()
-    assert sum(found.counts) == elements
-    names = {sample.name(index).split("[")[0] for index in range(elements)}
-    assert len(names) == min(2 * layers, elements)
-    assert WeightSample(adapter, adapter.shard()).read() == found
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_elements_are_the_weights(dtype: torch.dtype) -> None:
     model, adapter = training(20, 20, dtype=dtype)

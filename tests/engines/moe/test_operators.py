@@ -150,25 +150,6 @@ def test_experts_that_are_not_a_ranks_own_are_refused(
         found.layers()
 
 
-def test_numbers_that_begin_anew_on_each_rank_are_refused() -> None:
-    """A name would stand for another expert on each rank, and pass for a replica of it."""
-    message = r"experts 0, 1 on rank 1 of 2 expert-parallel ranks.* numbers over all ranks.* leave expert_par"
-    with pytest.raises(UnsupportedEngineError, match=message):
-        on_rank((0, 1), 2, 1).layers()
-    for ranks in ([(0, 1), (0, 1)], [(0, 1, 2), (0, 1, 2)], [range(8), range(8)]):
-        found = refusals([on_rank(own, 2, rank) for rank, own in enumerate(ranks)])
-        assert found[0] == found[1]
-        assert "expert-parallel" in found[0]
-
-
-def test_a_size_that_does_not_divide_is_refused_on_all_ranks() -> None:
-    found = refusals([on_rank(own, 3, rank) for rank, own in enumerate([(0, 1, 2), (3, 4, 5), (6, 7)])])
-    message = (
-        "layer 'moe' has 8 experts, which 3 expert-parallel ranks cannot share equally; sizes that can: 1, 2, 4, 8"
-    )
-    assert found == [message] * 3
-
-
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
