@@ -4,9 +4,11 @@ On another number of ranks the numbers, as step counts, go to a tensor by the pa
 then holds other parameters; it takes the numbers of its parameter group, which are the same for all tensors of a group.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ __all__ = ["reshard_optimizers", "restore_optimizers", "shared_scalars"]
 
 
 def restore_optimizers(state: OptimizerState, every: Sequence[Updated], scalars: dict[str, Any]) -> None:
-    """Give the optimizers the state that was saved; its tensors are in `state.tensors(..., to_fill=True)`.
+    """Give the optimizers the state that was saved; its tensors are in `state.views(..., to_fill=True)`.
 
     Args:
         state: of the optimizers.
@@ -169,64 +171,47 @@ def _require_same_optimizers(every: Sequence[Updated], saved: dict[str, Any]) ->
             )
 
 
+@dataclass(frozen=True)
 class _Entry:
-    """What one rank saved for one tensor that was updated there."""
+    """What one rank saved for one tensor that was updated there; `name` is empty for a flat tensor."""
 
-    def __init__(self, saved: dict[str, Any], numbers: dict[str, Any], index: int) -> None:
-        self.name: str = saved["names"][index]
-        self.form: Form | None = json.loads(saved["forms"][saved["of"][index]])
-        self.numbers = numbers
-        self.rest: dict[str, torch.Tensor] = saved["rest"].get(str(index), {})
-        self.stride: list[int] | None = saved["strides"].get(str(index))
+    name: str
+    form: Form | None
+    numbers: dict[str, Any]
+    rest: dict[str, torch.Tensor]
+    stride: list[int] | None
 
 
-class _Entries:
-    """What one rank saved for all tensors, by name and by parameter group."""
+def _entries(scalars: dict[str, Any]) -> dict[tuple[int, int], list[_Entry]]:
+    """What one rank saved, by the numbers of optimizer and parameter group."""
+    saved = scalars["optimizer_state"]
+    forms = [json.loads(saved["forms"][place]) for place in saved["of"]]
+    every = (
+        _Entry(saved["names"][i], forms[i], numbers, saved["rest"].get(str(i), {}), saved["strides"].get(str(i)))
+        for i, numbers in enumerate(scalars["optimizer_steps"])
+    )
+    places = [(place, group, size) for place, sizes in enumerate(saved["groups"]) for group, size in enumerate(sizes)]
+    return {(place, group): list(itertools.islice(every, size)) for place, group, size in places}
 
-    def __init__(self, scalars: dict[str, Any]) -> None:
-        saved, counts = scalars["optimizer_state"], scalars["optimizer_steps"]
-        entries = [_Entry(saved, numbers, index) for index, numbers in enumerate(counts)]
-        self._by_name = {one.name: one for one in entries if one.name}
-        self._by_group: dict[tuple[int, int], list[_Entry]] = {}
-        following = iter(entries)
-        for place, sizes in enumerate(saved["groups"]):
-            for group, size in enumerate(sizes):
-                self._by_group[place, group] = [next(following) for _ in range(size)]
 
-    def numbers(self) -> list[list[str]]:
-        """Of each parameter group, every set of numbers that a tensor in it has."""
-        return [
-            sorted({json.dumps(one.numbers, sort_keys=True) for one in entries}) for entries in self._by_group.values()
-        ]
+def _shared_by(of_group: list[_Entry], updated: Updated) -> _Entry:
+    """What a tensor takes that has parts of several parameters, or other ones than it had.
 
-    def of(self, updated: Updated, optimizer: int, group: int) -> _Entry:
-        """What a tensor of this job takes.
-
-        Args:
-            updated: the tensor.
-            optimizer: number of its optimizer.
-            group: number of its parameter group in that.
-
-        Raises:
-            UnsupportedEngineError: the tensors of its group have taken different steps.
-        """
-        if updated.name in self._by_name:
-            return self._by_name[updated.name]
-        of_group = self._by_group.get((optimizer, group), [])
-        if not of_group:
-            raise UnsupportedEngineError(
-                f"parameter group {group} of {updated.kind} had no state on the rank that {updated} would take "
-                "it from. Nothing was changed; go on with as many ranks as the run had"
-            )
-        first = of_group[0]
-        for other in of_group[1:]:
-            if not same([first.numbers, _paths(first.form)], [other.numbers, _paths(other.form)]):
-                raise UnsupportedEngineError(
-                    f"the tensors in parameter group {group} of {updated.kind} have taken different steps, so that "
-                    f"{updated}, which holds parts of several, has no step count. Nothing was changed; go on "
-                    "with as many ranks as the run had"
-                )
-        return first
+    Raises:
+        UnsupportedEngineError: the tensors of its group have taken different steps, or there were none.
+    """
+    if not of_group:
+        raise UnsupportedEngineError(
+            f"the parameter group of {updated} had no state on the rank that it would take it from. Nothing was "
+            "changed; go on with as many ranks as the run had"
+        )
+    first = of_group[0]
+    if not all(same([first.numbers, _paths(first.form)], [one.numbers, _paths(one.form)]) for one in of_group[1:]):
+        raise UnsupportedEngineError(
+            f"the tensors in a parameter group of {updated.kind} have taken different steps, so that {updated}, which "
+            "holds parts of several, has no step count. Nothing was changed; go on with as many ranks as the run had"
+        )
+    return first
 
 
 def reshard_optimizers(scalars: dict[str, Any], every: Sequence[Updated]) -> dict[str, Any]:
@@ -242,7 +227,7 @@ def reshard_optimizers(scalars: dict[str, Any], every: Sequence[Updated]) -> dic
             that is split; the message names it.
     """
     saved, optimizers = scalars["optimizer_state"], optimizers_of(every)
-    entries, classes = _Entries(scalars), [type(one).__name__ for one in optimizers]
+    entries, classes = _entries(scalars), [type(one).__name__ for one in optimizers]
     groups = [group_sizes(every, one) for one in optimizers]
     if saved["classes"] != classes or list(map(len, saved["groups"])) != list(map(len, groups)):
         raise UnsupportedEngineError(
@@ -254,10 +239,11 @@ def reshard_optimizers(scalars: dict[str, Any], every: Sequence[Updated]) -> dic
         for place, one in enumerate(optimizers)
         for number, group in enumerate(one.param_groups)
     }
+    named = {one.name: one for of_group in entries.values() for one in of_group if one.name}
     forms: dict[str, int] = {}
     of, numbers, strides = [], [], {}
     for index, updated in enumerate(every):
-        entry = entries.of(updated, *places[id(updated.group)])
+        entry = named.get(updated.name) or _shared_by(entries[places[id(updated.group)]], updated)
         of.append(forms.setdefault(json.dumps(_fitted(entry, updated)), len(forms)))
         numbers.append(entry.numbers)
         if entry.stride is not None and entry.name == updated.name:
@@ -270,7 +256,10 @@ def shared_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
     """The part of an engine's `scalars()` that is the same on all ranks of a run, for a comparison."""
     saved = scalars["optimizer_state"]
     rest = {key: value for key, value in scalars.items() if key not in ("optimizer_state", "optimizer_steps")}
-    return {**rest, "classes": saved["classes"], "numbers": _Entries(scalars).numbers(), "outside": saved["outside"]}
+    numbers = [
+        sorted({json.dumps(one.numbers, sort_keys=True) for one in of_group}) for of_group in _entries(scalars).values()
+    ]
+    return {**rest, "classes": saved["classes"], "numbers": numbers, "outside": saved["outside"]}
 
 
 def _fitted(entry: _Entry, updated: Updated) -> Form | None:

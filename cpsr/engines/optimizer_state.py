@@ -79,19 +79,6 @@ class Updated:
         return self.name or f"a flat tensor of {self.master.numel()} elements"
 
 
-@dataclass(frozen=True)
-class _Views:
-    """1-D views of a tensor and of its state, and what they were made of: addresses, shape, strides and range.
-
-    An address is of the same memory as before: the views keep that from being freed and given to another tensor.
-    """
-
-    tree: StateTree
-    made_of: tuple[Any, ...]
-    values: torch.Tensor
-    moments: dict[str, torch.Tensor]
-
-
 class Known:
     """What is known of one tensor.
 
@@ -109,7 +96,8 @@ class Known:
         self.updated, self.leaves = updated, leaves
         self.room: dict[str, torch.Tensor] = {}
         self._nothing: dict[str, torch.Tensor] = {}
-        self._views: dict[str, _Views] = {}
+        # By name of the operator: the tree and what else they were made of, the weights, and the state by path.
+        self._views: dict[str, tuple[StateTree | None, Any, torch.Tensor, dict[str, torch.Tensor]]] = {}
         self.look()
 
     def look(self) -> None:
@@ -117,8 +105,24 @@ class Known:
         updated = self.updated
         self.tree = StateTree(updated.optimizer.state.get(updated.master), updated.master.device, updated.kind)
 
-    def tensors(self, *, to_fill: bool) -> dict[str, torch.Tensor]:
-        """See `OptimizerState.tensors`."""
+    def views(self, name: str, owned: slice, *, to_fill: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See `OptimizerState.views`."""
+        master, tensors = self.updated.master, self.tree.tensors
+        # An address is of the same memory as before: the views keep that from being freed and given to another tensor.
+        addresses = [(local(one) if is_distributed(one) else one).data_ptr() for one in (master, *tensors.values())]
+        made_of = addresses, tuple(master.shape), master.stride(), owned
+        tree, made_before, values, moments = self._views.get(name, (None, None, master, {}))
+        if to_fill or tree is not self.tree or made_before != made_of:
+            part = _ALL if self.updated.whole else owned
+            found = self._placed(to_fill=to_fill).items()
+            moments = {path: _flat(one, f"{path} of {name}")[part] for path, one in found}
+            values = flat_view(master, name)[owned]
+            if not to_fill:
+                self._views[name] = self.tree, made_of, values, moments
+        return values, dict(moments)
+
+    def _placed(self, *, to_fill: bool) -> dict[str, torch.Tensor]:
+        """The tensors that snapshots have a place for, by path: the same ones at every call."""
         own, found = self.tree.tensors, {}
         for path, leaf in self.leaves.items():
             if not (leaf.per_element or self.updated.whole):
@@ -126,23 +130,12 @@ class Known:
             # What is not per element may be shared by tensors, and is written only where it was saved.
             if path in own and self.has_place(path) and not (to_fill and not leaf.per_element):
                 found[path] = own[path]
-            else:
-                found[path] = self.room_for(path) if to_fill else self._nothing_for(path, leaf)
+            elif to_fill:
+                found[path] = self.room_for(path)
+            else:  # zeros of the tensor's size that take no memory
+                zero = torch.zeros(1, dtype=leaf.dtype, device=leaf.device)
+                found[path] = self._nothing.setdefault(path, zero.expand(math.prod(leaf.shape)))
         return found
-
-    def views(self, name: str, owned: slice, *, to_fill: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See `OptimizerState.views`."""
-        master, tensors = self.updated.master, self.tree.tensors
-        addresses = [(local(one) if is_distributed(one) else one).data_ptr() for one in (master, *tensors.values())]
-        kept, made_of = self._views.get(name), (addresses, tuple(master.shape), master.stride(), owned)
-        if to_fill or kept is None or kept.tree is not self.tree or kept.made_of != made_of:
-            part = _ALL if self.updated.whole else owned
-            found = self.tensors(to_fill=to_fill).items()
-            moments = {path: _flat(one, f"{path} of {name}")[part] for path, one in found}
-            kept = _Views(self.tree, made_of, flat_view(master, name)[owned], moments)
-            if not to_fill:
-                self._views[name] = kept
-        return kept.values, dict(kept.moments)
 
     def has_place(self, path: str) -> bool:
         """Whether the buffers of snapshots have a place for the state's tensor at this path."""
@@ -166,13 +159,6 @@ class Known:
             self.room[path] = split_as(self.updated.master, room) if leaf.split else room
         return self.room[path]
 
-    def _nothing_for(self, path: str, leaf: Leaf) -> torch.Tensor:
-        """Zeros of the tensor's size, `(numel,)`, that take no memory."""
-        if path not in self._nothing:
-            zero = torch.zeros(1, dtype=leaf.dtype, device=leaf.device)
-            self._nothing[path] = zero.expand(math.prod(leaf.shape))
-        return self._nothing[path]
-
 
 class OptimizerState:
     """What the optimizers of one job keep for the tensors that they update.
@@ -193,18 +179,6 @@ class OptimizerState:
         self._described: _Described | None = None
         self._leaves: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Leaf]]] = {}
 
-    def tensors(self, updated: Updated, *, to_fill: bool = False) -> dict[str, torch.Tensor]:
-        """The tensors that snapshots have a place for, by path: the same ones at every call.
-
-        Where the optimizer has none, or one of another layout, they are zeros that take no memory and cannot be
-        written. Tensors without a place are in `scalars`.
-
-        Args:
-            updated: what they are for. For a flat tensor of many parameters, those that are per element.
-            to_fill: memory of its own for absent ones: loading makes it the optimizer's, where they were saved.
-        """
-        return self.known(updated).tensors(to_fill=to_fill)
-
     def views(
         self, name: str, updated: Updated, owned: slice = _ALL, *, to_fill: bool = False
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -213,11 +187,16 @@ class OptimizerState:
         Making them takes tens of microseconds for each operator, on the training thread at every snapshot; to see that
         they still are the engine's tensors takes a few.
 
+        State that the optimizer does not have, or has in another layout, is zeros that take no memory and cannot be
+        written. State that snapshots have no place for is in `scalars`.
+
         Args:
             name: of the operator.
             updated: the tensor that the optimizer updates.
-            owned: the operator's elements in that tensor, flattened, where it is of several operators.
-            to_fill: see `tensors`; such views are made anew each time.
+            owned: the operator's elements in that tensor, flattened, where it is of several operators. Of its state
+                there is then what is per element.
+            to_fill: memory of its own for absent state: loading makes it the optimizer's, where it was saved. Such
+                views are made anew each time.
 
         Returns:
             1-D views into the engine's tensors: the weights `(numel,)`, and the state by path, in the order of its own

@@ -36,7 +36,7 @@ class Rank:
     def loaded(self, scalars: dict[str, Any]) -> list[float]:
         """The step counts after it has loaded them."""
         for one in self.every:
-            for values in self.state.tensors(one, to_fill=True).values():
+            for values in self.state.views("flat", one, to_fill=True)[1].values():
                 values.fill_(0.5)
         restore_optimizers(self.state, self.every, scalars)
         return [float(self.optimizer.state[one.master]["step"]) for one in self.every]
