@@ -14,7 +14,7 @@ from cpsr.engines.moe.token_counts import PerExpert, zeros
 from cpsr.experts.moetion import Moetion
 from cpsr.experts.policies import Budget, Load, LoadAware, Policy, Sequential
 from cpsr.experts.sharding import adaptive_sharding
-from cpsr.experts.window import SparseWindow, sparse_window
+from cpsr.replay.schedule import sparse_window
 
 __all__ = [
     "IN_TURN",
@@ -139,9 +139,9 @@ def _of(shape: Shape, shares: NDArray[numpy.float64], count: int) -> list[Snapsh
     operators = shape.operators()
     # Experts by their tokens, then what every token passes.
     order = sorted(operators, key=lambda one: float(shares[one.index]) if isinstance(one, Expert) else numpy.inf)
-    window = _window([operators[one] for one in order], found[0].snapshot_bytes)
-    largest = window.largest_snapshot_bytes
-    return [*found, SnapshotSize(shape.name, WINDOW, None, largest, shape.dense_bytes, window.window, window.fits)]
+    budget = found[0].snapshot_bytes
+    turns, largest = _window([operators[one] for one in order], budget)
+    return [*found, SnapshotSize(shape.name, WINDOW, None, largest, shape.dense_bytes, len(turns), largest <= budget)]
 
 
 def scheduling() -> list[Scheduling]:
@@ -154,7 +154,7 @@ def scheduling() -> list[Scheduling]:
     # All frozen, and a tenth of them active.
     link = OPERATORS * EXPERT_BYTES * (FROZEN_SHARE + EXPERTS_PER_LAYER / EXPERTS)
     chosen = {name: _timed(partial(_chosen, make, layers, load, budget)) for name, make in POLICIES.items()}
-    chosen[WINDOW] = _timed(lambda: len(_window(sizes, link).schedule[0]))
+    chosen[WINDOW] = _timed(lambda: len(_window(sizes, link)[0][0]))
     return [Scheduling(name, *found) for name, found in chosen.items()]
 
 
@@ -164,9 +164,9 @@ def _chosen(
     return len(make(layers).select(0, Load(load, zeros(layers)), budget))
 
 
-def _window(sizes: Sequence[tuple[float, float]], snapshot_bytes: float) -> SparseWindow:
+def _window(sizes: Sequence[tuple[float, float]], snapshot_bytes: float) -> tuple[list[list[int]], float]:
     """The window of operators in this order, each with its active and its frozen bytes."""
-    return sparse_window([size for size, _ in sizes], [size for _, size in sizes], 1.0, snapshot_bytes)
+    return sparse_window([size for size, _ in sizes], [size for _, size in sizes], snapshot_bytes)
 
 
 def _timed(choose: Callable[[], int]) -> tuple[float, int]:

@@ -1,12 +1,11 @@
 """Experts with the most unsaved tokens, as many as the bytes hold, shared over layers by their risk."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-from cpsr.engines.moe.operators import Expert, ExpertLayer, ExpertParallel
+from cpsr.engines.moe.operators import Expert, ExpertLayer
 from cpsr.experts.policies import Budget, Load, overdue
 
 __all__ = ["Moetion", "allocation"]
@@ -19,7 +18,8 @@ class Moetion:
     Given the same account, the smaller selection is part of the larger, as long as nothing is `overdue`.
 
     As printed, the algorithm ranks all experts of the model against one budget. Since the budget is one rank's link and
-    popular experts may lie on one rank, this one ranks a rank's own experts. With one rank that is the same.
+    popular experts may lie on one rank, this one ranks each rank's own experts, for all ranks without communication.
+    With one rank that is the same.
 
     The paper's rule alone never saves an expert again to which nothing is routed. Here the oldest of a layer goes first
     when it is `overdue`, in place of others: of its own layer, or of another one where its own has no place. A layer's
@@ -28,25 +28,25 @@ class Moetion:
 
     Args:
         layers: of the model.
-        every_rank: select for all ranks of the group, each under the whole budget, without communication.
 
     Source: moetion, Algorithm 1.
     """
 
-    def __init__(self, layers: Sequence[ExpertLayer], *, every_rank: bool = False) -> None:
+    def __init__(self, layers: Sequence[ExpertLayer]) -> None:
         self._layers = tuple(layers)
         self._experts = [Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)]
         self._sizes = [len(layer.owned) for layer in layers]
         # Where each layer's experts begin: among all, and among a rank's own.
         first = _starts([layer.experts for layer in layers])
         self._starts = _starts(self._sizes)
-        ranks = _as_on_each_rank(layers) if every_rank else [self._layers]
+        size = max((layer.expert_parallel.size for layer in layers), default=1)
+        each = [(begin, layer.experts_per_rank) for begin, layer in zip(first, layers, strict=True)]
         self._own = numpy.array(
-            [[begin + index for begin, layer in zip(first, own, strict=True) for index in layer.owned] for own in ranks]
+            [[begin + rank * count + index for begin, count in each for index in range(count)] for rank in range(size)]
         )
 
     def select(self, step: int, load: Load, budget: Budget) -> tuple[Expert, ...]:
-        """Experts rank by rank and layer by layer; of each rank at least one, at most all that it owns."""
+        """Experts rank by rank and layer by layer; each rank has the whole budget, at least one and at most all."""
         all_tokens, all_ages = load.at_risk(self._layers)
         if not self._layers:
             return ()
@@ -137,11 +137,3 @@ def _starts(sizes: Sequence[int]) -> NDArray[numpy.int64]:
 def _places(sizes: Sequence[int]) -> NDArray[numpy.int64]:
     """1, 2, ... for each layer."""
     return numpy.arange(1, sum(sizes) + 1) - numpy.repeat(_starts(sizes), sizes)
-
-
-def _as_on_each_rank(layers: Sequence[ExpertLayer]) -> list[tuple[ExpertLayer, ...]]:
-    """The layers of each rank of the expert-parallel group."""
-    size = max((layer.expert_parallel.size for layer in layers), default=1)
-    return [
-        tuple(replace(layer, expert_parallel=ExpertParallel(size, rank)) for layer in layers) for rank in range(size)
-    ]

@@ -309,7 +309,7 @@ def policy_named(name: str, layers: Sequence[ExpertLayer], experts_per_layer: in
     if name == "dynamic_k":
         return DynamicK(layers, LoadAware(layers), experts_per_layer, lost_portion_limit)
     if name == "moetion":
-        return Moetion(layers, every_rank=True)
+        return Moetion(layers)
     raise ValueError(f"there is no policy {name!r}")
 
 

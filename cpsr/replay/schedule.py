@@ -9,7 +9,6 @@ import torch
 from cpsr.checkpoint.memory_states import PAGE_BYTES
 from cpsr.checkpoint.parts import REST, Held, Parts
 from cpsr.engines.weight_sample import sampled
-from cpsr.experts.window import sparse_window
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = [
@@ -20,8 +19,8 @@ __all__ = [
     "has_shifted",
     "sample_key",
     "schedule",
+    "sparse_window",
     "units_of",
-    "window_iterations",
 ]
 
 # Experts have new turns once the parts of this portion of them have changed by so much (moevement, section 3.5).
@@ -74,17 +73,39 @@ def has_shifted(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
     return sum(abs(new - old) > SHIFT * old for old, new in parts) >= SHIFTED_EXPERTS * len(parts)
 
 
-def window_iterations(active: Sequence[int], frozen: Sequence[int], budget_bytes: float) -> int:
-    """The fewest iterations over which the units can be spread, so that no snapshot is larger than the budget.
+def sparse_window(
+    active: Sequence[float], frozen: Sequence[float], budget_bytes: float
+) -> tuple[list[list[int]], float]:
+    """The fewest snapshots over which units can be spread, so that none is larger than the budget.
+
+    Each snapshot takes as many of the next units as fit, with all others counted as frozen. With equal units this is
+    Algorithm 1, `W = ceil(N / k)` for the largest k that fits. Only, the paper stops at two operators even where two
+    do not fit, and this function at one. Where units differ, one number k for all snapshots would let the largest of
+    them, an embedding say, set the window. No other division of the same order has fewer snapshots, as long as no
+    unit takes more frozen than active.
 
     Args:
-        active: bytes of each unit with its moments, in the order of their turns.
+        active: bytes of each unit with its moments, in the order of their turns: the least popular first.
         frozen: bytes of its compute weights.
-        budget_bytes: what one forward and backward hides.
+        budget_bytes: what one forward and backward hides. A unit that does not fit is alone in its snapshot, and
+            training waits for it.
+
+    Returns:
+        For each snapshot the places of its units; and the bytes of the largest.
 
     Source: moevement, section 3.5, Algorithm 1.
     """
-    return sparse_window(active, frozen, 1.0, max(1.0, budget_bytes)).window if active else 1
+    all_frozen = float(sum(frozen))
+    turns: list[list[int]] = []
+    sizes = [0.0]
+    for place, (whole, weights) in enumerate(zip(active, frozen, strict=True)):
+        if turns and sizes[-1] + whole - weights <= budget_bytes:
+            turns[-1].append(place)
+            sizes[-1] += whole - weights
+        else:
+            turns.append([place])
+            sizes.append(all_frozen + whole - weights)
+    return turns, max(sizes)
 
 
 def schedule(units: Mapping[str, tuple[str, ...]], active: Sequence[int], iterations: int) -> Schedule:

@@ -17,7 +17,7 @@ from cpsr.experts.memory_turns import CopyBudget
 from cpsr.job import Job
 from cpsr.replay.conversion import Replaying
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
-from cpsr.replay.schedule import WindowLayout, has_shifted, schedule, units_of, window_iterations
+from cpsr.replay.schedule import WindowLayout, has_shifted, schedule, sparse_window, units_of
 from cpsr.replay.stages import StageLogs
 
 __all__ = ["Windows"]
@@ -261,7 +261,7 @@ class Windows:
         if budget is None or not self._units:
             return len(self._layout.turns)
         frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
-        return window_iterations(self._active, frozen, budget)
+        return len(sparse_window(self._active, frozen, budget)[0])
 
     def _most_iterations(self, wanted: int) -> int:
         """So many, or fewer where this machine lacks the memory: later turns keep weights of more iterations."""

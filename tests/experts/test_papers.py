@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.engines.moe.operators import Expert, ExpertLayer
-from cpsr.experts import sparse_window
 from cpsr.experts.moetion import Moetion
 from cpsr.experts.policies import Budget, Policy, Sequential
 from cpsr.experts.sharding import adaptive_sharding
@@ -129,15 +128,6 @@ def test_by_popularity_half_as_many_tokens_are_at_risk_as_in_turn(saved_per_laye
     assert at_risk(Moetion(layers), layers, saved_per_layer) <= in_turn / 2
 
 
-def test_the_papers_example_of_a_sparse_window() -> None:
-    """moevement, Figure 6: six operators in three iterations, 55% less a snapshot, 12 bytes a parameter against 2."""
-    found = sparse_window([12] * 6, [2] * 6, iteration_seconds=1, bandwidth_bytes_per_second=40)
-    assert (found.window, found.active_per_step) == (3, 2)
-    assert found.largest_snapshot_bytes == 32
-    assert int(percent_less(32, 6 * 12)) == 55
-    assert round(percent_less(2, 12)) == 83
-
-
 PARTS = st.lists(st.integers(0, 50), max_size=6).map(
     lambda sizes: {f"part{place}": size for place, size in enumerate(sizes)}
 )
@@ -175,9 +165,3 @@ def test_it_is_within_its_bound_of_the_best(parts: dict[str, int], experts: list
     assert max(adaptive_sharding(parts, experts).rank_bytes) <= (3 / 2 - 1 / (2 * ranks)) * best(parts, experts)
     alike = [experts[0]] * ranks
     assert max(adaptive_sharding(parts, alike).rank_bytes) <= (4 / 3 - 1 / (3 * ranks)) * best(parts, alike) + 1e-9
-
-
-@pytest.mark.parametrize(("parts", "experts"), [({"a": 1}, []), ({"a": -1}, [0]), ({"a": 1}, [-1])])
-def test_no_ranks_and_sizes_below_zero_are_refused(parts: dict[str, int], experts: list[int]) -> None:
-    with pytest.raises(ValueError, match="needs a rank"):
-        adaptive_sharding(parts, experts)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.replay.schedule import has_shifted, schedule, units_of, window_iterations
+from cpsr.replay.schedule import has_shifted, schedule, sparse_window, units_of
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 
@@ -57,5 +57,6 @@ def test_each_operator_has_one_turn_in_the_order_of_the_units(sizes: list[int], 
 @given(st.lists(st.integers(12, 400), min_size=1, max_size=20), st.floats(1, 10_000))
 def test_a_larger_budget_needs_no_longer_window(sizes: list[int], budget: float) -> None:
     frozen = [size // 6 for size in sizes]
-    assert window_iterations(sizes, frozen, 2 * budget) <= window_iterations(sizes, frozen, budget) <= len(sizes)
-    assert window_iterations(sizes, frozen, float(sum(sizes))) == 1
+    turns, _ = sparse_window(sizes, frozen, budget)
+    assert len(sparse_window(sizes, frozen, 2 * budget)[0]) <= len(turns) <= len(sizes)
+    assert sparse_window(sizes, frozen, float(sum(sizes)))[0] == [list(range(len(sizes)))]
