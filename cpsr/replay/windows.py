@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from cpsr.replay.schedule import WindowLayout, has_shifted, schedule, sparse_win
 from cpsr.replay.stages import StageLogs
 
 __all__ = ["Windows"]
+
+_NO_PLACE = "the optimizer keeps tensors that windows have no place for (docs/optimizers.md)"
 
 
 class Windows:
@@ -52,7 +55,7 @@ class Windows:
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
         self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, self._report, files, pool.writes)
-        self._off = False
+        self._off = self._without_place = False
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
         self._copies = CopyBudget()
@@ -178,7 +181,8 @@ class Windows:
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
             self._logs.keep(self._recorder.files * len(self._layout.turns))
         self._first = iteration
-        return self._recorder.begin_window(self._layout, iteration, small_state, send=send)
+        small = small_state if len(self._layout.turns) == 1 else partial(_complete, small_state)
+        return self._recorder.begin_window(self._layout, iteration, small, send=send)
 
     def order(self, popularity: Mapping[str, float]) -> None:
         """Let the popular experts have their turns last, in windows that begin later; of this rank alone.
@@ -282,8 +286,17 @@ class Windows:
         return math.prod(values.shape) * int(self._compute.get(name, values.dtype).itemsize)
 
     def _report(self, message: str, *, once: bool = False) -> None:
-        if not once or self._job.group.rank == 0:
+        without_place, self._without_place = self._without_place, message.endswith(_NO_PLACE)
+        if (not once or self._job.group.rank == 0) and not (without_place and self._without_place):
             self._job.journal.event("window not kept", message, level=logging.WARNING)
+
+
+def _complete(small_state: Callable[[], Any]) -> Any:
+    """The small state; a window has it of its first iteration alone, and so no tensors of optimizers may be in it."""
+    small = small_state()
+    if small["engine"]["optimizer_state"]["rest"]:
+        raise SaveError(_NO_PLACE)
+    return small
 
 
 def _files(job: Job, file_bytes: int) -> int:
