@@ -1,11 +1,9 @@
 """Which experts a checkpoint saves: the policies of PEC; that of MOETION is in `cpsr.experts.moetion`."""
 
 import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, Protocol
 
 import numpy
@@ -74,22 +72,12 @@ class Budget:
             raise ConfigError(f"experts_per_layer must be at least 1, not {self.experts_per_layer}")
 
     def experts_in_each(self, layers: Sequence[ExpertLayer]) -> int:
-        """K: experts to save of each layer, over all ranks; at least 1 and at most those of the largest layer.
+        """K: experts to save of each layer, over all ranks; at most those of the largest layer.
 
-        By bytes, it is the largest K whose share of a rank fits where the ranks save equally many, to within one.
-        0 for a model without layers of experts.
+        Policies that save equally many of each layer go by this number alone, and save all experts without it.
         """
         most = max((layer.experts for layer in layers), default=0)
-        if self.experts_per_layer is not None:
-            return min(self.experts_per_layer, most)
-        counts = range(1, most + 1)
-        fitting = bisect_right(counts, self.snapshot_bytes, key=lambda count: _busiest_rank_bytes(layers, count))
-        return max(fitting, min(1, most))
-
-
-def _busiest_rank_bytes(layers: Sequence[ExpertLayer], count: int) -> int:
-    experts = sum(Fraction(min(count, layer.experts), layer.expert_parallel.size) for layer in layers)
-    return math.ceil(experts) * max(layer.expert_bytes for layer in layers)
+        return most if self.experts_per_layer is None else min(self.experts_per_layer, most)
 
 
 class Policy(Protocol):
