@@ -27,7 +27,8 @@ class Trained:
 
     @property
     def state(self) -> dict[str, Any]:
-        return self.optimizer.state[self.module.weight]
+        found: dict[str, Any] = self.optimizer.state[self.module.weight]
+        return found
 
     def views(self) -> OperatorState:
         return self.adapter.shard().operators["weight"]
