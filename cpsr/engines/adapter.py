@@ -6,7 +6,7 @@
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -14,9 +14,6 @@ from cpsr.engines.moe.operators import ModelOperators, Naming
 from cpsr.engines.moe.token_counts import HookedTokenCounts
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import Shard
-
-if TYPE_CHECKING:
-    from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 
 __all__ = [
     "SAMPLED_ELEMENTS",
@@ -30,6 +27,7 @@ __all__ = [
     "RepeatedSteps",
     "Repeats",
     "SavedState",
+    "StageTraffic",
     "StepObserver",
     "StepRepeater",
     "TrafficLog",
@@ -189,6 +187,26 @@ class Repeats(Protocol):
         """No start may repeat from the logs again."""
 
 
+class StageTraffic(Protocol):
+    """Of one rank of a pipeline; on the training thread."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why steps of this pipeline cannot be repeated from logs; None where they can."""
+
+    def follow(self, log: TrafficLog) -> None:
+        """Let this take every training step from now on."""
+
+    def repeat(self, repeats: Repeats) -> None:
+        """From now on this rank repeats only what crosses the boundaries, until `go_on`."""
+
+    def go_on(self) -> None:
+        """The next step is computed."""
+
+    def stop(self) -> None:
+        """Follow no more."""
+
+
 class RepeatedSteps(Protocol):
     """Steps of a replay, which leave out gradients of weights that nobody will use.
 
@@ -262,7 +280,7 @@ class Pipeline:
 
     stage: int
     stages: int
-    traffic: "DeepSpeedTraffic"
+    traffic: StageTraffic
 
 
 class SavedState(Protocol):

@@ -51,7 +51,7 @@ _OTHERS = (
 
 
 class DeepSpeedTraffic:
-    """What crosses the boundaries of one rank of a `PipelineEngine`; on the training thread.
+    """The `StageTraffic` of one rank of a `PipelineEngine`.
 
     Args:
         engine: a `PipelineEngine` of several stages.
