@@ -17,8 +17,7 @@ from cpsr.checkpoint.manifest import experts_taken_at
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointError, RunMismatchError
 
-__all__ = ["Change", "Region", "changes", "damage_regions", "exchange_ages", "exchange_files", "files_of", "holders"]
-__all__ += ["regions", "step"]
+__all__ = ["damage_regions", "files_of", "holders", "regions", "step"]
 
 NEWEST, BEFORE = COMMITTED[-1], COMMITTED[-2]
 HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
@@ -94,9 +93,9 @@ def changes(checkpoints: Path, seed: int = 0) -> Iterator[Change]:
         for region in regions(checkpoints / step(NEWEST) / name):
             offset, bit = chance.randrange(region.start, region.stop), 1 << chance.randrange(8)
             where = f"{name}, {region.name}"
-            yield Change(MANY[0], f"{where}, byte {offset}", _flip(name, offset, bit), blamed, hurt)
-            yield Change(MANY[1], f"{where}, at {region.start}", _cut(name, region.start), blamed, hurt)
-        yield Change("damage: longer", name, _append(name), blamed, hurt)
+            yield Change(MANY[0], f"{where}, byte {offset}", _edit(name, _flip(offset, bit)), blamed, hurt)
+            yield Change(MANY[1], f"{where}, at {region.start}", _edit(name, _cut(region.start)), blamed, hurt)
+        yield Change("damage: longer", name, _edit(name, lambda data: data + b"\0"), blamed, hurt)
         yield Change("damage: file gone", name, _remove(name), blamed if name != "COMMIT" else frozenset())
         yield Change("damage: link in its place", name, _link(name), blamed)
         yield Change("damage: directory in its place", name, _directory(name), blamed)
@@ -236,30 +235,22 @@ def _tensor_regions(data: bytes) -> Iterator[Region]:
             yield Region(name, start, stop)
 
 
-def _flip(name: str, offset: int, bit: int) -> Callable[[Path], object]:
+def _edit(name: str, edited: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Replace the content of a file of the newest checkpoint."""
+
     def apply(checkpoints: Path) -> None:
         path = checkpoints / step(NEWEST) / name
-        data = bytearray(path.read_bytes())
-        data[offset] ^= bit
-        path.write_bytes(data)
+        path.write_bytes(edited(path.read_bytes()))
 
     return apply
 
 
-def _cut(name: str, size: int) -> Callable[[Path], object]:
-    def apply(checkpoints: Path) -> None:
-        path = checkpoints / step(NEWEST) / name
-        path.write_bytes(path.read_bytes()[:size])
-
-    return apply
+def _flip(offset: int, bit: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:offset] + bytes([data[offset] ^ bit]) + data[offset + 1 :]
 
 
-def _append(name: str) -> Callable[[Path], object]:
-    def apply(checkpoints: Path) -> None:
-        path = checkpoints / step(NEWEST) / name
-        path.write_bytes(path.read_bytes() + b"\0")
-
-    return apply
+def _cut(size: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:size]
 
 
 def _remove(name: str) -> Callable[[Path], object]:

@@ -28,37 +28,6 @@ from cpsr.experts.completeness import wrong_experts
 from cpsr.state.frozen import FrozenWeights
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = [
-    "ALL",
-    "COMMITTED",
-    "EXPERTS",
-    "INTERVAL",
-    "KEEP_ALL",
-    "MERGED",
-    "RANKS",
-    "RUN_ID",
-    "SparseSave",
-    "chain",
-    "commit",
-    "commit_snapshots",
-    "copy_run",
-    "freeze",
-    "frozen_bits",
-    "frozen_scalars",
-    "mark",
-    "open_run",
-    "open_sparse",
-    "same_bits",
-    "scalars_of",
-    "shard_of",
-    "snapshot_of",
-    "sparse_scalars",
-    "sparse_snapshot",
-    "spoil",
-    "write_run",
-    "write_sparse",
-]
-
 RANKS = 2
 RUN_ID = "faults"
 INTERVAL = 10

@@ -28,17 +28,6 @@ from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restorer
 from cpsr.restart.sources import MemorySources
 
-__all__ = [
-    "DEPARTING",
-    "PREDICTING",
-    "REPLAYING",
-    "REPLICATING",
-    "RESTARTING",
-    "TRAINING",
-    "Happening",
-    "arm",
-]
-
 BOTH = (0, 1)
 FIRST = (1,)
 STEPS = tuple(range(13, 28))

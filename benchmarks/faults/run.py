@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cpsr.benchmarks.faults.campaign import campaign
 from cpsr.benchmarks.faults.environments import NOT_INJECTED
 from cpsr.benchmarks.faults.live import live
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.scenarios import NEVER_SENT
 from cpsr.benchmarks.faults.selection import LIVE, Selection
 from cpsr.benchmarks.faults.tracing import require_strace
-from cpsr.benchmarks.faults.worker import campaign
 from cpsr.benchmarks.harness.measurement import Measurement, measuring, verdict
 from cpsr.errors import CPSRError
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from cpsr.benchmarks.faults.campaign import PARTS
 from cpsr.benchmarks.faults.outcome import Outcome
-from cpsr.benchmarks.faults.replayed import REPLAYED
-from cpsr.benchmarks.faults.scenarios import FIXED, Scenario, chosen
+from cpsr.benchmarks.faults.scenarios import FIXED, REPLAYED, Scenario, chosen
 from cpsr.errors import ConfigError
 
 __all__ = ["AT_LEAST", "LIVE", "SAMPLED_JOBS", "Selection", "parts_asked_for", "select"]

@@ -7,9 +7,8 @@ import pytest
 
 from cpsr.benchmarks.faults.campaign import PARTS
 from cpsr.benchmarks.faults.outcome import Outcome
-from cpsr.benchmarks.faults.replayed import REPLAYED
 from cpsr.benchmarks.faults.run import main
-from cpsr.benchmarks.faults.scenarios import FIXED
+from cpsr.benchmarks.faults.scenarios import FIXED, REPLAYED
 from cpsr.benchmarks.faults.selection import AT_LEAST, SAMPLE, SAMPLED_JOBS, Selection, parts_asked_for, select
 from cpsr.benchmarks.faults.tracing import why_no_strace
 from cpsr.errors import ConfigError, CPSRError
