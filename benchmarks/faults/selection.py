@@ -13,7 +13,8 @@ READS_EVERY = 5  # hundreds of calls read the same few files, for each of the er
 LIVE = "live"
 REPLAY = "replay"
 SPARSE = "sparse"
-SAMPLED = 3  # faults of each part, with which every change is tested
+# With so many faults of each part every change is tested.
+SAMPLED, SAMPLED_KILLS = 3, 6
 # Parts of many faults that are alike, or of few: every so many.
 SAMPLE = {"environments": 1, "damage": 60, "sparse damage": 120, "resharded restart: EIO": 40}
 # One of each kind that differs most, at one stage, since each is compared with a quiet job of its own.
@@ -147,7 +148,9 @@ def _means(word: str, name: str) -> bool:
 
 
 def _sampled(name: str) -> int:
-    return SAMPLE[name] if name in SAMPLE else max(1, AT_LEAST[name] // SAMPLED)
+    if name in SAMPLE:
+        return SAMPLE[name]
+    return max(1, AT_LEAST[name] // (SAMPLED_KILLS if name.startswith("kill: ") else SAMPLED))
 
 
 def _stride(name: str) -> int:

@@ -69,29 +69,12 @@ def test_an_aim_is_met_or_missed(ours: float, dcp: float, expected: list[bool]) 
     assert list(aims.values()) == expected
 
 
-def test_an_interval_on_both_sides_of_the_aim_settles_nothing() -> None:
-    # Stalls of 0.5 and 1.5 s in turns are 1 and 3 memcpys.
-    ours = [Block("cpsr", number, [1.0, 1.0], [1.5 + number % 2, 1.0], 1.0) for number in range(12)]
-    dcp = [Block("dcp async_save", number, [1.0, 1.0], [3.0, 1.0], 1.0) for number in range(12)]
-    recorded = SizeSamples(100, ours + dcp, [1.0, 1.0], [0.5] * 12)
-    result = summarise("tiny", recorded)
-    assert result.methods[0].ratio.low <= 1.2 < result.methods[0].ratio.high
-    assert result.unsettled
-    assert not summarise("tiny", samples(ours=0.6, dcp=0.8)).unsettled
-
-
-@pytest.mark.parametrize("answer", [Answer.SILENTLY_WRONG, Answer.NOTHING])
-def test_a_method_that_lets_damage_pass_is_not_among_those_that_verify(answer: Answer) -> None:
-    careless = [*VERIFIED, Case("one flipped byte", "b", answer)]
-    faster = summarise_trials(
-        "tiny", samples(ours=0.5, dcp=0.4), {"cpsr": trial("cpsr"), "dcp async_save": trial("dcp async_save", careless)}
-    )
+def test_a_method_that_lets_damage_pass_is_not_among_those_that_verify() -> None:
+    careless = [*VERIFIED, Case("one flipped byte", "b", Answer.SILENTLY_WRONG)]
+    trials = {"cpsr": trial("cpsr"), "dcp async_save": trial("dcp async_save", careless)}
+    faster = summarise_trials("tiny", samples(ours=0.5, dcp=0.4), trials)
     assert list(faster.aims().values()) == [True, False, True]
     assert [method.verifies for method in faster.methods] == [True, False]
-    ours = summarise_trials(
-        "tiny", samples(ours=0.5, dcp=0.8), {"cpsr": trial("cpsr", careless), "dcp async_save": trial("dcp async_save")}
-    )
-    assert not ours.aims()["tiny: the shortest of all that verify"]
 
 
 def test_answers_are_counted_by_file_the_worst_first() -> None:

@@ -1,7 +1,6 @@
 """Three kills in a row: every batch that is trained is that of the run left alone, to the bit of what workers drew."""
 
 import hashlib
-import importlib.util
 import json
 import random
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from tests.state.loaders import BATCH, Items, Stream, Written, seed, seeded, val
 
 INTERVAL, ITERATIONS, ACCUMULATE = 4, 26, 2
 PREDICTED_FROM, FAILED_AT = 20, 23
-SHARDS, SHARD = 4, 7
 WORKERS: dict[str, Any] = {"num_workers": 2}
 
 
@@ -34,20 +32,6 @@ class OfRank(Stream):
 
     def __iter__(self) -> Iterator[Any]:
         return ((item + 1000 * self._rank, drawn) for item, drawn in super().__iter__())
-
-
-def rows(shards: list[int]) -> Iterator[dict[str, int]]:
-    for shard in shards:
-        for item in range(SHARD):
-            yield {"item": shard * SHARD + item}
-
-
-def hugging_face(rank: int, buffer_size: int) -> Any:
-    import datasets  # no dependency
-
-    shards = [shard + SHARDS * rank for shard in range(SHARDS)]
-    found = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": shards})
-    return found.shuffle(seed=3, buffer_size=buffer_size)
 
 
 def ordered(rank: int, ranks: int) -> Any:
@@ -65,9 +49,6 @@ LOADERS: dict[str, Any] = {
     "torchdata, stream": lambda rank, ranks: StatefulDataLoader(OfRank(rank), BATCH, **WORKERS),
     "stream": lambda rank, ranks: DataLoader(OfRank(rank), BATCH),
     "written": lambda rank, ranks: Written(),
-    "Hugging Face": lambda rank, ranks: DataLoader(hugging_face(rank, 1), BATCH),
-    "Hugging Face, torchdata": lambda rank, ranks: StatefulDataLoader(hugging_face(rank, 1), BATCH, **WORKERS),
-    "Hugging Face, shuffle buffer": lambda rank, ranks: DataLoader(hugging_face(rank, 9), BATCH),
 }
 
 
@@ -90,7 +71,7 @@ def training(life: Life) -> Any:
                 wait_until_committed(life.directory / "run", cut[0] // INTERVAL * INTERVAL)
                 life.at = cut[0]
                 life.step(cut[0])
-            flat = values(list(batch.values()) if isinstance(batch, dict) else batch)
+            flat = values(batch)
             items = [one for one in flat if one == int(one)]
             notes.write(json.dumps([recovery.iteration, micro, digest(items), digest(flat)]) + "\n")
             notes.flush()
@@ -151,15 +132,13 @@ def check(directory: Path, kind: str, ranks: int) -> None:
         assert max(trained[-1]) == max(expected)
 
 
-OFTEN = ("map-style, workers", "torchdata, stream", "written", "Hugging Face, shuffle buffer")
+OFTEN = ("map-style, workers", "torchdata, stream", "written")
 
 
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in LOADERS]
 )
 def test_three_kills_in_a_row_lose_and_repeat_no_sample(tmp_path: Path, kind: str) -> None:
-    if "Hugging Face" in kind and importlib.util.find_spec("datasets") is None:
-        pytest.skip("datasets is not installed")
     check(tmp_path, kind, ranks=1)
 
 

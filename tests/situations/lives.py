@@ -17,7 +17,6 @@ finds its settings in a `Life`, calls `life.step(iteration)` after each step, an
 """
 
 import hashlib
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -34,9 +33,8 @@ import torch
 
 from tests.rank_processes import become_rank, start_ranks
 
-__all__ = ["Ended", "Life", "alone_and_cut", "backward", "digest", "forked", "live", "run_example"]
+__all__ = ["Ended", "Life", "alone_and_cut", "backward", "digest", "forked", "live"]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_SECONDS = 120.0  # for what takes a second; the machine may be busy
 
 
@@ -147,19 +145,6 @@ def forked(loop: Loop, lives: Sequence[Life]) -> list[Any]:
         os.waitpid(child, 0)
         results.append(json.loads(left.read_text()) if left.exists() else None)
     return results
-
-
-def run_example(name: str, life: Life, without: dict[str, Any]) -> None:
-    """Call `main` of an example; where `life.options["followed"]` is False, with other objects under these names."""
-    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not life.options["followed"]:
-        vars(module).update(without)
-    sys.argv = [name, "--folder", str(life.directory)]
-    module.main()
 
 
 def backward(loss: torch.Tensor) -> None:

@@ -1,8 +1,6 @@
 """Loops with transformers and accelerate whose state is not only that of the model: bit for bit, or refused by name."""
 
-import hashlib
 import importlib
-import json
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch.utils.data import DataLoader
 from cpsr import CPSRRecovery
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from tests.situations.drawing import Drawing, drawing_loader
-from tests.situations.lives import Life, digest, forked, live, run_example
+from tests.situations.lives import Life, digest, forked, live
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -187,37 +185,6 @@ def search_of_transformers(life: Life) -> str:
     return str(refused.value)
 
 
-class WithoutCPSR:
-    """What the loop of the example asks of CPSR."""
-
-    iteration = epoch = 0
-
-    def __init__(self, *given: Any) -> None:
-        self.restored = self
-
-    def __enter__(self) -> "WithoutCPSR":
-        return self
-
-    def __exit__(self, *given: object) -> None: ...
-    def register(self, name: str, given: Any) -> None: ...
-
-
-def example_of_accelerate(life: Life) -> str:
-    names = {"CPSRRecovery": WithoutCPSR, "engine_of": lambda *given: None, "resume": lambda recovery, loader: loader}
-    run_example("accelerate_loop.py", life, names)
-    end = torch.load(life.directory / "final.pt")
-    return str([one.tolist() for one in end["model"].values()])
-
-
-def example_of_transformers(life: Life) -> str:
-    run_example("transformers_trainer.py", life, {"CPSRCallback": lambda *given: TrainerCallback()})
-    state = json.loads((life.directory / "final" / "trainer_state.json").read_text())
-    weights = (life.directory / "final" / "model.safetensors").read_bytes()
-    losses = [[one.get("loss"), one.get("eval_loss")] for one in state["log_history"]]
-    return str(losses) + hashlib.sha256(weights).hexdigest()
-
-
-EXAMPLES = {"accelerate_loop.py": example_of_accelerate, "transformers_trainer.py": example_of_transformers}
 CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "transformers": (with_trainer, 13, {}),
     "transformers, stopped early": (with_trainer, 13, {"patience": [5]}),
@@ -242,10 +209,6 @@ def all_lives(life: Life) -> dict[str, list[Any]]:
             Life(cut, at, options=options),
             *(Life(cut, number=number, options=options) for number in (1, 2)[: 1 + (name in FINISHED)]),
         ]
-        ends[name] = forked(loop, lives)
-    for name, loop in EXAMPLES.items():
-        both = (True, False)
-        lives = [Life(life.directory / name / str(one), options={"followed": one}) for one in both]
         ends[name] = forked(loop, lives)
     options = {"patience": [5, 100], "choice": "script"}
     lives = [Life(life.directory / "choice", at, number=number, options=options) for number, at in enumerate((13, 0))]
@@ -272,13 +235,6 @@ def test_a_loop_comes_back_bit_for_bit(name: str, ends: dict[str, list[Any]]) ->
 def test_the_script_may_choose_the_arguments_of_a_callback(ends: dict[str, list[Any]]) -> None:
     stopped, (steps, *_, begun, ended, _, _) = ends["transformers, stopped early"][0][0][0], ends["choice"][1][0]
     assert stopped < steps == begun == ended == 32
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_the_same_without_cpsr(name: str, ends: dict[str, list[Any]]) -> None:
-    followed, without = ends[name]
-    assert followed
-    assert followed == without
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from cpsr.errors import UnsupportedEngineError
 from tests.situations.drawing import drawing_loader
-from tests.situations.lives import Life, digest, forked, live, run_example
+from tests.situations.lives import Life, digest, forked, live
 
 pytest.importorskip("lightning")
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
@@ -242,11 +242,6 @@ def trained(life: Life) -> Any:
     return [trainer.global_step, trainer.current_epoch, digest(module), module.losses, restored]
 
 
-def example(life: Life) -> str:
-    run_example("lightning_trainer.py", life, {"CPSRCallback": lambda *given: Callback()})
-    return str([one.tolist() for one in torch.load(life.directory / "final.pt").values()])
-
-
 CASES = [*((kind, 13) for kind in MODULES), ("Reloaded", 27), ("PersistentReloaded", 17)]
 FINISHED = ("Averaged", "Stopped")  # of these a finished run is started once more
 
@@ -266,8 +261,6 @@ def all_lives(life: Life) -> dict[str, list[Any]]:
                 *(Life(cut, number=number, options=options) for number in (1, 2)[: 1 + (kind in FINISHED)]),
             ],
         )
-    both = (True, False)
-    ends["example"] = forked(example, [Life(life.directory / str(one), options={"followed": one}) for one in both])
     for name in REFUSED:
         ends[name] = forked(refused, [Life(life.directory / name, options={"name": name})])
     return ends
@@ -287,12 +280,6 @@ def test_a_trainer_comes_back_bit_for_bit(kind: str, at: int, ends: dict[str, li
     assert cut[:3] == alone[:3]
     assert cut[3] == alone[3][-len(cut[3]) :]
     assert all(again[:4] == [*alone[:3], []] for again in finished)
-
-
-def test_the_example_trains_the_same_without_cpsr(ends: dict[str, list[Any]]) -> None:
-    followed, without = ends["example"]
-    assert followed
-    assert followed == without
 
 
 def refused(life: Life) -> str:

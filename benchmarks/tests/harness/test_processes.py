@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.harness.processes import Workers, in_own_process
 from cpsr.benchmarks.recovery.run import main
 from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.benchmarks.tests.harness.tiny_workers import square
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 WAITING = """
 import time
 from pathlib import Path
-from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.harness.processes import Workers, in_own_process
 from cpsr.benchmarks.tests.harness.tiny_workers import wait
 if __name__ == "__main__":
     with Workers(2) as workers:
@@ -59,6 +59,14 @@ def test_results_keep_the_order_of_the_items_and_an_error_comes_out(count: int) 
         if count > 1:
             with pytest.raises(CPSRError, match="a worker was killed"):
                 workers.each(square, [0])
+
+
+def test_work_is_done_elsewhere_and_how_that_ends_is_reported() -> None:
+    assert in_own_process(os.getpid) != os.getpid()
+    with pytest.raises(FileNotFoundError):
+        in_own_process(os.stat, "no/such/file")
+    with pytest.raises(CPSRError, match="_exit was ended from outside, perhaps for lack of memory"):
+        in_own_process(os._exit, 9)
 
 
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
