@@ -54,7 +54,7 @@ def reshard(
     width: Annotated[int, typer.Option(min=16, help="Of the model; by default GPT-2 medium's.")] = 1024,
     layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 24,
 ) -> None:
-    """Loading a checkpoint on another number of ranks, beside the same number, torch's DCP and ds_to_universal."""
+    """Loading a checkpoint on another number of ranks, beside the same number and torch's DCP."""
     from cpsr.benchmarks.reshard.run import main as run_reshard
 
     run_reshard(json_path, rounds, workdir, width, layers)
@@ -104,9 +104,7 @@ def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
     steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
-    parts: Annotated[
-        str, typer.Option(help="What is measured, comma-separated.")
-    ] = "windows,failures,repeated,comparison",
+    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,repeated,comparison",
     workdir: Workdir = None,
 ) -> None:
     """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""

@@ -1,8 +1,5 @@
 """A small mixture of experts in plain torch: its state is large beside what one step computes."""
 
-import hashlib
-import os
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,21 +36,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a life leaves that ends well.
+    """What a run leaves.
 
     Attributes:
-        began_at: iteration.
         step_seconds: of each step.
-        repeated_seconds: from the first batch until the iteration of the failure was reached again.
         state_bytes: of weights and moments.
-        digest: of weights and moments at the end.
     """
 
-    began_at: int
     step_seconds: list[float]
-    repeated_seconds: float
     state_bytes: int
-    digest: str
 
 
 class _Layer(nn.Module):
@@ -108,45 +99,27 @@ def train_alone(shape: Shape, iterations: int) -> list[float]:
     return seconds[:iterations]
 
 
-def live(
-    run_dir: Path, settings: Mapping[str, Any], shape: Shape, until: int, killed_at: int | None, failed_at: int = 0
-) -> Trained:
-    """One life under CPSR; it kills its process after an iteration, or trains to the end.
+def live(run_dir: Path, settings: Mapping[str, Any], shape: Shape, until: int) -> Trained:
+    """One run under CPSR.
 
     Args:
         run_dir: of the run.
         settings: more of the configuration.
         shape: of the model.
         until: the last iteration.
-        killed_at: iteration of the kill; None: there is none.
-        failed_at: iteration of the failure before, until which steps are repeated.
     """
     torch.set_num_threads(1)
     model, seconds = _model(shape), list[float]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     config = {"run_dir": str(run_dir), "mode": "exact", "learning": {"budget_fraction": 0.0}, **settings}
-    repeated = 0.0
     with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
-        began_at, begun = recovery.iteration, time.perf_counter()
-        first = begun
+        begun = time.perf_counter()
         for (batch,) in recovery.resume(_batches(shape), repeat=True):
             _step(model, optimizer, batch)
             now = time.perf_counter()
             seconds.append(now - begun)
             begun = now
-            if recovery.iteration == failed_at:
-                repeated = now - first
-            if recovery.iteration == killed_at:
-                os.kill(os.getpid(), signal.SIGKILL)
             if recovery.iteration >= until:
                 break
         state_bytes = recovery.life.job.shard.state_bytes
-    return Trained(began_at, seconds, repeated, state_bytes, _digest(model, optimizer))
-
-
-def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    digest = hashlib.sha256()
-    moments = [value for state in optimizer.state.values() for value in state.values()]
-    for tensor in (*model.state_dict().values(), *moments):
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return Trained(seconds, state_bytes)

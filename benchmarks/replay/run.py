@@ -1,7 +1,6 @@
 """`cpsr bench replay`: what windows cost each step, what a restart repeats, and both beside other checkpoints."""
 
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -20,10 +19,9 @@ from cpsr.errors import CPSRError
 
 __all__ = ["PARTS", "main"]
 
-PARTS = ("windows", "failures", "repeated", "comparison")
+PARTS = ("windows", "repeated", "comparison")
 AIM = 1.03  # of a step without CPSR
 SETTLED = 0.5  # of a run's steps are left out at its begin
-WINDOW = 4  # of the failures
 TOKENS = 1024  # of a repeated step
 DEFAULT = Shape()
 COMPARISON = Plan()
@@ -80,8 +78,6 @@ def main(
             seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
             figures |= {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": seconds}
             figures["ratios"] = _ratios(call, seconds)
-        if "failures" in parts:
-            figures["failures"] = _failures(call, shape)
         if "repeated" in parts:
             figures["repeated"] = {"tokens": TOKENS, **_repeated(call, steps)}
         if "comparison" in parts:
@@ -102,7 +98,7 @@ def _costs(
         advance()
         for name, settings in wanted.items():
             run_dir = call.directory / f"{number}-{name.replace(' ', '-')}"
-            trained: Trained = in_own_process(live, run_dir, settings, shape, steps, None)
+            trained: Trained = in_own_process(live, run_dir, settings, shape, steps)
             remove_memory_states(run_id(run_dir))
             found[name].append(median(trained.step_seconds[settled:]))
             state_bytes = trained.state_bytes
@@ -139,28 +135,4 @@ def _repeated(call: Measurement, steps: int) -> dict[str, Any]:
             rows.append((kind, name, f"{1e3 * median(one):.0f}", interval_text(ratio, digits=3)))
         advance()
     call.table("a repeated step, over a whole one", ("model", "weights", "step, ms", "ratio"), rows)
-    return found
-
-
-def _failures(call: Measurement, shape: Shape) -> list[dict[str, Any]]:
-    """Kill at each place of a window, and come back; the state at the end must be that of the undisturbed run."""
-    until, settings = 4 * WINDOW, _windows(WINDOW)
-    exact = in_own_process(live, call.directory / "undisturbed", _NO_MEMORY, shape, until, None).digest
-    found, rows = [], []
-    advance = call.bar("failures", WINDOW)
-    for killed_at in range(2 * WINDOW + 2, 3 * WINDOW + 2):
-        run_dir = call.directory / f"killed-{killed_at}"
-        with suppress(CPSRError):
-            in_own_process(live, run_dir, settings, shape, until, killed_at)
-        back: Trained = in_own_process(live, run_dir, settings, shape, until, None, killed_at)
-        remove_memory_states(run_id(run_dir))
-        if back.digest != exact:
-            raise CPSRError(f"{run_dir}: killed at {killed_at}, it ended with another state than the undisturbed run")
-        repeated = killed_at - back.began_at
-        found.append({"killed_at": killed_at, "began_at": back.began_at, "repeated_seconds": back.repeated_seconds})
-        rows.append((str(killed_at), str(back.began_at), str(repeated), f"{back.repeated_seconds:.2f}"))
-        advance()
-    call.table(
-        f"killed with windows of {WINDOW}", ("killed at", "goes on from", "iterations repeated", "seconds"), rows
-    )
     return found

@@ -1,4 +1,4 @@
-"""`cpsr bench reshard`: loading on another number of ranks, beside as many as before, torch's DCP and DeepSpeed."""
+"""`cpsr bench reshard`: loading on another number of ranks, beside as many as before and torch's DCP."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,17 +11,16 @@ from cpsr.benchmarks.harness.ranks import run_ranks
 
 __all__ = ["main"]
 
-JOB, UNIVERSAL_JOB = "reshard.job", "reshard.universal_job"
+JOB = "reshard.job"
 WIDTH, LAYERS = 1024, 24  # GPT-2 medium: 355 million parameters
 CASES = ((2, 3), (4, 2), (1, 4))  # ranks that saved, and ranks that load
 ROUNDS = 5
 AIM = 1.2  # times the load on as many ranks as saved
-OTHER, SAME, DCP, UNIVERSAL = "cpsr", "as many ranks", "torch DCP", "DeepSpeed universal"
+OTHER, SAME, DCP = "cpsr", "as many ranks", "torch DCP"
 COLUMNS = {
-    **{way: way for way in (OTHER, SAME, DCP, UNIVERSAL)},
+    **{way: way for way in (OTHER, SAME, DCP)},
     "over_same": "over as many",
     "over_dcp": "over DCP",
-    "over_universal": "over universal",
     "read_over_held": "read over held",
 }
 
@@ -46,7 +45,7 @@ def main(
         CPSRError: a rank has loaded other values than were saved.
     """
     with measuring("reshard", json_path, workdir) as call:
-        advance = call.bar("loads", len(CASES) * rounds * 4)
+        advance = call.bar("loads", len(CASES) * rounds * 3)
         found = {}
         for saved_by, ranks in CASES:
             found[saved_by, ranks] = _case(call.directory, saved_by, ranks, rounds, (width, layers), advance)
@@ -64,9 +63,6 @@ def main(
                 row["over_same"]["value"] <= AIM for row in rows
             ),
             "faster than torch's DCP": all(row["over_dcp"]["value"] < 1 for row in rows),
-            "faster than DeepSpeed's ds_to_universal and its load": all(
-                row["over_universal"]["value"] < 1 for row in rows
-            ),
         }
         for aim, met in aims.items():
             call.judge(aim, met)
@@ -82,29 +78,17 @@ def _case(directory: Path, saved_by: int, ranks: int, rounds: int, size: tuple[i
     folder = directory / f"{saved_by}-{ranks}"
     place = folder / "place"
 
-    def run(name: str, count: int, work: str, job: str = JOB) -> list[dict[str, Any]]:
+    def run(name: str, count: int, work: str) -> list[dict[str, Any]]:
         there = folder / name
         there.mkdir(parents=True)
-        return run_ranks(job, there, count, place=str(place), work=work, width=width, layers=layers)
-
-    def universal(name: str, count: int, _work: str) -> list[dict[str, Any]]:
-        (converted,) = run(f"{name}-convert", 1, "convert", UNIVERSAL_JOB)
-        found = run(name, count, "load", UNIVERSAL_JOB)
-        rmtree(place / "universal")
-        return [{**one, "seconds": one["seconds"] + converted["seconds"]} for one in found]
+        return run_ranks(JOB, there, count, place=str(place), work=work, width=width, layers=layers)
 
     run("save", saved_by, "save")
-    run("save-deepspeed", saved_by, "save", UNIVERSAL_JOB)
-    ways = (
-        (OTHER, run, ranks, "cpsr"),
-        (SAME, run, saved_by, "cpsr"),
-        (DCP, run, ranks, "dcp"),
-        (UNIVERSAL, universal, ranks, "load"),
-    )
+    ways = ((OTHER, ranks, "cpsr"), (SAME, saved_by, "cpsr"), (DCP, ranks, "dcp"))
     loads: Loads = {name: [] for name, *_ in ways}
     for number in range(rounds):
-        for name, load, count, work in ways if number % 2 == 0 else reversed(ways):
-            loads[name].append(load(f"{number}-{name}".replace(" ", "-"), count, work))
+        for name, count, work in ways if number % 2 == 0 else reversed(ways):
+            loads[name].append(run(f"{number}-{name}".replace(" ", "-"), count, work))
             advance()
     rmtree(place)
     return loads
@@ -120,7 +104,6 @@ def _row(loads: Loads) -> dict[str, Estimate]:
         **{name: median_interval(seconds) for name, seconds in slowest.items()},
         "over_same": median_ratio_interval(slowest[OTHER], slowest[SAME]),
         "over_dcp": median_ratio_interval(slowest[OTHER], slowest[DCP]),
-        "over_universal": median_ratio_interval(slowest[OTHER], slowest[UNIVERSAL]),
         "read_over_held": median_interval(read),
         "peak_bytes": median_interval(peak),
         "dcp_peak_bytes": median_interval([float(max(one["peak_bytes"] for one in found)) for found in loads[DCP]]),
