@@ -84,7 +84,7 @@ BEGIN = ["b, c = 1, 2", "ys = xs", "d = {0: xs, 1: []}", "z = 0"]
 
 # A failing program is printed as it is: to shorten one with a hundred checkpoints takes minutes.
 @settings(
-    max_examples=80,
+    max_examples=30,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -8,7 +8,6 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -36,23 +35,6 @@ class Regression(nn.Module):
             self.seen += 1
         parameter = next(self.layers.parameters())
         return nn.functional.mse_loss(self.layers(x.to(parameter.dtype)).float(), y)
-
-
-class Tracked(Regression):
-    """Draws from two states of DeepSpeed's tracker, as layers do that are split over ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        get_cuda_rng_tracker().reset()
-        for seed, name in enumerate(("inputs", "targets"), SEED):
-            get_cuda_rng_tracker().add(name, seed)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with get_cuda_rng_tracker().fork("inputs"):
-            x = x + 0.1 * torch.randn_like(x)
-        with get_cuda_rng_tracker().fork("targets"):
-            y = y + 0.1 * torch.randn_like(y)
-        return super().forward(x, y)
 
 
 class Mixture(nn.Module):

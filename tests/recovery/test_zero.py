@@ -27,7 +27,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": 3},
     "bf16": {"precision": "bf16"},
     "accumulating": {"micro_batches": 2},
-    "tracked random states": {"tracked": True},
     "AdamW of the JSON": {"optimizer": in_json("AdamW", torch_adam=True)},
     "offloaded parameters": {"precision": "bf16", "optimizer": offloading(3, "optimizer", "param")},
     "Adam of the JSON": {"optimizer": in_json("Adam", torch_adam=True, adam_w_mode=False), "zero": 3},

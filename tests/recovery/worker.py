@@ -48,7 +48,6 @@ from tests.recovery.engines import (
     SEED,
     Mixture,
     Regression,
-    Tracked,
     configuration,
     dataset,
     initialize,
@@ -74,10 +73,8 @@ class Options(LifeOptions):
         stages: pipeline stages, 0 is no pipeline.
         expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
         routed: of a pipeline: layers of experts in its first half and in its second.
-        tracked: the model draws from DeepSpeed's random-state tracker.
         probes: give a pipeline `probe_batches` and `loss_fn`; `without loss_fn` leaves that out, and the loss of
-            `reversed` grows as training goes on. For other engines, `of a batch` gives the loss of their loader's
-            batch, and `of another` a loss that is not trained on. With `raising` the function fails on rank 1.
+            `reversed` grows as training goes on.
         gain: factor on a predicted displacement, past anything sensible, in place of the limits of its length.
         phase_iterations: length of every phase that the planner sees, in place of what gradients show.
         window_iterations: over which the predictor fits its line, in place of what is expected to cost least.
@@ -103,7 +100,6 @@ class Options(LifeOptions):
     stages: int = 0
     expert_parallel: int = 0
     routed: tuple[int, int] = (1, 2)
-    tracked: bool = False
     probes: str = ""
     gain: float = 0.0
     phase_iterations: int = 0
@@ -222,20 +218,12 @@ def model(options: Options) -> torch.nn.Module:
     if options.stages:
         stages: torch.nn.Module = pipeline(options.stages, options.expert_parallel, options.routed)
         return stages
-    if options.tracked:
-        return Tracked()
     return Mixture(options.expert_parallel) if options.expert_parallel else Regression()
 
 
 def probe_arguments(options: Options, engine: Any, batches: Any) -> dict[str, Any]:
     if not options.probes:
         return {}
-    if options.probes == "of a batch":
-        return {"loss_fn": lambda batch: engine(*on_device(engine, *batch[:2]))}
-    if options.probes == "of another":
-        return {"loss_fn": lambda batch: 1.01 * engine(*on_device(engine, *batch[:2]))}
-    if options.probes == "raising":
-        return {"loss_fn": lambda batch: engine(*on_device(engine, *batch[: 2 - engine.global_rank]))}
     inputs, targets, _ = batches.dataset[:BATCH]
     probe = inputs, -targets if options.probes == "reversed" else targets
     if options.probes == "without loss_fn":

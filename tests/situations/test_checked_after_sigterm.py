@@ -1,9 +1,7 @@
 """Loops that a restart after SIGTERM does not bring back: it repeats two steps, which show it."""
 
 import signal
-import statistics
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, Leaving, TorchAdapter
 from cpsr.journal import JournalReader
@@ -28,7 +26,6 @@ Net = nn.Sequential
 class Job:
     """What a loop of this file trains; others replace some of it."""
 
-    passes_of_a_stream: int | None = None
     shows_at = CUT_AT + 2
 
     def __init__(self) -> None:
@@ -36,69 +33,17 @@ class Job:
         self.net = Net(nn.Linear(12, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
         self.data = TensorDataset(torch.randn(ROWS, 12), torch.randn(ROWS, 4))
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-        self.sampler = WeightedRandomSampler([1.0] * ROWS, ROWS)
-        self.loader = DataLoader(self.data, batch_size=BATCH, sampler=self.sampler)
+        self.loader = DataLoader(self.data, batch_size=BATCH, shuffle=True)
         self.more: list[torch.optim.Optimizer] = []
 
     def begin(self, recovery: CPSRRecovery) -> None:
         """Inside the block, before the first pass."""
-
-    def begin_pass(self, number: int) -> None:
-        """Before the batches of a pass, from 0; a restart begins with the pass that it continues."""
 
     def loss(self, batch: Batch) -> torch.Tensor:
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def after_step(self) -> None:
         """After `optimizer.step()`."""
-
-
-class MovedWeights(Job):
-    """Rows count more from pass to pass, starting from what they were."""
-
-    def begin_pass(self, number: int) -> None:
-        self.sampler.weights *= torch.linspace(0.5, 1.5, ROWS, dtype=torch.double)
-
-
-class Unfrozen(Job):
-    """The first layer trains from the second pass on, which a restart in the third does not repeat."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def begin_pass(self, number: int) -> None:
-        if number == 1:
-            self.net[0].requires_grad_(True)
-
-
-class Undropped(Job):
-    """Dropout grows from pass to pass, starting from what it was."""
-
-    def begin_pass(self, number: int) -> None:
-        dropout = self.net[2]
-        assert isinstance(dropout, nn.Dropout)
-        dropout.p += 0.1
-
-
-class Clipping(torch.optim.SGD):
-    """Clips at the median of the gradient norms so far, which its `state_dict` lacks (as AutoClip)."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.norms: deque[float] = deque(maxlen=50)
-
-    def step(self, closure: Any = None) -> Any:
-        own = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
-        self.norms.append(float(nn.utils.get_total_norm([one.grad for one in own])))
-        nn.utils.clip_grad_norm_(own, 0.5 * statistics.median(self.norms))
-        return super().step(closure)
-
-
-class ClippedByMedian(Job):
-    def __init__(self) -> None:
-        super().__init__()
-        self.optimizer = Clipping(self.net.parameters())
 
 
 class Unlabelled(Job):
@@ -155,20 +100,8 @@ class RegisteredSchedule(TwoOptimizers):
         self.schedule.step()
 
 
-class Relabelled(Job):
-    """Labels are corrected in place during all passes of one stream."""
-
-    passes_of_a_stream = PASSES
-
-    def after_step(self) -> None:
-        self.data.tensors[1].mul_(0.97)
-
-
 RESTORED: dict[str, type[Job]] = {one.__name__: one for one in (Job, RegisteredSchedule)}
-FAULTS: dict[str, type[Job]] = {
-    one.__name__: one
-    for one in (MovedWeights, Unfrozen, Undropped, ClippedByMedian, Unlabelled, TwoOptimizers, Relabelled)
-}
+FAULTS: dict[str, type[Job]] = {one.__name__: one for one in (Unlabelled, TwoOptimizers)}
 
 
 def loop(life: Life) -> str:
@@ -176,11 +109,8 @@ def loop(life: Life) -> str:
     adapter = TorchAdapter(job.net, job.optimizer)
     with CPSRRecovery(adapter, life.config()) as recovery:
         job.begin(recovery)
-        for number in range(recovery.epoch, PASSES):
-            job.begin_pass(number)
-            if recovery.epoch == PASSES:
-                break
-            for batch in recovery.resume(job.loader, epochs=job.passes_of_a_stream):
+        for _ in range(recovery.epoch, PASSES):
+            for batch in recovery.resume(job.loader):
                 loss = job.loss(batch)
                 for one in (job.optimizer, *job.more):
                     one.zero_grad()
