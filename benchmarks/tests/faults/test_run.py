@@ -19,9 +19,9 @@ def test_a_small_campaign_leaves_its_figures_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, workdir = tmp_path / "out" / "faults.json", tmp_path / "work"
-    main(select("kill: setting aside", every=3), path, workdir)
+    main(select("kill: restart", every=4), path, workdir)
     shown = capsys.readouterr().out
-    assert "kill: setting aside" in shown
+    assert "kill: restart" in shown
     assert "not injected: power cut" in shown
     report = json.loads(path.read_text())
     (row,) = report["scenarios"]
