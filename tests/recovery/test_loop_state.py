@@ -164,24 +164,6 @@ class Averaged(Loop):
         return digest(self.kept)
 
 
-class Counting(Loop):
-    """Early stopping, a metric and a schedule of the user's own, which depend on each other."""
-
-    def made(self) -> Any:
-        return {"best": float("inf"), "bad_epochs": 0, "seen": 0}
-
-    def after_step(self) -> None:
-        self.kept["seen"] += 1
-
-    def after_epoch(self) -> None:
-        loss = float(sum(value.detach().abs().sum() for value in self.module.parameters()))
-        self.kept["bad_epochs"] = 0 if loss < self.kept["best"] else self.kept["bad_epochs"] + 1
-        self.kept["best"] = min(loss, self.kept["best"])
-
-    def ends_with(self) -> Any:
-        return dict(self.kept)
-
-
 class Noisy(Loop):
     """Noise on the inputs from a generator of the user's own."""
 
@@ -210,7 +192,6 @@ LOOPS = {
     "schedule by epoch": ScheduledByEpoch,
     "schedule by metric": OnPlateau,
     "average": Averaged,
-    "counters": Counting,
     "generator": Noisy,
     "draws": Drawing,
 }
@@ -223,7 +204,6 @@ def training(life: Life) -> Any:
         given=""               how CPSR gets it: `adapter`, `register`, or not at all
         accumulate=1           micro-batches in a step
         adapter_accumulate=1   the same as given to `TorchAdapter`
-        late=False             what the loop keeps is made when the state is restored already
         own_epochs=""          the loop over passes is the user's own, `from recovery.epoch` or `from 0`; or CPSR's
         sampler=""             `sets epoch` and `keeps epoch` (each with a DistributedSampler), or none
         committed=0            a checkpoint that is awaited before this life is cut
@@ -240,8 +220,8 @@ def training(life: Life) -> Any:
     called: Any = nn.parallel.DistributedDataParallel(module) if life.ranks > 1 else module
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-2)
     kind, given = LOOPS[options.get("keeps", "nothing")], options.get("given")
-    loop = None if options.get("late") else kind(module, optimizer)
-    more = {kind.argument: loop.kept} if given == "adapter" and loop is not None else {}
+    loop = kind(module, optimizer)
+    more = {kind.argument: loop.kept} if given == "adapter" else {}
     loader = data(life, options.get("sampler"))
     steps = options.get("adapter_accumulate", 1)
     adapter = TorchAdapter(called, optimizer, **more, micro_batches_per_iteration=steps)
@@ -249,7 +229,6 @@ def training(life: Life) -> Any:
     config = life.config(mode=options.get("mode", "exact"), checkpoint=checkpoint)
     losses: list[Any] = []
     with CPSRRecovery(adapter, config) as recovery:
-        loop = loop or kind(module, optimizer)
         if given == "register":
             recovery.register("kept", loop.kept)
         for dealt, (x, y) in enumerate(passes(recovery, loop, loader, options)):
@@ -308,19 +287,14 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "scaler that overflows": {"given": "adapter"},
     "schedule, for the adapter": {"given": "adapter"},
-    "schedule in parts": {"given": "register"},
-    "schedule, made late": {"given": "register", "late": True},
-    "schedule by metric": {"given": "register", **AT_THE_END_OF_A_PASS},
-    "counters": {"given": "register", **AT_THE_END_OF_A_PASS},
     "generator": {"given": "register"},
     "nothing, sampler with set_epoch": {**AT_THE_END_OF_A_PASS, "sampler": "sets epoch"},
-    "nothing, sampler with set_epoch, in a pass": {"own_epochs": OWN, "sampler": "sets epoch"},
     "nothing, sampler without set_epoch": {"own_epochs": OWN, "sampler": "keeps epoch"},
     "average, after SIGTERM": {"given": "register", **SIGTERM},
     # Leaves at iteration 20, whose pass is over then.
     "draws, after SIGTERM": {"at": 19, "own_epochs": OWN, **SIGTERM},
     "scaler, two ranks": {"given": "adapter", "own_epochs": OWN, "sampler": "sets epoch", "ranks": 2},
-    "counters, two ranks": {"given": "register", "own_epochs": OWN, "sampler": "sets epoch", "ranks": 2, **SIGTERM},
+    "average, two ranks": {"given": "register", "own_epochs": OWN, "sampler": "sets epoch", "ranks": 2, **SIGTERM},
 }
 
 
