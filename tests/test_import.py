@@ -84,7 +84,7 @@ BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({ABSENT!r}))"
 
 def test_plain_torch_needs_no_heavy_package() -> None:
     names = [one.name for one in pkgutil.walk_packages(cpsr.__path__, "cpsr.") if not OF_THESE.search(one.name)]
-    assert len(names) > 300
+    assert len(names) > 100
     run(f"{BLOCKED}; import importlib; [importlib.import_module(name) for name in {names!r}]")
 
 
