@@ -5,8 +5,8 @@ Modules, optimizers, random generators and whatever else has `state_dict` and `l
 caller makes them again, and their state is restored in place. Everything else is refused by name.
 
 An object that is an argument, or part of one, is saved as the place where it is there. Any other object is saved once,
-as a node that all who hold it refer to. What an object with a state keeps in its attributes, as the parameter groups of
-an optimizer, has no place: a variable that refers to it is refused, since it would go on as a copy.
+as a node that all who hold it refer to. What a module or another object with a state keeps, as parameters, layers or the
+parameter groups of an optimizer, has no place: a variable that refers to it is refused, as it would go on as a copy.
 """
 
 import builtins
@@ -32,7 +32,7 @@ __all__ = ["Arguments", "Encoder", "decoded", "is_stateful"]
 
 _GENERATORS = (torch.Generator, numpy.random.Generator, random.Random)
 _LEAVES = (type(None), bool, int, float, complex, str, bytes)
-_REACHED_MAX = 10_000  # objects in the attributes of an argument, that are looked at
+_KEPT_MAX = 100_000  # objects that one keeps, which are looked at
 Path = tuple[Any, ...]
 Array = torch.Tensor | numpy.ndarray[Any, Any]
 
@@ -70,17 +70,18 @@ class Arguments:
         self.places: dict[int, Path] = {}
         self._objects: dict[Path, Any] = {}  # by place, as the caller gave them; kept, or an id may go to another
         self._parts: list[_Part] = []
-        self._modules: dict[Path, nn.Module] = {}
         self._attributes: dict[str, Any] = {}
         texts = {name: list(self._walk(value, (name,))) for name, value in values.items()}
         self._memory = self._memory_now()
+        modules = [part.value for part in self._parts if isinstance(part.value, nn.Module)]
+        saved = {*self.places, *(id(one) for module in modules for one in _registered(module))}
         for path, where in self._memory.items():
             texts[path[0]].append([path, where])
         self.identity = {
             name: xxhash.xxh3_128(json.dumps(text, default=str).encode()).hexdigest() for name, text in texts.items()
         }
         for part in self._parts:
-            self._require_arguments(part)
+            self._require_arguments(part, saved)
 
     def _walk(self, value: Any, path: Path) -> Iterator[Any]:
         """What tells a value from another one; notes every object in it."""
@@ -93,7 +94,7 @@ class Arguments:
         if _is_fixed(value):
             yield [type(value).__name__, getattr(value, "__module__", ""), getattr(value, "__qualname__", repr(value))]
             return
-        self._note(value, path)
+        self.places[id(value)], self._objects[path] = path, value
         yield f"{type(value).__module__}.{type(value).__qualname__}"
         if type(value) in (list, tuple, dict):
             self._parts.append(_Part(path, value, value if type(value) is tuple else value.copy()))
@@ -102,7 +103,10 @@ class Arguments:
                 yield from self._walk(one, (*path, key))
             return
         if isinstance(value, nn.Module):
-            self._note_module(value, path)
+            for tensor in [*value.parameters(), *value.buffers()]:
+                if tensor.device.type != "cpu":
+                    raise NotResumableError(f"{_said(path)} has tensors on {tensor.device}: only host memory is saved")
+            self._attributes[_said(path)] = _attributes(value)
         if isinstance(value, torch.Tensor | numpy.ndarray):
             found = before = _digest(value, _said(path))
         elif isinstance(value, _GENERATORS) or is_stateful(value):
@@ -112,26 +116,11 @@ class Arguments:
         self._parts.append(_Part(path, value, before))
         yield found
 
-    def _note(self, value: Any, path: Path) -> None:
-        if id(value) not in self.places:
-            self.places[id(value)] = path
-            self._objects[path] = value
-
-    def _note_module(self, module: nn.Module, path: Path) -> None:
-        self._modules[path] = module
-        for name, one in module.named_modules():
-            self._note(one, (*path, ("module", name)))
-        for place, tensor in _tensors_of(path, module):
-            if tensor.device.type != "cpu":
-                raise NotResumableError(f"{_said(path)} has tensors on {tensor.device}: only host memory is saved")
-            self._note(tensor, place)
-        self._attributes[_said(path)] = _attributes(module)
-
-    def _require_arguments(self, part: _Part) -> None:
+    def _require_arguments(self, part: _Part, saved: set[int]) -> None:
         """Refuse an optimizer, a schedule and the like whose tensors no argument has: they would not be saved."""
-        for one in _reachable(part.value) if part.before is None else ():
+        for one in _kept_by(part.value) if part.before is None else ():
             trained = isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad
-            if (trained or isinstance(one, nn.Module | torch.optim.Optimizer)) and id(one) not in self.places:
+            if (trained or isinstance(one, nn.Module | torch.optim.Optimizer)) and id(one) not in saved:
                 raise NotResumableError(
                     f"{_said(part.path)} changes a {type(one).__qualname__} that is no argument, so that no checkpoint "
                     "has it: pass that as an argument, too"
@@ -141,20 +130,9 @@ class Arguments:
         """The object at a place, in the arguments as the caller gave them."""
         return self._objects[path]
 
-    def places_now(self) -> dict[int, Path]:
-        """Places as now: a module may have replaced a buffer by another tensor, which takes its place."""
-        now = {place: one for path, module in self._modules.items() for place, one in _tensors_of(path, module)}
-        found: dict[int, Path] = {}
-        for path, one in self._objects.items():
-            found.setdefault(id(now.get(path, one)), path)
-        return found
-
     def tensors(self) -> Iterator[tuple[Path, Array]]:
-        """Every tensor and array within the arguments, parameters and buffers of modules as well, as they are now."""
-        now = {place: one for path, module in self._modules.items() for place, one in _tensors_of(path, module)}
-        for path, one in self._objects.items():
-            if isinstance(one, torch.Tensor | numpy.ndarray):
-                yield path, now.get(path, one)
+        """Every tensor and array within the arguments, but for those that an object with a state keeps."""
+        return ((path, one) for path, one in self._objects.items() if isinstance(one, torch.Tensor | numpy.ndarray))
 
     def _memory_now(self) -> dict[Path, Any]:
         """How each tensor lies in its memory, and the first one that has the same memory."""
@@ -174,13 +152,12 @@ class Arguments:
                 )
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Objects that are in the attributes of arguments with a state, or are gradients; with whose they are."""
+        """What arguments with a state keep, and gradients; with whose they are."""
         for part in self._parts:
-            for one in _reachable(part.value) if part.before is None else ():
+            for one in _kept_by(part.value) if part.before is None else [part.value]:
                 yield _said(part.path), one
-        for path, value in self.tensors():
-            if isinstance(value, torch.Tensor) and value.is_leaf and value.grad is not None:
-                yield _said(path), value.grad
+                if isinstance(one, torch.Tensor) and one.is_leaf and one.grad is not None:
+                    yield _said(part.path), one.grad
 
     def changes(self, encoder: "Encoder") -> list[Any]:
         """What the call has changed, as pairs of a path and the content.
@@ -249,7 +226,7 @@ class Encoder:
         self._memory: dict[int, Any] = {}  # address of tensors' and arrays' memory -> who has it: a node, or a place
         self._ranges: list[tuple[int, int]] = []  # of these
         arguments.require_memory()
-        self._places = arguments.places_now()
+        self._places = arguments.places
         for path, value in arguments.tensors():
             address, memory, _ = _placed(value, _said(path))
             if address not in self._memory:
@@ -259,7 +236,7 @@ class Encoder:
             if id(one) in self._places:
                 continue
             self._alive.append(one)
-            if isinstance(one, dict | list | set | torch.Tensor | numpy.ndarray):
+            if isinstance(one, dict | list | set | nn.Module | torch.Tensor | numpy.ndarray):
                 self._held[id(one)] = owner
             if isinstance(one, torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu":
                 self._memory.setdefault(one.untyped_storage().data_ptr(), {"held": owner})
@@ -505,34 +482,34 @@ def _load_module(module: nn.Module, state: Mapping[str, Any]) -> None:
         one.training = training
 
 
-def _tensors_of(path: Path, module: nn.Module) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Parameters and buffers of a module at a place, by their places."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        yield (*path, ("tensor", name)), tensor
+def _registered(module: nn.Module) -> list[Any]:
+    """What the state of a module covers: modules, parameters and buffers."""
+    return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
-def _reachable(value: Any) -> Iterator[Any]:
+def _kept_by(value: Any) -> Iterator[Any]:
     """Containers, tensors and other objects that an object keeps in its attributes, and these in theirs."""
     seen: set[int] = {id(value)}
     waiting: list[Any] = [getattr(value, "__dict__", {})]
-    while waiting and len(seen) < _REACHED_MAX:
+    if isinstance(value, nn.Module):
+        waiting += _registered(value)
+    while waiting and len(seen) < _KEPT_MAX:
         one = waiting.pop()
         if type(one) in _LEAVES or id(one) in seen or _is_fixed(one):
             continue
         seen.add(id(one))
         yield one
         if isinstance(one, dict):
-            waiting += [*islice(one, _REACHED_MAX), *islice(one.values(), _REACHED_MAX)]
+            waiting += [*islice(one, _KEPT_MAX), *islice(one.values(), _KEPT_MAX)]
         elif isinstance(one, list | tuple | set | frozenset):
-            waiting += islice(one, _REACHED_MAX)
+            waiting += islice(one, _KEPT_MAX)
         elif not isinstance(one, torch.Tensor | numpy.ndarray):
             waiting.append(getattr(one, "__dict__", {}))
 
 
 def _held_by(owner: str, name: str) -> NotResumableError:
     return NotResumableError(
-        f"{name} is kept by {owner} in its attributes, and would go on as a copy of that: take it from there again "
-        "after the hint"
+        f"{name} is kept by {owner}, and would go on as a copy of that: take it from there again after the hint"
     )
 
 
