@@ -2,7 +2,7 @@
 
 import builtins
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from time import perf_counter
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
 __all__ = ["Call", "Keeper"]
 
-_VIEWS = ("keys", "values", "items")
 _SEQUENCES = (list, tuple, range, str, bytes, numpy.ndarray, torch.Tensor)
 _SETTINGS: dict[str, Callable[[], Any]] = {  # of the process, which no checkpoint has
     "torch's default dtype": torch.get_default_dtype,
@@ -42,23 +41,20 @@ class Loop:
     """What a `for` loop with hints goes over, by position.
 
     Args:
-        kind: `iter`, the view of a dict (`keys`, `values`, `items`), or `enumerate`, `zip` or `reversed`.
-        sources: sequences, dicts, or a loader that goes on from its own state.
-        start: of `enumerate`; of `reversed` the length at the begin.
+        source: a sequence, or a loader that goes on from its own state.
         position: of the next item.
     """
 
-    def __init__(self, kind: str, sources: Sequence[Any], start: int = 0, position: int = 0) -> None:
-        self.kind, self.sources, self.start, self.position = kind, sources, start, position
-        self._keys = [list(one) if type(one) is dict else None for one in sources]
+    def __init__(self, source: Any, position: int = 0) -> None:
+        self.source, self.position = source, position
 
     @property
     def length(self) -> int | None:
         """Items in all, as far as they are known."""
-        return None if is_stateful(self.sources[0]) else min(map(len, self.sources))
+        return None if is_stateful(self.source) else len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        loaded = iter(self.sources[0]) if is_stateful(self.sources[0]) else None  # may draw random numbers, now
+        loaded = iter(self.source) if is_stateful(self.source) else None  # may draw random numbers, now
         return self._items() if loaded is None else self._counted(loaded)
 
     def _counted(self, loaded: Iterator[Any]) -> Iterator[Any]:
@@ -69,35 +65,11 @@ class Loop:
     def _items(self) -> Iterator[Any]:
         while True:
             try:
-                item = self._item(self.position)
+                item = self.source[self.position]
             except IndexError:
                 return
             self.position += 1
             yield item
-
-    def _item(self, index: int) -> Any:
-        match self.kind:
-            case "zip":
-                return tuple(self._at(number, index) for number in range(len(self.sources)))
-            case "reversed":
-                if index >= self.start:
-                    raise IndexError
-                return self._at(0, self.start - 1 - index)
-            case "enumerate":
-                return self.start + index, self._at(0, index)
-            case "values":
-                return self.sources[0][self._at(0, index)]
-            case "items":
-                return (key := self._at(0, index)), self.sources[0][key]
-        return self._at(0, index)
-
-    def _at(self, number: int, index: int) -> Any:
-        source, keys = self.sources[number], self._keys[number]
-        if keys is None:
-            return source[index]
-        if len(source) != len(keys):
-            raise RuntimeError("dictionary changed size during iteration")
-        return keys[index]
 
 
 class Call:
@@ -137,8 +109,7 @@ class Call:
         if saved is not None:
             value = decoded(saved["nodes"], saved["changes"], arguments)
             self._variables = {name: value(one) for name, one in saved["variables"].items()}
-            for number, kind, sources, start, position in saved["loops"]:
-                self._loops[number] = Loop(kind, [value(one) for one in sources], start, position)
+            self._loops = {number: Loop(value(source), position) for number, source, position in saved["loops"]}
             pace.learn(saved["cost_seconds"])
 
     def has(self, name: str) -> bool:
@@ -149,22 +120,20 @@ class Call:
         """The value of a variable, once."""
         return self._variables.pop(name)
 
-    def begin_loop(self, number: int, kind: str, *sources: Any, start: int = 0) -> None:
+    def begin_loop(self, number: int, source: Any) -> None:
         """A loop with hints begins.
 
         Raises:
             NotResumableError: it cannot be begun in the middle; names its line and what it goes over.
         """
-        for one in sources:
-            known = isinstance(one, _SEQUENCES) and kind not in _VIEWS
-            known = known or (type(one) is dict and kind != "reversed")
-            if not known and not (kind == "iter" and is_stateful(one) and id(one) in self._arguments.places):
-                raise NotResumableError(
-                    f"{self._place(self._source.loops[number - 1])}: the loop over a {type(one).__qualname__} cannot "
-                    "begin in the middle; nothing was saved. Go over a list, a tuple, a dict, a tensor or range(...), "
-                    "or over an argument with state_dict and load_state_dict, as a StatefulDataLoader"
-                )
-        self._loops[number] = Loop(kind, sources, len(sources[0]) if kind == "reversed" else start)
+        if not isinstance(source, _SEQUENCES) and not (is_stateful(source) and id(source) in self._arguments.places):
+            raise NotResumableError(
+                f"{self._place(self._source.loops[number - 1])}: the loop over a {type(source).__qualname__} cannot "
+                "begin in the middle; nothing was saved. Make a list of it, as with list(enumerate(...)); or go over "
+                "an argument with state_dict and load_state_dict, as a StatefulDataLoader"
+            )
+        self._loops[number] = Loop(source)
+        _ = self._loops[number].length  # of a tensor without dimensions there is none
 
     def items(self, number: int, first: int, last: int) -> Iterator[Any]:
         """What a loop goes over; where it goes on in its body, one item more, which is not used."""
@@ -223,8 +192,7 @@ class Call:
         loops = []
         for number in self._source.loops_around(hint):
             loop, line = self._loops[number], self._source.loops[number - 1].lineno
-            sources = [encoder.add(one, f"what the loop in line {line} goes over") for one in loop.sources]
-            loops.append([number, loop.kind, sources, loop.start, loop.position])
+            loops.append([number, encoder.add(loop.source, f"what the loop in line {line} goes over"), loop.position])
         changes = self._arguments.changes(encoder)
         return {
             "hint": hint,

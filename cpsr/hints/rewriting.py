@@ -10,7 +10,7 @@ comes before the hint to go on from is skipped. With the number of that hint in 
 becomes
 
     if not _cpsr.target:
-        _cpsr.begin_loop(1, 'iter', items)
+        _cpsr.begin_loop(1, items)
     for _cpsr_item in _cpsr.items(1, 1, 1):
         if not _cpsr.target:
             x = _cpsr_item
@@ -98,38 +98,14 @@ class _Writer:
 
     def _for(self, loop: ast.For) -> list[ast.stmt]:
         number, numbers = self._source.loops.index(loop) + 1, self._source.numbers(loop.body)
-        kind, arguments, keywords = self._kind(loop.iter)
-        begin = _expression(f"_cpsr.begin_loop({number}, {kind!r})", loop)
+        begin = _expression(f"_cpsr.begin_loop({number})", loop)
         assert isinstance(begin, ast.Call)
-        begin.args += arguments
-        begin.keywords = keywords
+        begin.args.append(loop.iter)
         over = _expression(f"_cpsr.items({number}, {numbers[0]}, {numbers[-1]})", loop)
         taken = ast.copy_location(ast.Assign([loop.target], _expression("_cpsr_item", loop)), loop)
         target = ast.copy_location(ast.Name("_cpsr_item", ast.Store()), loop)
         made = ast.For(target, over, self._block([taken, *loop.body]), loop.orelse)
         return [_only_if("not _cpsr.target", [ast.copy_location(ast.Expr(begin), loop)]), ast.copy_location(made, loop)]
-
-    def _kind(self, node: ast.expr) -> tuple[str, list[ast.expr], list[ast.keyword]]:
-        """What a loop goes over: Python's function or a dict's view, and its arguments."""
-        match node:
-            case ast.Call(
-                func=ast.Attribute(value=owner, attr="keys" | "values" | "items" as view), args=[], keywords=[]
-            ):
-                return view, [owner], []
-            case ast.Call(func=ast.Name(id="enumerate" | "zip" | "reversed" as name)) if not self._is_own(name):
-                arguments, keywords = list(node.args), list(node.keywords)
-                if name == "enumerate" and len(arguments) > 1:
-                    keywords.append(ast.keyword("start", arguments.pop()))
-                starred = any(isinstance(one, ast.Starred) for one in arguments)
-                if starred or not arguments or [one.arg for one in keywords] not in ([], ["start"]):
-                    raise self._source.refuse(node, f"`{ast.unparse(node)}` around a hint: make it a list first")
-                return name, arguments, keywords
-        return "iter", [node], []
-
-    def _is_own(self, name: str) -> bool:
-        """Whether a name of Python's is one of the function or its module."""
-        code = self._source.function.__code__
-        return name in {*code.co_varnames, *code.co_cellvars, *self._source.function.__globals__}
 
 
 def _only_if(test: str, statements: list[ast.stmt]) -> ast.stmt:

@@ -8,7 +8,7 @@ function around this one, assigned globals, and looks at all variables at once.
 import ast
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType, FunctionType
@@ -19,8 +19,6 @@ from cpsr.errors import NotResumableError
 __all__ = ["FunctionSource", "hint", "read_source"]
 
 _LOOK_INSIDE = ("locals", "vars", "globals", "eval", "exec", "dir")
-Names = frozenset[str]
-_NONE: Names = frozenset()
 
 
 def hint() -> None:
@@ -58,13 +56,28 @@ class FunctionSource:
         return [loop for loop, one in enumerate(self.loops, 1) if number in self.numbers([one])]
 
     @cached_property
-    def live(self) -> dict[int, Names]:
-        """Variables that are read after each hint, by its number."""
-        found = _Backwards(self)
-        found.block(self.tree.body, _NONE, _Exits())
+    def live(self) -> dict[int, frozenset[str]]:
+        """Variables that may be read after each hint, by its number: behind it, or anywhere in a loop around it."""
         code = self.function.__code__
         known = frozenset(code.co_varnames + code.co_cellvars)
-        return {number: names & known for number, names in found.at.items()}
+        return {number: known & self._read_after(number) for number in range(1, len(self.hints) + 1)}
+
+    def _read_after(self, number: int) -> set[str]:
+        loops = [one for one in ast.walk(self.tree) if isinstance(one, ast.For | ast.While)]
+        around = [one for one in loops if number in self.numbers([one])]  # outer ones first
+        again = {id(node) for loop in around for node in ast.walk(loop)}
+        items: set[str] = set()  # the body of the innermost loop finds new ones
+        body: set[int] = set()
+        if around and isinstance(around[-1], ast.For):
+            targets = ast.walk(around[-1].target)
+            items = {one.id for one in targets if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+            body = {id(node) for statement in around[-1].body for node in ast.walk(statement)}
+        here = _place(self.hints[number - 1])
+        return {
+            name
+            for node, name in _reads(self.tree)
+            if _place(node) > here or (id(node) in again and not (name in items and id(node) in body))
+        }
 
     def refuse(self, node: ast.AST, what: str) -> NotResumableError:
         """The error about a node."""
@@ -176,97 +189,14 @@ def _check_places(source: FunctionSource, statements: Sequence[ast.stmt]) -> Non
             raise source.refuse(statement.orelse[0], "a hint in the `else` of a loop: move it behind the loop")
 
 
-@dataclass(frozen=True)
-class _Exits:
-    """What is read where a loop is left by `break`, and where its next item begins."""
-
-    broken: Names = _NONE
-    next: Names = _NONE
-
-
-class _Backwards:
-    """Liveness, backwards through the syntax tree.
-
-    Where it is not clear whether a variable is read or written, it counts as read: one variable too many is saved,
-    never one too few. No hint is inside a `try` or `with`, so an exception after a hint leaves the function.
-    """
-
-    def __init__(self, source: FunctionSource) -> None:
-        self._numbers = {id(one): number for number, one in enumerate(source.hints, 1)}
-        self.at: dict[int, Names] = {}
-
-    def block(self, statements: Sequence[ast.stmt], after: Names, exits: _Exits) -> Names:
-        """What is read before statements, if `after` is read after them."""
-        for statement in reversed(statements):
-            after = self._statement(statement, after, exits)
-        return after
-
-    def _statement(self, node: ast.stmt, after: Names, exits: _Exits) -> Names:
-        if id(node) in self._numbers:
-            number = self._numbers[id(node)]
-            self.at[number] = self.at.get(number, _NONE) | after
-            return after
-        match node:
-            case ast.For():
-                return _read(node.iter) | self._loop(node, _written(node.target), after, exits)
-            case ast.While():
-                return self._loop(node, _NONE, after, exits) | _read(node.test)
-            case ast.If():
-                either = self.block(node.body, after, exits) | self.block(node.orelse, after, exits)
-                return _read(node.test) | either
-            case ast.Return() | ast.Raise():
-                return _read(node)
-            case ast.Break():
-                return exits.broken
-            case ast.Continue():
-                return exits.next
-            case ast.Try() | ast.TryStar() | ast.With() | ast.Match():
-                return after | exits.broken | exits.next | _read(node)
-        return (after - _bound(node)) | _read(node)
-
-    def _loop(self, node: ast.For | ast.While, bound: Names, after: Names, exits: _Exits) -> Names:
-        """What is read where the next item begins, until that does not grow any more."""
-        again = _read(node.test) if isinstance(node, ast.While) else _read(node.target)
-        head = again | self.block(node.orelse, after, exits)
-        while True:
-            grown = head | (self.block(node.body, head, _Exits(after, head)) - bound)
-            if grown == head:
-                return head
-            head = grown
-
-
-def _bound(node: ast.stmt) -> Names:
-    """Names that a statement certainly binds anew."""
-    match node:
-        case ast.Assign():
-            return _NONE.union(*map(_written, node.targets))
-        case ast.AnnAssign() if node.value is not None:
-            return _written(node.target)
-        case ast.FunctionDef() | ast.ClassDef():
-            return frozenset([node.name])
-        case ast.Import() | ast.ImportFrom():
-            return frozenset((one.asname or one.name).split(".")[0] for one in node.names)
-    return _NONE
-
-
-def _read(node: ast.AST) -> Names:
-    """Every name that is read anywhere in a node, inside lambdas and comprehensions as well, changed, or deleted."""
-    found = set()
-    for one in ast.walk(node):
+def _reads(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Every name that is read, changed or deleted, inside lambdas and comprehensions as well."""
+    for one in ast.walk(tree):
         if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name):
-            found.add(one.target.id)
+            yield one, one.target.id
         elif isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Store):
-            found.add(one.id)
-    return frozenset(found)
+            yield one, one.id
 
 
-def _written(node: ast.AST) -> Names:
-    """Names that a target binds, whatever it is."""
-    match node:
-        case ast.Name():
-            return frozenset([node.id])
-        case ast.Tuple() | ast.List():
-            return _NONE.union(*map(_written, node.elts))
-        case ast.Starred():
-            return _written(node.value)
-    return _NONE
+def _place(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset

@@ -5,14 +5,16 @@ Modules, optimizers, random generators and whatever else has `state_dict` and `l
 caller makes them again, and their state is restored in place. Everything else is refused by name.
 
 An object that is an argument, or part of one, is saved as the place where it is there. Any other object is saved once,
-as a node that all who hold it refer to. What a module or another object with a state keeps, as parameters, layers or the
-parameter groups of an optimizer, has no place: a variable that refers to it is refused, as it would go on as a copy.
+as a node that all who hold it refer to. What would go on as a copy of something is refused by both names: tensors and
+arrays that share memory, and what a module or another object with a state keeps, as parameters, layers or the parameter
+groups of an optimizer.
 """
 
 import builtins
 import json
+import math
 import random
-from bisect import bisect
+from bisect import bisect, insort
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -37,6 +39,34 @@ Path = tuple[Any, ...]
 Array = torch.Tensor | numpy.ndarray[Any, Any]
 
 
+class _Memory:
+    """Whose the memory of tensors and arrays is."""
+
+    def __init__(self) -> None:
+        self._claims: list[tuple[int, int, Any]] = []  # begins, ends, owners; in order, none over another
+
+    def claim(self, extent: tuple[int, int], owner: Any) -> tuple[Any, int] | None:
+        """Note an owner; if a part is another one's: that, and where its memory begins from there."""
+        if (at := self._overlapping(*extent)) is not None:
+            return self._claims[at][2], self._claims[at][0] - extent[0]
+        self.keep(extent, owner)
+        return None
+
+    def keep(self, extent: tuple[int, int], owner: Any) -> None:
+        """Note an owner, also of what others have."""
+        begin, end = extent
+        while (at := self._overlapping(begin, end)) is not None:
+            other = self._claims.pop(at)
+            begin, end = min(begin, other[0]), max(end, other[1])
+        if begin < end:
+            insort(self._claims, (begin, end, owner), key=lambda one: one[0])
+
+    def _overlapping(self, begin: int, end: int) -> int | None:
+        at = bisect(self._claims, begin, key=lambda one: one[0])
+        near = range(max(0, at - 1), min(at + 1, len(self._claims)))
+        return next((one for one in near if self._claims[one][0] < end and begin < self._claims[one][1]), None)
+
+
 @dataclass(frozen=True)
 class _Part:
     """An argument, or something within one, that the call may change.
@@ -44,7 +74,8 @@ class _Part:
     Attributes:
         path: the argument's name, then keys and indices.
         value: the object.
-        before: how it was when the call began: a copy of a container, or a hash.
+        before: how it was when the call began: a copy of a container; of a tensor its memory, shape and a hash; of an
+            object with a state None.
     """
 
     path: Path
@@ -71,15 +102,14 @@ class Arguments:
         self._objects: dict[Path, Any] = {}  # by place, as the caller gave them; kept, or an id may go to another
         self._parts: list[_Part] = []
         self._attributes: dict[str, Any] = {}
-        texts = {name: list(self._walk(value, (name,))) for name, value in values.items()}
-        self._memory = self._memory_now()
+        self.identity: dict[str, str] = {}
+        self._memory = _Memory()
+        for name, value in values.items():
+            text = json.dumps(list(self._walk(value, (name,))), default=str)
+            self.identity[name] = xxhash.xxh3_128(text.encode()).hexdigest()
+        del self._memory
         modules = [part.value for part in self._parts if isinstance(part.value, nn.Module)]
         saved = {*self.places, *(id(one) for module in modules for one in _registered(module))}
-        for path, where in self._memory.items():
-            texts[path[0]].append([path, where])
-        self.identity = {
-            name: xxhash.xxh3_128(json.dumps(text, default=str).encode()).hexdigest() for name, text in texts.items()
-        }
         for part in self._parts:
             self._require_arguments(part, saved)
 
@@ -102,19 +132,25 @@ class Arguments:
                 yield repr(key)
                 yield from self._walk(one, (*path, key))
             return
+        if isinstance(value, torch.Tensor | numpy.ndarray):
+            extent, found = _extent(value, _said(path)), _digest(value, _said(path))
+            self._parts.append(_Part(path, value, (extent, value.shape, found)))
+            yield self._memory.claim(extent, path)
+        else:
+            found = self._state_of(value, path)
+            self._parts.append(_Part(path, value, None))
+        yield found
+
+    def _state_of(self, value: Any, path: Path) -> str:
+        """Hash of the state of an object."""
+        if not isinstance(value, _GENERATORS) and not is_stateful(value):
+            raise NotResumableError(f"{_said(path)} is a {type(value).__qualname__}, which no checkpoint can hold")
         if isinstance(value, nn.Module):
             for tensor in [*value.parameters(), *value.buffers()]:
                 if tensor.device.type != "cpu":
                     raise NotResumableError(f"{_said(path)} has tensors on {tensor.device}: only host memory is saved")
             self._attributes[_said(path)] = _attributes(value)
-        if isinstance(value, torch.Tensor | numpy.ndarray):
-            found = before = _digest(value, _said(path))
-        elif isinstance(value, _GENERATORS) or is_stateful(value):
-            found, before = _digest(_state(value), _said(path)), None
-        else:
-            raise NotResumableError(f"{_said(path)} is a {type(value).__qualname__}, which no checkpoint can hold")
-        self._parts.append(_Part(path, value, before))
-        yield found
+        return _digest(_state(value), _said(path))
 
     def _require_arguments(self, part: _Part, saved: set[int]) -> None:
         """Refuse an optimizer, a schedule and the like whose tensors no argument has: they would not be saved."""
@@ -130,29 +166,8 @@ class Arguments:
         """The object at a place, in the arguments as the caller gave them."""
         return self._objects[path]
 
-    def tensors(self) -> Iterator[tuple[Path, Array]]:
-        """Every tensor and array within the arguments, but for those that an object with a state keeps."""
-        return ((path, one) for path, one in self._objects.items() if isinstance(one, torch.Tensor | numpy.ndarray))
-
-    def _memory_now(self) -> dict[Path, Any]:
-        """How each tensor lies in its memory, and the first one that has the same memory."""
-        first: dict[int, Path] = {}
-        found: dict[Path, Any] = {}
-        for path, value in self.tensors():
-            address, memory, view = _placed(value, _said(path))
-            found[path] = [view, memory.nbytes, first.setdefault(address, path)]
-        return found
-
-    def require_memory(self) -> None:
-        """Refuse tensors that were given other memory or another shape: the caller's own cannot be restored to that."""
-        for path, where in self._memory_now().items():
-            if where != self._memory[path]:
-                raise NotResumableError(
-                    f"{_said(path)} has been given another shape, or other memory, in place: write into its elements"
-                )
-
-    def held(self) -> Iterator[tuple[str, Any]]:
-        """What arguments with a state keep, and gradients; with whose they are."""
+    def kept(self) -> Iterator[tuple[str, Any]]:
+        """Tensors and arrays among the arguments, what others keep, and gradients; with whose they are."""
         for part in self._parts:
             for one in _kept_by(part.value) if part.before is None else [part.value]:
                 yield _said(part.path), one
@@ -174,8 +189,12 @@ class Arguments:
                 found.append([list(part.path), [encoder.add(one, name) for one in value]])
             elif isinstance(value, dict) and not _alike(_pairs(value), _pairs(part.before)):
                 found.append([list(part.path), [[encoder.add(one, name) for one in pair] for pair in value.items()]])
-            elif isinstance(value, torch.Tensor | numpy.ndarray) and _digest(value, name) != part.before:
-                found.append([list(part.path), _content(value, name)])
+            elif isinstance(value, torch.Tensor | numpy.ndarray):
+                extent, shape, digest = part.before
+                if (_extent(value, name), value.shape) != (extent, shape):
+                    raise NotResumableError(f"{name} has been given another shape or other memory in place")
+                if _digest(value, name) != digest:
+                    found.append([list(part.path), _content(value)])
             elif part.before is None:
                 found.append([list(part.path), _state(value)])
                 if isinstance(value, nn.Module):
@@ -221,39 +240,17 @@ class Encoder:
 
     def __init__(self, arguments: Arguments) -> None:
         self.nodes: list[Any] = []
+        self._places = arguments.places
         self._index: dict[int, int] = {}  # by `id`
         self._alive: list[Any] = []  # or an id may become another object's
-        self._memory: dict[int, Any] = {}  # address of tensors' and arrays' memory -> who has it: a node, or a place
-        self._ranges: list[tuple[int, int]] = []  # of these
-        arguments.require_memory()
-        self._places = arguments.places
-        for path, value in arguments.tensors():
-            address, memory, _ = _placed(value, _said(path))
-            if address not in self._memory:
-                self._claim(address, memory.nbytes, {"place": list(path)}, _said(path))
-        self._held: dict[int, str] = {}  # owner, by `id`
-        for owner, one in arguments.held():
-            if id(one) in self._places:
-                continue
+        self._kept: dict[int, str] = {}  # by `id`: whose it is
+        self._memory = _Memory()
+        for owner, one in arguments.kept():
             self._alive.append(one)
             if isinstance(one, dict | list | set | nn.Module | torch.Tensor | numpy.ndarray):
-                self._held[id(one)] = owner
-            if isinstance(one, torch.Tensor) and one.layout == torch.strided and one.device.type == "cpu":
-                self._memory.setdefault(one.untyped_storage().data_ptr(), {"held": owner})
-
-    def _claim(self, address: int, size_bytes: int, holder: Any, name: str) -> None:
-        """Note who has this memory.
-
-        Raises:
-            NotResumableError: a part of it is known as another memory, as of an array and of a tensor made from it.
-        """
-        self._memory[address] = holder
-        if size_bytes:
-            at = bisect(self._ranges, (address, 0))
-            before, after = self._ranges[at - 1 : at], self._ranges[at : at + 1]
-            if (before and before[0][1] > address) or (after and after[0][0] < address + size_bytes):
-                raise NotResumableError(f"{name} is a part of another array or tensor that was made from it: copy it")
-            self._ranges.insert(at, (address, address + size_bytes))
+                self._kept[id(one)] = owner
+            if isinstance(one, numpy.ndarray) or (isinstance(one, torch.Tensor) and _is_dense(one)):
+                self._memory.keep(_bounds(one), owner)
 
     def add(self, value: Any, name: str) -> Any:
         """A value as plain data that `_Nodes.get` takes.
@@ -269,8 +266,10 @@ class Encoder:
             return {"range": [value.start, value.stop, value.step]}
         if (place := self._places.get(id(value))) is not None:
             return {"place": list(place)}
-        if (owner := self._held.get(id(value))) is not None:
-            raise _held_by(owner, name)
+        if (owner := self._kept.get(id(value))) is not None:
+            raise NotResumableError(
+                f"{name} is kept by {owner}, and would go on as a copy: take it from there again after the hint"
+            )
         if (known := self._index.get(id(value))) is not None:
             if self.nodes[known] is None:
                 raise NotResumableError(f"{name} holds itself: no checkpoint can hold that")
@@ -287,24 +286,24 @@ class Encoder:
         if type(value) is dict:
             return {"dict": [[self.add(one, name) for one in pair] for pair in value.items()]}
         if type(value) in (torch.Tensor, numpy.ndarray):
-            return {type(value).__name__: self._view(value, name)}
+            return {type(value).__name__: self._tensor(value, name)}
         raise NotResumableError(
             f"{name} is a {type(value).__qualname__}, which no checkpoint can hold: keep numbers, text, lists, tuples, "
-            "dicts, tensors and arrays; pass modules, optimizers and generators as arguments"
+            "dicts, tensors and arrays, and `del` what is not needed; pass modules, optimizers, generators as arguments"
         )
 
-    def _view(self, value: Array, name: str) -> dict[str, Any]:
-        """A tensor or an array as a view of its memory, which others may share."""
-        address, memory, view = _placed(value, name)
-        if address not in self._memory:
-            self._claim(address, memory.nbytes, {"node": len(self.nodes)}, name)
-            self.nodes.append({"memory": memory})
-        if "held" in (holder := self._memory[address]):
-            raise _held_by(holder["held"], name)
+    def _tensor(self, value: Array, name: str) -> dict[str, Any]:
+        """Elements and strides of a tensor or an array, and of a tensor whether it is trained."""
+        begin, end = _extent(value, name)
+        if (known := self._memory.claim((begin, end), name)) is not None:
+            raise NotResumableError(f"{name} shares memory with {known[0]}: copy one of them")
+        if value.nbytes != end - begin or (isinstance(value, numpy.ndarray) and min(value.strides, default=0) < 0):
+            raise NotResumableError(f"{name} is a view of a larger memory, or turned around: copy it")
         if isinstance(value, numpy.ndarray):
-            return {"memory": holder, **view}
+            return {"data": value, "strides": list(value.strides)}
         gradient = self.add(value.grad if value.is_leaf else None, f"the gradient of {name}")
-        return {"memory": holder, **view, "trained": value.requires_grad, "grad": gradient}
+        strides = list(value.stride())
+        return {"data": value.detach(), "strides": strides, "trained": value.requires_grad, "grad": gradient}
 
 
 class _Nodes:
@@ -331,25 +330,19 @@ class _Nodes:
 
     def _make(self, kind: str, content: Any) -> Any:
         match kind:
-            case "memory":
-                return content.clone()
-            case "Tensor" | "ndarray":
-                return self._tensor(kind, content)
+            case "ndarray":
+                data = content["data"]
+                made = numpy.ndarray(data.shape, data.dtype, bytearray(data.nbytes), strides=content["strides"])
+                made[...] = data
+                return made
+            case "Tensor":
+                data = content["data"]
+                value = torch.empty_strided(data.shape, content["strides"], dtype=data.dtype, device="cpu").copy_(data)
+                value.requires_grad_(content["trained"]).grad = self.get(content["grad"])
+                return value
             case "dict":
                 return {self.get(key): self.get(one) for key, one in content}
         return (list if kind == "list" else tuple)(self.get(one) for one in content)
-
-    def _tensor(self, kind: str, content: Any) -> Any:
-        memory = self.get(content["memory"])
-        if "place" in content["memory"]:
-            _, memory = _flat(memory, "an argument")
-        if kind == "ndarray":
-            given = content["shape"], content["dtype"], memory.numpy().data, content["offset"], content["strides"]
-            return numpy.ndarray(*given)
-        value = torch.empty(0, dtype=getattr(torch, content["dtype"]), device="cpu")
-        value.set_(memory.untyped_storage(), content["offset"], content["shape"], content["strides"])
-        value.requires_grad_(content["trained"]).grad = self.get(content["grad"])
-        return value
 
 
 def decoded(nodes: list[Any], changes: list[Any], arguments: Arguments) -> Callable[[Any], Any]:
@@ -392,49 +385,47 @@ def _pairs(mapping: Mapping[Any, Any]) -> list[Any]:
     return [*mapping.keys(), *mapping.values()]
 
 
-def _content(value: Array, name: str) -> dict[str, Any]:
-    """The elements of a tensor or array, and a tensor's gradient."""
-    _flat(value, name)  # or it is refused
+def _content(value: Array) -> dict[str, Any]:
+    """The elements of a tensor or array, and of a tensor whether it is trained, and its gradient."""
     if isinstance(value, numpy.ndarray):
         return {"data": value}
     gradient = value.grad if value.is_leaf else None
     return {"data": value.detach(), "grad": gradient, "trained": value.requires_grad}
 
 
-def _placed(value: Array, name: str) -> tuple[int, torch.Tensor, dict[str, Any]]:
-    """Address and bytes of its memory (see `_flat`), and where its elements lie there."""
-    address, memory = _flat(value, name)
-    if isinstance(value, numpy.ndarray):
-        offset = value.__array_interface__["data"][0] - address if value.size else 0
-        dtype, strides = value.dtype.str, value.strides
-    else:
-        offset, dtype, strides = value.storage_offset(), str(value.dtype).removeprefix("torch."), value.stride()
-    return address, memory, {"shape": list(value.shape), "dtype": dtype, "strides": list(strides), "offset": offset}
-
-
-def _flat(value: Array, name: str) -> tuple[int, torch.Tensor]:
-    """Address and bytes of all the memory that a tensor or an array has, perhaps with others.
+def _extent(value: Array, name: str) -> tuple[int, int]:
+    """Where the memory of a tensor or an array begins and ends.
 
     Raises:
-        NotResumableError: it is more than a view of host memory, or the memory belongs to something else.
+        NotResumableError: it is no dense tensor or array of numbers in host memory, or has a graph.
     """
     if isinstance(value, numpy.ndarray):
-        root: Any = value
-        while isinstance(root.base, numpy.ndarray):
-            root = root.base
-        if isinstance(root.base, torch.Tensor):
-            return _flat(root.base, name)
-        if value.dtype.hasobject or root.base is not None or not (root.flags.c_contiguous or root.flags.f_contiguous):
-            raise NotResumableError(f"{name} is an array of {value.dtype} whose memory is not its own: copy() it")
-        data = root.reshape(-1, order="A").view(numpy.uint8) if root.size else numpy.zeros(0, numpy.uint8)
-        return root.__array_interface__["data"][0] if root.size else -id(root), torch.from_numpy(data)
-    if value.grad_fn is not None:
-        raise NotResumableError(f"{name} has the graph of a backward: use it before the hint, or detach() it")
-    special = value.is_quantized or value.is_conj() or value.is_neg()
-    if value.device.type != "cpu" or value.layout != torch.strided or special:
+        if value.dtype.hasobject:
+            raise NotResumableError(f"{name} is an array of {value.dtype}: keep a list")
+    elif value.grad_fn is not None:
+        raise NotResumableError(
+            f"{name} has the graph of a backward: use it before the hint and `del` it, or detach() it"
+        )
+    elif not _is_dense(value):
         raise NotResumableError(f"{name} is of {value.device}, {value.layout}: only dense host memory is saved")
-    storage = value.untyped_storage()
-    return storage.data_ptr() or -id(value), torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return _bounds(value)
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    special = value.is_quantized or value.is_conj() or value.is_neg()
+    return value.device.type == "cpu" and value.layout == torch.strided and not special
+
+
+def _bounds(value: Array) -> tuple[int, int]:
+    if isinstance(value, numpy.ndarray):
+        begin, item, strides = value.__array_interface__["data"][0], value.itemsize, value.strides
+    else:
+        item = value.element_size()
+        begin, strides = value.data_ptr(), tuple(item * stride for stride in value.stride())
+    if not math.prod(value.shape):
+        return 0, 0
+    ways = [(size - 1) * stride for size, stride in zip(value.shape, strides, strict=True)]
+    return begin + sum(min(0, way) for way in ways), begin + item + sum(max(0, way) for way in ways)
 
 
 def _digest(tree: Any, name: str) -> str:
@@ -444,7 +435,7 @@ def _digest(tree: Any, name: str) -> str:
         NotResumableError: there is something else in it.
     """
     if isinstance(tree, torch.Tensor | numpy.ndarray):
-        tree = _content(tree, name)
+        tree = _content(tree)
     try:
         data, tensors = encode(tree)
     except (UnsupportedEngineError, RecursionError) as error:
@@ -505,12 +496,6 @@ def _kept_by(value: Any) -> Iterator[Any]:
             waiting += islice(one, _KEPT_MAX)
         elif not isinstance(one, torch.Tensor | numpy.ndarray):
             waiting.append(getattr(one, "__dict__", {}))
-
-
-def _held_by(owner: str, name: str) -> NotResumableError:
-    return NotResumableError(
-        f"{name} is kept by {owner}, and would go on as a copy of that: take it from there again after the hint"
-    )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def loops(inner: st.SearchStrategy[list[str]]) -> st.SearchStrategy[str]:
     name = st.integers(0, 99)
     over = st.sampled_from(
         [
-            *("range(3)", "[1, 2, 2]", "list(xs[:3])", "enumerate(xs[-2:], b)", "zip(range(2), 'ab')", "d.items()"),
-            *("ys[:2]", "xs", "reversed(ys)", "d", "d.keys()", "tuple(d.values())"),
+            *("range(3)", "[1, 2, 2]", "xs[:3]", "list(enumerate(xs[-2:], b))", "tuple(zip(range(2), 'ab'))"),
+            *("ys[:2]", "xs", "ys", "list(d)", "list(d.items())", "tuple(d.values())"),
         ]
     )
     bodies = st.tuples(inner, ends, inner).map(lambda parts: [*parts[0], *filter(None, [parts[1]]), *parts[2]])
@@ -131,13 +131,12 @@ def test_a_list_that_grows_while_it_is_gone_over(tmp_path: Path) -> None:
     assert run(tmp_path, text, xs="[5, 4]") == 7
 
 
-@pytest.mark.parametrize("over", ["xs", "reversed(xs)", "enumerate(xs)", "zip(xs, range(9))"])
 @pytest.mark.parametrize("change", ["xs.clear()", "xs *= 0; xs += [7]", "del xs[1:]", "xs.pop()"])
-def test_a_list_that_is_changed_while_it_is_gone_over(tmp_path: Path, over: str, change: str) -> None:
+def test_a_list_that_is_changed_while_it_is_gone_over(tmp_path: Path, change: str) -> None:
     text = f"""
     def f(xs):
         out = []
-        for x in {over}:
+        for x in xs:
             out.append(x)
             hint()
             if len(out) == 2:
@@ -207,26 +206,23 @@ def test_parts_of_arguments_stay_themselves_wherever_the_call_moves_them(tmp_pat
     assert run(tmp_path, text, rows="[[1], [2], [3], [4]]", table="{'a': [[7]], 'b': []}") == 3
 
 
-def test_tensors_and_arrays_that_share_memory_still_do(tmp_path: Path) -> None:
+def test_tensors_and_arrays_come_back_as_they_lie_in_memory(tmp_path: Path) -> None:
     text = """
     def f(rows, table):
-        whole = torch.arange(6.0)
-        part, turned, none = whole[1:3], whole.view(2, 3).t(), torch.empty(0)
-        numbers = whole.numpy()
-        halves = numpy.array_split(numpy.arange(7)[::-1], 2)
-        columns = numpy.asfortranarray(numpy.ones((2, 3)))
-        row = rows[0]
-        cell = table[1:2]
+        turned, none = torch.arange(6.0).view(2, 3).t(), torch.empty(0, 3)
+        weights = [torch.ones(2, requires_grad=True)] * 2
+        halves = numpy.array_split(numpy.arange(7), 2)
+        columns, empty = numpy.asfortranarray(numpy.ones((2, 3))), numpy.zeros((0, 2), numpy.int16)
         seen = []
-        for index, half in enumerate(halves):
-            part += 1
-            numbers[0] += 5
+        for half in halves:
+            weights[0].sum().backward()
             half[0] = 9
-            row += 1
-            cell[0] = index + 7
+            rows[0] += 1
+            table[1] = len(seen)
+            turned += 1
             hint()
-            seen.append((whole.tolist(), turned.stride(), turned.tolist(), columns.flags.f_contiguous, len(none)))
-        return seen, halves, whole, rows, table
+            seen.append((turned.stride(), turned.tolist(), columns.flags.f_contiguous, none.shape, empty.dtype))
+        return seen, halves, rows, table, weights, weights[0] is weights[1], weights[0].grad
     """
     assert run(tmp_path, text, rows="torch.zeros(2, 2)", table="numpy.zeros(3)") == 2
 
@@ -260,11 +256,16 @@ REFUSED = {
     "generator": "for x in (i for i in range(3)):\n    hint()",
     "over a map": "for x in map(str, xs):\n    hint()",
     "over a set": "for x in {1, 2}:\n    hint()",
+    "over a enumerate": "for x in enumerate(xs):\n    hint()",
+    "over a dict": "for x in {1: 2}:\n    hint()",
     "is a set": "x = {1}\nhint()\nprint(x)",
     "is a function": "x = lambda: 1\nhint()\nx()",
     "holds itself": "x = []\nx.append(x)\nhint()\nprint(x)",
     "graph of a backward": "x = torch.ones(2, requires_grad=True) * 2\nhint()\nprint(x)",
-    "not its own": "x = numpy.array([[], 1], object)\nhint()\nprint(x)",
+    "array of object": "x = numpy.array([[], 1], object)\nhint()\nprint(x)",
+    "view of a larger memory": "x = torch.ones(4)[::2]\nhint()\nprint(x)",
+    "turned around": "x = numpy.arange(4)[::-1]\nhint()\nprint(x)",
+    "shares memory with": "x = torch.ones(4)\ny = x.view(2, 2)\nhint()\nprint(x, y)",
     "is a Linear": "x = torch.nn.Linear(2, 2)\nhint()\nprint(x)",
     "torch's threads": "torch.set_num_threads(3 - torch.get_num_threads())\nhint()",
 }
@@ -311,7 +312,8 @@ PARTED = {
     "'row' is kept by": "row = model.weight.data[0]\nhint()\nrow.zero_()",
     "'step' is kept by": "step = model.bias.grad\nhint()\nstep.zero_()",
     "'same' is kept by": "same = [model]\nsame.append(next(model.children()))\nhint()\nprint(same)",
-    "made from it": "whole = numpy.arange(4.0)\ntail = torch.from_numpy(whole[1:])\nhint()\nprint(whole, tail)",
+    "shares memory with the variable": "whole = numpy.arange(4.0)\ntail = torch.from_numpy(whole[1:])\nhint()\n"
+    "print(whole, tail)",
 }
 
 
