@@ -240,7 +240,7 @@ def test_a_newer_call_ends_the_older_one(made: Made, tmp_path: Path) -> None:
     path = tmp_path / "old.py"
     module = made()
     path.write_text(TRAINING)
-    old = started(path, tmp_path / "shared", 0.3)
+    old = started(path, tmp_path / "shared", 2.0)
     assert old.stdout is not None
     assert old.stdout.readline().startswith("hint")
     new = started(path, tmp_path / "shared")
