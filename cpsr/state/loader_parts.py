@@ -126,14 +126,43 @@ def _samplers_of(loader: Iterable[Any]) -> list[Any]:
 # Generators and data in attributes, containers and closures
 
 
+class _Counts:
+    """Numbers that a sampler of the user changes in its attributes, as its passes; the others are settings."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self._begun = sampler, self._numbers(sampler)
+
+    @staticmethod
+    def _numbers(sampler: Any) -> dict[str, Any]:
+        told = "epoch" if hasattr(sampler, "set_epoch") else None
+        return {name: one for name, one in vars(sampler).items() if type(one) in (bool, int, float) and name != told}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: one for name, one in self._numbers(self._sampler).items() if self._begun.get(name) != one}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self._sampler).update(self._begun | state)
+
+
+def _counts(loader: Iterable[Any]) -> Iterator[tuple[str, Stateful]]:
+    for one in () if isinstance(loader, Calls) else _samplers_of(loader):
+        own = str(type(one).__module__).split(".")[0] not in ("builtins", "torch", "torchdata", "accelerate", "cpsr")
+        if own and hasattr(one, "__dict__") and not hasattr(one, "state_dict"):
+            yield f"numbers of {type(one).__name__}", _Counts(one)
+
+
 def order_generators(loader: Iterable[Any]) -> dict[str, Stateful]:
-    """Generators that a pass draws its order from, by their place: those of the loader and its samplers."""
+    """Generators that a pass draws its order from, by their place: those of the loader and its samplers.
+
+    Also the counts of samplers, which are as much a part of what decides the order.
+    """
     of_data = {id(one) for _, one in _found(_data_roots(loader), _is_generator)}
     roots: list[tuple[str, Any]] = []
     if not isinstance(loader, Calls):
         own = getattr(loader, "generator", None)
         roots = [("generator", own)] + [(type(one).__name__, one) for one in _samplers_of(loader)]
-    return {name: stateful(name, one) for name, one in _found(roots, _is_generator) if id(one) not in of_data}
+    drawn = {name: stateful(name, one) for name, one in _found(roots, _is_generator) if id(one) not in of_data}
+    return drawn | dict(_counts(loader))
 
 
 def data_generators(loader: Iterable[Any]) -> dict[str, Stateful]:

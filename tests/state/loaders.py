@@ -120,6 +120,31 @@ class Permuted(Sampler[int]):
         return iter(random.sample(range(ITEMS), ITEMS))
 
 
+class Counting(Sampler[int]):
+    """Shuffles by the number of the pass, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(ITEMS, generator=seeded(self.passes)).tolist())
+
+
+class CountingBatches:
+    """No DataLoader, and without a state; counts its passes."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter(torch.randperm(6, generator=seeded(self.passes))[:, None])
+
+
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -146,6 +171,8 @@ SKIPPED: dict[str, Callable[[], Any]] = OWN_ORDER | {
     ),
     "numpy sampler": lambda: DataLoader(Items(), BATCH, sampler=Permuted("numpy")),
     "python sampler": lambda: DataLoader(Items(), BATCH, sampler=Permuted("python")),
+    "counting sampler": lambda: DataLoader(Items(), BATCH, sampler=Counting()),
+    "counting batches": CountingBatches,
     "unbatched": lambda: DataLoader(Items(), None, shuffle=True, generator=seeded(4)),
     "without a state": lambda: DataLoader(Stateless(), BATCH),
 }
