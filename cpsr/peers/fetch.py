@@ -8,11 +8,10 @@ from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_sta
 from cpsr.checkpoint.tiers import Entry, Source
 from cpsr.errors import CheckpointError
 from cpsr.peers.transport import (
-    TRANSFER,
+    PEER_SECONDS,
     Channel,
     Kind,
     Message,
-    Transfer,
     problem_of,
     receive_state,
     sealed,
@@ -33,7 +32,6 @@ def fetch(
     group: Group,
     nodes: Sequence[str],
     sources: Sequence[Source],
-    transfer: Transfer = TRANSFER,
     directory: Path = SHARED_MEMORY,
 ) -> dict[Entry, MemoryState]:
     """Bring every state that lies on another machine than the rank that takes it there; a collective of all ranks.
@@ -46,7 +44,6 @@ def fetch(
         group: the ranks.
         nodes: machine of each rank, by rank.
         sources: what was decided, by rank; the same on all ranks.
-        transfer: how it travels.
         directory: this machine's shared memory.
 
     Returns:
@@ -60,11 +57,11 @@ def fetch(
     if not transfers:
         return fetched
     # Whoever waits for its turn waits for those before it.
-    timeout_seconds = transfer.timeout_seconds * len(transfers)
+    timeout_seconds = PEER_SECONDS * len(transfers)
     side = SideGroup(group_name(), range(group.size), timeout_seconds)
 
     def channel(peer: int) -> Channel:
-        return Channel(side, peer, transfer.chunk_bytes, timeout_seconds)
+        return Channel(side, peer, timeout_seconds)
 
     problems = []
     for sender, receiver, entry in transfers:  # in the same order on all ranks, so that none waits for one that waits

@@ -18,12 +18,11 @@ from cpsr.errors import CheckpointError, SaveError
 from cpsr.peers.alike import SmallStates, committed_words, fingerprint, small_bytes
 from cpsr.peers.placement import Member, place_within
 from cpsr.peers.transport import (
-    TRANSFER,
+    PEER_SECONDS,
     Channel,
     Kind,
     Message,
     Sealed,
-    Transfer,
     erase,
     problem_of,
     receive_state,
@@ -258,7 +257,7 @@ class Replicator:
         checkpoints: the run's directory of them, where all ranks see it.
         window_bytes: of a window, where these go to the peers in place of snapshots; else 0.
         bytes_to_come: shared memory that this rank will take for itself beside its buffers.
-        transfer: how states travel.
+        timeout_seconds: after which a peer that sends or takes nothing is given up.
 
     Attributes:
         placement: who holds what.
@@ -277,7 +276,7 @@ class Replicator:
         checkpoints: Path,
         window_bytes: int = 0,
         bytes_to_come: int = 0,
-        transfer: Transfer = TRANSFER,
+        timeout_seconds: float = PEER_SECONDS,
     ) -> None:
         self._run_id, self._rank, self._report = memory.run_id, group.rank, report
         self._directory, self._checkpoints = memory.path("").parent, checkpoints
@@ -289,27 +288,24 @@ class Replicator:
             report("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
         # One for each rank that this one sends to or receives from.
         pairs = [(owner, holder) for owner, holders in enumerate(self.placement.holders) for holder in holders]
-        self._groups = pair_groups(self._rank, pairs, transfer.timeout_seconds)
+        self._groups = pair_groups(self._rank, pairs, timeout_seconds)
         holders, owners = self.placement.holders[group.rank], self.placement.owners_kept_by(group.rank)
         own = members[group.rank]
         self._takes_small: set[int] = set()
         if own.bytes_within < own.bytes_beyond:
             self._takes_small = {holder for holder in holders if members[holder].group == own.group}
         self._small = self._small_states(memory, template)
+
+        def channel(peer: int) -> Channel:  # one for each thread, which has its buffer
+            return Channel(self._groups[peer], peer, timeout_seconds)
+
         self._outgoing = [
-            Outgoing(self._channel(holder, transfer), report, partial(self._is_twin, holder), occupancy)
-            for holder in holders
+            Outgoing(channel(holder), report, partial(self._is_twin, holder), occupancy) for holder in holders
         ]
         self._incoming = [
-            Incoming(
-                self._channel(owner, transfer),
-                self._run_id,
-                [replica_path(self._run_id, owner, group.rank, slot, self._directory) for slot in range(SLOTS)],
-                report,
-            )
-            for owner in owners
+            Incoming(channel(owner), self._run_id, self._replica_paths(owner), report) for owner in owners
         ]
-        self._wait_seconds = transfer.timeout_seconds + CLOSE_SECONDS
+        self._wait_seconds = timeout_seconds + CLOSE_SECONDS
 
     def offer(self, file: Path, snapshot: Snapshot) -> None:
         """Replicate a whole snapshot that was sealed in this file; returns soon, from any thread.
@@ -392,6 +388,9 @@ class Replicator:
         if remove:
             self._remove_all_but(())
 
+    def _replica_paths(self, owner: int) -> list[Path]:
+        return [replica_path(self._run_id, owner, self._rank, slot, self._directory) for slot in range(SLOTS)]
+
     def _small_states(self, memory: SharedMemory, template: Shard) -> SmallStates | None:
         if not self._takes_small:
             return None
@@ -433,9 +432,6 @@ class Replicator:
             rooms[node] = min(rooms.get(node, gathered), gathered)
             to_come[node] += own
         return {node: max(0, rooms[node] - to_come[node]) for node in rooms}
-
-    def _channel(self, peer: int, transfer: Transfer) -> Channel:
-        return Channel(self._groups[peer], peer, transfer.chunk_bytes, transfer.timeout_seconds)
 
 
 def _gathered(group: Group, label: int, template: Shard, checkpoints: Path, window_bytes: int) -> list[Member]:

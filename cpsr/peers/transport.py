@@ -18,12 +18,11 @@ from cpsr.errors import CheckpointError
 from cpsr.ranks.group import SideGroup
 
 __all__ = [
-    "TRANSFER",
+    "PEER_SECONDS",
     "Channel",
     "Kind",
     "Message",
     "Sealed",
-    "Transfer",
     "erase",
     "problem_of",
     "receive_state",
@@ -35,6 +34,10 @@ _WORDS = 5
 # How often a rank that waits for the next state looks whether it begins: soon enough for what is sent every few seconds
 # at most, and next to nothing of a core.
 IDLE_SECONDS = 0.05
+# Sent at a time; every sender and receiver has a buffer of this size. Large enough that what is done for each in Python
+# is lost beside the network, and small beside any state.
+CHUNK_BYTES = 4 << 20
+PEER_SECONDS = 60.0  # a peer that sends or takes nothing for so long, in the middle of a state, is given up
 
 
 class Kind(enum.IntEnum):
@@ -66,23 +69,6 @@ class Message:
     length: int = 0
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """How states travel between ranks.
-
-    Attributes:
-        chunk_bytes: sent at a time; every sender and receiver has a buffer of this size. Large enough that what is
-            done for each in Python is lost beside the network, and small beside any state.
-        timeout_seconds: a peer that sends or takes nothing for so long, in the middle of a state, is given up.
-    """
-
-    chunk_bytes: int = 4 << 20
-    timeout_seconds: float = 60.0
-
-
-TRANSFER = Transfer()
-
-
 class Channel:
     """Messages between this rank and one other; each direction belongs to one thread.
 
@@ -90,16 +76,15 @@ class Channel:
         group: holds both. Where one does not answer in time, gloo closes all connections of the
             group: what must not end together needs groups of its own.
         peer: the other rank.
-        chunk_bytes: the most bytes that follow a message.
         timeout_seconds: how long the other rank may take for one message or its bytes.
     """
 
-    def __init__(self, group: SideGroup, peer: int, chunk_bytes: int, timeout_seconds: float) -> None:
+    def __init__(self, group: SideGroup, peer: int, timeout_seconds: float) -> None:
         self.peer = peer
         self._group = group
         self._timeout = timedelta(seconds=timeout_seconds)
         # The bytes that follow a message.
-        self.buffer = torch.empty(max(chunk_bytes, PAGE_BYTES), dtype=torch.uint8, device="cpu")
+        self.buffer = torch.empty(max(CHUNK_BYTES, PAGE_BYTES), dtype=torch.uint8, device="cpu")
         self._view = memoryview(self.buffer.numpy())  # type: ignore[arg-type] # numpy's stub knows no buffers yet
 
     def view(self, length: int) -> memoryview:

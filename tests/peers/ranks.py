@@ -22,7 +22,8 @@ from cpsr.checkpoint.memory_states import memory_state, memory_states
 from cpsr.checkpoint.memory_reader import owned_word_in_memory, load_memory_state, verify_memory_state
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, decide
-from cpsr.peers.transport import Channel, Transfer
+from cpsr.peers import transport
+from cpsr.peers.transport import Channel
 from cpsr.errors import CheckpointError
 from cpsr.ranks.group import NODE_VARIABLE, Group, this_node
 from cpsr.ranks.group import SideGroup, group_name
@@ -60,6 +61,7 @@ PROLOGUE = """
 dist.init_process_group("gloo")
 group = Group()
 found, events = {}, []
+transport.CHUNK_BYTES = 8192
 memory = root / this_node()
 memory.mkdir(exist_ok=True)
 def report(kind, message, iteration, level):
@@ -67,7 +69,7 @@ def report(kind, message, iteration, level):
 checkpoints = root / "checkpoints"
 def opened(states, groups=None, replicas=2, window_bytes=0, bytes_to_come=0, **settings):
     groups = groups or [range(group.size)] * group.size
-    beside = {"checkpoints": checkpoints, "transfer": Transfer(**settings)}
+    beside = {"checkpoints": checkpoints, **settings}
     beside |= {"window_bytes": window_bytes, "bytes_to_come": bytes_to_come}
     return Replicator(states.memory, states.occupancy, group, groups[rank], states.template, replicas, report, **beside)
 def slow_down(bytes_per_second):

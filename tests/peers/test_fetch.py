@@ -22,16 +22,15 @@ entries = [Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name) for s in
 entries = [Entry(**one) for part in group.gather([vars(entry) for entry in entries]) for one in part]
 sources = decide(nodes, entries, None, None, alike=range(group.size), remote=True).exact
 own = [source for source in sources if source.rank != 2]
-transfer = Transfer(chunk_bytes=8192, timeout_seconds=5.0)
-fetched = fetch(RUN_ID, group, nodes, sources, transfer, memory)
+fetched = fetch(RUN_ID, group, nodes, sources, memory)
 found["right"] = [[s.iteration, is_right(s), oct(s.path.stat().st_mode & 0o777)] for s in fetched.values()]
 for state in fetched.values():
     state.path.unlink()
-found["nothing"] = fetch(RUN_ID, group, nodes, own, transfer, memory)
+found["nothing"] = fetch(RUN_ID, group, nodes, own, memory)
 
 def fails():
     try:
-        fetch(RUN_ID, group, nodes, sources, transfer, memory)
+        fetch(RUN_ID, group, nodes, sources, memory)
     except CheckpointError as error:
         return str(error).replace(str(root), "")
 if rank == 0:

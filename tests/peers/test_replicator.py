@@ -9,7 +9,7 @@ from tests.peers.ranks import run
 
 FOUR = """
 states = States(memory, rank)
-replicator = opened(states, replicas=2, chunk_bytes=8192)
+replicator = opened(states, replicas=2)
 holders, owners = replicator.placement.holders[rank], replicator.placement.owners_kept_by(rank)
 found["holders"], found["owners"] = holders, owners
 for iteration in (10, 20, 30):
@@ -46,7 +46,7 @@ KILLED = """
 states = States(memory, rank)
 if rank == 2:
     slow_down(400_000)
-replicator = opened(states, replicas=2, chunk_bytes=8192)
+replicator = opened(states, replicas=2)
 replicator.offer(*states.seal(10))
 until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
@@ -83,7 +83,7 @@ def test_after_a_sigkill_the_others_go_on_and_what_it_had_sent_stays(tmp_path: P
 
 STOPPED = """
 states = States(memory, rank)
-replicator = opened(states, replicas=2, chunk_bytes=8192, timeout_seconds=4.0)  # a busy machine may be late
+replicator = opened(states, replicas=2, timeout_seconds=4.0)  # a busy machine may be late
 replicator.offer(*states.seal(10))
 until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
@@ -114,7 +114,7 @@ def test_a_stopped_rank_is_given_up_in_time_and_delays_no_other(tmp_path: Path) 
 
 DAMAGED = """
 states = States(memory, rank)
-replicator = opened(states, replicas=1, chunk_bytes=8192)
+replicator = opened(states, replicas=1)
 replicator.offer(*states.seal(10))
 until(lambda: replicated(1 - rank) == [10])
 group.barrier()
@@ -165,7 +165,7 @@ def test_a_holder_without_room_says_so_and_its_owner_gives_it_up(tmp_path: Path)
 OVERTAKEN = """
 states = States(memory, rank, slots=1)
 slow_down(2_000_000)
-replicator = opened(states, replicas=1, chunk_bytes=8192)
+replicator = opened(states, replicas=1)
 replicator.offer(*states.seal(10))
 until(lambda: replicated(1 - rank) == [10])
 group.barrier()
@@ -188,7 +188,7 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_dropped_and_the_older_repl
 FASTER = """
 states = States(memory, rank)
 slow_down(3_000_000)
-replicator = opened(states, replicas=1, chunk_bytes=8192)
+replicator = opened(states, replicas=1)
 seconds = []
 replicator.follow(seconds.append)
 arrived, iteration = set(), 0
@@ -275,7 +275,7 @@ def test_groups_are_kept_together_and_an_error_of_training_stays_what_it_is(tmp_
 
 ALIKE = """
 states = States(memory, rank, alike=rank < 3)
-replicator = opened(states, [[0, 1, 2]] * 3 + [[3]], replicas=2, chunk_bytes=8192)
+replicator = opened(states, [[0, 1, 2]] * 3 + [[3]], replicas=2)
 holders, owners = replicator.placement.holders[rank], replicator.placement.owners_kept_by(rank)
 for iteration in (10, 20, 30):
     replicator.offer(*states.seal(iteration))
@@ -311,7 +311,7 @@ def test_without_zero_a_holder_of_the_group_is_sent_what_it_has_not(tmp_path: Pa
 APART = """
 import threading
 states = States(memory, rank, alike=True)
-replicator = opened(states, replicas=1, chunk_bytes=8192)
+replicator = opened(states, replicas=1)
 store = CheckpointStore(root, rank, 2, RUN_ID, 1)
 def commit(snapshot):
     store.write(snapshot)

@@ -16,7 +16,8 @@ from cpsr.checkpoint.memory_states import memory_state
 from cpsr.peers.transport import Channel, Kind, Message, erase, problem_of, receive_state, sealed, send_state
 states = States(memory, rank, elements=5000, slots=1)
 pair = SideGroup(group_name(), [0, 1], 5.0)
-channel, stop = Channel(pair, 1 - rank, 5000, 5.0), threading.Event()
+transport.CHUNK_BYTES = 5000
+channel, stop = Channel(pair, 1 - rank, 5.0), threading.Event()
 def refused(action):
     try:
         action()
