@@ -1,6 +1,6 @@
 """The arithmetic of DeepSpeed's Adam kernels for processors (`csrc/adam/cpu_adam_impl.cpp`) in torch.
 
-Building the real ones takes minutes. `test_beta_powers.py` compares the two where they can be built.
+Building the real ones takes minutes; the slow group `real-kernels` runs the same cases with them.
 """
 
 from collections.abc import Iterator
