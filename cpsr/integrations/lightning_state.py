@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer, WeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torchmetrics import Metric
@@ -30,14 +30,10 @@ class TrainerCheckpoint:
 
     Attributes:
         restored: whether a state was loaded in this life.
-        schedules, averages: parts of it.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # What mode exact refuses if nobody saves it; see `cpsr.life.unsaved`.
-        self.schedules = [one.scheduler for one in trainer.lr_scheduler_configs]
-        self.averages = [one._average_model for one in trainer.callbacks if isinstance(one, WeightAveraging)]
         self._steps = 0
         self._length: int | None = None
         self.restored = False

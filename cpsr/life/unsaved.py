@@ -19,6 +19,7 @@ from cpsr.engines.hooks import Hooks
 from cpsr.engines.optimizer_layout import is_trial
 from cpsr.engines.sharded import local
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.stateful import stateful
 
 __all__ = ["Unsaved"]
 
@@ -52,8 +53,8 @@ class Unsaved:
       module (`AveragedModel`) that nobody saves: when they are first used.
 
     In mode exact they are errors, raised before the object acts. In other modes each is one event of level error. An
-    object is saved if the user has registered it, or an object that keeps it. Other threads and forked children are not
-    watched.
+    object is saved if a checkpoint calls its `state_dict`, through whatever the user has registered. Other threads and
+    forked children are not watched.
 
     Args:
         adapter: the engine.
@@ -148,7 +149,7 @@ class Unsaved:
 
     def _require(self, one: Any, what: str) -> None:
         """Refuse or report an object that neither the engine nor a registered object saves, once."""
-        if not any(held is one for part in (*self._adapter.loop_parts, *self._registered()) for held in _held(part)):
+        if sys.getprofile() is None and not any(held is one for held in self._saved()):
             if self._exact:
                 raise UnsupportedEngineError(f"mode 'exact' cannot restore all that this loop keeps. {what}")
             message = f"after a restart this job goes on without part of its state. {what}"
@@ -156,13 +157,22 @@ class Unsaved:
                 self._report("unsaved state", message, self._adapter.iteration, logging.ERROR)
         self._known.add(one)
 
+    def _saved(self) -> list[Any]:
+        """The objects whose `state_dict` a checkpoint calls; found by a profiler, and so not under another one."""
+        objects = [*self._adapter.loop_parts, *self._registered()]
+        held = [part for one in objects for part in (one, *getattr(one, "__dict__", {}).values())]
 
-def _held(part: Any) -> Iterator[Any]:
-    """An object, and what it keeps in its attributes, lists and dictionaries among them, or by methods."""
-    yield part
-    for value in getattr(part, "__dict__", {}).values():
-        yield getattr(value, "__self__", value)
-        yield from value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        def note(frame: types.FrameType, event: str, _: Any) -> None:
+            if event == "call" and frame.f_code.co_name == "state_dict":
+                held.append(frame.f_locals.get("self"))
+
+        sys.setprofile(note)
+        try:
+            for one in objects:
+                stateful("", one).state_dict()
+        finally:
+            sys.setprofile(None)
+        return held
 
 
 def _callers() -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """What a loop keeps and nobody saves is found when it is used, and nothing else is."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,6 +183,8 @@ def wrapped(loop: Loop) -> None:
 
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "its methods": lambda one: SimpleNamespace(state_dict=one.state_dict, load_state_dict=one.load_state_dict),
+    "a closure": lambda one: SimpleNamespace(state_dict=lambda: one.state_dict(), load_state_dict=one.load_state_dict),
+    "a partial function": lambda one: SimpleNamespace(state_dict=partial(type(one).state_dict, one), load_state_dict=1),
     "a part of it": Wrapper,
 }
 
