@@ -151,6 +151,6 @@ class TooManyReportsError(JournalError):
         retry_seconds: after which the next one is taken.
     """
 
-    def __init__(self, message: str, retry_seconds: float) -> None:
+    def __init__(self, message: str, retry_seconds: float = 0.0) -> None:  # a copy is made from the message
         super().__init__(message)
         self.retry_seconds = retry_seconds
