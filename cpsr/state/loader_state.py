@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from cpsr.errors import RecoveryError, UnsupportedEngineError
+from cpsr.errors import RecoveryError
 from cpsr.state import codec
 from cpsr.state.loader_parts import has_own_iteration, has_persistent_workers, index_sampler, is_a
 from cpsr.state.scalars import DataPosition
@@ -72,11 +72,8 @@ class LoaderState:
         try:
             state = self._holder.state_dict()
             codec.encode(state, "state_dict()")
-        except UnsupportedEngineError as error:
-            self._give_up(f"the state of the {name} is not saved: {error}. Let its state_dict() return those alone.")
-            return None
         except Exception as error:  # the user's; training does not need it
-            self._give_up(f"state_dict() of the {name} raised {type(error).__name__}: {error}.")
+            self._give_up(f"the state of the {name} is not saved ({type(error).__name__}: {error}).")
             logger.debug("state_dict() of the %s failed", name, exc_info=True)
             return None
         if not state:
@@ -201,13 +198,7 @@ def _holder(loader: Iterable[Any]) -> Any:
 
 
 def _has_state(given: Any) -> bool:
-    if not callable(getattr(given, "load_state_dict", None)) or not callable(getattr(given, "state_dict", None)):
-        return False
-    try:
-        parameters = inspect.signature(given.state_dict).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return True
-    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+    return all(callable(getattr(given, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _order_obstacle(loader: DataLoader[Any]) -> str | None:
