@@ -1,7 +1,7 @@
 """`GET /metrics`: what a Prometheus server scrapes, of every run; base units throughout."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from fastapi import APIRouter, Request
@@ -17,7 +17,7 @@ from cpsr.journal.account import CHECKPOINT_SUMS
 from cpsr.service.ettr import PARTS, read_ettr
 from cpsr.service.run import RECENT_STEPS, LifeState, Runs, health_of, iteration_seconds, open_journal
 
-__all__ = ["RunMetrics", "router"]
+__all__ = ["router"]
 
 RUNS_MAX = 100  # beyond which a scrape would take seconds; `cpsr serve` over fewer runs reports all of them
 
@@ -33,51 +33,37 @@ router = APIRouter(tags=["metrics"])
 def get_metrics(request: Request) -> Response:
     """Figures of all runs, each with the label `run`; `cpsr_journal_up` is 0 where a run's journal cannot be read."""
     runs: Runs = request.app.state.runs
+    families = _Families()
+    for name in runs.names()[:RUNS_MAX]:
+        run_dir = runs.find(name)
+        health, up = health_of(run_dir), True
+        families.gauge("healthy", "Whether the run is healthy, as in /healthz.", name, health.status == "ok")
+        age = health.journal_age_seconds
+        families.gauge("journal_age_seconds", "Since the journal was last written.", name, age)
+        try:
+            with open_journal(run_dir) as reader:
+                _steps(families, name, reader)
+                _ettr(families, name, reader, health.life)
+                _plan(families, name, reader)
+                _checkpoints(families, name, reader)
+                _failures(families, name, reader, run_dir)
+        except JournalError:
+            up = False
+        families.gauge("journal_up", "Whether the run's journal could be read.", name, up)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(RunMetrics([(name, runs.find(name)) for name in runs.names()[:RUNS_MAX]]))
+    registry.register(families)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-class RunMetrics(Collector):
-    """The metrics of some runs, read from their journals when they are collected.
-
-    Args:
-        runs: names and run directories.
-    """
-
-    def __init__(self, runs: Iterable[tuple[str, Path]]) -> None:
-        self._runs = list(runs)
-
-    def collect(self) -> Iterable[Metric]:
-        """Every metric, with the samples of all runs."""
-        families = _Families()
-        for name, run_dir in self._runs:
-            health = health_of(run_dir)
-            families.gauge("healthy", "Whether the run is healthy, as in /healthz.", name, health.status == "ok")
-            age = health.journal_age_seconds
-            families.gauge("journal_age_seconds", "Since the journal was last written.", name, age)
-            up = True
-            try:
-                with open_journal(run_dir) as reader:
-                    _steps(families, name, reader)
-                    _ettr(families, name, reader, health.life)
-                    _plan(families, name, reader)
-                    _checkpoints(families, name, reader)
-                    _failures(families, name, reader, run_dir)
-            except JournalError:
-                up = False
-            families.gauge("journal_up", "Whether the run's journal could be read.", name, up)
-        return families
-
-
-class _Families:
+class _Families(Collector):
     """Metric families by name, in the order of their first sample."""
 
     def __init__(self) -> None:
         self._families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
 
-    def __iter__(self) -> Iterator[Metric]:
-        return iter(self._families.values())
+    def collect(self) -> Iterable[Metric]:
+        """All of them."""
+        return self._families.values()
 
     def gauge(self, name: str, text: str, run: str, value: float | None, **labels: str) -> None:
         """A sample that may go up and down; None leaves it out."""

@@ -73,27 +73,3 @@ def test_the_size_grows_with_the_doublings_of_the_run(tmp_path: Path, monkeypatc
     doublings = 7
     assert full_steps * (1 + doublings / 2) <= len(kept) <= full_steps * (1 + doublings / 2) + 60
     assert kept[0].iteration == 2**doublings
-
-
-def test_thinning_that_fails_is_reported_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real, failing = writer.thin, [True]
-
-    def thin(connection: sqlite3.Connection, full_steps: int) -> None:
-        if failing.pop():
-            raise sqlite3.OperationalError("database or disk is full")
-        failing.append(False)
-        real(connection, full_steps)
-
-    monkeypatch.setattr(writer, "thin", thin)
-    monkeypatch.setattr(writer, "THIN_STEPS", 40)
-    journal = Journal.open(tmp_path / "journal.db", full_steps=10)
-    for first in (1, 41):
-        journal.record(*[step(iteration) for iteration in range(first, first + 40)])
-        assert journal.flush(FLUSH_SECONDS)
-        failing.append(False)
-    journal.close()
-    assert "cannot be thinned out" in caplog.text
-    with JournalReader(tmp_path / "journal.db") as reader:
-        assert 10 < len(reader.losses()) < 40

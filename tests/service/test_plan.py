@@ -202,11 +202,17 @@ def test_an_override_is_written_shown_and_withdrawn(tmp_path: Path, writing: Tes
     assert error_of(writing.delete("/plan/override"), 404)["code"] == "no_override"
 
 
-def test_only_who_may_write_can_override(tmp_path: Path, client: TestClient, journal: Journal) -> None:
-    asked = {"interval_iterations": 25, "reason": "x"}
+def test_only_who_may_write_can_override_or_report(
+    tmp_path: Path, client: TestClient, writing: TestClient, journal: Journal
+) -> None:
+    asked, report = {"interval_iterations": 25, "reason": "x"}, {"description": "x"}
     assert error_of(client.put("/plan/override", json=asked), 403)["code"] == "writes_off"
     assert error_of(client.delete("/plan/override"), 403)["code"] == "writes_off"
+    assert error_of(client.post("/failures", json=report), 403)["code"] == "writes_off"
+    # What a page of another site can send without being asked first has no JSON type.
+    error_of(writing.post("/failures", content='{"description": "x"}', headers={"content-type": "text/plain"}), 422)
     assert latest_override(tmp_path) is None
+    assert writing.get("/failures").json()["total"] == 0
 
 
 def test_overrides_that_cannot_be_read_do_not_hide_the_plan(

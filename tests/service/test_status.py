@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from cpsr.checkpoint.memory_owners import mark_owner
 from cpsr.cli.main import app
-from cpsr.journal import CheckpointRow, EventRow, Journal, PlanOverride, StepRow, override_plan
+from cpsr.journal import CheckpointRow, EventRow, Journal, PlanOverride, override_plan
 from tests.service.conftest import Service
 from tests.service.journals import (
     flushed,
@@ -70,22 +70,6 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         "the state descends from a predicted one, or from one that was restored in part",
     ):
         assert words in output, words
-
-
-def test_where_the_time_went(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal.db")
-    journal.start_life("auto")
-    journal.record(plan_row())
-    for first, last in ((1, 80), (61, 80)):
-        steps = [
-            StepRow(life=0, iteration=at, loss=None, learning_rate=None, seconds=10) for at in range(first, last + 1)
-        ]
-        journal.record(*steps)
-    journal.record(CheckpointRow(life=0, iteration=100, status="committed", stall_seconds=50))
-    journal.end_life("clean")
-    journal.close()
-    expected = "effective training time: 75.0% of 16.7 min\nthe rest: stalls of checkpoints 5.0%, recomputed 20.0%\n"
-    assert expected in status(tmp_path)[1]
 
 
 def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) -> None:
