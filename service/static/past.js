@@ -3,7 +3,6 @@
 import { known } from "./loss.js";
 import { byId, bytes, clock, duration, element, empty, number, percent, plural, ranks, signed, table, update } from "./page.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const PARTS = [
   ["useful", "useful"],
   ["checkpoint_stall", "checkpoint stalls"],
@@ -32,9 +31,9 @@ export function showTime(store) {
     if (ettr === null) return;
     const share = (part) => (ettr.wall_seconds > 0 ? ettr[`${part}_seconds`] / ettr.wall_seconds : 0);
     const signs = PARTS.map(([part, name]) =>
-      element("li", {}, element("i", { class: part }, "\u2588"), ` ${name} ${percent(share(part))}`),
+      element("li", {}, element("meter", { value: share(part), "aria-hidden": "true" }), ` ${percent(share(part))} ${name}`),
     );
-    update(byId("time"), element("p", { class: "summary" }, spent(ettr)), bar(share), element("ul", { class: "legend" }, ...signs));
+    update(byId("time"), element("p", { class: "summary" }, spent(ettr)), element("ul", { class: "plain" }, ...signs));
   });
 }
 
@@ -46,24 +45,6 @@ function spent({ state, ettr, wall_seconds: wall, lost_iterations: lost, predict
     parts.push(`Beside this time, predictions cost ${cost}.`);
   }
   return parts.join(" ");
-}
-
-// Attributes, and no style: the page's policy allows none.
-function bar(share) {
-  const made = document.createElementNS(SVG, "svg");
-  const attributes = { class: "bar", viewBox: "0 0 100 1", preserveAspectRatio: "none", "aria-hidden": "true" };
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  let from = 0;
-  for (const [part] of PARTS) {
-    const rectangle = document.createElementNS(SVG, "rect");
-    const width = 100 * share(part);
-    for (const [name, value] of Object.entries({ class: part, x: from, height: 1, width })) {
-      rectangle.setAttribute(name, String(value));
-    }
-    made.append(rectangle);
-    from += width;
-  }
-  return made;
 }
 
 // Recoveries

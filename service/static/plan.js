@@ -258,7 +258,7 @@ const WAYS = {
 export function showWhy(store) {
   store.watch(["plan"], ({ plan }) => {
     if (plan === null) return update(byId("why"), empty("No plan has been made yet."));
-    const { rule, bound, notes = [], classes = {}, inputs = {}, origins = {}, rivals = {} } = plan.explanation;
+    const { rule, bound, notes = [], classes = {}, inputs = {}, origins = {} } = plan.explanation;
     const ways = Object.values(plan.explanation.modes ?? {}).filter((one) => one.failure);
     const costs = ways.map((one) => `${one.failure.replace("+-", "\u00b1")}, at a checkpoint every ${number(one.interval_iterations, 9)} iterations`);
     const listed = [...costs, ...notes].map((line) => element("li", {}, line));
@@ -268,7 +268,7 @@ export function showWhy(store) {
       element("p", {}, said),
       ...(listed.length ? [element("ul", {}, ...listed)] : []),
       ...(Object.keys(classes).length ? [classTable(Object.entries(classes))] : []),
-      element("div", { class: "pair" }, inputTable(inputs, origins), rivalTable(Object.entries(rivals))),
+      inputTable(inputs, origins),
     );
   });
 }
@@ -307,18 +307,5 @@ function inputTable(inputs, origins) {
       { title: "Source", value: ([name]) => source(origins[name]) },
     ],
     rows,
-  );
-}
-
-function rivalTable(rivals) {
-  if (!rivals.length) return empty("No figures of other rules: the interval was not planned.");
-  return table(
-    "Other rules, with the same inputs and their own recovery",
-    [
-      { title: "Rule", value: ([name]) => RULES[name] ?? name },
-      { title: "Interval", numeric: true, value: ([, one]) => number(one.interval_iterations, 9) },
-      { title: "Expected cost", numeric: true, value: ([, one]) => percent(one.cost_per_second) },
-    ],
-    rivals,
   );
 }

@@ -134,7 +134,7 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         expect(loss.get_by_text("95% of single losses")).to_be_visible()
         interval = measured_plan().interval_iterations
         expect(section(page, "Interval between checkpoints")).to_contain_text(f"Every {interval} iterations now; Young")
-        expect(section(page, "Why this interval").get_by_role("cell", name="Daly")).to_be_visible()
+        expect(section(page, "What if failures had another rate?").get_by_role("cell", name="Daly")).to_be_visible()
         expect(section(page, "Newest checkpoints")).to_contain_text("skipped: the disk was busy")
 
 
