@@ -152,17 +152,11 @@ def _require_same_optimizers(every: Sequence[Updated], saved: dict[str, Any]) ->
         )
     for optimizer, sizes in zip(optimizers, saved["groups"], strict=True):
         found, kind = group_sizes(every, optimizer), type(optimizer).__name__
-        if len(found) != len(sizes):
+        if found != sizes:
             raise UnsupportedEngineError(
-                f"the saved {kind} has {len(sizes)} parameter groups and this one {len(found)}; build the optimizer "
-                "as it was"
+                f"the saved {kind} has {len(sizes)} parameter groups and this one {len(found)}, of {sizes} and {found} "
+                "parameters; build the optimizer as it was"
             )
-        for index, (then, now) in enumerate(zip(sizes, found, strict=True)):
-            if then != now:
-                raise UnsupportedEngineError(
-                    f"parameter group {index} of {kind} had {then} parameters when saved and has {now} now; build the "
-                    "optimizer as it was"
-                )
     for then, updated in zip(saved["names"], every, strict=False):
         if then != updated.name:
             raise UnsupportedEngineError(

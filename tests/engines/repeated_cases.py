@@ -29,32 +29,18 @@ Job = DeepSpeedJob | PipelineJob
 class Checkpointed(TinyLM):
     """Its linear layers are computed again in the backward pass."""
 
-    reentrant = False
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.dropout, self.down = _Again(self.up), _Again(self.dropout), _Again(self.down)  # type: ignore[assignment] # called alike
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        _Again.reentrant = self.reentrant
-        return super().forward(*args, **kwargs)
-
-
-class Reentrant(Checkpointed):
-    """The same by torch's older way."""
-
-    reentrant = True
-
 
 class _Again(nn.Module):
-    reentrant = False
-
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, values: torch.Tensor) -> Any:
-        return checkpoint(self.layer, values, use_reentrant=self.reentrant)
+        return checkpoint(self.layer, values, use_reentrant=False)
 
 
 def repeats(build: Callable[[], Job], *, factor: float = 1.0) -> int:
@@ -196,7 +182,6 @@ REPEATED: dict[str, Case] = {
     "repeated-zero2-fp16": partial(same, 2, "fp16", ZERO),
     "repeated-zero1-direct-backward": partial(same, 1, "fp32", ZERO, direct_backward=True),
     "repeated-zero1-checkpointed": partial(same, 1, "bf16", ZERO, model=Checkpointed),
-    "repeated-zero1-reentrant": partial(same, 1, "bf16", ZERO, model=Reentrant),
     "repeated-ep1-zero2-fp16": partial(same, 2, "fp16", None, model=partial(TinyMoE, 1)),
     "repeated-ep2-zero0-fp32": partial(same, 0, "fp32", None, model=partial(TinyMoE, 2)),
     "repeated-ep2-zero1-bf16-fp32grad": partial(same, 1, "bf16-fp32grad", None, model=partial(TinyMoE, 2)),
