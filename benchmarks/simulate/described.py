@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from rich.table import Table
 
-from cpsr.benchmarks.simulate.failures import Arrivals, Trace, TraceReplay, Weibull, read_trace
+from cpsr.benchmarks.simulate.failures import Arrivals, Weibull, read_trace
 from cpsr.benchmarks.simulate.rivals import PCCHECK_CONCURRENT, RULES, pccheck
 from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
@@ -31,7 +31,6 @@ from cpsr.benchmarks.simulate.simulation import (
     simulate,
 )
 from cpsr.config import read_model
-from cpsr.errors import ConfigError
 from cpsr.planner.description import FailureSpec, PlanSpec
 from cpsr.planner.inputs import SECONDS_PER_HOUR, PlannerInputs, bounds_of
 from cpsr.planner.planning import LEAST_COST, make_plan, policy_names
@@ -47,9 +46,6 @@ class ArrivalSpec(FailureSpec):
     process: Literal["poisson", "weibull", "trace"] = "poisson"
     weibull_shape: float = Field(default=1.0, gt=0, description="Below 1 failures come in bursts.")
     trace: Path | None = Field(default=None, description="Its rate takes the place of mtbf_hours.")
-    trace_nodes: int | None = Field(
-        default=None, ge=1, description="Nodes the job needs; null: every removal meets it."
-    )
     detection_seconds: float = Field(default=0.0, ge=0, description="From the failure until it is known.")
     replacement_seconds: float = Field(default=0.0, ge=0, description="From then until a replacement is there.")
 
@@ -97,8 +93,8 @@ def read_spec(path: Path, trace_path: Path | None = None) -> SimulationSpec:
     return spec.model_copy(update={"failures": failures})
 
 
-def outcomes_of(spec: SimulationSpec) -> tuple[list[Outcome], float, Trace | None]:
-    """The simulated runs of every policy, the mean seconds between failures, and the trace that these follow.
+def outcomes_of(spec: SimulationSpec) -> tuple[list[Outcome], float]:
+    """The simulated runs of every policy, and the mean seconds between failures.
 
     Policies get the true parameters of the simulated job. The baselines recompute after a failure; CPSR and the paper's
     forms predict where that is expected to cost less.
@@ -106,10 +102,12 @@ def outcomes_of(spec: SimulationSpec) -> tuple[list[Outcome], float, Trace | Non
     Raises:
         ConfigError: the trace is not usable.
     """
-    trace = None
+    mtbf_seconds = spec.failures.mtbf_hours * SECONDS_PER_HOUR
+    shape = spec.failures.weibull_shape if spec.failures.process == "weibull" else 1.0
+    arrivals: Arrivals = Weibull(mtbf_seconds, shape)
     if spec.failures.process == "trace" and spec.failures.trace is not None:
         trace = read_trace(spec.failures.trace)
-    arrivals, mtbf_seconds = _arrivals(spec, trace)
+        arrivals, mtbf_seconds = trace, trace.mtbf_seconds
     described = replace(spec.inputs(), failures_per_second=1 / mtbf_seconds)
     job = Job(
         iteration_seconds=spec.iteration_seconds,
@@ -119,22 +117,7 @@ def outcomes_of(spec: SimulationSpec) -> tuple[list[Outcome], float, Trace | Non
         restart_seconds=spec.failures.restart_seconds,
     )
     systems = [_system(name, described, spec) for name in spec.policies]
-    return [simulate(job, system, arrivals, spec.runs, spec.seed) for system in systems], mtbf_seconds, trace
-
-
-def _arrivals(spec: SimulationSpec, trace: Trace | None) -> tuple[Arrivals, float]:
-    """The source of failures, and the mean time between them that policies get."""
-    mtbf_seconds = spec.failures.mtbf_hours * SECONDS_PER_HOUR
-    if trace is None:
-        shape = spec.failures.weibull_shape if spec.failures.process == "weibull" else 1.0
-        return Weibull(mtbf_seconds, shape), mtbf_seconds
-    if not len(trace.removed):
-        raise ConfigError(f"the trace {trace.source} has no incident: there is nothing to simulate")
-    try:
-        replay = TraceReplay(trace, spec.failures.trace_nodes)
-    except ValueError as error:
-        raise ConfigError(f"failures.trace_nodes: {error}") from error
-    return replay, replay.mtbf_seconds
+    return [simulate(job, system, arrivals, spec.runs, spec.seed) for system in systems], mtbf_seconds
 
 
 def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
@@ -189,22 +172,12 @@ def table_of(spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: fl
     return table
 
 
-def report(
-    spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float, trace: Trace | None
-) -> dict[str, Any]:
+def report(spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float) -> dict[str, Any]:
     """Plain data."""
-    found: dict[str, Any] = {
+    return {
         "benchmark": "simulate",
         "simulated": True,
         "spec": spec.model_dump(mode="json"),
         "mtbf_seconds": mtbf_seconds,
         "systems": [outcome.to_json() for outcome in outcomes],
     }
-    if trace is not None:
-        found["trace"] = {
-            "source": Path(trace.source).name,
-            "span_seconds": trace.span_seconds,
-            "incidents": len(trace.removed),
-            "malformed": list(trace.malformed),
-        }
-    return found

@@ -11,7 +11,6 @@ from cpsr.tables import print_table
 
 __all__ = ["main"]
 
-MALFORMED_SHOWN_MAX = 20
 CASES_SHOWN = 12
 
 
@@ -36,11 +35,9 @@ def main(spec_path: Path | None = None, trace_path: Path | None = None, json_pat
             call.leave(planner_grid.report(found))
             return
         spec = read_spec(spec_path, trace_path)
-        outcomes, mtbf_seconds, trace = outcomes_of(spec)
-        for line in () if trace is None else trace.malformed[:MALFORMED_SHOWN_MAX]:
-            call.console.print(f"{spec.failures.trace}: {line}; the line was left out", style="yellow", markup=False)
+        outcomes, mtbf_seconds = outcomes_of(spec)
         print_table(call.console, table_of(spec, outcomes, mtbf_seconds))
-        call.leave(report(spec, outcomes, mtbf_seconds, trace))
+        call.leave(report(spec, outcomes, mtbf_seconds))
 
 
 def _columns(title: str, *headings: str) -> Table:

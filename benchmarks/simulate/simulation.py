@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.benchmarks.simulate.failures import Arrivals, Stream
+from cpsr.benchmarks.simulate.failures import Arrivals
 from cpsr.planner.inputs import Array, RecoveryCost
 
 __all__ = [
@@ -269,25 +269,23 @@ def simulate(job: Job, system: System, arrivals: Arrivals, runs: int = 1000, see
     """
     if runs < 1:
         raise ValueError(f"runs must be at least 1, not {runs}")
-    stream = arrivals.stream(runs, numpy.random.default_rng(seed))
-    state = _Runs(job, system, stream, runs)
-    failure = stream.after(state.available)
+    after = arrivals.stream(runs, numpy.random.default_rng(seed))
+    state = _Runs(job, system, runs)
+    failure = after(state.began)
     while (struck := failure < job.wall_seconds).any():
         state.fail(failure, struck)
-        failure = numpy.where(struck, stream.after(state.available), failure)
+        failure = numpy.where(struck, after(state.began), failure)
     return state.end()
 
 
 class _Runs:
     """Each run since its last failure: first a recovery, then training."""
 
-    def __init__(self, job: Job, system: System, stream: Stream, runs: int) -> None:
-        self._job, self._system, self._stream = job, system, stream
+    def __init__(self, job: Job, system: System, runs: int) -> None:
+        self._job, self._system = job, system
         self._stall, self._lost, self._restart, self._waiting, self._failures = (numpy.zeros(runs) for _ in range(5))
-        # The recovery: waiting from `began` to `replaced`, restarting to `restarted`.
-        self._began = numpy.zeros(runs)
-        self.available = stream.capacity_at(self._began)
-        self._replaced = self._restarted = self.available
+        # The recovery: waiting from `began` to `_replaced`, restarting to `_restarted`.
+        self.began = self._replaced = self._restarted = numpy.zeros(runs)
         # The training after it: its first iteration, the checkpoint behind it, what of the two stays missing, the
         # iteration after which a lead is had, and the one after which the next checkpoint is due.
         self._position, self._durable, self._cost, self._durable_cost, self._lead = (
@@ -305,10 +303,9 @@ class _Runs:
         next_ = self._system.recovery.resume(position, durable, interval, job.iteration_seconds)
         self._lost += struck * (position - next_.position_iterations) * job.iteration_seconds
         self._failures += struck
-        available = self._stream.capacity_at(at)
-        replaced = available + job.detection_seconds + job.replacement_seconds
+        replaced = at + job.detection_seconds + job.replacement_seconds
         restarted = replaced + job.restart_seconds + next_.restart_seconds
-        self._keep(struck, _began=at, available=available, _replaced=replaced, _restarted=restarted)
+        self._keep(struck, began=at, _replaced=replaced, _restarted=restarted)
         self._keep(struck, _position=next_.position_iterations, _lead=next_.lead_iterations)
         self._keep(struck, _due=next_.next_checkpoint_iterations)
         self._keep(struck, _durable=durable, _durable_cost=durable_cost, _cost=durable_cost + next_.end_cost_iterations)
@@ -338,7 +335,7 @@ class _Runs:
         """Book the time of some runs since their last failure; returns where all would be then."""
         # Runs that are not meant may have no next failure at all.
         until = numpy.minimum(until, self._job.wall_seconds)
-        self._waiting += which * numpy.maximum(numpy.minimum(until, self._replaced) - self._began, 0.0)
+        self._waiting += which * numpy.maximum(numpy.minimum(until, self._replaced) - self.began, 0.0)
         self._restart += which * numpy.maximum(numpy.minimum(until, self._restarted) - self._replaced, 0.0)
         trained = numpy.maximum(until - self._restarted, 0.0)
         iteration_seconds = self._job.iteration_seconds

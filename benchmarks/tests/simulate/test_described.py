@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from cpsr.benchmarks.simulate.described import read_spec
-from cpsr.benchmarks.simulate.failures import Trace, TraceReplay, read_trace
+from cpsr.benchmarks.simulate.failures import Trace, read_trace
 from cpsr.benchmarks.simulate.run import main
-from cpsr.benchmarks.simulate.simulation import Checkpoints, Job, Rollback, System, simulate
 from cpsr.errors import ConfigError
 
 EVENTS = """0,add,a
@@ -71,35 +70,20 @@ def test_what_cannot_be_simulated_is_refused(tmp_path: Path, change: dict[str, o
 
 
 def test_traces_have_one_of_two_forms(tmp_path: Path) -> None:
-    events, samples = traced(tmp_path, EVENTS), traced(tmp_path, SAMPLES)
-    assert (events.incident_seconds.tolist(), events.removed.tolist(), events.span_seconds) == ([60, 90], [2, 1], 180)
-    assert (events.alive_before.tolist(), events.alive.tolist()) == ([3, 1], [3, 1, 0, 1, 2])
-    assert (samples.incident_seconds.tolist(), samples.removed.tolist(), samples.span_seconds) == ([63], [6], 189)
-    broken = traced(tmp_path, EVENTS + "200000,remove,z\n")
-    assert (len(broken.malformed), len(broken.incident_seconds)) == (1, 2)
-    for text in ("", "a,b\n", "0,add,a\n", ",Time,GPUs\n"):
-        with pytest.raises(ConfigError, match=r"form|spans no time"):
+    assert traced(tmp_path, EVENTS) == Trace(180.0, (60.0, 90.0))
+    assert traced(tmp_path, SAMPLES) == Trace(189.0, (63.0,))
+    for text in ("", "a,b\n", "0,add,a\n", ",Time,GPUs\n", EVENTS + "z\n"):
+        with pytest.raises(ConfigError, match=r"neither|nothing to simulate"):
             traced(tmp_path, text)
 
 
 def test_run_0_meets_the_trace_as_recorded_again_and_again(tmp_path: Path) -> None:
-    stream = TraceReplay(traced(tmp_path, EVENTS)).stream(2, numpy.random.default_rng(0))
+    after = traced(tmp_path, EVENTS).stream(2, numpy.random.default_rng(0))
     met, now = [], numpy.zeros(2)
     for _ in range(5):
-        now = stream.after(now)
+        now = after(now)
         met.append(now[0])
     assert met == [60, 90, 240, 270, 420]
-
-
-def test_incidents_during_a_wait_are_not_met(tmp_path: Path) -> None:
-    # 3 nodes of 3 until 60 s; then too few until the trace begins again at 180 s.
-    replay = TraceReplay(traced(tmp_path, EVENTS), nodes=3)
-    result = simulate(Job(1.0, 360.0), System("x", Checkpoints(10, 0.0), Rollback()), replay, runs=1)
-    assert result.failures.tolist() == [2]
-    assert result.waiting_seconds.tolist() == pytest.approx([240.0])
-    assert replay.mtbf_seconds == 60
-    with pytest.raises(ValueError, match="never has 4 nodes"):
-        TraceReplay(traced(tmp_path, EVENTS), nodes=4)
 
 
 def test_the_description_on_the_page_is_accepted(tmp_path: Path) -> None:
