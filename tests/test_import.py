@@ -28,6 +28,9 @@ for life in range(2):
         print(recovery.iteration)
 """
 
+# Of our own, that `import cpsr.recovery` loads; what plans, predicts, learns or saves experts loads when a job uses it.
+LIMIT_MODULES = 172
+
 # Of the processor, beyond torch's own import, which takes some milliseconds: more is a wrong import somewhere.
 LIMIT_SECONDS = 0.3
 
@@ -53,6 +56,12 @@ def test_who_reads_a_journal_does_not_pay_for_torch() -> None:
 def test_costs_little_beyond_torch() -> None:
     code = "import torch, time; t = time.process_time(); import cpsr; print(time.process_time() - t)"
     assert float(run(code)) < LIMIT_SECONDS
+
+
+def test_recovery_loads_what_every_job_uses() -> None:
+    loaded = run("import cpsr.recovery, sys; print(*sys.modules)").split()
+    assert not {"scipy", "sklearn", "cpsr.learning", "cpsr.planner.planning", "cpsr.predictor.vitp"} & set(loaded)
+    assert sum(name.split(".")[0] == "cpsr" for name in loaded) <= LIMIT_MODULES
 
 
 def test_everything_in_all_is_there() -> None:

@@ -28,7 +28,6 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.operators import experts_of
 from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.optimizer_state import second_moment_decay
-from cpsr.experts.saving import ExpertSaving
 from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
 from cpsr.life.beginning import announce, cause_of_failure
@@ -55,6 +54,7 @@ from cpsr.state.loader_workers import prepared_workers
 from cpsr.state.shard import Shard
 
 if TYPE_CHECKING:
+    from cpsr.experts.saving import ExpertSaving
     from cpsr.life.life import Life
     from cpsr.planner.live.job_planner import JobPlanner
 
@@ -248,7 +248,7 @@ def _planner(job: Job, loop: Loop) -> "JobPlanner":
     )
 
 
-def _expert_saving(config: CPSRConfig, adapter: EngineAdapter, shard: Shard, group: Group) -> ExpertSaving | None:
+def _expert_saving(config: CPSRConfig, adapter: EngineAdapter, shard: Shard, group: Group) -> "ExpertSaving | None":
     """What chooses the experts that a checkpoint saves; None: all are saved. A collective."""
     if config.experts.policy == "none":
         return None
@@ -305,7 +305,7 @@ def _start_beside(job: Job, opened: ExitStack) -> None:
 
 
 def _write_assignment(
-    adapter: EngineAdapter, config: CPSRConfig, group: Group, experts: ExpertSaving | None, shard: Shard
+    adapter: EngineAdapter, config: CPSRConfig, group: Group, experts: "ExpertSaving | None", shard: Shard
 ) -> WriteAssignment | None:
     """Which rank writes which replicated state; None: each its own. A collective."""
     marker = config.run_dir / DIFFERING
