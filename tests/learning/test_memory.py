@@ -191,15 +191,3 @@ def test_a_direction_that_needs_learning_is_not_given_up_in_silence(tmp_path: Pa
         pass
     (first,) = events(tmp_path, "predictor memory")
     assert "the line's direction is taken, not 'vitp'" in first
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"interval_iterations": 20}, 400 // 20 + 1 + 2),
-        ({}, 400 // 10 + 1 + 2),  # the planner's shortest interval
-        ({"interval_iterations": 500}, 4 + 2),
-    ],
-)
-def test_how_long_a_history_becomes(tmp_path: Path, settings: dict[str, Any], expected: int) -> None:
-    assert history_checkpoints(CPSRConfig.load({"run_dir": tmp_path, "checkpoint": settings})) == expected

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from cpsr.learning import pace as module
-from cpsr.learning.bubbles import BubbleAccount, Bubbles
+from cpsr.learning.bubbles import Bubbles
 from cpsr.learning.learner import BudgetPace, Pace
 from cpsr.learning.pace import BubblePace, pace_of
 
@@ -94,35 +93,6 @@ def test_a_wait_too_short_for_any_slice_is_reported_once(
     assert worker.slices == 0
     assert len(messages) == 1
     assert "a slice should take 5.0 ms" in messages[0]
-
-
-@pytest.mark.parametrize(
-    ("longest", "expected"),
-    [
-        ([], [SLICE_SECONDS]),
-        ([60.0], [SLICE_SECONDS]),  # but one
-        ([60.0, 60.0], [60.0, SLICE_SECONDS]),
-        ([50.0, 55.0, 60.0], [55.0, 50.0, SLICE_SECONDS]),
-    ],
-)
-def test_every_round_without_work_makes_the_expected_slice_shorter(longest: list[float], expected: list[float]) -> None:
-    class TooShort(Bubbles):
-        """No bubble has room; between two attempts training goes on for long."""
-
-        def entered(self, needed_seconds: float, timeout_seconds: float, spared_share: float = 0.0) -> None:
-            found.append(needed_seconds)
-            if len(found) == len(expected):
-                pace.close()
-
-        def account(self) -> BubbleAccount:
-            return replace(super().account(), iterations=len(found) * module.STARVED_ITERATIONS)
-
-    found: list[float] = []
-    pace = BubblePace(TooShort(), None, pytest.fail)
-    for seconds in [*[SLICE_SECONDS] * module.RECENT_SLICES, *longest]:
-        pace.after_slice(seconds, seconds)
-    pace.before_slice()
-    assert found == expected
 
 
 def test_outside_of_waits_the_budget_holds(work: Callable[[Pace], Worker]) -> None:

@@ -3,7 +3,6 @@
 import multiprocessing
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -17,9 +16,7 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.predictor.guard import measure
 from cpsr.predictor.protocol import Target
 from cpsr.predictor.statistics import MAX_SNAPSHOTS
-from cpsr.predictor.training import MAX_EXAMPLES, Head
 from cpsr.predictor.vitp import VITPPredictor, host_memory_bytes
-from cpsr.state.codec import encode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.predictor.conftest import MakeHistory
 from tests.predictor.mapped import own_memory_bytes
@@ -96,37 +93,6 @@ def peak_bytes(directory: Path, operators: int, checkpoints: int) -> tuple[int, 
     return memory.above_before_bytes, bound, state["vitp"]["head"]["steps"]
 
 
-def peak_bytes_of_the_line(directory: Path, operators: int, checkpoints: int) -> tuple[int, int]:
-    """Predict without learning, and hand on what was learned before; returns the first two of `peak_bytes`."""
-    _settle()
-    predictor = VITPPredictor(400, 2.0)
-    with MemoryPeak() as memory:
-        predictor.follow_line()
-        predictor.load_state_dict(_learned_before(predictor.state_dict(), operators))
-        _predict(predictor, directory, checkpoints * INTERVAL)
-        saved = encode(predictor.state_dict(), "learned")
-    assert saved
-    return memory.above_before_bytes, host_memory_bytes(operators, checkpoints, learns=False)
-
-
-def _learned_before(state: dict[str, Any], operators: int) -> dict[str, Any]:
-    """As large as what is learned of so many operators becomes, with nothing in it."""
-    points = [[place * INTERVAL, place * INTERVAL * LEARNING_RATE, LEARNING_RATE] for place in range(MAX_SNAPSHOTS)]
-    triangle = MAX_SNAPSHOTS * (MAX_SNAPSHOTS - 1) // 2
-    windows = [
-        {"points": points, "weights": torch.ones(1), "products": torch.ones(1, triangle)} for _ in range(MAX_EXAMPLES)
-    ]
-    statistics = state["vitp"]["statistics"] | {
-        "seen": [iteration for iteration, *_ in points],
-        "points": [points],
-        "operators": {f"layers.{place}.bias": [SMALL_ELEMENTS, 0] for place in range(operators)},
-        "products": torch.ones(operators * triangle, dtype=torch.float64),
-    }
-    examples = state["vitp"]["examples"] | {"windows": windows}
-    learned = {"statistics": statistics, "examples": examples, "head": Head().state_dict()}
-    return state | {"vitp": state["vitp"] | learned}
-
-
 def _settle() -> None:
     """What a training process has anyway, before the level is taken."""
     torch.set_num_threads(1)
@@ -143,10 +109,10 @@ def _predict(predictor: VITPPredictor, directory: Path, newest: int) -> None:
     history.close()
 
 
-def in_own_process(work: Callable[..., tuple[int, ...]], *arguments: object) -> tuple[int, ...]:
-    """What `work` returns in a new process, whose memory nothing else has touched."""
+def in_own_process(*arguments: Any) -> tuple[int, int, int]:
+    """What `peak_bytes` returns in a new process, whose memory nothing else has touched."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
+        return pool.submit(peak_bytes, *arguments).result()
 
 
 def test_a_usual_model_stays_far_below_200_megabytes() -> None:
@@ -156,21 +122,18 @@ def test_a_usual_model_stays_far_below_200_megabytes() -> None:
 @pytest.mark.slow
 def test_large_tensors_stay_below_the_bound(tmp_path: Path) -> None:
     write_history(tmp_path, small_operators=5, large_elements=3 << 18, checkpoints=12)
-    found, bound, updates = in_own_process(peak_bytes, tmp_path, 6, 12)
+    found, bound, updates = in_own_process(tmp_path, 6, 12)
     assert updates > 0  # the network is part of what was measured
     assert found <= bound
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", [peak_bytes, peak_bytes_of_the_line])
-def test_the_measured_memory_grows_with_the_operators_no_faster_than_its_bound(
-    tmp_path: Path, worker: Callable[..., tuple[int, ...]]
-) -> None:
+def test_the_measured_memory_grows_with_the_operators_no_faster_than_its_bound(tmp_path: Path) -> None:
     measured, bounds = [], []
     for number in (60, 260):  # of the fewer ones the network already looks at as many together as it ever does
         directory = tmp_path / str(number)
         write_history(directory, number, SMALL_ELEMENTS, MAX_SNAPSHOTS)
-        found, bound, *_ = in_own_process(worker, directory, number + 1, MAX_SNAPSHOTS)
+        found, bound, *_ = in_own_process(directory, number + 1, MAX_SNAPSHOTS)
         measured.append(found)
         bounds.append(bound)
         assert found <= bound

@@ -202,28 +202,6 @@ def test_a_damaged_checkpoint_is_left_out_of_learning_and_of_the_row(
     assert forecast.settings["line_operators"] == 0
 
 
-def test_only_what_was_not_learned_from_is_read_again_to_find_damage(
-    make_history: MakeHistory, taught: dict[str, Any]
-) -> None:
-    steps = noisy(circle, 17)
-    history = until(make_history, steps, 17)
-    read: list[int] = []
-    reader = history.read
-
-    def noting(operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
-        read.append(history.entries[entry].iteration)
-        piece: torch.Tensor = reader(operator, entry, start, stop)
-        return piece
-
-    history.read = noting
-    loaded(taught, direction="line").forecast(history, ahead(history))
-    assert read == [800] * len(OPERATORS)  # 16 checkpoints, up to iteration 750, were learned from
-    steps[16][OPERATORS[0]][3] = math.inf
-    history = until(make_history, steps, 17)
-    forecast = loaded(taught, direction="line").forecast(history, ahead(history))
-    assert forecast.settings["left_out_not_finite"] == [800]
-
-
 def same(first: Any, second: Any) -> bool:
     """Equal as trees of plain data and tensors, to the last bit."""
     trees = [codec.encode(tree) for tree in (first, second)]

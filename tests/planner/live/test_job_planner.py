@@ -222,12 +222,8 @@ def test_a_journal_that_cannot_be_read_now_is_read_later(tmp_path: Path, journal
     planner.close()
 
 
-@pytest.mark.parametrize("policy", ["cpsr", "theorem1"])
-def test_curves_that_are_not_known_are_reported_to_those_who_need_them(
-    tmp_path: Path, journal: RankJournal, caplog: pytest.LogCaptureFixture, policy: str
-) -> None:
-    caplog.set_level("INFO")
-    planner = planner_of(configured(tmp_path, planner={"policy": policy}))
+def test_a_policy_reports_the_curves_that_it_lacks(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, planner={"policy": "theorem1"}))
     planner.start(tmp_path, 1, journal)
     planner.note(saved(5))
     planner.consider(situation(6, replace(planner.first_plan({}), interval_iterations=1000)))
@@ -235,14 +231,8 @@ def test_curves_that_are_not_known_are_reported_to_those_who_need_them(
     planner.close()
     written(journal)
     with JournalReader(tmp_path / "journal.db") as reader:
-        messages = [event.message for event in reader.events() if event.kind == "not fitted"]
-    if policy == "cpsr":
-        assert messages == []
-        assert "not known yet" not in caplog.text
-    else:
-        (message,) = messages
-        assert message.startswith("policy 'theorem1' cannot choose an interval yet, and the plan keeps to its limits: ")
-        assert "the predictor's accuracy is not known yet (it needs 4 checkpoints that were predicted" in message
+        (message,) = [event.message for event in reader.events() if event.kind == "not fitted"]
+    assert "the predictor's accuracy is not known yet" in message
 
 
 def fitted(journal: RankJournal, run_dir: Path) -> set[str]:
@@ -353,20 +343,6 @@ def recovered(sources: tuple[RecoverySource, ...], load_seconds: float) -> Recov
     )
 
 
-def test_replicas_of_an_earlier_life_count_while_there_are_holders(tmp_path: Path) -> None:
-    before = planner_of(configured(tmp_path))
-    before.note_memory(0.002)
-    before.times.replica(1.5)
-    state = before.state_dict(Plan(50, "cpsr", {}))
-    for replicates, recorded in (
-        (True, {"stall_seconds": 0.002, "replica_seconds": 1.5}),
-        (False, {"stall_seconds": 0.002}),
-    ):
-        after = planner_of(configured(tmp_path))
-        after.load_state_dict(state, replicates=replicates)
-        assert after.state_dict(Plan(50, "cpsr", {}))["memory"] == recorded
-
-
 @pytest.mark.parametrize(("stall_seconds", "every"), [(0.0001, 10), (0.01, 10), (0.02, 20), (0.042, 42)])
 def test_a_kill_loses_no_more_than_a_percent_of_the_time_has_to_allow(
     tmp_path: Path, journal: RankJournal, stall_seconds: float, every: int
@@ -383,24 +359,6 @@ def test_a_kill_loses_no_more_than_a_percent_of_the_time_has_to_allow(
     planner.close()
     assert found is not None
     assert found.memory_interval_iterations == every
-
-
-def test_a_plan_of_snapshots_is_proposed_once(tmp_path: Path, journal: RankJournal) -> None:
-    """Until the next checkpoint, far away, the planner does not see the plan that has been adopted meanwhile."""
-    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 5000}))
-    planner.start(tmp_path, 1, journal)
-    planner.consider(situation(11, planner.first_plan({})))
-    for _ in range(8):
-        planner.note_memory(0.5)
-    assert proposed(planner) is not None
-    for _ in range(3):
-        planner.note_memory(0.5)
-        time.sleep(0.3)
-        assert planner.proposal() is None
-    planner.consider(situation(21, planner.first_plan({})))
-    time.sleep(0.5)
-    assert planner.proposal() is None, "as good as the last one"
-    planner.close()
 
 
 def test_planning_draws_no_random_numbers_and_imports_nothing_slow(tmp_path: Path) -> None:
