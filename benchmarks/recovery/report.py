@@ -19,49 +19,24 @@ LOST_TEXTS: dict[PartName, str] = {
     "stage": "a stage lost",
 }
 VERDICTS = ("better", "not worse", "undetermined", "worse")
-STYLES = {"worse": "[red]{}[/red]", "better": "[green]{}[/green]"}
 
 
 def show(call: Measurement, result: RecoveryResult) -> None:
-    """Cells by workload and interval, means over the grid, and verdicts."""
-    asked = result.selection
-    for workload in asked.workloads:
-        for interval in asked.intervals:
-            for lost in asked.lost:
-                _show_cells(call, result, workload, interval, lost)
+    """Means over the grid, and verdicts; single cells are in the JSON file."""
     call.console.print(
         "End cost over the horizon u: the gap in the final loss, in iterations of equal worth, plus the iterations "
         "that were trained again; 1 is recomputing. Means over failures, with their 95% interval over training runs "
-        f"where there are {MIN_SEEDS} seeds. Green is better than recomputing, red is worse."
+        f"where there are {MIN_SEEDS} seeds."
     )
     for workload, worth in result.worths.items():
         call.console.print(
             f"{workload}: one more iteration is worth {1e6 * worth.nats:.0f} ± {1e6 * worth.standard_error_nats:.0f} "
             "millionths of a nat of the final loss."
         )
-    for lost in asked.lost:
+    for lost in result.selection.lost:
         _show_means(call, result, lost)
     for line in _verdict_lines(result):
         call.console.print(line)
-
-
-def _show_cells(call: Measurement, result: RecoveryResult, workload: str, interval: int, lost: PartName) -> None:
-    cells = {
-        (cell.method, cell.cell.fraction): cell
-        for cell in result.cells
-        if (cell.cell.workload, cell.cell.interval, cell.cell.lost) == (workload, interval, lost)
-    }
-    rows = []
-    for method in result.selection.methods:
-        row = [cells.get((method, fraction)) for fraction in result.selection.fractions]
-        costs = [cell.recover_iterations if cell else None for cell in row]
-        took = " ".join("-" if cost is None else f"{cost:.1f}" for cost in costs)
-        rows.append((method, *(_cell_text(cell) for cell in row), took))
-    call.table(
-        f"{workload}, a checkpoint every {interval} iterations, {LOST_TEXTS[lost]}: end cost / u",
-        ("method", *(f"at {fraction:.0%}" for fraction in result.selection.fractions), "predict + inject, iterations"),
-        rows,
-    )
 
 
 def _show_means(call: Measurement, result: RecoveryResult, lost: PartName) -> None:
@@ -120,15 +95,6 @@ def _tally(cells: Sequence[CellResult], other: str) -> str:
     counted = ", ".join(f"{found[name]} {name}" for name in VERDICTS if found[name]) or "not measured"
     diverged, declined = sum(cell.diverged for cell in cells), sum(cell.declined for cell in cells)
     return f"{counted} (cells); {diverged} recoveries diverged, {declined} declined and recomputed"
-
-
-def _cell_text(cell: CellResult | None) -> str:
-    if cell is None:
-        return "-"
-    text = _mean_text(cell.end_cost)
-    if cell.diverged:
-        text += f" ({cell.diverged} diverged)"
-    return STYLES.get(cell.verdicts.get(RECOMPUTE, ""), "{}").format(text)
 
 
 def _mean_text(mean: Mean) -> str:

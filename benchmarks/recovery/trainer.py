@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -31,81 +31,25 @@ Moments = dict[str, Tensors]
 """By the optimizer's name of the moment and by parameter; each 1-D float32. Not every parameter has every moment."""
 
 
-@dataclass(frozen=True)
-class _Part:
-    """An optimizer, the parameters that it updates, and what it keeps of each."""
+class _Part(NamedTuple):
+    """An optimizer, the parameters that it updates, and the names of what it keeps of each."""
 
     optimizer: torch.optim.Optimizer
     parameters: Mapping[str, nn.Parameter]
     moments: tuple[str, ...]
-    counts_steps: bool
 
 
-class _Updates:
-    """The updates of a model's weights; what they do next is determined by the steps taken and the moments.
-
-    Args:
-        name: of the optimizer.
-        model: on the device that it trains on.
+def _parts(name: OptimizerName, parameters: Mapping[str, nn.Parameter]) -> list[_Part]:
+    """No rate given here is used: every step sets its own.
 
     Raises:
         ConfigError: `muon`, and a model without transformer blocks.
     """
-
-    def __init__(self, name: OptimizerName, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
-        self._parts = _parts(name, model)
-
-    def step(self, learning_rate: float) -> None:
-        """Clip the gradients, update the weights, and drop the gradients."""
-        nn.utils.clip_grad_norm_(self._parameters.values(), MAX_GRADIENT_NORM)
-        for part in self._parts:
-            for group in part.optimizer.param_groups:
-                group["lr"] = learning_rate
-            part.optimizer.step()
-            part.optimizer.zero_grad(set_to_none=True)
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of all moments, sorted."""
-        return tuple(sorted({moment for part in self._parts for moment in part.moments}))
-
-    def state(self) -> Moments:
-        """A copy of the moments on the CPU; zeros before the first update."""
-        found: Moments = {moment: {} for moment in self.moments}
-        for part in self._parts:
-            for name, parameter in part.parameters.items():
-                kept = part.optimizer.state[parameter]
-                for moment in part.moments:
-                    found[moment][name] = _copied(kept.get(moment, torch.zeros_like(parameter)))
-        return found
-
-    def load(self, steps: int, moments: Moments) -> None:
-        """Stand after so many steps with these moments; they are copied."""
-        for part in self._parts:
-            for name, parameter in part.parameters.items():
-                state = {
-                    moment: moments[moment][name].view_as(parameter).to(parameter.device, copy=True)
-                    for moment in part.moments
-                }
-                if part.counts_steps:  # on the parameter's device, as fused AdamW has it
-                    state["step"] = torch.tensor(float(steps), device=parameter.device)
-                part.optimizer.state[parameter] = state
-
-
-def _copied(values: torch.Tensor) -> torch.Tensor:
-    """A 1-D copy on the CPU."""
-    return values.detach().reshape(-1).to("cpu", copy=True)
-
-
-def _parts(name: OptimizerName, model: nn.Module) -> list[_Part]:
-    """No rate given here is used: every step sets its own."""
-    parameters = dict(model.named_parameters())
     if name == "adamw":
         return [_adamw(parameters)]
     if name == "sgd":
         sgd = torch.optim.SGD(parameters.values(), lr=0.0, momentum=SGD_MOMENTUM, weight_decay=SGD_WEIGHT_DECAY)
-        return [_Part(sgd, parameters, MOMENTUM, counts_steps=False)]
+        return [_Part(sgd, parameters, MOMENTUM)]
     hidden = {name: values for name, values in parameters.items() if values.ndim == 2 and name.startswith(BLOCKS)}
     if not hidden:
         raise ConfigError(
@@ -114,12 +58,17 @@ def _parts(name: OptimizerName, model: nn.Module) -> list[_Part]:
     rest = {name: values for name, values in parameters.items() if name not in hidden}
     # Adjusted so, one rate serves both optimizers, as `torch.optim.Muon` documents.
     muon = torch.optim.Muon(hidden.values(), lr=0.0, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
-    return [_Part(muon, hidden, MOMENTUM, counts_steps=False), _adamw(rest)]
+    return [_Part(muon, hidden, MOMENTUM), _adamw(rest)]
 
 
 def _adamw(parameters: Mapping[str, nn.Parameter]) -> _Part:
     adamw = torch.optim.AdamW(parameters.values(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
-    return _Part(adamw, parameters, ADAMW_MOMENTS, counts_steps=True)
+    return _Part(adamw, parameters, ADAMW_MOMENTS)
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    """A 1-D copy on the CPU."""
+    return values.detach().reshape(-1).to("cpu", copy=True)
 
 
 @dataclass(frozen=True)
@@ -170,7 +119,7 @@ class Trainer:
             self._device = _made_exact(torch.device(device))
             self._model = task.model().to(self._device)
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
-        self._updates = _Updates(workload.optimizer, self._model)
+        self._parts = _parts(workload.optimizer, self._parameters)
         self.iteration = 0
 
     def step(self, batches_of: int | None = None) -> float:
@@ -179,7 +128,12 @@ class Trainer:
         batch = _moved(self._task.batch(seed, self.iteration), self._device)
         loss = self._task.loss(self._model, batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._updates.step(self._workload.learning_rate(self.iteration))
+        nn.utils.clip_grad_norm_(self._parameters.values(), MAX_GRADIENT_NORM)
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                group["lr"] = self._workload.learning_rate(self.iteration)
+            part.optimizer.step()
+            part.optimizer.zero_grad(set_to_none=True)
         self.iteration += 1
         return float(loss.detach())
 
@@ -210,13 +164,19 @@ class Trainer:
         return {name: _copied(parameter) for name, parameter in self._parameters.items()}
 
     def state(self) -> State:
-        """A copy of everything that the next update depends on."""
-        return State(self.iteration, self.weights(), self._updates.state())
+        """A copy of everything that the next update depends on; the moments are zeros before the first update."""
+        found: Moments = {moment: {} for moment in self.moments}
+        for part in self._parts:
+            for name, parameter in part.parameters.items():
+                kept = part.optimizer.state[parameter]
+                for moment in part.moments:
+                    found[moment][name] = _copied(kept.get(moment, torch.zeros_like(parameter)))
+        return State(self.iteration, self.weights(), found)
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the moments that a state has."""
-        return self._updates.moments
+        """Names of the moments that a state has, sorted."""
+        return tuple(sorted({moment for part in self._parts for moment in part.moments}))
 
     def load(self, state: State) -> None:
         """Stand where `state` stands; it is copied."""
@@ -224,7 +184,15 @@ class Trainer:
         for name, parameter in self._parameters.items():
             with torch.no_grad():
                 parameter.copy_(state.weights[name].view_as(parameter))
-        self._updates.load(state.iteration, state.moments)
+        for part in self._parts:
+            for name, parameter in part.parameters.items():
+                kept = {
+                    moment: state.moments[moment][name].view_as(parameter).to(parameter.device, copy=True)
+                    for moment in part.moments
+                }
+                if part.moments == ADAMW_MOMENTS:  # on the parameter's device, as fused AdamW has it
+                    kept["step"] = torch.tensor(float(state.iteration), device=parameter.device)
+                part.optimizer.state[parameter] = kept
 
 
 def _made_exact(device: torch.device) -> torch.device:
