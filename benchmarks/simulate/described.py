@@ -134,7 +134,7 @@ def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
         interval, _ = bounds.clamp(rule(job).interval_iterations)
         return System(name, Checkpoints(interval, job.stall_seconds, job.persist_seconds), Rollback())
     plan = make_plan(job, limits, name, rules=RULES)
-    checkpoints = Checkpoints(plan.interval_iterations, job.stall_seconds, job.persist_seconds, contention="skip")
+    checkpoints = Checkpoints(plan.interval_iterations, job.stall_seconds, job.persist_seconds)
     recovery: Recovery = Rollback()
     if plan.mode == "predict":
         assert job.recovery is not None  # or nothing is predicted

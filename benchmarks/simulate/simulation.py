@@ -1,8 +1,7 @@
 """The simulation: a job, a system that takes its checkpoints and brings it back, and runs from failure to failure."""
 
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -63,21 +62,17 @@ class Checkpoints:
         interval_iterations: between two of them, and from a restart to the first.
         stall_seconds: extra time of the training thread for each.
         persist_seconds: from the end of the stall until it is durable: only then can a failure go back to it.
-        slots: how many may be on their way to the storage at once.
-        contention: what happens to one that is due while all slots are taken: training waits, or it is skipped.
+        slots: how many may be on their way to the storage at once; training waits for one.
     """
 
     interval_iterations: int
     stall_seconds: float
     persist_seconds: float = 0.0
     slots: int = 1
-    contention: Literal["wait", "skip"] = "wait"
 
     def __post_init__(self) -> None:
         _require_positive(interval_iterations=self.interval_iterations, slots=self.slots)
         _require_not_negative(stall_seconds=self.stall_seconds, persist_seconds=self.persist_seconds)
-        if self.contention == "skip" and self.slots != 1:
-            raise ValueError(f"skipping is simulated for one slot only, not for {self.slots}; take contention: wait")
 
 
 @dataclass(frozen=True)
@@ -366,30 +361,6 @@ class _Reach:
     stalled_seconds: Array
 
 
-@dataclass(frozen=True)
-class _Rhythm:
-    """Starts of checkpoints, in seconds after the first: `slots` in a row, then a wait until the first is durable.
-
-    Let c be the `spacing_seconds` of two starts that nothing delays, and d the time until a checkpoint is durable.
-    Start j is `max(start[j-1] + c, start[j-slots] + d)`: that is `(j mod slots) c + (j div slots) max(slots c, d)`.
-    """
-
-    interval_iterations: int
-    stall_seconds: float
-    durable_seconds: float
-    spacing_seconds: float
-    slots: int
-
-    def started(self, seconds: Array) -> tuple[Array, Array]:
-        """How many have started, and the seconds since the newest of them did; 0 and `seconds` before the first."""
-        round_seconds = max(self.slots * self.spacing_seconds, self.durable_seconds)
-        rounds = numpy.floor(seconds / round_seconds)
-        rest = seconds - rounds * round_seconds
-        in_round = numpy.minimum(numpy.floor(rest / self.spacing_seconds), self.slots - 1)
-        count = numpy.where(seconds < 0, 0.0, rounds * self.slots + in_round + 1)
-        return count, numpy.where(seconds < 0, seconds, rest - in_round * self.spacing_seconds)
-
-
 def _reach(
     checkpoints: Checkpoints, iteration_seconds: float, start: Array, durable: Array, first: Array, seconds: Array
 ) -> _Reach:
@@ -405,13 +376,12 @@ def _reach(
         first: iteration after which the first checkpoint of each run is begun, later than `start`.
         seconds: of each run, at least 0.
     """
-    rhythm = _rhythm(checkpoints, iteration_seconds)
-    interval = rhythm.interval_iterations
-    in_rhythm = seconds - (first - start) * iteration_seconds
-    count, since = rhythm.started(in_rhythm)
-    moved = numpy.clip((since - rhythm.stall_seconds) / iteration_seconds, 0.0, interval)
+    interval, stall_seconds = checkpoints.interval_iterations, checkpoints.stall_seconds
+    after_first = seconds - (first - start) * iteration_seconds
+    count, since = _started(checkpoints, iteration_seconds, after_first)
+    moved = numpy.clip((since - stall_seconds) / iteration_seconds, 0.0, interval)
     position = numpy.where(count > 0, first + (count - 1) * interval + moved, start + seconds / iteration_seconds)
-    done, _ = rhythm.started(in_rhythm - rhythm.durable_seconds)
+    done, _ = _started(checkpoints, iteration_seconds, after_first - stall_seconds - checkpoints.persist_seconds)
     trained = (position - start) * iteration_seconds
     return _Reach(
         position,
@@ -421,15 +391,18 @@ def _reach(
     )
 
 
-def _rhythm(checkpoints: Checkpoints, iteration_seconds: float) -> _Rhythm:
-    interval = checkpoints.interval_iterations
-    if checkpoints.contention == "skip":
-        # The first multiple of the interval after the one before it at which that one is durable.
-        interval *= max(math.ceil(checkpoints.persist_seconds / (interval * iteration_seconds)), 1)
-    return _Rhythm(
-        interval,
-        checkpoints.stall_seconds,
-        checkpoints.stall_seconds + checkpoints.persist_seconds,
-        interval * iteration_seconds + checkpoints.stall_seconds,
-        checkpoints.slots,
-    )
+def _started(checkpoints: Checkpoints, iteration_seconds: float, seconds: Array) -> tuple[Array, Array]:
+    """How many checkpoints have started so long after the first, and the seconds since the newest of them did.
+
+    `slots` start in a row, then training waits until the first is durable. Let c be the time between two starts that
+    nothing delays, and d that until a checkpoint is durable. Start j is `max(start[j-1] + c, start[j-slots] + d)`: that
+    is `(j mod slots) c + (j div slots) max(slots c, d)`. Before the first they are 0 and `seconds`.
+    """
+    slots, stall_seconds = checkpoints.slots, checkpoints.stall_seconds
+    spacing_seconds = checkpoints.interval_iterations * iteration_seconds + stall_seconds
+    round_seconds = max(slots * spacing_seconds, stall_seconds + checkpoints.persist_seconds)
+    rounds = numpy.floor(seconds / round_seconds)
+    rest = seconds - rounds * round_seconds
+    in_round = numpy.minimum(numpy.floor(rest / spacing_seconds), slots - 1)
+    count = numpy.where(seconds < 0, 0.0, rounds * slots + in_round + 1)
+    return count, numpy.where(seconds < 0, seconds, rest - in_round * spacing_seconds)
