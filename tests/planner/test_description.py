@@ -12,7 +12,6 @@ from cpsr.cli.main import app
 from cpsr.config import read_model
 from cpsr.errors import ConfigError
 from cpsr.fitter.failures import PRIOR_SHARES
-from cpsr.planner import description as module
 from cpsr.planner.description import PlanSpec
 from cpsr.planner.inputs import MemoryTier
 from cpsr.planner.recovery_curve import EndCostCurve, PaperCurve
@@ -44,13 +43,6 @@ def test_sizes_and_bandwidths_become_seconds(tmp_path: Path) -> None:
     assert isinstance(inputs.recovery, EndCostCurve)
     assert inputs.recovery.coefficients == (-10.0, 0.8, 0.0)
     assert inputs.recovery.source == "the job's description"
-
-
-def test_the_example_in_the_documentation_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(textwrap.dedent((module.__doc__ or "").split("For example:")[1]), encoding="utf-8")
-    found = read_model(PlanSpec, path).inputs()
-    assert found.persist_seconds == 4.2
 
 
 def test_snapshots_in_memory_stall_as_a_checkpoint_does_if_nothing_else_is_known(tmp_path: Path) -> None:

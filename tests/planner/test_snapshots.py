@@ -114,15 +114,6 @@ def test_rare_failures_do_not_stretch_a_planned_interval_over_its_limit(longest:
     assert plan.explanation["memory"]["longest_iterations"] == longest
 
 
-def test_beside_a_fixed_interval_that_the_disk_cannot_keep_snapshots_lie_inside_of_it() -> None:
-    inputs = two_tiers(0.05, mtbf_hours=10_000.0, persist_seconds=600.0)
-    plan = with_memory(fixed_plan(50), inputs, Limits())
-    assert (plan.interval_iterations, plan.memory_interval_iterations) == (50, 50)
-    assert plan.explanation["memory"]["interval_iterations"] == 50
-    assert plan.explanation["memory"]["configured_iterations"] is None
-    assert plan.explanation["classes"]["process"]["loss_iterations"] == pytest.approx(50 / 2 + 1, rel=0.02)
-
-
 def test_beside_a_fixed_interval_failures_are_predicted_where_that_is_possible() -> None:
     inputs = two_tiers(recovery=end_cost(0.0, 0.1))
     near, far = (with_memory(fixed_plan(50), inputs, Limits(1, 1000, longest)) for longest in (200, 40))

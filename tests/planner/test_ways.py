@@ -80,14 +80,6 @@ def test_a_window_on_another_machine_is_older_by_its_transfer(transfer: float) -
     assert ways_in(plan, "machine")["window"] == pytest.approx(walked(8, transfer), rel=0.1)
 
 
-def test_a_window_of_another_machine_has_its_own_cost_where_the_disk_is_nearer() -> None:
-    plan = make_plan(windowed(8, 600.0), Limits(10, 50), recovery_mode="exact")
-    costs = ways_in(plan, "machine")
-    assert list(costs) == ["disk", "window"]
-    assert costs["window"] > 1000.0
-    assert plan.explanation["classes"]["machine"]["back_to"] == "disk"
-
-
 def test_a_window_is_replaced_by_a_prediction_only_where_that_is_surely_cheaper() -> None:
     sure = replace(end_cost(-500.0, 0.01), prior_covariance=((1.0, 0.0, 0.0), (0.0, 1e-6, 0.0), (0.0, 0.0, 1e-6)))
     unsure = replace(sure, prior_covariance=((1e6, 0.0, 0.0), (0.0, 1e-6, 0.0), (0.0, 0.0, 1e-6)))

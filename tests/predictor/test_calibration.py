@@ -71,14 +71,6 @@ def test_the_posterior_is_that_of_all_equations_at_once() -> None:
     assert found.deviation_iterations == pytest.approx(numpy.sqrt(at @ covariance @ at))
 
 
-@given(st.floats(-300, 300), st.floats(0.0, 50))
-def test_a_measurement_draws_the_expectation_towards_it_and_makes_it_surer(lag: float, error: float) -> None:
-    before = Calibration().expected(CONTEXT, SETTING)
-    after = Calibration(observations=[Observation(CONTEXT, SETTING, lag, error)]).expected(CONTEXT, SETTING)
-    assert after.deviation_iterations < before.deviation_iterations
-    assert abs(after.end_cost_iterations - lag) <= abs(before.end_cost_iterations - lag)
-
-
 def test_the_lowest_expectation_among_the_safe_settings_is_chosen() -> None:
     covariance = numpy.zeros((len(FEATURES), len(FEATURES)))
     covariance[FEATURES.index("(reach / age)**2 * 200"), FEATURES.index("(reach / age)**2 * 200")] = 1.0

@@ -96,23 +96,6 @@ def test_matrices_of_fewer_snapshots_follow(make_history: MakeHistory, chosen: s
     torch.testing.assert_close(merged(products(statistics, "w"), places), found, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stop_after", [0, 1])
-def test_what_is_abandoned_is_not_seen(make_history: MakeHistory, stop_after: int) -> None:
-    steps = walk(7)
-    statistics = MotionStatistics()
-    take_in(statistics, make_history(ITERATIONS[:5], steps[:5]))
-    before = products(statistics, "w").clone()
-    work = statistics.update(make_history(ITERATIONS, steps))
-    for _ in range(stop_after):
-        next(work)
-    del work
-    assert statistics.seen == tuple(ITERATIONS[:5])
-    assert torch.equal(products(statistics, "w"), before)
-    history = make_history(ITERATIONS, steps)
-    assert take_in(statistics, history) > stop_after
-    torch.testing.assert_close(products(statistics, "w"), gram(history, "w"), rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_checkpoint_that_is_not_finite_is_left_out_and_listed(make_history: MakeHistory, poison: float) -> None:
     steps = walk(7)
