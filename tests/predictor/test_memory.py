@@ -19,7 +19,6 @@ from cpsr.predictor.statistics import MAX_SNAPSHOTS
 from cpsr.predictor.vitp import VITPPredictor, host_memory_bytes
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.predictor.conftest import MakeHistory
-from tests.predictor.mapped import own_memory_bytes
 
 INTERVAL = 20
 LEARNING_RATE = 1e-3
@@ -50,6 +49,11 @@ class MemoryPeak:
     def _look(self, frame: object, event: str, argument: object) -> None:
         if event in ("c_return", "return"):
             self._peak = max(self._peak, own_memory_bytes())
+
+
+def own_memory_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
 
 
 def write_history(directory: Path, small_operators: int, large_elements: int, checkpoints: int) -> None:
