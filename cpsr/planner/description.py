@@ -88,10 +88,7 @@ class CheckpointSpec(Section):
 
 
 class FailureSpec(Section):
-    """How often the job fails, and what each failure costs however it is recovered from.
-
-    Of the two fractions, one that is left out takes at most what the other one leaves.
-    """
+    """How often the job fails, and what each failure costs however it is recovered from."""
 
     mtbf_hours: float = Field(gt=0, description="Mean time between failures of the whole job.")
     restart_seconds: float = Field(default=0.0, ge=0, description="From the failure to the restored checkpoint.")
@@ -110,23 +107,20 @@ class FailureSpec(Section):
 
     @model_validator(mode="after")
     def _all_are_failures(self) -> "FailureSpec":
-        if sum(self._fractions()) > 1:
-            raise ValueError("process_fraction and everything_fraction are more than 1 together")
+        if self.process_fraction + self.everything_fraction > 1:
+            raise ValueError(
+                f"process_fraction and everything_fraction ({self.everything_fraction:g}) are more than 1 together"
+            )
         return self
 
     def classes(self) -> dict[FailureScope, FailureClass]:
         """The classes by name."""
-        process, everything = self._fractions()
-        shares: dict[FailureScope, float] = {"process": process, "machine": max(0.0, 1 - process - everything)}
-        shares["everything"] = everything
+        shares: dict[FailureScope, float] = {
+            "process": self.process_fraction,
+            "machine": max(0.0, 1 - self.process_fraction - self.everything_fraction),
+            "everything": self.everything_fraction,
+        }
         return {scope: FailureClass(share, share) for scope, share in shares.items()}
-
-    def _fractions(self) -> tuple[float, float]:
-        """Of class `process`, and of `everything`."""
-        process, everything = self.process_fraction, self.everything_fraction
-        if "everything_fraction" not in self.model_fields_set:
-            return process, min(everything, 1 - process)
-        return (process if "process_fraction" in self.model_fields_set else min(process, 1 - everything)), everything
 
 
 class MemorySpec(Section):
