@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
-from cpsr.checkpoint.manifest import RankManifest, holds_frozen, step_name
+from cpsr.checkpoint.frozen_files import FrozenFiles
+from cpsr.checkpoint.manifest import holds_frozen, step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.state.frozen import FrozenPlace, FrozenWeights
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import make_snapshot
@@ -81,23 +80,9 @@ class Life:
             self.stores[rank].write(taken)
         assert self.stores[0].commit(iteration, 5.0, threading.Event()).committed
 
-    def rescue(self, states: Sequence[Snapshot], ranks: int, own: FrozenFiles) -> None:
-        """Write states of so many ranks as a checkpoint, as a job with its own frozen weights does."""
-        for part, state in enumerate(states):
-            store = CheckpointStore(self.directory.parent, part, len(states), RUN, self.life + 1)
-            files = FrozenFiles(own.weights, part, self.directory)
-            store.write(state, FrozenLinks(files, self.directory, (part, ranks), (part, len(states))))
-        store = CheckpointStore(self.directory.parent, 0, len(states), RUN, self.life + 1)
-        found = store.commit(states[0].iteration, 5.0, threading.Event())
-        assert found.committed, found.reason
-
     def inodes(self, iteration: int) -> dict[str, int]:
         directory = self.directory / step_name(iteration)
         return {path.name: path.stat().st_ino for path in directory.iterdir() if holds_frozen(path.name)}
-
-    def record(self, iteration: int, rank: int = 0) -> RankManifest:
-        directory = self.directory / step_name(iteration)
-        return read_rank_manifest(directory, read_manifest(directory), rank)
 
 
 CUTS = ("whole", "flat", "rows", "rows of some ranks")

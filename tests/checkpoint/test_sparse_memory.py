@@ -1,8 +1,6 @@
 """Snapshots in host memory that leave out experts: what they hold of these is of the snapshot before, and says so."""
 
-import os
 from collections.abc import Collection
-from pathlib import Path
 
 import pytest
 import torch
@@ -108,35 +106,3 @@ def test_an_expert_is_copied_from_the_buffer_before_only_where_this_one_has_an_o
     assert overwritten == [{REST, UNITS[second]}, {UNITS[first]}], "the last one is carried over"
     assert ages(training.loaded()) == {NAMES[0]: 7, first: 5, second: 7, third: 3}
     training.pool.close()
-
-
-def test_a_dump_takes_all_where_the_newest_state_has_older_experts(run_id: str) -> None:
-    training = Training(run_id)
-    training.snapshot(1)
-    training.snapshot(2, only())
-    assert training.pool.dump(lambda: training.live, 2, lambda: {"at": 2}) == 2
-    whole = [state for state in memory_states(run_id) if state.kind == "departure"]
-    assert [(state.iteration, state.oldest_iteration) for state in whole] == [(2, 2)]
-    training.pool.close(remove=False)
-
-
-def test_damage_in_one_expert_is_seen(run_id: str) -> None:
-    training = Training(run_id)
-    training.snapshot(1)
-    training.snapshot(2, only(sorted(EXPERTS)[0]))
-    state = training.newest
-    size = state.path.stat().st_size
-    for at in range(4096, size, max(1, size // 50)):
-        flip(state.path, at)
-        assert verify_memory_state(state) is not None or at >= size - 8, at
-        flip(state.path, at)
-    assert verify_memory_state(state) is None
-    training.pool.close()
-
-
-def flip(path: Path, at: int) -> None:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.pwrite(descriptor, bytes([os.pread(descriptor, 1, at)[0] ^ 255]), at)
-    finally:
-        os.close(descriptor)

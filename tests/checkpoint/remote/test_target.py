@@ -1,8 +1,6 @@
 """`checkpoint.target` through one life after another, and the thread that copies, which never stands in the way."""
 
 import logging
-import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -184,20 +182,6 @@ def life(run_dir: Path, url: str, iterations: tuple[int, ...], life: int) -> tup
         target.notify(iteration)  # as at every step
     target.close(PATIENCE_SECONDS)
     return fetched, [report.kind for report in target.reports() if report.level >= logging.WARNING]
-
-
-def test_lives_of_a_run_on_disks_that_are_lost(tmp_path: Path, url: str) -> None:
-    run = tmp_path / "run"
-    assert life(run, url, (10, 20), 0)[0] is None
-    assert committed_at(open_place(url))[-1] == 20
-    assert life(run, url, (30,), 1)[0] is None  # the disk is there
-    shutil.rmtree(run)
-    assert life(run, url, (), 0) == (30, ["target adopted", "target fetched"])
-    shutil.rmtree(run / "checkpoints")
-    assert life(run, url, (40, 50), 1) == (30, ["target fetched"])
-    shutil.rmtree(run / "checkpoints" / "step-0000000050")
-    assert life(run, url, (), 2) == (50, ["target fetched"])
-    assert committed_at(open_place(url))[-1] == 50
 
 
 def test_a_checkpoint_that_no_life_had_time_to_copy_is_copied_by_the_next(tmp_path: Path, url: str) -> None:
