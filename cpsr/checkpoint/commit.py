@@ -76,7 +76,6 @@ class CommitResult:
 
     committed: bool
     reason: str
-    seconds: float
     bytes: int = 0
 
 

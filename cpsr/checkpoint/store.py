@@ -16,9 +16,7 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -68,20 +66,12 @@ from cpsr.checkpoint.verify import (
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
 from cpsr.state.shard import Shard
 
-__all__ = ["DIFFERING", "CheckpointInfo", "CheckpointStore", "CommitResult", "Problem", "WrittenShard", "verify_run"]
+__all__ = ["DIFFERING", "CheckpointInfo", "CheckpointStore", "CommitResult", "Problem", "verify_run"]
 
 # In the run's directory: replicas that a commit found to differ.
 DIFFERING = "ranks-differ"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class WrittenShard:
-    """What one rank wrote for one checkpoint, and how long that took."""
-
-    bytes: int
-    seconds: float
 
 
 class CheckpointStore:
@@ -162,15 +152,17 @@ class CheckpointStore:
         remove_uncommitted(self.directory)
         return problems
 
-    def write(self, snapshot: Snapshot, frozen: FrozenLinks | None = None) -> WrittenShard:
+    def write(self, snapshot: Snapshot, frozen: FrozenLinks | None = None) -> int:
         """Write this rank's part, with `frozen` in the place of its own; it counts once rank 0 committed the step.
+
+        Returns:
+            The bytes that were new.
 
         Raises:
             SupersededError: a newer life has begun, whose files may lie there now: they are left alone.
             SaveError: the step is committed already, was abandoned by rank 0, or what was read back differs.
             OSError: the file system refused. In these cases nothing of this rank's part is left.
         """
-        started = time.perf_counter()
         refuse_superseded(self.directory.parent, self._life)
         directory, attempt = self._step(snapshot.iteration), self._same_attempt()
         make_directory(directory)
@@ -186,7 +178,7 @@ class CheckpointStore:
             # Rank 0 removes the files when it abandons a step, so that its reason hides behind other errors.
             self._refuse_abandoned(directory, attempt, error)
             raise
-        return WrittenShard(written, time.perf_counter() - started)
+        return written
 
     def skip(self, iteration: int, reason: str) -> None:
         """Mark that this rank writes no part, so that rank 0 abandons the step at once.
@@ -221,14 +213,13 @@ class CheckpointStore:
             SupersededError: a newer life has begun.
             SaveError: the file system or a rank's manifest made the commit impossible; the step is abandoned.
         """
-        started = time.perf_counter()
         directory, attempt = self._step(iteration), self._same_attempt()
         try:
             shards = wait_for_ranks(directory, attempt, timeout_seconds, cancelled)
             refuse_superseded(self.directory.parent, self._life)
             if isinstance(shards, str):
                 abandon(directory, attempt, shards)
-                return CommitResult(False, shards, time.perf_counter() - started)
+                return CommitResult(False, shards)
             sequence = self._newest_sequence() + 1
             total = seal(directory, iteration, attempt, shards, sequence, missing=self._missing)
             self._largest_sequence = sequence
@@ -237,7 +228,7 @@ class CheckpointStore:
                 self._record_drift(error.drifted)
             self._abandon_uncommitted(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
-        return CommitResult(True, "", time.perf_counter() - started, total)
+        return CommitResult(True, "", total)
 
     def is_settled(self, iteration: int) -> bool:
         """Whether a step that this rank has written is committed, or never will be.

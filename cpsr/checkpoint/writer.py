@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cpsr.checkpoint.catalogue import Retention
@@ -50,11 +50,11 @@ class SaveOutcome:
 
     iteration: int
     status: Literal["committed", "written", "skipped", "failed"]
-    reason: str
-    bytes: int
-    write_seconds: float
-    commit_seconds: float
-    stall_seconds: float
+    reason: str = ""
+    bytes: int = 0
+    write_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    stall_seconds: float = 0.0
     mean_second_moment: float | None = None
     written_bytes: int = 0
 
@@ -114,7 +114,7 @@ class CheckpointWriter:
                 self._pending += 1
                 self._queue.put(_Skip(iteration, reason))
                 return
-        self._outcomes.append(SaveOutcome(iteration, "skipped", reason, 0, 0.0, 0.0, 0.0))
+        self._outcomes.append(SaveOutcome(iteration, "skipped", reason))
 
     def outcomes(self) -> list[SaveOutcome]:
         """What happened since the last call, oldest first."""
@@ -159,7 +159,7 @@ class CheckpointWriter:
 
     def _report_skipped(self, skip: _Skip) -> None:
         reason = skip.reason + self._mark_skipped(skip.iteration, skip.reason)
-        self._outcomes.append(SaveOutcome(skip.iteration, "skipped", reason, 0, 0.0, 0.0, 0.0))
+        self._outcomes.append(SaveOutcome(skip.iteration, "skipped", reason))
 
     def _persist(self, snapshot: Snapshot) -> None:
         try:
@@ -177,31 +177,24 @@ class CheckpointWriter:
             self._pool.release(snapshot)
 
     def _write_and_commit(self, snapshot: Snapshot) -> SaveOutcome:
+        started = time.perf_counter()
         written = self._store.write(snapshot)
+        took = time.perf_counter() - started
         # Without experts, which a checkpoint may carry: so checkpoints are comparable.
         moment = snapshot.contents.without_experts(snapshot.shard).mean_second_moment()
+        outcome = SaveOutcome(
+            snapshot.iteration, "written", "", written, took, 0.0, snapshot.stall_seconds, moment, written
+        )
         if self._store.rank != 0:
-            return _outcome(
-                snapshot,
-                "written",
-                bytes_=written.bytes,
-                write_seconds=written.seconds,
-                mean_second_moment=moment,
-                written_bytes=written.bytes,
-            )
+            return outcome
         started = time.perf_counter()
         result = self._store.commit(snapshot.iteration, self._save_timeout_seconds, self._cancelled)
-        status: Literal["committed", "skipped"] = "committed" if result.committed else "skipped"
-        reason = self._retain() if result.committed else result.reason
-        return _outcome(
-            snapshot,
-            status,
-            reason,
-            bytes_=result.bytes or written.bytes,
-            write_seconds=written.seconds,
+        return replace(
+            outcome,
+            status="committed" if result.committed else "skipped",
+            reason=self._retain() if result.committed else result.reason,
+            bytes=result.bytes or written,
             commit_seconds=time.perf_counter() - started,
-            mean_second_moment=moment,
-            written_bytes=written.bytes,
         )
 
     def _retain(self) -> str:
@@ -220,7 +213,7 @@ class CheckpointWriter:
             reason = f"unexpected {type(error).__name__}: {error}"
             _log.error("checkpoint %d failed, training goes on", snapshot.iteration, exc_info=error)
         reason += self._mark_skipped(snapshot.iteration, reason)
-        return _outcome(snapshot, "failed", reason)
+        return SaveOutcome(snapshot.iteration, "failed", reason, stall_seconds=snapshot.stall_seconds)
 
     def _mark_skipped(self, iteration: int, reason: str) -> str:
         """Write the skip marker; returns its error as text."""
@@ -233,31 +226,8 @@ class CheckpointWriter:
 
     def _drop(self, snapshot: Snapshot) -> None:
         self._release(snapshot)
-        self._outcomes.append(_outcome(snapshot, "skipped", "the writer was closed before its turn"))
-
-
-def _outcome(
-    snapshot: Snapshot,
-    status: Literal["committed", "written", "skipped", "failed"],
-    reason: str = "",
-    *,
-    bytes_: int = 0,
-    write_seconds: float = 0.0,
-    commit_seconds: float = 0.0,
-    mean_second_moment: float | None = None,
-    written_bytes: int = 0,
-) -> SaveOutcome:
-    return SaveOutcome(
-        snapshot.iteration,
-        status,
-        reason,
-        bytes_,
-        write_seconds,
-        commit_seconds,
-        snapshot.stall_seconds,
-        mean_second_moment,
-        written_bytes,
-    )
+        reason, stall = "the writer was closed before its turn", snapshot.stall_seconds
+        self._outcomes.append(SaveOutcome(snapshot.iteration, "skipped", reason, stall_seconds=stall))
 
 
 def yield_to_training() -> None:

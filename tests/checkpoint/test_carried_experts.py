@@ -84,7 +84,7 @@ def test_carried_experts_take_no_more_room_and_outlive_the_checkpoint_that_saved
     assert store.commit(20, 5.0, NEVER).committed
     assert (directory(store, 20) / name).samefile(directory(store, 10) / name)
     new = [path for path in directory(store, 20).glob("*.safetensors") if "experts-0000000010" not in path.name]
-    assert written.bytes == sum(path.stat().st_size for path in new)
+    assert written == sum(path.stat().st_size for path in new)
     state = loaded(store, 20)
     write(store, 30, NAMES[3])
     store.retain(Retention(full_checkpoints=2, history_span_iterations=0, history_min_checkpoints=2))

@@ -98,7 +98,6 @@ def test_a_rank_that_never_comes_runs_into_the_timeout(stores: tuple[CheckpointS
     stores[0].write(make_snapshot(10))
     result = stores[0].commit(10, 0.1, NEVER)
     assert result.reason == "the shards of ranks [1] did not come within 0.1 s"
-    assert 0.1 <= result.seconds < 5
 
 
 def test_a_late_writer_finds_out_and_leaves_nothing(stores: tuple[CheckpointStore, CheckpointStore]) -> None:

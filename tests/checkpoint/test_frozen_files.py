@@ -62,7 +62,7 @@ class Run:
 
     def save(self, iteration: int) -> int:
         """Save and commit; returns the bytes that were new."""
-        written = self.store.write(self.snapshot(iteration)).bytes
+        written = self.store.write(self.snapshot(iteration))
         assert self.commit(iteration).committed
         return written
 

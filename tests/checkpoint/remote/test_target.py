@@ -1,6 +1,7 @@
 """`checkpoint.target` through one life after another, and the thread that copies, which never stands in the way."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
