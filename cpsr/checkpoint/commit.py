@@ -132,7 +132,7 @@ def refuse_superseded(run_dir: Path, life: int) -> None:
 
 
 def mark_skipped(directory: Path, rank: int, attempt: Attempt, reason: str) -> None:
-    """Report to rank 0 that this rank writes no shard. Not forced to the disk: only running ranks read it."""
+    """Report to rank 0 that this rank writes no shard."""
     _write_marker(directory / _skip_name(rank), attempt, reason)
 
 

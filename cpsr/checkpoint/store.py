@@ -183,8 +183,6 @@ class CheckpointStore:
     def skip(self, iteration: int, reason: str) -> None:
         """Mark that this rank writes no part, so that rank 0 abandons the step at once.
 
-        Cheap enough for the training thread: one small file that is not forced to the disk.
-
         Raises:
             OSError: the file system failed; rank 0 then abandons the step after its timeout.
         """
