@@ -170,7 +170,7 @@ class ReadManifest:
     """The part of a rank's manifest that stays in memory; the whole takes 2 kB an operator. Checkpoints share slices.
 
     Attributes:
-        sha256: of the manifest; of those of all ranks where another number of ranks saved it.
+        sha256: of the manifests with the rank's slices: its own, or all where another number of ranks saved it.
         entry: the checkpoint.
         slices: operator -> its slice.
         taken_at: operators that were taken before the entry -> iteration.
@@ -200,6 +200,15 @@ class _Checkpoint:
     read: ReadManifest
     file: MappedTensors | AssembledTensors  # nothing is read before it is asked for
     experts: Mapping[str, MappedTensors]  # the files of the operators that are not in that one
+
+    @classmethod
+    def opened(cls, read: ReadManifest, directory: Path, rank: int) -> "_Checkpoint":
+        """Map its files; CheckpointError where one is missing, or none of tensors."""
+        if read.pieces is not None:
+            return cls(read, AssembledTensors(directory, read.pieces), {})
+        own = {name: map_tensors(directory / name) for name in set(read.places.values())}
+        file = map_tensors(directory / file_name(rank, "params"))
+        return cls(read, file, {operator: own[name] for operator, name in read.places.items()})
 
     @property
     def iteration(self) -> int:
@@ -333,62 +342,38 @@ class DiskHistory:
             yield
 
     def _add(self, info: CheckpointInfo) -> Iterator[None]:
+        owned = self._owned
         try:
             manifest = read_manifest(info.directory)
-            if self._owned is not None and manifest.world_size != self._owned.ranks:
-                yield from self._add_assembled(info, manifest, self._owned)
-                return
-            if self._rank >= manifest.world_size:
-                self._exclude(info.iteration, f"was saved by {manifest.world_size} ranks, this is rank {self._rank}")
-                return
+            other_size = owned is not None and manifest.world_size != owned.ranks
+            if not other_size and self._rank >= manifest.world_size:
+                raise CheckpointError(f"was saved by {manifest.world_size} ranks, this is rank {self._rank}")
+            hashes = [manifest.ranks[rank].sha256 for rank in (sorted(manifest.ranks) if other_size else [self._rank])]
+            sha256 = hashlib.sha256("".join(hashes).encode()).hexdigest()
             read = self._known.get(info.iteration)
-            if read is None or read.sha256 != manifest.ranks[self._rank].sha256:
-                found = yield from self._read(info.directory, manifest)
-                if isinstance(found, str):
-                    self._exclude(info.iteration, found)
-                    return
-                read = found
-            file = map_tensors(info.directory / file_name(self._rank, "params"))
-            own = {name: map_tensors(info.directory / name) for name in set(read.places.values())}
+            if read is None or read.sha256 != sha256:
+                found = self._find(info, manifest, owned) if other_size and owned else self._read(info, manifest)
+                read = replace((yield from found), sha256=sha256)
+            self._checkpoints.append(_Checkpoint.opened(read, info.directory, self._rank))
         except (CheckpointError, SafetensorError, OSError) as error:
             self._exclude(info.iteration, str(error))
-            return
-        experts = {operator: own[name] for operator, name in read.places.items()}
-        self._checkpoints.append(_Checkpoint(read, file, experts))
-
-    def _add_assembled(self, info: CheckpointInfo, manifest: Manifest, slices: RankSlices) -> Iterator[None]:
-        """Add a checkpoint of another number of ranks."""
-        sha256 = hashlib.sha256(
-            "".join(manifest.ranks[rank].sha256 for rank in sorted(manifest.ranks)).encode()
-        ).hexdigest()
-        read = self._known.get(info.iteration)
-        if read is None or read.sha256 != sha256:
-            found = yield from self._find(info, manifest, slices)
-            if isinstance(found, str):
-                self._exclude(info.iteration, found)
-                return
-            read = replace(found, sha256=sha256)
-        assert read.pieces is not None
-        self._checkpoints.append(_Checkpoint(read, AssembledTensors(info.directory, read.pieces), {}))
 
     def _find(
         self, info: CheckpointInfo, manifest: Manifest, slices: RankSlices
-    ) -> Generator[None, None, ReadManifest | str]:
+    ) -> Generator[None, None, ReadManifest]:
         """Find this rank's slices in the other ranks' files, and verify these."""
         found = yield from find_slices(info.directory, manifest, slices)
         if found.sparse:
-            return f"{manifest.world_size} ranks saved it, with operators of different iterations"
+            raise CheckpointError(f"{manifest.world_size} ranks saved it, with operators of different iterations")
         for name, file in found.files.items():
             yield from self._check(info.directory / name, file)
-        entry = _entry(found.record)
-        if isinstance(entry, str):
-            return entry
         own = {name: slices.operators[name] for name in found.pieces}
         cut = {name: _Slice(one.global_shape, one.offset, one.numel) for name, one in own.items()}
-        return ReadManifest("", entry, self._shared(cut), {}, {}, pieces=found.pieces)
+        return ReadManifest("", _entry(found.record), self._shared(cut), {}, {}, pieces=found.pieces)
 
-    def _read(self, directory: Path, manifest: Manifest) -> Generator[None, None, ReadManifest | str]:
-        """Read and verify this rank's part, or return what its scalars lack."""
+    def _read(self, info: CheckpointInfo, manifest: Manifest) -> Generator[None, None, ReadManifest]:
+        """Read and verify this rank's part."""
+        directory = info.directory
         record = read_rank_manifest(directory, manifest, self._rank)
         yield
         path = directory / file_name(self._rank, "params")
@@ -409,14 +394,12 @@ class DiskHistory:
             raise DamagedFileError(path, f"lacks {min(absent)}, which its manifest lists")
         yield
         entry = _entry(record)
-        if isinstance(entry, str):
-            return entry
         slices = yield from self._slices(record)
         taken_at = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
         # Only carried files can be known already: another rank's common file is new in every checkpoint.
         carried = (name for name in places.values() if experts_taken_at(name) is not None)
         words = frozenset(files[name].xxh3_128 for name in carried)
-        return ReadManifest(manifest.ranks[self._rank].sha256, entry, slices, taken_at, places, words)
+        return ReadManifest("", entry, slices, taken_at, places, words)
 
     def _check(self, path: Path, record: FileRecord) -> Iterator[None]:
         """Compare a file with its hash, once where checkpoints carry it along."""
@@ -493,13 +476,13 @@ def _names(path: Path) -> set[str]:
         return set(file.keys())
 
 
-def _entry(record: RankManifest) -> HistoryEntry | str:
-    """The entry, or what its scalars lack."""
+def _entry(record: RankManifest) -> HistoryEntry:
+    """The entry; CheckpointError with what its scalars lack."""
     scalars = record.scalars if isinstance(record.scalars, dict) else {}
     numbers: list[float] = []
     for key in ("cumulative_learning_rate", "learning_rate"):
         value = scalars.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return f"its scalars hold no finite {key!r} (found {value!r})"
+            raise CheckpointError(f"its scalars hold no finite {key!r} (found {value!r})")
         numbers.append(float(value))
     return HistoryEntry(record.iteration, numbers[0], numbers[1])
