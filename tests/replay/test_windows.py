@@ -19,6 +19,8 @@ from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_reader import ages_in_memory
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
+from cpsr.journal.reader import JournalReader
+from tests.engines.optimizer_cases import Stacked
 from tests.replay.lives import TOKENS, LifeOf, Routed
 
 RUNS = {
@@ -147,6 +149,26 @@ def test_popular_experts_have_their_turns_last_where_tokens_are_counted(tmp_path
             remove_memory_states(run_id(tmp_path / "run"))
     order = sorted(range(4), key=lambda expert: anchors[f"0.experts.{expert}.weight"])
     assert order == ([1, 3, 2, 0] if policy == "sequential" else [0, 1, 2, 3])
+
+
+def test_no_window_is_kept_where_the_optimizer_has_tensors_of_several_parameters(tmp_path: Path) -> None:
+    """It would have them of its first iteration, and the operators of later ones."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = Stacked(model.parameters())
+    config = {"run_dir": str(tmp_path / "run"), "replay": {"enabled": True, "window_iterations": 3}}
+    with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
+        try:
+            for (batch,) in recovery.resume(DataLoader(TensorDataset(torch.randn(40, 8)), 4), repeat=True):
+                optimizer.zero_grad()
+                torch.autograd.backward(model(batch).square().mean())
+                optimizer.step()
+                if recovery.iteration == 10:
+                    break
+            assert not [state for state in memory_states(run_id(tmp_path / "run")) if state.kind == "window"]
+        finally:
+            remove_memory_states(run_id(tmp_path / "run"))
+    with JournalReader(tmp_path / "run" / "journal.db") as reader:
+        assert [event.kind for event in reader.events()].count("window not kept") == 1
 
 
 def test_windows_in_the_order_of_popularity_give_the_same_state(lives: Lives) -> None:
