@@ -73,5 +73,5 @@ def test_a_run_comes_back_and_a_checkpoint_costs_its_adapters(tmp_path: Path, me
     assert frozen > 1 << 20
     assert sum(one.bytes for name, one in kept.files.items() if not holds_frozen(name)) < frozen / 10
     (file,) = (tmp_path / "run" / "checkpoints" / step_name(ENDS)).glob("*.frozen-*")
-    assert file.stat().st_nlink > 1
+    assert merges or file.stat().st_nlink > 1
     assert verify_run(tmp_path / "run") == []
