@@ -43,7 +43,7 @@ def test_a_running_job_takes_an_override_up_and_plans_anew_when_it_ends(tmp_path
     with CPSRRecovery(loop.adapter, settings) as recovery:
         for x, y in recovery.resume(loader(), repeat=True):
             loop.step(loop.model(x, y))
-            time.sleep(0.005)
+            time.sleep(0.05)  # so long that no busy disk keeps the planner from the pinned interval
             origins.append(recovery.plan.origin)
             if recovery.iteration == 60:
                 pin(tmp_path, PIN, WAIT_SECONDS)
