@@ -32,7 +32,7 @@ def train(images, digits, weights, generator, epochs):
     momentum = [torch.zeros_like(one) for one in weights]
     for epoch in range(epochs):
         order = generator.permutation(len(images))
-        for batch in numpy.array_split(order, 10):
+        for batch in [part.copy() for part in numpy.array_split(order, 10)]:
             noise = torch.randn(len(batch), images.shape[1])
             hidden = torch.relu((images[batch] + 0.1 * noise) @ weights[0])
             loss = torch.nn.functional.cross_entropy(hidden @ weights[1], digits[batch])
