@@ -228,7 +228,9 @@ def seal(
         ranks={rank: _rank_record(records[rank], shards[rank], rank in writers) for rank in sorted(records)},
     ).to_bytes()
     listed = {name for record in records.values() for name in record.files} | {rank_manifest_name(r) for r in records}
-    for path in [path for path in directory.iterdir() if path.name not in listed]:
+    others = [path for path in directory.iterdir() if path.name not in listed]
+    refuse_superseded(directory.parents[1], attempt.life)  # among these may be what a newer life has committed
+    for path in others:
         remove_entry(path)  # markers and temporary files of an attempt before this one
     # The ranks forced their files; on some file systems only this makes their names visible after a crash.
     sync_directory(directory)

@@ -174,6 +174,7 @@ class CheckpointStore:
             written = self._part.write(directory, snapshot, attempt, refuse, frozen or self.frozen)
             self._refuse_abandoned(directory, attempt)
         except (OSError, SaveError) as error:
+            refuse_superseded(self.directory.parent, self._life)
             self._part.remove(directory)
             # Rank 0 removes the files when it abandons a step, so that its reason hides behind other errors.
             self._refuse_abandoned(directory, attempt, error)
@@ -222,6 +223,7 @@ class CheckpointStore:
             total = seal(directory, iteration, attempt, shards, sequence, missing=self._missing)
             self._largest_sequence = sequence
         except (OSError, ValueError, SaveError) as error:
+            refuse_superseded(self.directory.parent, self._life)
             if isinstance(error, DriftedError):
                 self._record_drift(error.drifted)
             self._abandon_uncommitted(directory, attempt, str(error))

@@ -1,5 +1,6 @@
 """No life writes into a run in which a newer one has begun."""
 
+import errno
 import threading
 from pathlib import Path
 
@@ -77,6 +78,36 @@ def test_it_leaves_what_the_newer_one_writes_alone(tmp_path: Path) -> None:
             act()
         assert files(tmp_path) == written
     assert new.commit(10, 5.0, threading.Event()).committed
+    assert verify_run(tmp_path) == []
+
+
+@pytest.mark.parametrize("during", ["its files", "the look at all parts", "the names of all parts"])
+def test_what_a_newer_one_commits_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str) -> None:
+    """The old life hangs in a save, and its file system then fails it; its files there are the newer life's by now."""
+
+    def newer(*_: object) -> str:
+        monkeypatch.undo()
+        claim_life(tmp_path, 1, Group())
+        new = store(tmp_path, 1)
+        new.prepare()
+        save(new, 10)
+        written.update(files(tmp_path))
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    written = dict[str, bytes]()
+    claim_life(tmp_path, 0, Group())
+    meanwhile = newer if during == "the look at all parts" else None
+    old = CheckpointStore(tmp_path, 0, 1, "run", 0, missing=meanwhile)
+    if during == "its files":
+        monkeypatch.setattr("cpsr.checkpoint.rank_part.write_tensors", newer)
+    if during != "its files":
+        old.write(make_snapshot(10))
+    if during == "the names of all parts":
+        monkeypatch.setattr("cpsr.checkpoint.commit.sync_directory", newer)
+    with pytest.raises(SupersededError):
+        old.write(make_snapshot(10)) if during == "its files" else old.commit(10, 5.0, threading.Event())
+    assert written == files(tmp_path)
+    assert [info.iteration for info in old.catalogue()] == [10]
     assert verify_run(tmp_path) == []
 
 
