@@ -285,3 +285,19 @@ def test_a_dump_has_what_moves_as_it_was_at_the_boundary(run_id: str) -> None:
     assert list(left["frozen"]["moved"]) == ["embed"]
     assert torch.equal(left["frozen"]["moved"]["embed"], expected)
     pool.close()
+
+
+def test_a_run_that_has_grown_is_copied_beside_copies_of_its_smaller_self(tmp_path: Path) -> None:
+    place = open_place(f"file://{tmp_path / 'target'}")
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": RUN}))
+    alone = Run(tmp_path, base_weights())
+    alone.save(10)
+    upload(place, alone.store.directory / step_name(10), scan(place, RUN).usable)
+    grown = [Run(tmp_path, base_weights(), life=2, rank=rank, ranks=2) for rank in range(2)]
+    agree(grown)
+    for one in grown:
+        one.store.write(one.snapshot(20))
+    assert grown[0].commit(20).committed
+    assert any(name.startswith("rank-00001") for name in grown[0].files(20))
+    upload(place, grown[0].store.directory / step_name(20), scan(place, RUN).usable)
+    assert verify(place) == []

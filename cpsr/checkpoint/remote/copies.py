@@ -283,7 +283,7 @@ def _send(place: Place, folder: str, path: Path, record: FileRecord) -> None:
 
 def _duplicate(place: Place, folder: str, name: str, record: FileRecord, earlier: Sequence[Copy]) -> bool:
     """Let the target copy a file from the newest copy that has it; False where none has it whole."""
-    having = [one for one in earlier if one.folder != folder and name in one.manifest.ranks[frozen_writer(name)].files]
+    having = [one for one in earlier if one.folder != folder and _lists(one.manifest, name)]
     try:
         if having:
             place.duplicate(having[-1].folder, name, folder)
@@ -293,6 +293,12 @@ def _duplicate(place: Place, folder: str, name: str, record: FileRecord, earlier
     except TargetError as error:
         _log.info("%s is sent again: %s", place.name(folder, name), error)
     return False
+
+
+def _lists(manifest: Manifest, name: str) -> bool:
+    """Whether a copy has this file of frozen weights; its writer may be a rank that the run did not have then."""
+    writer = manifest.ranks.get(frozen_writer(name))
+    return writer is not None and name in writer.files
 
 
 def _owner_of(place: Place, folder: str) -> str | None:
