@@ -126,7 +126,8 @@ class Call:
         Raises:
             NotResumableError: it cannot be begun in the middle; names its line and what it goes over.
         """
-        if not isinstance(source, _SEQUENCES) and not (is_stateful(source) and id(source) in self._arguments.places):
+        goes_on = is_stateful(source) and not isinstance(source, torch.nn.Module)  # a module's state has no position
+        if not isinstance(source, _SEQUENCES) and not (goes_on and id(source) in self._arguments.places):
             raise NotResumableError(
                 f"{self._place(self._source.loops[number - 1])}: the loop over a {type(source).__qualname__} cannot "
                 "begin in the middle; nothing was saved. Make a list of it, as with list(enumerate(...)); or go over "

@@ -246,6 +246,12 @@ def test_a_loader_with_a_state_goes_on_in_the_middle(tmp_path: Path) -> None:
     assert count == 6
 
 
+def test_a_loop_over_a_module_is_refused_which_would_begin_anew(tmp_path: Path) -> None:
+    module = module_of(tmp_path, "def f(model):\n    for layer in model:\n        hint()\n")
+    with pytest.raises(NotResumableError, match="over a Sequential"):
+        Program(module.f).interrupted(lambda: {"model": torch.nn.Sequential(torch.nn.Linear(1, 1))})
+
+
 REFUSED = {
     "with": "with torch.no_grad():\n    hint()",
     "try": "try:\n    hint()\nfinally:\n    pass",
