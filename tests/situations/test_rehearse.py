@@ -18,11 +18,13 @@ from rich.console import Console
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.checkpoint.store import CheckpointStore
 from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
 from cpsr.rehearse.command import Rehearsal
 from cpsr.rehearse.jobs import Ran, plan_cuts
-from cpsr.rehearse.verdict import Reference, Verdict, judge
-from cpsr.state.witness import SampledBytes, Witness, Witnesses, witness_path
+from cpsr.rehearse.verdict import Reference, Verdict, compare, judge
+from cpsr.state.witness import Difference, SampledBytes, Witness, Witnesses, witness_path
+from tests.checkpoint.conftest import save
 from tests.situations.lives import Life, backward, live
 
 STEPS = 12
@@ -130,6 +132,18 @@ def test_a_job_that_fails_says_so_and_shows_its_output_whether_it_was_cut_or_not
 
 def test_a_loop_that_ends_before_its_cut_was_not_rehearsed(tmp_path: Path) -> None:
     assert "step 5 was not reached" in rehearsed(training, tmp_path, fault="short").sentence
+
+
+def test_a_job_that_ends_too_early_after_its_restart_did_not_come_back_even_where_steps_vary(tmp_path: Path) -> None:
+    def ran(name: str, last: int) -> Ran:
+        asked = RehearsedJob(str(tmp_path / name), last_iteration=10, interval_iterations=5)
+        save(CheckpointStore(tmp_path / name / "run", 0, 1, "run", 0), last)
+        return Ran(asked, 0, 1.0)
+
+    rounded = (0, Difference(3, "loss", "1.0", "1.0000001", 1e-7, rounding=True))
+    first, cut = ran("undisturbed", 10), plan_cuts(10, 1, [])[0]
+    early = compare(cut, Reference(first, rounded), ran("early", 5), first)
+    assert early.result == "differs at the end: the last checkpoint, of step 5 and not 10"
 
 
 def test_ranks_that_train_on_the_same_batches_are_listed(tmp_path: Path) -> None:
