@@ -69,7 +69,8 @@ class FileLock:
     def release(self) -> None:
         """Release the lock; does nothing if it was released before, or in a forked child, which does not have it."""
         if self._is_held():
-            self._lock.unlink(missing_ok=True)
+            if self._has_its_name(self._descriptor):  # another process may have removed it, and a third have a new one
+                self._lock.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
             del _held[self.path]
@@ -104,11 +105,13 @@ class FileLock:
         except (BlockingIOError, PermissionError):
             asked = fcntl.fcntl(descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
             return int(_FLOCK.unpack(asked)[4]) or -1
+        return 0 if self._has_its_name(descriptor) else -1  # the one before has removed it when it released the lock
+
+    def _has_its_name(self, descriptor: int) -> bool:
         try:
-            named = os.path.samestat(os.fstat(descriptor), self._lock.stat(follow_symlinks=False))
+            return os.path.samestat(os.fstat(descriptor), self._lock.stat(follow_symlinks=False))
         except FileNotFoundError:
-            named = False
-        return 0 if named else -1  # the one before has removed it when it released the lock
+            return False
 
 
 def lock_name(name: str) -> str:

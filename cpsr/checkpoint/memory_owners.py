@@ -246,7 +246,8 @@ def room_in_memory(run_id: str, ranks: Iterable[int], *, prefix: Literal["", "wi
 def remove_memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> int:
     """Remove all files of a run in this machine's shared memory, used or not; return the bytes."""
     freed = sum(_removed(path) for path in files_of(run_id, directory))
-    for path in [*directory.glob(lock_name(f"cpsr-{run_id}-rank-*")), owner_path(run_id, directory)]:
+    # The locks last: a job that waits for one may begin as soon as it is gone.
+    for path in [owner_path(run_id, directory), *directory.glob(lock_name(f"cpsr-{run_id}-rank-*"))]:
         path.unlink(missing_ok=True)
     return freed
 

@@ -129,3 +129,16 @@ def held_twice(path: Path) -> None:
         FileLock(path, create=True)
     finally:
         lock.release()
+
+
+def test_whoever_has_lost_the_file_leaves_the_next_ones_lock(path: Path, start: Start) -> None:
+    """A command frees all files of a run, locks included, and a job begins before the command has ended."""
+    lock = FileLock(path, create=True)
+    for file in path.parent.iterdir():
+        file.unlink()
+    script = f"lock = FileLock(path, create=True); {SAY_PID}; time.sleep(60)"
+    process = start(script)
+    next_line(process)
+    lock.release()
+    with pytest.raises(FileInUseError, match=f"process {process.pid} "):
+        FileLock(path)
