@@ -58,6 +58,7 @@ class Neighbour:
         self._listener = _listener() if group.size > 1 else None
         self._visitors: list[socket.socket] = []
         self._connection: socket.socket | None = None
+        self._reached = ""  # address of the process that answered
         self._closing, self._ended = threading.Event(), False
         listener = self._listener
         place = None if listener is None else [_addresses(), listener.getsockname()[1], self._hello.hex()]
@@ -155,7 +156,7 @@ class Neighbour:
             while not self._closing.is_set():
                 instead = self._connect(addresses, port, hello)
                 if self._connection is not None:
-                    known, addresses = True, [self._connection.getpeername()[0]]
+                    known, addresses = True, [self._reached]
                     if self._stays_to_its_end(self._connection):
                         return
                     self._closing.wait(AGAIN_SECONDS)
@@ -190,6 +191,7 @@ class Neighbour:
                 while len(said) < HELLO_BYTES and (part := self._connection.recv(HELLO_BYTES - len(said))):
                     said += part
                 if said == hello:
+                    self._reached = self._connection.getpeername()[0]
                     return None
                 if not hello.startswith(said):
                     instead = "answered by another process"
