@@ -2,6 +2,7 @@
 
 import errno
 import sqlite3
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import psutil
 
 from cpsr.errors import JournalDamagedError, JournalError
 
-__all__ = ["NO_SPACE", "SCHEMA_VERSION", "check_identity", "filesystem_of", "is_network", "prepare", "unreadable"]
+__all__ = ["NO_SPACE", "SCHEMA_VERSION", "check_identity", "filesystem_of", "is_network", "lacks_room", "prepare"]
+__all__ += ["unreadable"]
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = int.from_bytes(b"CPSR", "big")  # tells a journal from any other SQLite file
@@ -105,6 +107,20 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
             f"{path} has schema {version}, and this version of cpsr reads {SCHEMA_VERSION}; nothing in it was changed; "
             "use the cpsr version that wrote it"
         )
+
+
+def lacks_room(error: sqlite3.Error | OSError, path: Path) -> bool:
+    """Whether the disk prevents writing the file `path`: it is full, fails, or a quota of bytes or files is used up."""
+    if isinstance(error, OSError):
+        return error.errno in NO_SPACE
+    name = getattr(error, "sqlite_errorname", "")
+    if not name.startswith("SQLITE_CANTOPEN"):
+        return bool(name.startswith(("SQLITE_FULL", "SQLITE_IOERR")))
+    try:  # SQLite does not say why it cannot create a file
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".room-"):
+            return False
+    except OSError as refused:
+        return refused.errno in NO_SPACE
 
 
 def unreadable(path: Path, error: sqlite3.Error | OSError) -> JournalError:

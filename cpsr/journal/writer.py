@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from cpsr.errors import JournalError
 from cpsr.journal.account import Account
-from cpsr.journal.database import NO_SPACE, prepare, unreadable
+from cpsr.journal.database import lacks_room, prepare, unreadable
 from cpsr.journal.events import read_new_rows
 from cpsr.journal.rows import CheckpointRow, EventRow, FailureRow, LifeRow, Row, StepRow, columns_of, decode
 
@@ -107,7 +107,7 @@ class Journal:
             return cls(path, connection, last + 1, full_steps)
         except (sqlite3.Error, OSError) as error:
             name = getattr(error, "sqlite_errorname", type(error).__name__)
-            if getattr(error, "errno", None) in NO_SPACE or name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+            if lacks_room(error, path):
                 journal = cls(path, None, 0, full_steps)
                 why = "there is no room on its disk; nothing is recorded in this life, training goes on"
                 journal._log_once("opening", f"cannot be opened ({name}: {error}): {why}")
