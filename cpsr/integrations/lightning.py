@@ -30,6 +30,7 @@ from cpsr.state.codec import same
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_parts import length_of, order_generators
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
+from cpsr.state.stateful import Stateful
 
 __all__ = ["CPSRCallback"]
 
@@ -64,6 +65,7 @@ class TrainingData:
         self._setup_data = self._loop.setup_data
         self._loop.setup_data, self._loop._load_combined_loader_states = self.setup_data, self._place
         self._resume: Callable[[Any], ResumableLoader] | None = None
+        self._ordered: tuple[Any, dict[str, Stateful]] | None = None
         self._early: list[Any] = []  # random states before and after an iteration that began before the run was open
         self._requested: dict[str, Any] | None = None  # random states when this pass's loader was requested
         self._restored: dict[str, Any] | None = None
@@ -165,14 +167,19 @@ class TrainingData:
         return self.passes
 
     def _random_states(self) -> list[Any]:
-        loader = self._loop._combined_loader.flattened[0]
-        return [capture_host_rng(), [one.state_dict() for one in order_generators(loader).values()]]
+        return [capture_host_rng(), [one.state_dict() for one in self._order().values()]]
 
     def _put_back(self, states: list[Any]) -> None:
         restore_host_rng(states[0])
-        loader = self._loop._combined_loader.flattened[0]
-        for generator, state in zip(order_generators(loader).values(), states[1], strict=True):
+        for generator, state in zip(self._order().values(), states[1], strict=True):
             generator.load_state_dict(state)
+
+    def _order(self) -> dict[str, Stateful]:
+        """What a pass draws its order from; found once for a loader, since counts go by how they were then."""
+        loader = self._loop._combined_loader.flattened[0]
+        if self._ordered is None or self._ordered[0] is not loader:
+            self._ordered = loader, order_generators(loader)
+        return self._ordered[1]
 
 
 class _Passes:
