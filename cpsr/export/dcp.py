@@ -62,7 +62,9 @@ def write_dcp(state: WholeState, directory: Path) -> list[str]:
         optim |= {f"param_groups.{name}.{key}": value for name in names for key, value in values.items()}
         optim |= {f"param_groups.{index}.{key}": value for key, value in {**values, "params": list(names)}.items()}
     model = _model(state)
-    small = {key: engine.get(key) for key in ("counters", "schedule", "loss_scale", "grad_scaler")}
+    small = {key: engine.get(key) for key in ("counters", "loss_scale", "grad_scaler")}
+    schedules = engine.get("schedule") or [None]
+    small["schedule"] = schedules[0] if len(schedules) == 1 else schedules  # a job with one asks for it by itself
     content = {"model": model, "optim": optim, SMALL: {"iteration": state.info.iteration, **small}}
     save(content, storage_writer=FileSystemWriter(directory), no_dist=True)
     for path in directory.iterdir():
