@@ -197,7 +197,7 @@ def test_prepare_removes_what_was_never_committed_and_nothing_else(
     problems = store.prepare()
     assert [(problem.iteration, problem.file.name) for problem in problems] == [(30, "COMMIT")]
     assert sorted(path.name for path in store.directory.iterdir()) == [
-        "damaged-step-0000000030-1-0",
+        "damaged-step-0000000030-2-0",
         "notes.txt",
         "step-0000000010",
     ]
