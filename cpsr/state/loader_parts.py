@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import numpy
 import torch
 import xxhash
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from cpsr.state.stateful import Stateful, stateful
 
@@ -145,10 +145,16 @@ class _Counts:
 
 
 def _counts(loader: Iterable[Any]) -> Iterator[tuple[str, Stateful]]:
-    for one in () if isinstance(loader, Calls) else _samplers_of(loader):
+    roots = [] if isinstance(loader, Calls) else _samplers_of(loader)
+    dataset = [loader.dataset] if isinstance(loader, DataLoader) else []
+
+    def is_wanted(one: Any) -> bool:
         own = str(type(one).__module__).split(".")[0] not in ("builtins", "torch", "torchdata", "accelerate", "cpsr")
-        if own and hasattr(one, "__dict__") and not hasattr(one, "state_dict"):
-            yield f"numbers of {type(one).__name__}", _Counts(one)
+        deals = isinstance(one, Sampler) or any(one is root for root in roots)
+        return own and deals and hasattr(one, "__dict__") and not hasattr(one, "state_dict")
+
+    for name, one in _found([(type(root).__name__, root) for root in roots], is_wanted, without=dataset):
+        yield f"numbers of {name}", _Counts(one)
 
 
 def order_generators(loader: Iterable[Any]) -> dict[str, Stateful]:

@@ -134,6 +134,19 @@ class Counting(Sampler[int]):
         return iter(torch.randperm(ITEMS, generator=seeded(self.passes)).tolist())
 
 
+class Wrapping(Sampler[int]):
+    """Deals as the sampler that it has in an attribute does."""
+
+    def __init__(self, inner: Sampler[int]) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+
 class CountingBatches:
     """No DataLoader, and without a state; counts its passes."""
 
@@ -172,6 +185,7 @@ SKIPPED: dict[str, Callable[[], Any]] = OWN_ORDER | {
     "numpy sampler": lambda: DataLoader(Items(), BATCH, sampler=Permuted("numpy")),
     "python sampler": lambda: DataLoader(Items(), BATCH, sampler=Permuted("python")),
     "counting sampler": lambda: DataLoader(Items(), BATCH, sampler=Counting()),
+    "wrapped counting sampler": lambda: DataLoader(Items(), BATCH, sampler=Wrapping(Counting())),
     "counting batches": CountingBatches,
     "unbatched": lambda: DataLoader(Items(), None, shuffle=True, generator=seeded(4)),
     "without a state": lambda: DataLoader(Stateless(), BATCH),
