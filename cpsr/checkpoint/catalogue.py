@@ -217,7 +217,10 @@ def set_aside_list(checkpoints: Path) -> list[SetAside]:
         matched = _ASIDE.fullmatch(path.name)
         iteration = step_iteration(matched["step"]) if matched else None
         if matched and iteration is not None and path.is_dir() and not path.is_symlink():
-            size = sum(one.lstat().st_size for one in path.iterdir())
+            try:
+                size = sum(one.lstat().st_size for one in path.iterdir())
+            except FileNotFoundError:
+                continue  # retention removes it meanwhile
             found.append(SetAside(path, matched["kind"], iteration, int(matched["sequence"]), size))
     return sorted(found, key=lambda aside: (aside.after_sequence, aside.directory.name))
 
