@@ -161,6 +161,12 @@ class CheckpointTarget:
                 f"can be used: {'; '.join(found.damaged.values()) or 'it was given up'}. Nothing was changed; repair "
                 "it, or use another target to start anew"
             )
+        else:
+            message = (
+                f"the run directory {self._run_dir} is new, and {place.shown} holds no copy: a new run begins. If it "
+                "should hold one, end the job, and look at the URL or at what should be mounted there"
+            )
+            self._reports.append(Report("target empty", message, None, logging.INFO))
 
     def _choose(self, place: Place, store: CheckpointStore, damaged: Collection[int]) -> tuple[str, str] | None:
         """Rank 0's choice: folder and manifest of a copy; None where the run directory has what is newest."""
