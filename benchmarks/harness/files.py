@@ -11,11 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cpsr.errors import CPSRError
-from cpsr.state.codec import decode, encode
 
-__all__ = ["open_tensors", "read_json", "read_tree", "write_json", "write_tensors", "write_tree"]
-
-TREE = "tree"  # key of the plain part in a file's metadata
+__all__ = ["open_tensors", "read_json", "write_json", "write_tensors"]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -24,29 +21,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dic
     temporary = _temporary(path)
     save_file(dict(tensors), temporary, metadata)
     temporary.replace(path)
-
-
-def write_tree(path: Path, tree: Any) -> None:
-    """Write plain data with tensors in it as one safetensors file.
-
-    Raises:
-        UnsupportedEngineError: something in it is no plain data.
-    """
-    plain, tensors = encode(tree)
-    write_tensors(path, tensors, {TREE: json.dumps(plain)})
-
-
-def read_tree(path: Path) -> Any:
-    """What `write_tree` wrote.
-
-    Raises:
-        CPSRError: the file is torn, or another one.
-    """
-    with open_tensors(path) as file:
-        metadata = file.metadata() or {}
-        if TREE not in metadata:
-            raise _damaged(path, KeyError(TREE))
-        return decode(json.loads(metadata[TREE]), {key: file.get_tensor(key) for key in list(file.keys())})
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -117,11 +117,6 @@ class Shard:
         return sum(float(values.double().sum()) for values in sampled) / count if count else None
 
     @property
-    def frozen_bytes(self) -> int:
-        """Bytes of the parameters outside the optimizer."""
-        return sum(tensor.nbytes for tensor in self.frozen.values())
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of all tensors of a snapshot together, on the engine's device."""
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors())

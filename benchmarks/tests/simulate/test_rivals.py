@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from cpsr.benchmarks.simulate.rivals import RULES, checkfreq, exact_iterations, gemini, pccheck, sinh, untruncated
-from cpsr.planner.inputs import PhaseInputs, PlannerInputs
+from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.policies import LONGEST, SHORTEST, Choice, PaperTerms, paper_terms, theorem1
 from tests.planner.jobs import PHASE, any_job, cost_per_second, job
 
@@ -99,16 +99,7 @@ def test_the_theorem_is_too_long_by_what_it_truncates(hours: float, stall: float
 
 def test_ten_minutes_between_failures_make_the_theorem_much_too_long() -> None:
     """B < 0 there: the part that the theorem drops is most of its answer. The example of docs/theorem.md."""
-    phase = PhaseInputs(
-        first_iteration=1000,
-        last_iteration=3000,
-        alpha1_per_iteration=3e-4,
-        alpha2=1.8,
-        tau1_per_checkpoint=0.05,
-        tau2=-5.0,
-        xi=1e-6,
-        parameters=355_000_000,
-    )
+    phase = replace(PHASE, tau2=-5.0)
     inputs = PlannerInputs(0.6, stall_seconds=30.0, persist_seconds=5.0, failures_per_second=1 / 600, phase=phase)
     these = paper_terms(inputs)
     assert isinstance(these, PaperTerms)
