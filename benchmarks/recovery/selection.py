@@ -1,4 +1,4 @@
-"""What a call of the benchmark measures: the quick or the full grid, with what an option says in place of its own."""
+"""The grid of one call of the benchmark."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -28,7 +28,7 @@ class MissingRanges:
         numel: elements of it.
 
     Attributes:
-        left: those that nobody has given yet.
+        left: those that no slice has given yet.
     """
 
     def __init__(self, offset: int, numel: int) -> None:
@@ -66,9 +66,9 @@ def lacking_among(
             for _ in left.setdefault(name, MissingRanges(0, math.prod(shape))).take(offset, numel):
                 pass
     if absent := sorted(set(operators) - left.keys()):
-        return f"nobody has {absent[0]}"
+        return f"no rank saved {absent[0]}"
     lacking = ((name, *one.left[0]) for name, one in left.items() if one.left)
-    return next((f"nobody has elements {start} to {stop} of {name}" for name, start, stop in lacking), None)
+    return next((f"no rank saved elements {start} to {stop} of {name}" for name, start, stop in lacking), None)
 
 
 _AT_ONCE = PIECE_BYTES // HASHED_PIECE_BYTES  # hashed pieces of one transfer

@@ -275,9 +275,8 @@ def _errors_of(first: Sequence[Exit], recorded: Container[int], uncaught: Sequen
         recorded: ranks that have recorded in their run why they ended.
         uncaught: the exceptions that ended ranks.
     """
-    if any(
-        one.signal not in (None, "SIGTERM", "SIGABRT") for one in first
-    ):  # a rank that waits for a failed one aborts
+    lost_another = (None, "SIGTERM", "SIGABRT")  # a rank that waits for a failed one aborts
+    if any(one.signal not in lost_another for one in first):
         return frozenset()
     reported = {one.rank for one in uncaught}
     silent = [one for one in first if one.status and one.rank not in reported and one.rank not in recorded]
