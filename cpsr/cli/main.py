@@ -144,7 +144,7 @@ def qualify(
     json_path: JsonPath = None,
     workdir: Annotated[Path, typer.Option(help="Holds the ranks' runs, records and log.")] = Path("runs/qualify"),
 ) -> None:
-    """Check that recovery works on this machine, by engine, ZeRO stage, precision and optimizer.
+    """Check that recovery works on this machine, by engine, ZeRO stage and precision.
 
     Under a launcher it is one of its ranks. Each check that ends or hangs a rank costs a restart, so allow many:
     cpsr run --nproc-per-node=8 --max-restarts=1000 -m cpsr qualify
@@ -165,9 +165,6 @@ def doctor(
     parameters: Annotated[
         int | None, typer.Option(min=1, help="Parameters of which a rank holds weights and moments: 12 bytes each.")
     ] = None,
-    state_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Weights and moments of a rank, for other optimizers than Adam.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
     """Check a machine for a job: GPUs, memory, limits, disk, shared directory; exit status 1 for an error.
@@ -177,8 +174,7 @@ def doctor(
     """
     from cpsr.doctor.command import needs_of, run_doctor
 
-    needs = needs_of(config, run_dir, state_bytes, parameters)
-    raise typer.Exit(run_doctor(needs, as_json_text=as_json))
+    raise typer.Exit(run_doctor(needs_of(config, run_dir, parameters), as_json_text=as_json))
 
 
 @app.command()

@@ -4,7 +4,6 @@ Importing this module imports nothing heavy: the command line does.
 """
 
 import os
-import subprocess
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
@@ -24,7 +23,6 @@ __all__ = [
 ]
 
 CPU, CUDA = "cpu", "cuda"
-NVIDIA_SMI_SECONDS = 10.0
 
 
 class Device(StrEnum):
@@ -50,7 +48,7 @@ def find_device(wanted: str = Device.AUTO) -> str:
 
 
 def describe_device(device: str) -> dict[str, Any]:
-    """The device as plain data: `kind` and, of a GPU, `name`, `count`, `cuda` (torch's) and `driver` (or None)."""
+    """The device as plain data: `kind` and, of a GPU, `name`, `count` and `cuda` (torch's)."""
     if device == CPU:
         return {"kind": CPU}
     import torch
@@ -60,7 +58,6 @@ def describe_device(device: str) -> dict[str, Any]:
         "name": torch.cuda.get_device_name(),
         "count": torch.cuda.device_count(),
         "cuda": torch.version.cuda,
-        "driver": _driver_version(),
     }
 
 
@@ -68,24 +65,13 @@ def device_text(described: Mapping[str, Any]) -> str:
     """What `describe_device` returned, for people."""
     if described["kind"] == CPU:
         return CPU
-    driver = "unknown" if described["driver"] is None else described["driver"]
-    return f"{described['count']} x {described['name']} (CUDA {described['cuda']}, driver {driver})"
+    return f"{described['count']} x {described['name']} (CUDA {described['cuda']})"
 
 
 def _obstacle(cuda_version: str | None) -> str:
     if cuda_version is None:
         return "this build of torch has no CUDA; install one that has"
     return f"torch, built for CUDA {cuda_version}, finds no GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-
-
-def _driver_version() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # a driver without its tools
-        return None
-    versions = done.stdout.split()
-    return versions[0] if done.returncode == 0 and versions else None
 
 
 def rank_environment(device: str) -> dict[str, str]:

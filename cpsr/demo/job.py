@@ -31,9 +31,7 @@ PEAK_LEARNING_RATE = 1e-3
 WARM_UP_ITERATIONS = 50
 VALIDATION_CHUNKS = 8  # each rank evaluates half
 CHUNK_WINDOWS = 12
-COARSE_ITERATIONS = 25  # how often the validation loss is taken, far from the failure
-FINE_ITERATIONS = 5  # and near it
-FINE_SPAN_ITERATIONS = 200
+VALIDATION_ITERATIONS = 25  # how often the validation loss is taken; at the failure, too
 
 
 def main() -> None:
@@ -58,7 +56,7 @@ def main() -> None:
             if recovery.restored.predicted and recovery.iteration == recovery.restored.restored_iteration + 1:
                 notes.add("stepped")
                 notes.write(arguments.run_dir, engine.global_rank)
-            if _is_due(recovery.iteration, arguments.failure_iteration):
+            if recovery.iteration % VALIDATION_ITERATIONS == 0 or recovery.iteration == arguments.failure_iteration:
                 _validate(engine, chunks, recovery.iteration, arguments.run_dir)
             if recovery.iteration >= arguments.iterations:
                 break
@@ -69,7 +67,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--iterations", type=int, required=True)
-    parser.add_argument("--failure-iteration", type=int, required=True, help="validate more often after this one")
+    parser.add_argument("--failure-iteration", type=int, required=True, help="validate at this one, too")
     return parser.parse_args()
 
 
@@ -91,12 +89,6 @@ def _validation_chunks(text: torch.Tensor) -> list[torch.Tensor]:
     stride = len(windows) // (VALIDATION_CHUNKS * CHUNK_WINDOWS)
     items = torch.stack([windows[index * stride] for index in range(VALIDATION_CHUNKS * CHUNK_WINDOWS)])
     return list(torch.split(items, CHUNK_WINDOWS))
-
-
-def _is_due(iteration: int, failure_iteration: int) -> bool:
-    """Every 25 iterations, every 5 behind the failure, and at the failure itself, where the recovered run resumes."""
-    near = failure_iteration <= iteration <= failure_iteration + FINE_SPAN_ITERATIONS
-    return iteration == failure_iteration or iteration % (FINE_ITERATIONS if near else COARSE_ITERATIONS) == 0
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from typing import Any
 
 import matplotlib
 import torch
-from matplotlib.axes import Axes
 from rich.markup import escape
 from rich.table import Table
 
@@ -22,10 +21,6 @@ from cpsr.journal import JournalReader, RecoveryRow
 from cpsr.ranks.exits import BEGAN
 
 __all__ = ["DemoResult", "Kill", "failure_iteration", "measure", "table", "write_plot"]
-
-ZOOM_BEFORE_ITERATIONS = 60
-ZOOM_AFTER_ITERATIONS = 200
-RESTART_AIM_SECONDS, OURS_AIM_SECONDS = 10.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,6 @@ class DemoResult:
         gap_at_failure_nats, gap_at_end_nats: validation loss of the recovered run above that of the fault-free one.
         restart: the way from the kill to the first finished step of the new processes.
         stalls_seconds: training thread blocked by each checkpoint of the killed run.
-        checkpoints: iterations of its committed checkpoints.
         fault_free, recovered: iteration -> validation loss of the two runs.
         device: that both trained on; see `describe_device`.
     """
@@ -60,7 +54,6 @@ class DemoResult:
     gap_at_end_nats: float
     restart: list[Part]
     stalls_seconds: list[float]
-    checkpoints: list[int]
     fault_free: dict[int, float]
     recovered: dict[int, float]
     device: dict[str, Any]
@@ -94,18 +87,10 @@ class DemoResult:
         """What of that is CPSR's work."""
         return sum(part.seconds for part in self.restart if part.ours)
 
-    @property
-    def aims(self) -> dict[str, bool]:
-        """Each aim of a restart, and whether it is met."""
-        return {
-            f"below {RESTART_AIM_SECONDS:.0f} s": self.restart_seconds < RESTART_AIM_SECONDS,
-            f"CPSR's own below {OURS_AIM_SECONDS:.0f} s": self.restart_ours_seconds < OURS_AIM_SECONDS,
-        }
-
     def to_json(self) -> dict[str, Any]:
         """Everything but the curves, as plain data."""
         known = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        for name in ("fault_free", "recovered", "checkpoints", "restart"):
+        for name in ("fault_free", "recovered", "restart"):
             del known[name]
         for name in ("kill", "recovery"):
             known[name] = dataclasses.asdict(known[name])
@@ -114,7 +99,6 @@ class DemoResult:
             "restart_seconds": self.restart_seconds,
             "restart_ours_seconds": self.restart_ours_seconds,
             "restart_parts": [dataclasses.asdict(part) for part in self.restart],
-            "aims": self.aims,
         }
 
 
@@ -150,7 +134,6 @@ def measure(fault_free: Path, killed: Path, kill: Kill, device: str) -> DemoResu
         gap_at_end_nats=recovered[after[-1]] - reference[after[-1]],
         restart=restart_parts(kill.time, failed.ended_unix_seconds, read_notes(killed), recovery),
         stalls_seconds=[row.stall_seconds for row in committed if row.stall_seconds is not None],
-        checkpoints=[row.iteration for row in committed],
         fault_free=reference,
         recovered=recovered,
         device=describe_device(device),
@@ -194,7 +177,6 @@ def table(result: DemoResult) -> Table:
             f"{result.restart_seconds:.1f} s, of which CPSR's own {result.restart_ours_seconds:.2f} s (*)",
         ),
         *((f"- {part.name}", f"{part.seconds:.2f} s" + " (*)" * part.ours) for part in result.restart),
-        ("aims of that", ", ".join(f"{aim}: {'met' if met else 'missed'}" for aim, met in result.aims.items())),
         (
             "stall per checkpoint",
             f"{statistics.median(stalls):.1f} ms median, {stalls[-1]:.1f} ms at most, of {len(stalls)}",
@@ -214,30 +196,18 @@ def table(result: DemoResult) -> Table:
 
 
 def write_plot(result: DemoResult, path: Path) -> None:
-    """Draw the validation losses of both runs, whole and around the failure."""
+    """Draw the validation losses of both runs."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (whole, near) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(1, 1.2), layout="constrained")
-    for axes, title in (whole, "the whole run"), (near, "around the failure"):
-        _curves(axes, result)
-        axes.set(xlabel="iteration", title=title)
-    whole.set_ylabel("validation loss (nats per byte)")
-    first, last = result.failure_iteration - ZOOM_BEFORE_ITERATIONS, result.failure_iteration + ZOOM_AFTER_ITERATIONS
-    shown = [loss for one in (result.fault_free, result.recovered) for at, loss in one.items() if first <= at <= last]
-    low, high = min(shown), max(shown)
-    near.set(xlim=(first, last), ylim=(low - 0.08 * (high - low), high + 0.08 * (high - low)))
-    near.legend(loc="upper right", frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _curves(axes: Axes, result: DemoResult) -> None:
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     alone = result.fault_free
     after = {at: loss for at, loss in result.recovered.items() if at >= result.failure_iteration}
     axes.plot(list(alone), list(alone.values()), color="tab:blue", label="fault-free run")
     axes.plot(list(after), list(after.values()), color="tab:orange", linestyle="--", label="killed and recovered")
-    for index, iteration in enumerate(result.checkpoints):
-        axes.axvline(iteration, color="0.85", linewidth=0.8, zorder=0, label="checkpoint" if index == 0 else None)
     axes.axvline(result.checkpoint_iteration, color="tab:green", linewidth=1, label="last checkpoint c")
     axes.axvline(result.failure_iteration, color="tab:red", linewidth=1, label="failure f")
+    axes.set(xlabel="iteration", ylabel="validation loss (nats per byte)")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -17,7 +17,6 @@ from cpsr.checkpoint.resources import host_buffers, kept_bytes
 from cpsr.config import CPSRConfig
 from cpsr.doctor import disk, machine
 from cpsr.doctor.machine import Finding
-from cpsr.errors import ConfigError
 from cpsr.ranks.group import Group, this_node
 from cpsr.ranks.link import REFUSED_STATUS, report
 
@@ -49,16 +48,13 @@ class Needs:
         return None if self.state_bytes is None else copies * ranks * self.state_bytes
 
 
-def needs_of(config: Path | None, run_dir: Path | None, state_bytes: int | None, parameters: int | None) -> Needs:
+def needs_of(config: Path | None, run_dir: Path | None, parameters: int | None) -> Needs:
     """The job that a configuration file describes; `run_dir`, if given, replaces its run directory.
 
     Raises:
-        ConfigError: the configuration is not usable, or both sizes are given.
+        ConfigError: the configuration is not usable.
     """
-    if state_bytes is not None and parameters is not None:
-        raise ConfigError("give either --state-bytes or --parameters, which is 12 bytes each")
-    if parameters is not None:
-        state_bytes = BYTES_PER_PARAMETER * parameters
+    state_bytes = None if parameters is None else BYTES_PER_PARAMETER * parameters
     loaded = CPSRConfig(run_dir=Path()) if config is None else CPSRConfig.load(config)
     if run_dir is not None:
         loaded = loaded.model_copy(update={"run_dir": run_dir})
@@ -143,7 +139,7 @@ def _of_all(group: Group, needs: Needs) -> list[Finding]:
                 found += [shared] if group.rank == 0 else []
         if folder is not None and first_on_machine:
             own = folder / f"rank-{group.rank}"
-            found += _of_disk(own, needs, group.size, nodes.count(this_node()))
+            found += _of_disk(own, needs, group.size)
         group.barrier()  # the folder is removed once nobody needs it
     if group.rank == 0 and not needs.has_run_dir:
         found.append(
@@ -160,7 +156,7 @@ def _of_machine(needs: Needs, local_ranks: int) -> Iterator[Finding]:
     yield machine.check_memory_kind()
 
 
-def _of_disk(folder: Path, needs: Needs, ranks: int, local_ranks: int) -> Iterator[Finding]:
+def _of_disk(folder: Path, needs: Needs, ranks: int) -> Iterator[Finding]:
     config = needs.config
     try:
         folder.mkdir()
@@ -168,7 +164,6 @@ def _of_disk(folder: Path, needs: Needs, ranks: int, local_ranks: int) -> Iterat
         kept = kept_bytes(needs.state_bytes or 0, (needs.state_bytes or 0) // _TENSORS_PER_PARAMETER, config)
         yield disk.check_space(config.run_dir, None if needs.state_bytes is None else ranks * kept)
         yield disk.check_durable(folder)
-        yield disk.check_bandwidth(folder, needs.bytes_of(local_ranks), config.checkpoint.save_timeout_seconds)
     except OSError as problem:
         yield machine.failed("disk", problem)
 

@@ -1,6 +1,5 @@
 """The disk of the run directory, tried out in a folder that is removed afterwards, and shared among the ranks."""
 
-import fcntl
 import os
 import shutil
 import statistics
@@ -9,26 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cpsr.checkpoint.direct_file import (
-    BLOCK_BYTES,
-    DIRECT,
-    PIECE_BYTES,
-    block_buffer,
-    open_direct,
-    read_pieces,
-    write_piece,
-)
 from cpsr.checkpoint.files import write_bytes
 from cpsr.checkpoint.resources import existing_part
 from cpsr.checkpoint.run_directory import checkpoint_bytes
 from cpsr.doctor.machine import Finding, size
 from cpsr.ranks.group import Group
 
-__all__ = ["check_bandwidth", "check_durable", "check_shared", "check_space", "scratch_folder"]
+__all__ = ["check_durable", "check_shared", "check_space", "scratch_folder"]
 
-FILE_BYTES = 4 * PIECE_BYTES
-_FREE_SHARE = 8  # at most this part of the free space is written
-_DURABLE_WRITES = 10
+_DURABLE_WRITES, _DURABLE_BYTES = 10, 4096
 _SLOW_SECONDS = 0.1  # a commit forces four files and two folders in a row
 _LOOK_SECONDS = 10.0  # a network file system may show another machine's file late
 _PAUSE_SECONDS = 0.05
@@ -62,7 +50,7 @@ def check_durable(folder: Path) -> Finding:
     taken: list[float] = []
     for number in range(_DURABLE_WRITES):
         began = time.perf_counter()
-        write_bytes(folder / f"durable-{number}", b"x" * BLOCK_BYTES)
+        write_bytes(folder / f"durable-{number}", b"x" * _DURABLE_BYTES)
         taken.append(time.perf_counter() - began)
     median = statistics.median(taken)
     text = f"a small file is on the disk after {1e3 * median:.3g} ms (at most {1e3 * max(taken):.3g})"
@@ -70,61 +58,6 @@ def check_durable(folder: Path) -> Finding:
         advice = "each checkpoint waits for several; a faster disk, or checkpoint less often"
         return Finding("warning", "fsync", text, advice)
     return Finding("ok", "fsync", text)
-
-
-def check_bandwidth(folder: Path, state_bytes: int | None, save_timeout_seconds: float) -> Finding:
-    """Bytes a second of one process past the page cache, and what they mean for a checkpoint of this machine's ranks.
-
-    Args:
-        folder: of the disk.
-        state_bytes: of all ranks on this machine; None: not known.
-        save_timeout_seconds: configured.
-
-    Raises:
-        OSError: the file system failed, or is full.
-    """
-    disk = os.statvfs(folder)
-    room = disk.f_bavail * disk.f_frsize // _FREE_SHARE
-    count = max(1, min(FILE_BYTES, room) // BLOCK_BYTES) * BLOCK_BYTES
-    direct, write, read = _measured(folder / "bandwidth", count)
-    text = f"{size(write)}/s written and forced to the disk, {size(read)}/s read back ({size(count)})"
-    if state_bytes is not None:
-        seconds = state_bytes / write + state_bytes / read
-        text += f"; a checkpoint of this machine's ranks takes about {seconds:.3g} s"
-        if seconds > save_timeout_seconds:
-            advice = f"checkpoint.save_timeout_seconds is {save_timeout_seconds:g}: raise it, or take a faster disk"
-            return Finding("warning", "bandwidth", text, advice)
-    if not direct:
-        advice = "the file system refuses O_DIRECT, so that files take the page cache, which costs processor time"
-        return Finding("warning", "bandwidth", text, advice)
-    return Finding("ok", "bandwidth", text)
-
-
-def _measured(path: Path, count: int) -> tuple[bool, float, float]:
-    """Whether O_DIRECT works, and bytes a second written and forced to the disk, and read back.
-
-    The file has no name while it is used, so that nothing is left however this ends.
-    """
-    piece = block_buffer(min(count, PIECE_BYTES))
-    piece[:] = os.urandom(len(piece))  # no file system can make less of it
-    descriptor = open_direct(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    try:
-        path.unlink()
-        began, left = time.perf_counter(), count
-        while left:
-            write_piece(descriptor, piece[: min(left, len(piece))], path)
-            left -= min(left, len(piece))
-        os.fsync(descriptor)
-        written = time.perf_counter()
-        direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & DIRECT)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # where it went through the page cache
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        for _ in read_pieces(descriptor):
-            pass
-        ended = time.perf_counter()
-    finally:
-        os.close(descriptor)
-    return direct, count / (written - began), count / (ended - written)
 
 
 def check_space(run_dir: Path, needed_bytes: int | None) -> Finding:

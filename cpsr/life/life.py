@@ -120,8 +120,6 @@ class Life:
         if self.loop.tail.is_here:
             self.leaving.look(self.job.adapter.iteration + 1)
         self.loop.tail.on_request()
-        if self.rehearsed is not None:
-            self.rehearsed.on_request()
 
     def _on_end(self, last: bool) -> None:
         """A pass has ended; the loop may change the state before the next one, or have no other."""

@@ -30,13 +30,11 @@ class Cut:
         signal: name of the signal that each cut rank sends to itself.
         iteration: the finished one after which it does.
         rank: which rank; None: each one.
-        at_request: when the loop asks for its next batch, and not right after the step.
     """
 
     signal: str
     iteration: int
     rank: int | None = None
-    at_request: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,21 +84,17 @@ class Rehearsed:
         line = {"iteration": iteration, "values": values}
         with self._log.open("a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
-        self._cut(at_request=False)
+        self._cut()
         return iteration >= self._asked.last_iteration
-
-    def on_request(self) -> None:
-        """The loop asks for a batch."""
-        self._cut(at_request=True)
 
     def close(self) -> None:
         """The life ends, and not by SIGKILL."""
         end = {"iteration": self._iteration, "ranks": self._job.group.size, "life": self._job.journal.life}
         (self._folder / f"end-{self._rank}.json").write_text(json.dumps(end), encoding="utf-8")
 
-    def _cut(self, *, at_request: bool) -> None:
+    def _cut(self) -> None:
         cut = self._asked.cut
-        if cut is None or (cut.iteration, cut.at_request) != (self._iteration, at_request):
+        if cut is None or cut.iteration != self._iteration:
             return
         done = self._folder / f"cut-{self._rank}"
         if cut.rank in (None, self._rank) and not done.exists():

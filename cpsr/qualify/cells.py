@@ -1,42 +1,24 @@
-"""The cells of the table: which engine, ZeRO stage, precision and optimizer a check runs with."""
+"""What a check runs with: an engine with its ZeRO stage, precision and optimizer, on the ranks of this job."""
 
-from collections.abc import Iterator
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["ADAPTER", "CPU_OFFLOAD", "EMA", "HSDP", "JSON", "LOADER", "MUON", "OPTIMIZERS", "REPLICAS", "ROUTED"]
-__all__ += ["STAGES", "TORCHDATA", "Cell", "cells_of", "lacking", "no_cpu_sharding", "no_muon"]
+__all__ = ["STAGES", "Cell", "Scene", "cells_of", "no_cpu_sharding"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-ZERO_STAGES = range(4)
-SPLIT = {"fsdp2": ("fp32", "bf16"), "tp": ("fp32",)}  # engine -> precisions
 STAGES = 2  # of a pipeline
-REPLICAS = 2  # of HSDP
-EMA, LOADER, TORCHDATA, ADAPTER = "ema", "stateful loader", "torchdata loader", "frozen weights"
-HSDP, CPU_OFFLOAD = "hsdp", "cpu offload"  # of FSDP2
-ROUTED = "experts"  # of a pipeline
-FUSED = "fused"  # DeepSpeed's own
-JSON = "json"  # AdamW by its name in DeepSpeed's configuration
-MUON = "muon+adamw"  # two of torch in one job
-EIGHT_BIT_ELEMENTS = 64  # of a parameter whose moments have 8 bits: by default tiny ones, as all of these, have 32
-USUAL = ("adamw", "sgd")
-USUAL_ON_CUDA = ("adamw-fused", "adamw-capturable", FUSED)
-# Name -> module, class and arguments of an optimizer over all parameters; AdamW's implementations have groups.
-OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "sgd": ("torch.optim", "SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "adafactor": ("torch.optim", "Adafactor", {"lr": 0.01}),
-    **{
-        name.lower(): ("torch.optim", name, {"lr": 0.01})
-        for name in ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-    },
-    "lion": ("lion_pytorch", "Lion", {"lr": 1e-3, "weight_decay": 0.1}),
-    "adamw-8bit": ("bitsandbytes.optim", "AdamW8bit", {"lr": 0.01, "min_8bit_size": EIGHT_BIT_ELEMENTS}),
-    "adamw-schedulefree": ("schedulefree", "AdamWScheduleFree", {"lr": 0.01}),
-}
-OFFLOADED = ((2, "adamw", "offload_optimizer"), (3, "adamw", "offload_param"), (2, JSON, "offload_optimizer"))
+WAIT_SECONDS = 60.0  # for what another rank or thread does at once
+POLL_SECONDS = 0.005
+KILLED = "killed.json"
 
 
 @dataclass(frozen=True)
@@ -49,44 +31,24 @@ class Cell:
         zero: stage of ZeRO; None outside DeepSpeed.
         precision: `fp32`, `bf16`, or `fp16`, which in plain torch is autocast with a gradient scaler; `bf16` of FSDP2
             is that of forward and backward.
-        optimizer: one of `OPTIMIZERS`; `adamw`, `adamw-fused`, `adamw-capturable`, `fused` (DeepSpeed's FusedAdam),
-            `json` (what DeepSpeed builds for the AdamW of its configuration) or `muon+adamw`.
-        feature: what the job has beside these; empty for nothing.
+        optimizer: as for `torch_jobs.optimizer_of`.
     """
 
     engine: str
     zero: int | None
     precision: str
-    optimizer: str
-    feature: str = ""
+    optimizer: str = "adamw"
 
     @property
     def name(self) -> str:
         """The parts in one line, as in `deepspeed zero1 bf16 adamw`."""
         zero = "" if self.zero is None else f"zero{self.zero} "
-        return f"{self.engine} {zero}{self.precision} {self.optimizer} {self.feature}".rstrip()
-
-    @property
-    def offload(self) -> str:
-        """What keeps states on the host: `offload_optimizer`, or `offload_param` for both sections; or empty."""
-        return self.feature if self.feature.startswith("offload") else ""
-
-    @property
-    def kernel(self) -> str:
-        """The optimizer of DeepSpeed's whose kernel must be compiled; empty for none."""
-        if self.optimizer == JSON and self.offload:
-            return "DeepSpeedCPUAdam"
-        return "FusedAdam" if self.optimizer in (FUSED, JSON) else ""
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether ranks train without each other."""
-        return self.engine == "torch"
+        return f"{self.engine} {zero}{self.precision} {self.optimizer}"
 
     @property
     def is_split(self) -> bool:
         """Whether parameters are DTensors, which torch splits over ranks."""
-        return self.engine in SPLIT
+        return self.engine in ("fsdp2", "tp")
 
     @property
     def is_replicated(self) -> bool:
@@ -102,48 +64,22 @@ def cells_of(device: str, ranks: int, stages_can_send: bool) -> Iterator[Cell]:
         ranks: of the job.
         stages_can_send: whether the backend sends tensors of the device from rank to rank: gloo does not for CUDA.
     """
-    optimizers = USUAL + (USUAL_ON_CUDA if device == "cuda" else ())
-    for engine in ("torch", "ddp") if ranks > 1 else ("torch",):
-        yield from (Cell(engine, None, precision, name) for precision in PRECISIONS for name in optimizers)
-    if ranks > 1 and stages_can_send:  # over gloo with CUDA tensors it is not tried
-        for engine, precisions in SPLIT.items():
-            yield from (Cell(engine, None, precision, name) for precision in precisions for name in USUAL)
-        yield Cell("fsdp2", None, "fp32", "adamw", CPU_OFFLOAD)
-        if ranks % REPLICAS == 0:
-            yield Cell("fsdp2", None, "fp32", "adamw", HSDP)
-    for stage in ZERO_STAGES:
-        yield from (Cell("deepspeed", stage, precision, name) for precision in PRECISIONS for name in optimizers)
-    # What users add to these engines, each once.
-    yield from (Cell("torch", None, "fp32", name) for name in (MUON, *OPTIMIZERS) if name != "sgd")
-    for feature in (ADAPTER, EMA, LOADER, TORCHDATA) if ranks > 1 else ():
-        yield Cell("ddp", None, "fp32", "adamw", feature)
-    yield Cell("deepspeed", 1, "fp32", "adamw", "torch_autocast")
-    yield Cell("deepspeed", 1, "bf16", "adamw", "bf16_optimizer_states")
-    yield Cell("deepspeed", 2, "bf16", "adamw", "unmanaged")
-    yield Cell("deepspeed", 2, "fp32", "adamw", "compiled")
-    yield Cell("deepspeed", 2, "bf16", JSON)
-    yield from (Cell("deepspeed", stage, "bf16", name, offload) for stage, name, offload in OFFLOADED)
-    yield from (Cell("mixture", stage, precision, "adamw") for stage, precision in enumerate(PRECISIONS))
+    engine = "ddp" if ranks > 1 else "torch"
+    yield from (Cell(engine, None, precision) for precision in PRECISIONS)
+    if ranks > 1 and stages_can_send:
+        if device != "cpu" or not no_cpu_sharding():
+            yield from (Cell("fsdp2", None, precision) for precision in ("fp32", "bf16"))
+        yield Cell("tp", None, "fp32")
+    yield from (Cell("deepspeed", stage, precision) for stage in range(4) for precision in PRECISIONS)
+    if device != "cpu":
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        yield Cell(engine, None, "fp32", "adamw-fused")
+        if CUDA_HOME is not None:  # DeepSpeed compiles it
+            yield Cell("deepspeed", 1, "bf16", "fused")
+    yield from (Cell("mixture", stage, precision) for stage, precision in enumerate(PRECISIONS))
     if ranks % STAGES == 0 and stages_can_send:
-        for feature in ("", ROUTED):
-            yield Cell("pipeline", 0, "fp32", "adamw", feature)
-            yield Cell("pipeline", 1, "bf16", "adamw", feature)
-
-
-def lacking(cell: Cell, device: str) -> str:
-    """What a cell needs and is not installed here, as a sentence; empty where nothing is missing."""
-    module = "torchdata" if cell.feature == TORCHDATA else OPTIMIZERS.get(cell.optimizer, ("torch",))[0]
-    package = module.partition(".")[0]
-    if package != "torch" and find_spec(package) is None:
-        return f"{package} is not installed"
-    if cell.engine == "fsdp2" and device == "cpu":
-        return no_cpu_sharding()
-    return no_muon() if cell.optimizer == MUON else ""
-
-
-def no_muon() -> str:
-    """Why this torch has no optimizer Muon; empty where it has."""
-    return "" if hasattr(torch.optim, "Muon") else f"torch {torch.__version__} has no Muon"
+        yield from (Cell("pipeline", 0, "fp32"), Cell("pipeline", 1, "bf16"))
 
 
 def no_cpu_sharding() -> str:
@@ -154,3 +90,54 @@ def no_cpu_sharding() -> str:
     if hasattr(torch.cpu.Stream, "record_event"):
         return ""
     return f"torch {torch.__version__} has no FSDP2 on processors"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where a check runs.
+
+    Attributes:
+        device: of this rank.
+        rank: of this process.
+        ranks: their number.
+        local_ranks: those on this machine.
+        folder: of this check alone, the same on all ranks.
+    """
+
+    device: torch.device
+    rank: int
+    ranks: int
+    local_ranks: int
+    folder: Path
+
+    @property
+    def killed(self) -> bool:
+        """Whether a rank has killed itself in this check: then this is the life after."""
+        return (self.folder / KILLED).exists()
+
+    def kill_myself(self, iteration: int) -> None:
+        """Record the kill in the folder, and end by SIGKILL."""
+        (self.folder / KILLED).write_text(json.dumps({"rank": self.rank, "iteration": iteration}), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_until(self, reached: Callable[[], bool], what: str) -> None:
+        """Wait for a state of the job.
+
+        Raises:
+            AssertionError: it is not reached in time; `what` names it.
+        """
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not reached():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what} within {WAIT_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)
+
+    def builder(self, cell: Cell, micro_batches: int, schedule: str = "none") -> Callable[[], Any]:
+        """What makes a new job of a cell here; see `torch_job` and `deepspeed_job`."""
+        if cell.zero is None:
+            from cpsr.qualify.torch_jobs import torch_job
+
+            return partial(torch_job, cell, self.device, self.ranks, micro_batches, schedule)
+        from cpsr.qualify.deepspeed_jobs import deepspeed_job
+
+        return partial(deepspeed_job, cell, self.ranks, micro_batches, schedule)

@@ -1,49 +1,282 @@
-"""The checks, the cells that they run with, and their order."""
+"""The checks, and the cells that they run with.
 
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+`restart` is the rule of conformance. In the others a rank kills itself with SIGKILL, the launcher restarts the job, and
+the training returns. Such a check runs in two lives. In the first the last rank records the kill and dies; the others
+leave as in any job. The second one restarts, trains to the end, and compares with a reference that ran without CPSR:
+equality also shows that CPSR changes nothing in a training.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn import functional
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from cpsr.journal import JournalReader
-from cpsr.qualify.cells import EMA, LOADER, TORCHDATA, Cell, cells_of, lacking
-from cpsr.qualify.conformance import Job, assert_bitwise, check_early_state, check_resume, seed
-from cpsr.qualify.kills import check_dump, check_exact, check_prediction
-from cpsr.qualify.scene import Scene
-from cpsr.qualify.torch_jobs import token_batch
-from cpsr.ranks.group import Ballot, Group, SideGroup, pair_groups
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.progress import read_progress
+from cpsr.checkpoint.run_directory import run_id
+from cpsr.engines import EngineAdapter
+from cpsr.journal import JournalReader, RecoveryRow
+from cpsr.qualify.cells import Cell, Scene, cells_of
+from cpsr.qualify.conformance import as_bytes, check_early_state, check_resume, seed
+from cpsr.qualify.torch_jobs import BATCH, LENGTH, VOCABULARY
 from cpsr.recovery import CPSRRecovery
+from cpsr.restart.restored import Restored
 
 __all__ = ["CHECKS", "Check", "Trial", "check_restart", "trials_of"]
 
 DEADLINE_SECONDS = 300.0  # for what takes seconds; a first use of an operator may compile it
 MICRO_BATCHES = 2  # of a restart: where parameters are split, gradients are summed over the ranks at the last
-ENDS = (2, 5, 8)  # iterations at which the lives of a loop end
-BATCHES = 3  # of a pass of that loop
-ROUNDS, ELEMENTS = 20, 1 << 18  # of side groups
-NEIGHBOUR_SECONDS = 60.0  # for what takes milliseconds
-SPEED_WIDTH, SPEED_LAYERS, SPEED_ITEMS = 768, 4, 64  # 2.4 million parameters
-SPEED_INTERVAL = 20  # iterations, of which one begins a checkpoint
-TURNS = 7  # the first is not counted
+INTERVAL, CHECKPOINT, FAILURE, END = 4, 20, 23, 30
+WINDOW, WINDOW_ITERATIONS = 19, 3  # the last complete window begins there
+SAVE_SECONDS = 10.0  # far more than a save of this model takes
+SEQUENCES = 24  # per rank
 
-# A sharded, a replicated and a partitioned state; on CUDA also the two fused implementations of AdamW.
-ALONE = "torch fp32 adamw"  # the only rank
-DDP = "ddp fp32 adamw"
-SPLIT = ("fsdp2 bf16 adamw", "tp fp32 adamw")
-OF_DEEPSPEED = ("deepspeed zero1 bf16 adamw", "deepspeed zero3 fp32 adamw")
-RETURNING = (ALONE, DDP, *SPLIT, *OF_DEEPSPEED)
-OFFLOADED = "deepspeed zero2 bf16 json offload_optimizer"
-ON_CUDA = ("ddp fp32 adamw-fused", "deepspeed zero1 bf16 fused")
+
+def check_restart(cell: Cell, scene: Scene) -> None:
+    """Bitwise equality of what restarted and what never stopped."""
+    build = scene.builder(cell, MICRO_BATCHES, "cosine")
+    check_resume(build)
+    check_early_state(build)
+
+
+def check_exact(tier: str, cell: Cell, scene: Scene) -> None:
+    """Back from the newest state of a tier, bit for bit there and at the end of the training.
+
+    Args:
+        tier: `memory`: the newest snapshot in shared memory; `disk`: the newest committed checkpoint; `replay`: the
+            newest complete window in shared memory.
+        cell: to train.
+        scene: where.
+    """
+    life = _Life(cell, scene, "exact", shared_memory=tier != "disk", replays=tier == "replay")
+    life.reach_failure()
+    if tier == "memory":
+        life.take_back_commit()
+    restored, losses = life.train_on()
+    row, reference = life.recovery_row(), life.reference(scene.rank)
+    start = WINDOW if tier == "replay" else CHECKPOINT
+    assert restored.restored_iteration == start, restored
+    if tier == "replay":
+        assert "window" in row.reason, row.reason
+    else:
+        assert [(source.source, source.iteration) for source in row.sources] == [(tier, start)] * scene.ranks, row
+    assert losses == reference["losses"][start:], f"{losses} differ from {reference['losses'][start:]}"
+    assert life.digest_at_end == reference[str(END)], "weights, optimizer state or buffers differ at the end"
+    life.assert_label("trained")
+
+
+def check_prediction(cell: Cell, scene: Scene) -> None:
+    """By prediction where memory is lost, or from the checkpoint if the guard refuses; both have the right labels."""
+    life = _Life(cell, scene, "predict", shared_memory=False)
+    life.reach_failure()
+    restored, losses = life.train_on()
+    row = life.recovery_row()
+    if restored.predicted and row.outcome != "rolled_back":
+        assert restored.restored_iteration == FAILURE, restored
+        assert row.method in ("line", "vitp"), row.method
+        assert {source.source for source in row.sources} == {"predicted"}, row.sources
+        assert all(math.isfinite(loss) for loss in losses), losses
+        life.assert_label("predicted")
+    else:
+        assert row.outcome in ("vetoed", "rolled_back"), f"nothing was predicted: {row.reason}"
+        expected = life.reference(scene.rank)["losses"][-1]
+        assert losses[-1] == expected, "after the guard's refusal the training is not the same"
+        life.assert_label("trained")
+
+
+def check_dump(cell: Cell, scene: Scene) -> None:
+    """The ranks that did not die leave their state at the failure, and the restart takes it."""
+    life = _Life(cell, scene, "predict", shared_memory=True)
+    life.reach_failure()
+    restored, losses = life.train_on()
+    row = life.recovery_row()
+    sources = [(source.source, source.iteration) for source in sorted(row.sources, key=lambda one: one.rank)]
+    lost = ("departure" if cell.is_replicated else "predicted", FAILURE)
+    expected = [("departure", FAILURE)] * (scene.ranks - 1) + [lost]
+    assert sources == expected, f"{sources}, not {expected}: {row.reason}"
+    assert restored.restored_iteration == FAILURE, restored
+    is_lost = scene.rank == scene.ranks - 1
+    if cell.is_replicated or not is_lost:  # what all ranks hold alike comes from a survivor, with that rank's buffers
+        holders = range(scene.ranks - 1) if is_lost else [scene.rank]
+        there = {life.reference(rank)[str(FAILURE)] for rank in holders}
+        assert life.digest_at_start in there, "the dump is not the state at the failure"
+    assert all(math.isfinite(loss) for loss in losses), losses
+
+
+class _Training:
+    """Engine and data of one life, the same in every life.
+
+    Attributes:
+        job: of this rank.
+        loader: of this rank's batches.
+    """
+
+    def __init__(self, cell: Cell, scene: Scene) -> None:
+        seed(1)
+        self.job = scene.builder(cell, micro_batches=1)()
+        data = TensorDataset(torch.randint(VOCABULARY, (SEQUENCES * scene.ranks, LENGTH + 1)))
+        # Ranks of tensor parallelism train on the same batches.
+        parts, part = (1, 0) if cell.engine == "tp" else (scene.ranks, scene.rank)
+        self._sampler: DistributedSampler[Any] = DistributedSampler(data, parts, part, seed=3)
+        self.loader: DataLoader[Any] = DataLoader(data, BATCH, sampler=self._sampler, drop_last=True)
+
+    def passes(self) -> Iterator[Any]:
+        """Batches of one pass after the other, as without CPSR."""
+        for epoch in itertools.count():
+            self._sampler.set_epoch(epoch)
+            yield from self.loader
+
+    def step(self, batch: Any) -> float:
+        """Train one iteration; returns the loss of this rank's batch."""
+        (sequences,) = batch
+        return float(self.job.train_on([(sequences[:, :-1], sequences[:, 1:])]).item())
+
+
+class _Life:
+    """A small training in two lives under CPSR.
+
+    Args:
+        cell: to train.
+        scene: where.
+        mode: of the recovery.
+        shared_memory: whether snapshots outlive the process.
+        replays: whether windows are taken.
+
+    Attributes:
+        digest_at_start, digest_at_end: of this rank's state when the second life begins and ends.
+    """
+
+    def __init__(self, cell: Cell, scene: Scene, mode: str, *, shared_memory: bool, replays: bool = False) -> None:
+        # With windows every other checkpoint: the last one must be older than the window.
+        self._checkpoint, interval = (CHECKPOINT - INTERVAL, 2 * INTERVAL) if replays else (CHECKPOINT, INTERVAL)
+        self._needed = WINDOW if replays else CHECKPOINT
+        self._cell, self._scene, self._shared_memory = cell, scene, shared_memory
+        self._run_dir = scene.folder / "run"
+        self.digest_at_start = self.digest_at_end = ""
+        self._config = {
+            "run_dir": str(self._run_dir),
+            "mode": mode,
+            "checkpoint": {"interval_iterations": interval, "shared_memory": shared_memory},
+            "replay": {"enabled": replays, "window_iterations": WINDOW_ITERATIONS},
+        }
+
+    def reach_failure(self) -> None:
+        """In the first life: make the reference, train, and kill the last rank; the others raise what they get.
+
+        Raises:
+            AssertionError: this rank trained on beside a dead one.
+        """
+        if self._scene.killed:
+            return
+        reference = self._train_reference()
+        training, victim = _Training(self._cell, self._scene), self._scene.rank == self._scene.ranks - 1
+        losses: list[float] = []
+        with CPSRRecovery(training.job.adapter, self._config) as recovery:
+            for batch in recovery.resume(training.loader, repeat=True):
+                if recovery.iteration == FAILURE and victim:
+                    assert losses == reference["losses"][:FAILURE], "CPSR changes the training"
+                    self._scene.wait_until(self._can_die, f"checkpoint {self._checkpoint} was not there on all ranks")
+                    self._scene.kill_myself(FAILURE)
+                losses.append(training.step(batch))
+                _keep_pace(recovery)
+                assert recovery.iteration <= FAILURE + 1, "the training continued without the killed rank"
+
+    def _train_reference(self) -> dict[str, Any]:
+        """Train without CPSR; leaves the `losses` of all iterations, and digests of the state after two of them."""
+        training = _Training(self._cell, self._scene)
+        losses: list[float] = []
+        digests = {}
+        for batch in itertools.islice(training.passes(), END):
+            losses.append(training.step(batch))
+            if len(losses) in (FAILURE, END):
+                digests[str(len(losses))] = _digest(training.job.adapter)
+        reference = {"losses": losses, **digests}
+        (self._scene.folder / f"reference-{self._scene.rank:05d}.json").write_text(json.dumps(reference))
+        return reference
+
+    def reference(self, rank: int) -> dict[str, Any]:
+        """What `_train_reference` left on a rank."""
+        path = self._scene.folder / f"reference-{rank:05d}.json"
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def take_back_commit(self) -> None:
+        """Remove the record of the newest commit, as if the kill had come before it: the disk would be preferred."""
+        if self._scene.rank == 0:
+            self._commit_of(CHECKPOINT).unlink(missing_ok=True)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _commit_of(self, iteration: int) -> Path:
+        return self._run_dir / "checkpoints" / step_name(iteration) / COMMIT
+
+    def train_on(self) -> tuple[Restored, list[float]]:
+        """Restart and train to the end; returns how the life began, and its losses."""
+        training = _Training(self._cell, self._scene)
+        losses: list[float] = []
+        with CPSRRecovery(training.job.adapter, self._config) as recovery:
+            self.digest_at_start = _digest(training.job.adapter)
+            for batch in recovery.resume(training.loader, repeat=True):
+                losses.append(training.step(batch))
+                _keep_pace(recovery)
+                if recovery.iteration >= END:
+                    break
+            self.digest_at_end = _digest(training.job.adapter)
+        return recovery.restored, losses
+
+    def recovery_row(self) -> RecoveryRow:
+        """The journal's newest recovery; rank 0 has closed it when the others have left the run."""
+        with JournalReader(self._run_dir / "journal.db") as journal:
+            row = journal.latest_recovery()
+        assert row is not None, f"{self._run_dir} records no recovery"
+        return row
+
+    def assert_label(self, label: str) -> None:
+        """The last checkpoint says so, and so does the journal (rank 0, which writes both)."""
+        if self._scene.rank != 0:
+            return
+        newest = scan(self._run_dir / "checkpoints").checkpoints[-1]
+        assert (newest.iteration, newest.label or "trained") == (END, label), f"checkpoint says {newest}"
+        with JournalReader(self._run_dir / "journal.db") as journal:
+            origins = {row.iteration: row.origin for row in journal.checkpoints() if row.status == "committed"}
+        assert origins[END] == label, f"the journal says {origins[END]} of the checkpoint at {END}"
+
+    def _can_die(self) -> bool:
+        """What the next life needs is there, and every rank has published the failure's step."""
+        progress = read_progress(self._run_dir, self._scene.ranks)
+        if not self._commit_of(self._checkpoint).exists() or progress is None or progress.iteration < FAILURE:
+            return False
+        if not self._shared_memory:
+            return True
+        states = memory_states(run_id(self._run_dir))
+        ranks = {state.rank for state in states if state.iteration == self._needed}
+        return self._scene.rank in ranks and len(ranks) >= self._scene.local_ranks  # all of this machine
+
+
+def _digest(adapter: EngineAdapter) -> str:
+    """SHA-256 of this rank's weights, optimizer state, buffers and frozen weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(adapter.shard().all_tensors(), key=lambda pair: pair[0]):
+        digest.update(name.encode())
+        digest.update(as_bytes(tensor).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _keep_pace(recovery: CPSRRecovery) -> None:
+    """Before a checkpoint is due, let the last be written: steps this short would outrun the disk, and skip it."""
+    if recovery.life.saver.is_due(recovery.iteration + 1):
+        recovery.life.saver.drain(SAVE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +285,7 @@ class Check:
 
     Attributes:
         name: of the column.
-        run: carries it out on every rank, raises an exception where it fails, and returns figures.
+        run: carries it out on every rank, and raises an exception where it fails.
         cells: names of the cells that it runs with; None for all.
         kills: whether a rank kills itself in it, so that a launcher must restart the job.
         ranks: that it needs.
@@ -60,7 +293,7 @@ class Check:
     """
 
     name: str
-    run: Callable[[Cell, Scene], Mapping[str, Any]]
+    run: Callable[[Cell, Scene], object]
     cells: tuple[str, ...] | None = None
     kills: bool = False
     ranks: int = 1
@@ -69,16 +302,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Trial:
-    """A check of a cell: one place of the table.
-
-    Attributes:
-        check, cell: of it.
-        reason: why it stays empty; empty where the check runs.
-    """
+    """A check of a cell: one place of the table."""
 
     check: Check
     cell: Cell
-    reason: str = ""
 
     @property
     def name(self) -> str:
@@ -86,243 +313,37 @@ class Trial:
         return f"{self.cell.name}: {self.check.name}"
 
 
-def trials_of(device: str, only: str, ranks: int, stages_can_send: bool, restarted: bool) -> list[Trial]:
+# A sharded, a replicated and a partitioned state; on CUDA also two fused implementations of AdamW.
+ALONE = "torch fp32 adamw"  # the only rank
+DDP = "ddp fp32 adamw"
+FSDP2, TP = "fsdp2 bf16 adamw", "tp fp32 adamw"
+ZERO1, ZERO3 = "deepspeed zero1 bf16 adamw", "deepspeed zero3 fp32 adamw"
+ON_CUDA = ("ddp fp32 adamw-fused", "deepspeed zero1 bf16 fused")
+RETURNING = (ALONE, DDP, FSDP2, TP, ZERO1, ZERO3)
+CHECKS = (
+    Check("restart", check_restart),
+    Check("memory", partial(check_exact, "memory"), (*RETURNING, *ON_CUDA), kills=True),
+    Check("replay", partial(check_exact, "replay"), RETURNING, kills=True),
+    Check("disk", partial(check_exact, "disk"), RETURNING, kills=True),
+    Check("dump", check_dump, (DDP, FSDP2, ZERO1, *ON_CUDA), kills=True, ranks=2),
+    Check("predict", check_prediction, (ALONE, FSDP2, TP, ZERO1, ZERO3, *ON_CUDA), kills=True),
+)
+
+
+def trials_of(device: str, only: str, ranks: int, stages_can_send: bool) -> list[Trial]:
     """All places of the table, in the order in which they run: within a process first, then kills, pipelines last.
 
     Args:
         device: `cpu` or `cuda`.
-        only: text that the names of the checks contain; cells without one are left out.
+        only: text that the names of the trials contain.
         ranks: of the job.
         stages_can_send: see `cells_of`.
-        restarted: whether a launcher restarts the job after a kill.
     """
-    trials: list[Trial] = []
-    for cell in cells_of(device, ranks, stages_can_send):
-        places = [Trial(check, cell, _reason(check, cell, ranks, restarted)) for check in CHECKS]
-        if any(only in place.name and not place.reason for place in places):
-            missing = lacking(cell, device)
-            for place in places:
-                left_out = "" if only in place.name else f"left out by --only {only!r}"
-                trials.append(Trial(place.check, cell, place.reason or left_out or missing))
-    return sorted(trials, key=lambda trial: (trial.cell.engine == "pipeline", trial.check.kills))
-
-
-def _reason(check: Check, cell: Cell, ranks: int, restarted: bool) -> str:
-    """Why a check does not apply; empty where it does."""
-    if check.cells is not None and cell.name not in check.cells:
-        return "run with representative cells only"
-    if cell.name == ALONE and check.cells is not None and ranks > 1:
-        return "in a job of several ranks each trains by itself here: run with the other engines"
-    if check.ranks > ranks:
-        return f"needs {check.ranks} ranks"
-    return "no launcher restarts these ranks; start them with `cpsr run`" if check.kills and not restarted else ""
-
-
-def check_restart(cell: Cell, scene: Scene) -> Mapping[str, Any]:
-    """Bitwise equality of what restarted and what never stopped; returns the size of the snapshot."""
-    if cell.feature in (EMA, LOADER, TORCHDATA):
-        assert_bitwise(_loop_state(cell, scene, "lives", ENDS), _loop_state(cell, scene, "straight", ENDS[-1:]))
-        return {}
-    build: Callable[[], Job] = scene.builder(cell, MICRO_BATCHES, "cosine")
-    result = check_resume(build)
-    check_early_state(build)
-    tensors: Mapping[str, torch.Tensor] = result["snapshot"]["tensors"]
-    return {"snapshot_bytes": sum(tensor.nbytes for tensor in tensors.values())}
-
-
-class _Numbers(IterableDataset[int]):
-    """A loader, or torchdata's data set, that gives its state and takes it back; it counts what it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.given, self._next = 0, 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self._next < BATCHES:
-            self._next += 1
-            self.given += 1
-            yield self._next - 1
-        self._next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """The batch that comes next."""
-        return {"next": self._next}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on there."""
-        self._next = state["next"]
-
-
-def _loop_state(cell: Cell, scene: Scene, name: str, ends: tuple[int, ...]) -> dict[str, Any]:
-    """Weights and average that a run ends with, after so many lives in this process; its loop keeps the average.
-
-    Also: a loader with a state skips no batch at a restart.
-    """
-    found: dict[str, Any] = {}
-    for end in ends:
-        seed(1)
-        job, numbers, losses = scene.builder(cell, 1, "cosine")(), _Numbers(), []
-        average = AveragedModel(job.module, avg_fn=lambda old, new, _: old.lerp(new, 0.1))
-        settings = {"run_dir": str(scene.folder / name), "mode": "exact", "checkpoint": {"interval_iterations": 100}}
-        with CPSRRecovery(job.adapter, settings) as recovery:
-            recovery.register("average", average)
-            begun = recovery.iteration
-            batches = recovery.resume(_loader(cell.feature, numbers), repeat=True)
-            while recovery.iteration < end:
-                losses.append(job.train_on([token_batch(int(next(batches)), 0, scene.rank)]))
-                if cell.feature == EMA:
-                    average.update_parameters(job.module)
-        assert cell.feature != LOADER or numbers.given <= end - begun + 1, "a restart has skipped batches one by one"
-        found = {f"average/{key}": value.detach().clone() for key, value in average.state_dict().items()}
-        found |= {f"weight/{key}": value.detach().clone() for key, value in job.module.state_dict().items()}
-        found |= {"loss": losses[-1]}
-    return found
-
-
-def _loader(feature: str, numbers: _Numbers) -> Iterable[int]:
-    if feature == TORCHDATA:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        # Each of two workers gives all numbers of a pass, in turn with the other.
-        loader: Iterable[int] = StatefulDataLoader(numbers, batch_size=None, num_workers=2)
-        return loader
-    return numbers if feature == LOADER else range(BATCHES)
-
-
-def check_side_group(cell: Cell, scene: Scene) -> Mapping[str, Any]:
-    """Gather, vote, and send to the neighbours while the training group reduces; returns the training's backend."""
-    group = Group()
-    votes = group.votes()
-    everyone = list(range(scene.ranks))
-    # As replicas travel. Of more than two ranks none is in all of the pairs.
-    pairs = pair_groups(scene.rank, [(rank, (rank + 1) % scene.ranks) for rank in everyone], NEIGHBOUR_SECONDS)
-    for number in range(1, ROUNDS + 1):
-        values = torch.full((ELEMENTS,), float(scene.rank + number), device=scene.device)
-        work = dist.all_reduce(values, async_op=True)
-        gathered = group.gather([scene.rank, number])
-        agreed = votes.exchange(Ballot(interval_iterations=number))
-        received = _exchange(pairs, scene.rank + number)
-        work.wait()
-        assert gathered == [[rank, number] for rank in everyone], gathered
-        assert agreed == Ballot(interval_iterations=number - 1), agreed
-        for peer, sent in received.items():
-            assert torch.equal(sent, _message(peer + number)), f"rank {peer} sent something else"
-        assert group.sum(scene.rank) == sum(everyone)
-        assert torch.equal(values, torch.full_like(values, float(sum(everyone) + number * scene.ranks)))
-    votes.finish()
-    group.close()
-    for pair in pairs.values():
-        pair.close()
-    return {"backend": dist.get_backend(), "neighbours": len(pairs)}
-
-
-def _exchange(pairs: Mapping[int, SideGroup], number: int) -> dict[int, torch.Tensor]:
-    """Send this rank's number to each neighbour; returns what they send, by rank."""
-    message, received = _message(number), {peer: torch.empty(ELEMENTS) for peer in pairs}
-    work = [pair.send(message, peer) for peer, pair in pairs.items()]
-    work += [pair.receive(received[peer], peer) for peer, pair in pairs.items()]
-    for one in work:
-        one.wait(timedelta(seconds=NEIGHBOUR_SECONDS))
-    return received
-
-
-def _message(number: int) -> torch.Tensor:
-    return torch.full((ELEMENTS,), float(number))
-
-
-class _Wide(nn.Module):
-    """Returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(SPEED_WIDTH, SPEED_WIDTH) for _ in range(SPEED_LAYERS))
-
-    def forward(self, inputs: torch.Tensor, loss_factor: float = 1.0) -> torch.Tensor:
-        hidden = inputs.to(next(self.parameters()).dtype)
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        return functional.mse_loss(hidden.float(), torch.zeros_like(inputs)) * loss_factor
-
-
-def check_speed(cell: Cell, scene: Scene) -> Mapping[str, Any]:
-    """Measure in turns; nothing is required of the figures.
-
-    Returns:
-        `stall_ratio`: stall of a snapshot over a copy of the same bytes to the host, pinned on CUDA; `step_ratio`: time
-        of the steps between two checkpoints with CPSR over that without. Each a median with the smallest and largest.
-    """
-    torch.manual_seed(1)
-    batch = [(torch.randn(SPEED_ITEMS, SPEED_WIDTH, device=scene.device),)]
-    plain, watched = (scene.builder(cell, 1, model=_Wide)() for _ in range(2))
-    config = {
-        "run_dir": str(scene.folder / "run"),
-        "mode": "auto",  # in mode `exact` the steps without CPSR, by another optimizer, would end the run
-        "checkpoint": {"interval_iterations": SPEED_INTERVAL},
-    }
-    with CPSRRecovery(watched.adapter, config) as recovery:
-        batches = recovery.resume([0], repeat=True)
-        shard = [tensor for _, tensor in watched.adapter.shard().tensors()]
-        hosts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=one.is_cuda) for one in shard]
-
-        def with_cpsr() -> float:
-            seconds = _timed(
-                scene, lambda: [watched.train_on(batch) for _ in range(SPEED_INTERVAL) if next(batches) == 0]
-            )
-            recovery.life.saver.drain(60.0)  # the steps without CPSR share no core with its writes
-            return seconds
-
-        def without() -> float:
-            return _timed(scene, lambda: [plain.train_on(batch) for _ in range(SPEED_INTERVAL)])
-
-        step_ratios, copies = [], []
-        for turn in range(TURNS):  # which of the steps are first changes by turns
-            measured = {act: act() for act in ((with_cpsr, without) if turn % 2 else (without, with_cpsr))}
-            step_ratios.append(measured[with_cpsr] / measured[without])
-            copies.append(_timed(scene, partial(_copy_out, shard, hosts)))
-    copy_seconds = statistics.median(copies[1:])
-    return {
-        "copied_bytes": sum(one.nbytes for one in shard),
-        "copy_seconds": copy_seconds,
-        "stall_ratio": _spread([stall / copy_seconds for stall in _stalls(scene)]),
-        "step_ratio": _spread(step_ratios[1:]),
-    }
-
-
-def _copy_out(shard: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
-    """Copy tensors to the host as fast as the device can: into pinned memory nothing waits before the last."""
-    for host, one in zip(hosts, shard, strict=True):
-        host.copy_(one, non_blocking=True)
-
-
-def _stalls(scene: Scene) -> list[float]:
-    """Seconds of each committed checkpoint but the first, from the journal."""
-    with JournalReader(scene.folder / "run" / "journal.db") as journal:
-        rows = [row for row in journal.checkpoints() if row.status == "committed"]
-    stalls = [row.stall_seconds for row in rows if row.stall_seconds is not None]
-    assert len(stalls) >= TURNS // 2, f"only {len(stalls)} checkpoints were committed"
-    return stalls[1:]
-
-
-def _timed(scene: Scene, act: Callable[[], object]) -> float:
-    """Seconds that it takes, until the device is done."""
-    started = time.perf_counter()
-    act()
-    if scene.device.type == "cuda":
-        torch.cuda.synchronize(scene.device)
-    return time.perf_counter() - started
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-CHECKS = (
-    Check("restart", check_restart),
-    Check("side group", check_side_group, (DDP,), ranks=2),
-    Check("speed", check_speed, (DDP, "deepspeed zero1 fp32 adamw", ALONE, *ON_CUDA)),
-    Check("memory", partial(check_exact, "memory"), (*RETURNING, OFFLOADED, *ON_CUDA), kills=True),
-    Check("replay", partial(check_exact, "replay"), (*RETURNING, "deepspeed zero2 fp16 adamw"), kills=True),
-    Check("disk", partial(check_exact, "disk"), (*RETURNING, OFFLOADED), kills=True),
-    Check("dump", check_dump, (DDP, SPLIT[0], OF_DEEPSPEED[0], *ON_CUDA), kills=True, ranks=2),
-    Check("predict", check_prediction, (*SPLIT, *OF_DEEPSPEED, OFFLOADED, *ON_CUDA, ALONE), kills=True),
-)
+    trials = [
+        Trial(check, cell)
+        for cell in cells_of(device, ranks, stages_can_send)
+        for check in CHECKS
+        if (check.cells is None or cell.name in check.cells) and check.ranks <= ranks
+    ]
+    found = [trial for trial in trials if only in trial.name]
+    return sorted(found, key=lambda trial: (trial.cell.engine == "pipeline", trial.check.kills))

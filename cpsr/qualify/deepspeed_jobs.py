@@ -1,6 +1,5 @@
 """Tiny jobs in DeepSpeed, by cell: engines, mixtures of experts and pipelines with their loops. Imports DeepSpeed."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,37 +9,25 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import groups as expert_groups
 from torch import nn
 from torch.nn import functional
 
 from cpsr.engines import adapt
-from cpsr.qualify.cells import JSON, OPTIMIZERS, ROUTED, STAGES, Cell
+from cpsr.qualify.cells import STAGES, Cell
 from cpsr.qualify.conformance import OVERFLOW, OVERFLOWING_STEPS
 from cpsr.qualify.torch_jobs import BATCH, HIDDEN, VOCABULARY, WIDTH, TinyLM, adamw_of, optimizer_of, token_batch
 
-__all__ = ["EXPERTS", "DeepSpeedJob", "MixtureLoss", "PipelineJob", "PipelineLoss", "TinyMoE", "configuration"]
-__all__ += ["deepspeed_job", "initialize", "mixture_layers", "pipeline_engine"]
+__all__ = ["EXPERTS", "DeepSpeedJob", "Expert", "PipelineJob", "PipelineLoss", "TinyMoE", "configuration"]
+__all__ += ["deepspeed_job", "initialize", "pipeline_engine"]
 
 JSON_ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
 BUCKET_ELEMENTS = 10**6  # DeepSpeed's own buckets take gigabytes of GPU memory for each engine
 GATHERED_ON_DEMAND = 20  # ZeRO-3 keeps tensors of fewer elements whole, so that both kinds occur
 EXPERTS = 4
-CONFIGURED: dict[str, dict[str, Any]] = {
-    "torch_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "bf16_optimizer_states": {
-        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    },
-    "unmanaged": {"managed_gradient_accumulation": False},
-}
 
 
 def deepspeed_job(
-    cell: Cell,
-    ranks: int,
-    micro_batches: int = 2,
-    schedule: str = "cosine",
-    model: Callable[[], nn.Module] = TinyLM,
+    cell: Cell, ranks: int, micro_batches: int = 2, schedule: str = "cosine"
 ) -> "DeepSpeedJob | PipelineJob":
     """A rank of the job of a cell of DeepSpeed.
 
@@ -49,19 +36,13 @@ def deepspeed_job(
         ranks: of the job.
         micro_batches: of an iteration; a pipeline has two.
         schedule: as for `initialize`.
-        model: that is trained in a cell of engine `deepspeed`.
     """
     assert cell.zero is not None
     if cell.engine == "pipeline":
-        layers = mixture_layers(math.gcd(ranks // STAGES, EXPERTS)) if cell.feature == ROUTED else None
-        loss = MixtureLoss() if cell.feature == ROUTED else None
-        return PipelineJob(pipeline_engine(cell.zero, cell.precision, cell.optimizer, layers=layers, loss=loss))
-    module = TinyMoE(2 if ranks % 2 == 0 else 1) if cell.engine == "mixture" else model()
-    config = configuration(cell.zero, cell.precision, micro_batches, cell.offload, **CONFIGURED.get(cell.feature, {}))
-    engine = initialize(module, config, cell.optimizer, schedule)
-    if cell.feature == "compiled":
-        engine.compile(backend="aot_eager")  # without kernels, which take a compiler and minutes
-    return DeepSpeedJob(engine)
+        return PipelineJob(pipeline_engine(cell.zero, cell.precision, cell.optimizer))
+    module = TinyMoE(2 if ranks % 2 == 0 else 1) if cell.engine == "mixture" else TinyLM()
+    config = configuration(cell.zero, cell.precision, micro_batches)
+    return DeepSpeedJob(initialize(module, config, cell.optimizer, schedule))
 
 
 def configuration(
@@ -117,7 +98,7 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
     given: list[Any] | None = None
     tuned: torch.optim.Optimizer | None = None
     parameters = [p for p in module.parameters() if p.requires_grad]
-    if optimizer in OPTIMIZERS:
+    if optimizer in ("sgd", "rmsprop"):
         tuned = optimizer_of(optimizer, nn.ParameterList(parameters))
     else:
         decayed, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
@@ -125,7 +106,7 @@ def initialize(module: nn.Module, config: dict[str, Any], optimizer: str = "adam
         if any(isinstance(layer, MoE) for layer in module.modules()):
             named = [{**group, "name": f"dense {index}"} for index, group in enumerate(groups)]
             groups = split_params_into_different_moe_groups_for_optimizer(named)
-        if optimizer == JSON:
+        if optimizer == "json":
             given, config = groups, config | {"optimizer": JSON_ADAMW}
         else:
             tuned = adamw_of(optimizer, groups)
@@ -250,7 +231,7 @@ def pipeline_engine(
     return initialize(module, configuration(stage, precision, offload=offload), optimizer)
 
 
-class _Expert(nn.Module):
+class Expert(nn.Module):
     """Also holds a frozen parameter and a buffer that training changes, of which each expert has its own."""
 
     seen: torch.Tensor
@@ -285,8 +266,8 @@ class TinyMoE(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         sizes: dict[str, Any] = {"num_experts": EXPERTS, "ep_size": expert_parallel, "min_capacity": 0}
-        self.first = MoE(WIDTH, _Expert(), k=1, noisy_gate_policy="Jitter", **(sizes | options))
-        self.second = MoE(WIDTH, _Expert(), k=2, **(sizes | options))
+        self.first = MoE(WIDTH, Expert(), k=1, noisy_gate_policy="Jitter", **(sizes | options))
+        self.second = MoE(WIDTH, Expert(), k=2, **(sizes | options))
         self.dropout = nn.Dropout(0.2)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -303,109 +284,3 @@ class TinyMoE(nn.Module):
                 self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
         loss = functional.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten())
         return (loss + 0.01 * balance) * loss_factor
-
-
-# What the stages of a pipeline pass on: hidden states, and the sum of the gates' balances so far, `(1,)`.
-_Passed = tuple[torch.Tensor, torch.Tensor]
-
-
-class _Embed(nn.Module):
-    """The first layer. The balance begins at 0, and has a gradient, which stages must send back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, tokens: torch.Tensor) -> _Passed:
-        hidden = self.norm(self.embed(tokens))
-        return hidden, 0 * hidden.sum().view(1)
-
-
-class _Routed(nn.Module):
-    """A layer of experts, with a buffer that training changes."""
-
-    drift: torch.Tensor
-
-    def __init__(self, expert_parallel: int, experts_per_token: int) -> None:
-        super().__init__()
-        self.experts = MoE(
-            WIDTH, _Expert(), num_experts=EXPERTS, ep_size=expert_parallel, k=experts_per_token, min_capacity=0
-        )
-        self.dropout = nn.Dropout(0.2)
-        self.register_buffer("drift", torch.zeros(WIDTH))
-
-    def forward(self, passed: _Passed) -> _Passed:
-        hidden, balance = passed[0] + self.drift.to(passed[0].dtype), passed[1]
-        routed, own_balance, _ = self.experts(hidden)
-        if self.training:
-            with torch.no_grad():
-                self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
-        return hidden + self.dropout(routed), balance + own_balance.to(balance.dtype)
-
-
-class _Dense(nn.Module):
-    """A layer without experts.
-
-    Args:
-        expert_parallel: sizes of the groups of experts of all stages, in the order in which all ranks create them.
-    """
-
-    def __init__(self, *expert_parallel: int) -> None:
-        super().__init__()
-        self._expert_parallel = expert_parallel
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Create the groups of experts of all stages, as every rank must.
-
-        DeepSpeed creates a group where a layer needs it, and torch names groups by counting them. If a stage creates
-        another number of groups, the next common group hangs. If it creates groups of other ranks, two groups exchange
-        addresses under one name: a rank then connects to a rank of the other group, or waits for it.
-        """
-        for size in self._expert_parallel:
-            if f"ep_size_{size}" not in expert_groups._get_expert_parallel_group_dict():
-                expert_groups._create_expert_and_data_parallel(
-                    size, use_data_before_expert_parallel_=use_data_before_expert_parallel_
-                )
-
-    def forward(self, passed: _Passed) -> _Passed:
-        return passed[0] + torch.tanh(self.linear(passed[0])), passed[1]
-
-
-class _Head(nn.Module):
-    """The last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, passed: _Passed) -> _Passed:
-        return self.linear(passed[0]), passed[1]
-
-
-class MixtureLoss(PipelineLoss):
-    """With the balance of the gates of all stages."""
-
-    def __call__(self, passed: _Passed, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """The loss of what the last stage gives."""
-        balance: torch.Tensor = passed[1].float().sum()
-        return super().__call__(passed[0], targets) + 0.01 * balance * self.factor
-
-
-def mixture_layers(
-    expert_parallel: int, of_stages: tuple[int, int] = (1, 2), expert_parallel_last: int | None = None
-) -> list[LayerSpec]:
-    """Six layers of a pipeline, to be cut in the middle.
-
-    Args:
-        expert_parallel: ranks of a stage that share its experts.
-        of_stages: layers of experts in the first stage and in the second, at most two each.
-        expert_parallel_last: ranks that share the experts of the second stage; None: as in the first. Where they
-            differ, each stage needs a layer without experts.
-    """
-    first, last = of_stages[0], expert_parallel_last or expert_parallel
-    routed = [
-        LayerSpec(_Routed, expert_parallel if place < first else last, 1 + place % 2) for place in range(sum(of_stages))
-    ]
-    dense = [[LayerSpec(_Dense, expert_parallel, last)] * (2 - count) for count in of_stages]
-    return [LayerSpec(_Embed), *routed[:first], *dense[0], *dense[1], *routed[first:], LayerSpec(_Head)]

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.token_counts import MixtureOfExperts
-from cpsr.qualify.cells import ADAPTER, CPU_OFFLOAD, HSDP, MUON, OPTIMIZERS, REPLICAS, Cell
+from cpsr.qualify.cells import Cell
 from cpsr.qualify.conformance import OVERFLOW, OVERFLOWING_STEPS
 
 __all__ = ["BATCH", "HIDDEN", "LENGTH", "VOCABULARY", "WIDTH", "TinyLM", "TinySplitLM", "TorchJob", "adamw_of"]
@@ -67,21 +66,6 @@ class TinySplitLM(TinyLM):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, loss_factor: float = 1.0) -> torch.Tensor:
         """As of `TinyLM`, times that parameter."""
         return super().forward(tokens, targets, loss_factor) * self.gain.squeeze()
-
-
-class LowRank(nn.Module):
-    """A frozen layer with an adapter of rank 2 beside it, which trains."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.inside = nn.Linear(base.in_features, 2, bias=False)
-        self.outside = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What both give together."""
-        given: torch.Tensor = self.base(hidden) + self.outside(self.inside(hidden))
-        return given
 
 
 def token_batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,7 +155,7 @@ def torch_job(
     ranks: int,
     micro_batches: int = 1,
     schedule: str = "cosine",
-    model: Callable[[], nn.Module] = TinyLM,
+    mesh: DeviceMesh | None = None,
     **sharding: Any,
 ) -> TorchJob:
     """A rank of the job of a cell outside DeepSpeed.
@@ -185,33 +169,21 @@ def torch_job(
         ranks: of the job.
         micro_batches: of an iteration.
         schedule: `cosine` or `none`.
-        model: that is trained, where parameters are not split.
+        mesh: of FSDP2; by default all ranks in one dimension.
         sharding: more arguments of `fully_shard`.
     """
-    module = TinySplitLM(EVEN_HIDDEN if cell.engine == "tp" else HIDDEN) if cell.is_split else model()
-    if cell.feature == ADAPTER:
-        module.requires_grad_(False)
-        for name in ("up", "down"):
-            base = module.get_submodule(name)
-            assert isinstance(base, nn.Linear)
-            setattr(module, name, LowRank(base))
+    module = TinySplitLM(EVEN_HIDDEN if cell.engine == "tp" else HIDDEN) if cell.is_split else TinyLM()
     is_narrow = cell.precision == "bf16" and not cell.is_split
     module = module.to(device, torch.bfloat16 if is_narrow else torch.float32)
     if cell.engine == "fsdp2":
-        mesh = mesh_of(device, *((REPLICAS, ranks // REPLICAS) if cell.feature == HSDP else (ranks,)))
-        sharded(module, mesh, cell.precision, cell.feature == CPU_OFFLOAD, **sharding)
+        sharded(module, mesh or mesh_of(device, ranks), cell.precision, **sharding)
     elif cell.engine == "tp":
         parallelize_module(module, mesh_of(device, ranks), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    trained = [one for one in module.parameters() if one.requires_grad]
-    optimizers = [optimizer_of(cell.optimizer, module)] if cell.optimizer != MUON else _muon_and_adamw(trained)
-    if cell.feature == ADAPTER:
-        optimizers = [torch.optim.AdamW(trained, lr=0.01)]
-    scheduler = None
-    if schedule == "cosine" and len(optimizers) == 1:
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], T_max=20)
+    optimizer = optimizer_of(cell.optimizer, module)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20) if schedule == "cosine" else None
     scaler = scaler_on(device) if cell.precision == "fp16" else None
     called = DistributedDataParallel(module) if ranks > 1 and cell.engine == "ddp" else module
-    job = TorchJob(module, optimizers, scheduler, scaler, micro_batches, called)
+    job = TorchJob(module, optimizer, scheduler, scaler, micro_batches, called)
     job.autocast = torch.float16 if cell.precision == "fp16" else None
     if isinstance(module, FSDPModule):
         synchronize = module.set_requires_gradient_sync
@@ -222,38 +194,30 @@ def torch_job(
     return job
 
 
-def _muon_and_adamw(trained: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """Torch's Muon for matrices beside AdamW."""
-    matrices, others = [p for p in trained if p.dim() == 2], [p for p in trained if p.dim() != 2]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
-
-
 def optimizer_of(name: str, module: nn.Module) -> torch.optim.Optimizer:
     """An optimizer over the module's parameters, frozen ones included.
 
     Args:
-        name: one of `OPTIMIZERS`, or as for `adamw_of`, with two groups: one has no weight decay.
+        name: `sgd`, `rmsprop`, or as for `adamw_of`, with two groups: one has no weight decay.
         module: on its device already.
     """
-    if name not in OPTIMIZERS:
-        decayed = [p for p in module.parameters() if p.dim() > 1]
-        rest = [p for p in module.parameters() if p.dim() == 1]
-        return adamw_of(name, [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}])
-    package, kind, arguments = OPTIMIZERS[name]
-    optimizer: torch.optim.Optimizer = getattr(import_module(package), kind)(module.parameters(), **arguments)
-    if hasattr(optimizer, "train"):  # of schedulefree, which else refuses to step
-        optimizer.train()
-    return optimizer
+    if name == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    if name == "rmsprop":
+        return torch.optim.RMSprop(module.parameters(), lr=0.01)
+    decayed = [p for p in module.parameters() if p.dim() > 1]
+    rest = [p for p in module.parameters() if p.dim() == 1]
+    return adamw_of(name, [{"params": decayed}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}])
 
 
 def adamw_of(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """An implementation of AdamW: `adamw`; on CUDA also `adamw-fused`, `adamw-capturable`, and `fused`, DeepSpeed's."""
+    """An implementation of AdamW: `adamw`; on CUDA also `adamw-fused`, and `fused`, DeepSpeed's."""
     if name == "fused":
         from deepspeed.ops.adam import FusedAdam
 
         optimizer: torch.optim.Optimizer = FusedAdam(groups, lr=0.01)
         return optimizer
-    return torch.optim.AdamW(groups, lr=0.01, fused=name == "adamw-fused" or None, capturable="capturable" in name)
+    return torch.optim.AdamW(groups, lr=0.01, fused=name == "adamw-fused" or None)
 
 
 def scaler_on(device: Device) -> torch.amp.GradScaler:
@@ -267,17 +231,15 @@ def mesh_of(device: Device, *shape: int) -> DeviceMesh:
     return init_device_mesh(torch.device(device).type, shape, mesh_dim_names=names)
 
 
-def sharded(module: nn.Module, mesh: DeviceMesh, precision: str = "fp32", offload: bool = False, **more: Any) -> None:
+def sharded(module: nn.Module, mesh: DeviceMesh, precision: str = "fp32", **more: Any) -> None:
     """Call `fully_shard` on the module and on one layer in it.
 
     Args:
         module: a `TinyLM`, on its device.
         mesh: of one dimension, or of two.
         precision: `fp32`, or `bf16` of forward and backward, with gradients summed in fp32.
-        offload: keep parameters on the CPU.
         more: for `fully_shard`.
     """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if precision == "bf16" else MixedPrecisionPolicy()
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     for one in (module.get_submodule("up"), module):
-        fully_shard(one, mesh=mesh, mp_policy=policy, offload_policy=place, **more)
+        fully_shard(one, mesh=mesh, mp_policy=policy, **more)

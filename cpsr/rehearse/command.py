@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cpsr.errors import ConfigError
 from cpsr.life.rehearsed import Cut, RehearsedJob
@@ -19,7 +17,7 @@ from cpsr.rehearse.verdict import Reference, Tried, Verdict, compare, failed, ju
 
 __all__ = ["Rehearsal", "rehearse"]
 
-Launch = Callable[[RehearsedJob, float | None, Callable[[int], None]], Ran]
+Launch = Callable[[RehearsedJob, float | None], Ran]
 
 HANG_FACTOR, HANG_SECONDS = 10.0, 300.0  # a job that takes so much longer than the first one hangs
 
@@ -68,9 +66,9 @@ class Rehearsal:
     """The jobs of one rehearsal, in their order.
 
     Args:
-        console: shows progress and the verdict.
+        console: shows what was found.
         folder: holds the jobs.
-        launch: runs a job, for so many seconds at most, and calls back with its newest step.
+        launch: runs a job, for so many seconds at most.
         steps: of each job.
     """
 
@@ -81,13 +79,13 @@ class Rehearsal:
     def verdict(self) -> Verdict:
         """Run all jobs."""
         self.say(f"Running your script for {self._steps} steps, as it is, in {self._folder}")
-        first = self._run("undisturbed", "undisturbed", None, interval_of(self._steps))
+        first = self._run("undisturbed", None, interval_of(self._steps))
         if not first.succeeded or first.iteration < STEPS_MIN:
             self._show_output(first)
             return failed(first)
         self._limit_seconds = HANG_SECONDS + HANG_FACTOR * first.seconds
         self.say(f"  undisturbed: {first.iteration} steps on {_ranks(first.ranks)}")
-        second = self._run("undisturbed, again", "again", None, interval_of(self._steps))
+        second = self._run("again", None, interval_of(self._steps))
         if not second.succeeded:
             self._show_output(second)
             return failed(second)
@@ -112,9 +110,8 @@ class Rehearsal:
         ran, tried = reference.ran, []
         witnesses = ran.witnesses(0)
         ends = ends_of_passes([witnesses[step] for step in sorted(witnesses)])
-        requests = any(one.batches for one in witnesses.values())
-        for number, planned in enumerate(plan_cuts(ran.iteration, ran.ranks, ends, requests=requests)):
-            again = self._run(planned.name, f"cut-{number}", planned.cut, planned.interval_iterations)
+        for number, planned in enumerate(plan_cuts(ran.iteration, ran.ranks, ends)):
+            again = self._run(f"cut-{number}", planned.cut, planned.interval_iterations)
             if not again.succeeded:
                 self._show_output(again)
                 one = Tried(planned, f"the job {again.failure}")
@@ -124,18 +121,12 @@ class Rehearsal:
                 one = compare(planned, reference, again, second)
             self.say(f"  {planned.name}: {one.result}")
             tried.append(one)
-        if requests and not ends:
+        if not ends and any(one.batches for one in witnesses.values()):
             self.say(f"  No pass over the data ended within {ran.iteration} steps, so none was cut short at its end")
         return tried
 
-    def _run(self, name: str, folder: str, cut: Cut | None, every: int) -> Ran:
-        asked = RehearsedJob(str(self._folder / folder), self._steps, every, cut)
-        if not self._console.is_terminal:
-            return self._launch(asked, self._limit_seconds, lambda step: None)
-        columns = TextColumn("  {task.description}"), BarColumn(), TextColumn("step {task.completed:.0f}")
-        with Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True) as progress:
-            task = progress.add_task(escape(name), total=self._steps)
-            return self._launch(asked, self._limit_seconds, lambda step: progress.update(task, completed=step))
+    def _run(self, folder: str, cut: Cut | None, every: int) -> Ran:
+        return self._launch(RehearsedJob(str(self._folder / folder), self._steps, every, cut), self._limit_seconds)
 
     def _show_output(self, ran: Ran) -> None:
         for line in ran.last_lines:

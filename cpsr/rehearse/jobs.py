@@ -5,8 +5,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,6 @@ import psutil
 
 from cpsr.checkpoint.file_lock import FileInUseError
 from cpsr.checkpoint.memory_owners import free_run
-from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RunMismatchError
 from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
@@ -25,7 +24,6 @@ from cpsr.state.witness import Witness, read_witnesses
 
 __all__ = ["STEPS_MIN", "PlannedCut", "Ran", "ends_of_passes", "interval_of", "plan_cuts", "run"]
 
-POLL_SECONDS = 0.1
 END_SECONDS = 30.0  # after SIGTERM, for a job that hangs
 TAIL_LINES = 12
 STEPS_MIN = 6
@@ -52,14 +50,13 @@ def interval_of(steps: int) -> int:
     return max(1, min(5, steps // INTERVALS))
 
 
-def plan_cuts(steps: int, ranks: int, ends: Sequence[int], *, requests: bool = True) -> list[PlannedCut]:
+def plan_cuts(steps: int, ranks: int, ends: Sequence[int]) -> list[PlannedCut]:
     """One SIGKILL of a rank, one of all ranks, and one SIGTERM, each in a job of its own.
 
     Args:
         steps: of each job.
         ranks: of each job.
         ends: the last step of each pass over the data that ends within these.
-        requests: whether the loop takes batches from `recovery.resume`.
     """
     every = interval_of(steps)
     later = max(1, every - 2)  # steps after a checkpoint, so that a restart repeats some
@@ -67,23 +64,16 @@ def plan_cuts(steps: int, ranks: int, ends: Sequence[int], *, requests: bool = T
     at = 2 * every + later
     while ends and at + 1 < steps and {at - 1, at} & set(ends):  # inside a pass, where its length allows
         at += 1
-    of_one = Cut("SIGKILL", at, last)
-    found = [PlannedCut(of_one, every, f"SIGKILL of rank {last} after step {of_one.iteration}")]
-    end = next((end for end in ends if 2 <= end <= steps - 3), None)
-    everyone = "all ranks" if ranks > 1 else "rank 0"
-    if end is None:
-        of_all = Cut("SIGKILL", 3 * every + later, at_request=requests)
-        where = f"{'at the batch request ' if requests else ''}after step {of_all.iteration}"
-    else:
+    of_all, every_of_all, where = 3 * every + later, every, ""
+    if (end := next((end for end in ends if 2 <= end <= steps - 3), None)) is not None:
         # The checkpoint of the pass's last step is complete when the next step is.
-        of_all = Cut("SIGKILL", end + 1)
-        where = f"after step {of_all.iteration}, the first of a new pass"
-        every_of_all = next(count for count in range(min(end, 5), 0, -1) if end % count == 0)
-        every_of_all = end if every_of_all == 1 else every_of_all
-    found.append(PlannedCut(of_all, every if end is None else every_of_all, f"SIGKILL of {everyone} {where}"))
-    left = Cut("SIGTERM", 4 * every + 1, last)
-    found.append(PlannedCut(left, every, f"SIGTERM after step {left.iteration}"))
-    return found
+        of_all, where = end + 1, ", the first of a new pass"
+        every_of_all = next((count for count in range(min(end, 5), 1, -1) if end % count == 0), end)
+    return [
+        PlannedCut(Cut("SIGKILL", at, last), every, f"SIGKILL of rank {last} after step {at}"),
+        PlannedCut(Cut("SIGKILL", of_all), every_of_all, f"SIGKILL of all ranks after step {of_all}{where}"),
+        PlannedCut(Cut("SIGTERM", 4 * every + 1, last), every, f"SIGTERM after step {4 * every + 1}"),
+    ]
 
 
 def ends_of_passes(witnesses: Sequence[Witness]) -> list[int]:
@@ -190,28 +180,26 @@ class Ran:
             free_run(run_id(self.run_dir))
 
 
-def run(
-    arguments: Sequence[str], asked: RehearsedJob, limit_seconds: float | None, on_step: Callable[[int], None]
-) -> Ran:
+def run(arguments: Sequence[str], asked: RehearsedJob, limit_seconds: float | None) -> Ran:
     """Run a job to its last step, and start it again after it has left with SIGTERM.
 
     Args:
         arguments: of `cpsr run`.
         asked: the job; its folder is made here.
         limit_seconds: after which it counts as hanging; None: never.
-        on_step: called with the newest step, ten times a second.
     """
     folder = Path(asked.folder)
     folder.mkdir(parents=True)
     environment = {**os.environ, REHEARSED: asked.to_variable()}
     began = time.monotonic()
-    deadline = None if limit_seconds is None else began + limit_seconds
     status: int | None = None
     try:
-        status = _launch(folder, environment, arguments, deadline, on_step)
-        ran = Ran(asked, status, time.monotonic() - began)
-        if ran.status == SIGTERM_STATUS and ran.was_cut and not ran.succeeded:
-            status = _launch(folder, environment, arguments, deadline, on_step)
+        for _ in range(2):
+            left = None if limit_seconds is None else max(0.0, began + limit_seconds - time.monotonic())
+            status = _launch(folder, environment, arguments, left)
+            ran = Ran(asked, status, time.monotonic() - began)
+            if status != SIGTERM_STATUS or not ran.was_cut or ran.succeeded:
+                break
     finally:
         ran = Ran(asked, status, time.monotonic() - began)
         ran.free()
@@ -219,33 +207,18 @@ def run(
 
 
 def _launch(
-    folder: Path,
-    environment: Mapping[str, str],
-    arguments: Sequence[str],
-    deadline: float | None,
-    on_step: Callable[[int], None],
+    folder: Path, environment: Mapping[str, str], arguments: Sequence[str], limit_seconds: float | None
 ) -> int | None:
+    """The exit status of a launcher; None where it took longer. Leaves no process behind, whatever ends this."""
     for path in folder.glob("end-*.json"):  # of a life that left: this one is to end better
         path.unlink()
     command = [sys.executable, "-m", "cpsr", "run", *arguments]
-    with (
-        (folder / "output").open("a") as output,
-        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,  # noqa: S603
-        _ended(process),
-    ):
-        while process.poll() is None:
-            if deadline is not None and time.monotonic() > deadline:
-                return None
-            on_step(_newest_step(folder / "run"))
-            time.sleep(POLL_SECONDS)
-        return process.returncode
-
-
-@contextmanager
-def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Leave no process behind, whatever ends the rehearsal."""
+    with (folder / "output").open("a") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)  # noqa: S603
     try:
-        yield
+        return process.wait(limit_seconds)
+    except subprocess.TimeoutExpired:
+        return None
     finally:
         if process.poll() is None:
             launcher = psutil.Process(process.pid)
@@ -256,14 +229,6 @@ def _ended(process: "subprocess.Popen[bytes]") -> Iterator[None]:
             for one in everyone:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
-
-
-def _newest_step(run_dir: Path) -> int:
-    try:
-        progress = read_progress(run_dir, 1)
-    except OSError:
-        return 0
-    return 0 if progress is None else progress.iteration
 
 
 def _life_of(path: Path) -> int:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from cpsr.doctor.command import needs_of
-from cpsr.errors import ConfigError
 from cpsr.ranks.link import REFUSED_STATUS
 from tests.doctor.mounts import mounted
 from tests.launch.jobs import BIN, Launched
@@ -25,7 +24,7 @@ PORT = 29471
 DOCTOR = [sys.executable, "-m", "cpsr", "doctor"]
 SUBJECTS = {
     *("devices", "host memory", "shared memory", "memory kind"),
-    *("file system", "disk space", "fsync", "bandwidth"),
+    *("file system", "disk space", "fsync"),
 }
 Findings = dict[str, dict[str, Any]]
 
@@ -77,30 +76,28 @@ def test_the_job_is_read_from_where_users_keep_it(tmp_path: Path) -> None:
     own, deepspeed = tmp_path / "cpsr.yaml", tmp_path / "ds.json"
     own.write_text("run_dir: runs/a\n")
     deepspeed.write_text(json.dumps({"train_batch_size": 8, "cpsr": {"run_dir": "runs/b"}}))
-    needs = needs_of(own, None, None, 1_000_000)
+    needs = needs_of(own, None, 1_000_000)
     assert (needs.config.run_dir, needs.state_bytes) == (Path("runs/a"), 12_000_000)
-    assert needs_of(deepspeed, None, 5, None).config.run_dir == Path("runs/b")
-    assert needs_of(own, Path("elsewhere"), None, None).config.run_dir == Path("elsewhere")
-    with pytest.raises(ConfigError, match="either --state-bytes or --parameters"):
-        needs_of(None, None, 5, 5)
+    assert needs_of(deepspeed, None, None).config.run_dir == Path("runs/b")
+    assert needs_of(own, Path("elsewhere"), None).config.run_dir == Path("elsewhere")
     ended = doctor("--config", tmp_path / "absent.yaml")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
 
 
 def test_under_torchrun_the_ranks_look_together(tmp_path: Path) -> None:
     command = ["torchrun", "--nproc-per-node=2", "-m", "cpsr", "doctor", "--json"]
-    with Launched(tmp_path, [*command, "--run-dir", "run", "--state-bytes", "1000000"]) as launched:
+    with Launched(tmp_path, [*command, "--run-dir", "run", "--parameters", "1000000"]) as launched:
         assert launched.wait() == 0, launched.output
         found = by_subject(launched.output)
     assert set(found) == SUBJECTS | {"ranks", "shared directory"}
     assert all(found[subject]["level"] == "ok" for subject in ("ranks", "shared directory"))
-    assert "buffers take 6 MB" in found["shared memory"]["measured"]
+    assert "buffers take 72 MB" in found["shared memory"]["measured"]
 
 
 def test_a_snapshot_at_every_iteration_takes_a_buffer_more(tmp_path: Path) -> None:
     (tmp_path / "cpsr.yaml").write_text("run_dir: run\nmemory:\n  interval_iterations: 1\n")
-    ended = doctor("--config", tmp_path / "cpsr.yaml", "--state-bytes", "1000000", "--json")
-    assert "buffers take 4 MB" in by_subject(ended.stdout)["shared memory"]["measured"]
+    ended = doctor("--config", tmp_path / "cpsr.yaml", "--parameters", "1000000", "--json")
+    assert "buffers take 48 MB" in by_subject(ended.stdout)["shared memory"]["measured"]
 
 
 @pytest.mark.parametrize(

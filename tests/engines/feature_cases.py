@@ -28,7 +28,7 @@ from cpsr.qualify.conformance import (
 )
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
 from cpsr.qualify.torch_jobs import BATCH, TinyLM, token_batch
-from cpsr.qualify.worker import own_process_globals
+from cpsr.qualify.ranks import own_process_globals
 from tests.engines.deepspeed_cases import Case, skipped_steps
 
 __all__ = ["FEATURES"]

@@ -7,17 +7,125 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec
+from deepspeed.utils import groups as expert_groups
+from torch import nn
 
 from cpsr.engines.moe.operators import check_shared
 from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import check_early_state, check_resume, run, seed
-from cpsr.qualify.deepspeed_jobs import EXPERTS, MixtureLoss, PipelineJob, mixture_layers, pipeline_engine
-from cpsr.qualify.torch_jobs import BATCH, LENGTH
+from cpsr.qualify.deepspeed_jobs import EXPERTS, Expert, PipelineJob, PipelineLoss, pipeline_engine
+from cpsr.qualify.torch_jobs import BATCH, LENGTH, VOCABULARY, WIDTH
 from cpsr.ranks.group import Group
 from tests.engines.deepspeed_cases import skipped_steps
 from tests.engines.mixture_cases import Counting
 
 PREFIX = "experts.deepspeed_moe.experts.deepspeed_experts"
+# What the stages of a pipeline pass on: hidden states, and the sum of the gates' balances so far, `(1,)`.
+_Passed = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Embed(nn.Module):
+    """The first layer. The balance begins at 0, and has a gradient, which stages must send back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCABULARY, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> _Passed:
+        hidden = self.norm(self.embed(tokens))
+        return hidden, 0 * hidden.sum().view(1)
+
+
+class _Routed(nn.Module):
+    """A layer of experts, with a buffer that training changes."""
+
+    drift: torch.Tensor
+
+    def __init__(self, expert_parallel: int, experts_per_token: int) -> None:
+        super().__init__()
+        self.experts = MoE(
+            WIDTH, Expert(), num_experts=EXPERTS, ep_size=expert_parallel, k=experts_per_token, min_capacity=0
+        )
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("drift", torch.zeros(WIDTH))
+
+    def forward(self, passed: _Passed) -> _Passed:
+        hidden, balance = passed[0] + self.drift.to(passed[0].dtype), passed[1]
+        routed, own_balance, _ = self.experts(hidden)
+        if self.training:
+            with torch.no_grad():
+                self.drift.mul_(0.9).add_(hidden.float().mean((0, 1)).to(self.drift.dtype), alpha=0.1)
+        return hidden + self.dropout(routed), balance + own_balance.to(balance.dtype)
+
+
+class _Dense(nn.Module):
+    """A layer without experts.
+
+    Args:
+        expert_parallel: sizes of the groups of experts of all stages, in the order in which all ranks create them.
+    """
+
+    def __init__(self, *expert_parallel: int) -> None:
+        super().__init__()
+        self._expert_parallel = expert_parallel
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Create the groups of experts of all stages, as every rank must.
+
+        DeepSpeed creates a group where a layer needs it, and torch names groups by counting them. If a stage creates
+        another number of groups, the next common group hangs. If it creates groups of other ranks, two groups exchange
+        addresses under one name: a rank then connects to a rank of the other group, or waits for it.
+        """
+        for size in self._expert_parallel:
+            if f"ep_size_{size}" not in expert_groups._get_expert_parallel_group_dict():
+                expert_groups._create_expert_and_data_parallel(
+                    size, use_data_before_expert_parallel_=use_data_before_expert_parallel_
+                )
+
+    def forward(self, passed: _Passed) -> _Passed:
+        return passed[0] + torch.tanh(self.linear(passed[0])), passed[1]
+
+
+class _Head(nn.Module):
+    """The last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, passed: _Passed) -> _Passed:
+        return self.linear(passed[0]), passed[1]
+
+
+class MixtureLoss(PipelineLoss):
+    """With the balance of the gates of all stages."""
+
+    def __call__(self, passed: _Passed, targets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """The loss of what the last stage gives."""
+        balance: torch.Tensor = passed[1].float().sum()
+        return super().__call__(passed[0], targets) + 0.01 * balance * self.factor
+
+
+def mixture_layers(
+    expert_parallel: int, of_stages: tuple[int, int] = (1, 2), expert_parallel_last: int | None = None
+) -> list[LayerSpec]:
+    """Six layers of a pipeline, to be cut in the middle.
+
+    Args:
+        expert_parallel: ranks of a stage that share its experts.
+        of_stages: layers of experts in the first stage and in the second, at most two each.
+        expert_parallel_last: ranks that share the experts of the second stage; None: as in the first. Where they
+            differ, each stage needs a layer without experts.
+    """
+    first, last = of_stages[0], expert_parallel_last or expert_parallel
+    routed = [
+        LayerSpec(_Routed, expert_parallel if place < first else last, 1 + place % 2) for place in range(sum(of_stages))
+    ]
+    dense = [[LayerSpec(_Dense, expert_parallel, last)] * (2 - count) for count in of_stages]
+    return [LayerSpec(_Embed), *routed[:first], *dense[0], *dense[1], *routed[first:], LayerSpec(_Head)]
 
 
 def build(expert_parallel: int, zero: int, precision: str = "fp32", of_stages: tuple[int, int] = (1, 2)) -> PipelineJob:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +17,7 @@ from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.sharded import local
 from cpsr.errors import ConfigError, UnsupportedEngineError
-from cpsr.qualify.cells import CPU_OFFLOAD, HSDP, Cell
+from cpsr.qualify.cells import Cell
 from cpsr.qualify.conformance import (
     AFTER,
     check_early_state,
@@ -38,17 +38,20 @@ from cpsr.qualify.torch_jobs import (
     token_batch,
     torch_job,
 )
-from tests.device import DEVICE
+from tests.device import DEVICE, ON_CUDA
 from tests.engines.torch_cases import counts_of, ddp_job
 
 RANKS = 2
-FSDP2 = "fsdp2", None
-HYBRID = partial(torch_job, Cell(*FSDP2, "fp32", "adamw", HSDP), DEVICE, RANKS)
-TP = partial(torch_job, Cell("tp", None, "fp32", "adamw"), DEVICE, RANKS)
+TP = partial(torch_job, Cell("tp", None, "fp32"), DEVICE, RANKS)
 
 
-def fsdp_job(precision: str = "fp32", optimizer: str = "adamw", feature: str = "", **more: Any) -> TorchJob:
-    return torch_job(Cell(*FSDP2, precision, optimizer, feature), DEVICE, RANKS, **more)
+def fsdp_job(precision: str = "fp32", optimizer: str = "adamw", **more: Any) -> TorchJob:
+    return torch_job(Cell("fsdp2", None, precision, optimizer), DEVICE, RANKS, **more)
+
+
+def hybrid_job(**more: Any) -> TorchJob:
+    """Two replicas of one shard each."""
+    return fsdp_job(mesh=mesh_of(DEVICE, RANKS, 1), **more)
 
 
 def gathered(value: Any) -> list[Any]:
@@ -110,12 +113,12 @@ def fsdp_is_resumed(**options: Any) -> None:
 
 
 def hsdp_is_resumed() -> None:
-    result = check_resume(partial(HYBRID, micro_batches=2))
+    result = check_resume(partial(hybrid_job, micro_batches=2))
     assert gathered(result["snapshot"]["tensors"]["param/up.weight"].tolist()) == 2 * [
         result["snapshot"]["tensors"]["param/up.weight"].tolist()
     ]
     assert result["description"]["tensors"]["up.weight"]["layout"] == "R, S(0) over ranks [[0], [1]]"
-    assert HYBRID().adapter.data_parallel_ranks == [0, 1]
+    assert hybrid_job().adapter.data_parallel_ranks == [0, 1]
 
 
 def tensor_parallel_is_resumed() -> None:
@@ -294,7 +297,7 @@ SHARDED: dict[str, Callable[[], Any]] = {
     "fsdp2-bf16": partial(fsdp_is_resumed, precision="bf16", micro_batches=2),
     "fsdp2-sgd": partial(fsdp_is_resumed, optimizer="sgd"),
     "fsdp2-kept-gathered": partial(check_resume, kept_gathered),
-    "fsdp2-offload": partial(check_resume, partial(fsdp_job, feature=CPU_OFFLOAD)),
+    "fsdp2-offload": partial(check_resume, partial(fsdp_job, offload_policy=CPUOffloadPolicy(pin_memory=ON_CUDA))),
     "fsdp2-scaler": partial(check_resume, with_scaler),
     "fsdp2-frozen": frozen_parameters,
     "fsdp2-early-state": partial(check_early_state, fsdp_job),

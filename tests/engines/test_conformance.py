@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 
-from cpsr.qualify.cells import no_muon
 from cpsr.qualify.conformance import check_early_state, check_resume
-from cpsr.qualify.result import read_records
+from cpsr.qualify.ranks import read_records
 from tests.engines.groups import GROUPS, LACKING, RANKS, SLOW
-from tests.engines.torch_cases import CASES, one_thread
+from tests.engines.torch_cases import CASES, NO_MUON, one_thread
 from tests.rank_processes import become_rank, start_ranks
 
 ROOT = Path(__file__).parents[2]
 JOB_TIMEOUT_SECONDS = 800
-NO_MUON = pytest.mark.skipif(no_muon() != "", reason=no_muon())
-ALONE = [pytest.param(name, marks=[NO_MUON] if name == "two-optimizers" else []) for name in CASES]
+WITHOUT_MUON = pytest.mark.skipif(NO_MUON != "", reason=NO_MUON)
+ALONE = [pytest.param(name, marks=[WITHOUT_MUON] if name == "two-optimizers" else []) for name in CASES]
 
 
 @pytest.mark.parametrize("name", ALONE)

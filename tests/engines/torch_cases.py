@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn import functional
 
 from cpsr.engines.moe.token_counts import MixtureOfExperts
-from cpsr.qualify.cells import ADAPTER, MUON, Cell
+from cpsr.qualify.cells import Cell
 from cpsr.qualify.torch_jobs import VOCABULARY, WIDTH, TinyLM, TorchJob, optimizer_of, scaler_on, torch_job
 from tests.device import DEVICE
 
-__all__ = ["CASES", "TinyConvNet", "build", "counts_of", "ddp_job", "image_batch", "lay_out", "one_thread"]
+__all__ = ["CASES", "NO_MUON", "TinyConvNet", "build", "counts_of", "ddp_job", "image_batch", "lay_out", "one_thread"]
+
+NO_MUON = "" if hasattr(torch.optim, "Muon") else f"torch {torch.__version__} has no Muon"
 
 schedulers = torch.optim.lr_scheduler
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -121,6 +123,34 @@ def mixture_job() -> TorchJob:
     return TorchJob(module, optimizer, SCHEDULERS["cosine"](optimizer), experts=MixtureOfExperts(counts_of))
 
 
+class LowRank(nn.Module):
+    """A frozen layer with an adapter of rank 2 beside it, which trains."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.inside = nn.Linear(base.in_features, 2, bias=False)
+        self.outside = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.base(hidden) + self.outside(self.inside(hidden))
+        return output
+
+
+def adapter_job() -> TorchJob:
+    module = TinyLM().requires_grad_(False)
+    module.up, module.down = LowRank(module.up), LowRank(module.down)  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW([one for one in module.to(DEVICE).parameters() if one.requires_grad], lr=0.01)
+    return TorchJob(module, optimizer, SCHEDULERS["cosine"](optimizer))
+
+
+def muon_beside_adamw() -> TorchJob:
+    module = TinyLM().to(DEVICE)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    matrices, others = [p for p in trained if p.dim() == 2], [p for p in trained if p.dim() != 2]
+    return TorchJob(module, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)])
+
+
 def ddp_job() -> TorchJob:
     return torch_job(Cell("ddp", None, "fp32", "adamw"), DEVICE, ranks=2, micro_batches=2)
 
@@ -136,8 +166,8 @@ CASES: dict[str, Callable[[], TorchJob]] = {
     "grad_scaler": partial(build, "fp32", "adamw", "none", scaler=True),
     "grad_scaler-cosine": partial(build, "fp32", "adamw", "cosine", scaler=True),
     "experts": mixture_job,
-    "two-optimizers": partial(torch_job, Cell("torch", None, "fp32", MUON), DEVICE, 1),
-    "frozen-weights": partial(torch_job, Cell("torch", None, "fp32", "adamw", ADAPTER), DEVICE, 1),
+    "two-optimizers": muon_beside_adamw,
+    "frozen-weights": adapter_job,
 }
 
 

@@ -15,8 +15,6 @@ from tests.packaging.distributions import ROOT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FASTAPI = {"starlette"}  # which it is made of
-# Rows of `cpsr qualify` for users who have them.
-QUALIFIED = {"bitsandbytes", "lion-pytorch", "schedulefree", "torchdata"}
 MOTO = {"werkzeug"}  # as starlette
 
 
@@ -51,7 +49,7 @@ def test_every_dependency_is_imported_by_more_than_a_benchmark() -> None:
 
 def test_every_import_is_of_a_dependency_or_of_an_extra() -> None:
     users = required(line for extra in ("plots", "transformers", "accelerate", "lightning") for line in EXTRAS[extra])
-    assert product() - required(PROJECT["dependencies"]) - FASTAPI - users - QUALIFIED == set()
+    assert product() - required(PROJECT["dependencies"]) - FASTAPI - users == set()
 
 
 def test_benchmarks_import_what_their_extras_bring() -> None:

@@ -1,75 +1,65 @@
 """A rank of `cpsr qualify` whose checks pass, fail beside a killed rank, fail on one rank, and hang, in this order."""
 
-import argparse
+import sys
 import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from cpsr.qualify import worker
-from cpsr.qualify.cells import Cell
+from cpsr.qualify import ranks
+from cpsr.qualify.cells import KILLED, Cell, Scene
 from cpsr.qualify.checks import Check, Trial
 from cpsr.qualify.command import write_so_far
-from cpsr.qualify.scene import KILLED, Scene
 
 DEADLINE_SECONDS = 1.0
-CELL = Cell("ddp", None, "fp32", "sgd")
+CELL = Cell("ddp", None, "fp32")
 
 
-def passes(cell: Cell, scene: Scene) -> Mapping[str, Any]:
+def passes(cell: Cell, scene: Scene) -> None:
     dist.barrier()
-    return {"rank": scene.rank}
 
 
-def fails_on_one_rank(cell: Cell, scene: Scene) -> Mapping[str, Any]:
+def fails_on_one_rank(cell: Cell, scene: Scene) -> None:
     if scene.rank == 1:
         raise AssertionError("weights differ by 0.25")
     dist.barrier()  # in which the other rank never arrives
-    return {}
 
 
-def hangs(cell: Cell, scene: Scene) -> Mapping[str, Any]:
+def hangs(cell: Cell, scene: Scene) -> None:
     time.sleep(300)
-    return {}
 
 
-def goes_on_beside_a_killed_rank(cell: Cell, scene: Scene) -> Mapping[str, Any]:
+def goes_on_beside_a_killed_rank(cell: Cell, scene: Scene) -> None:
     """As the ranks that are left see it; nobody ends here, which would take another life of the job."""
     if not scene.killed:
         dist.barrier()
         (scene.folder / KILLED).write_text("{}", encoding="utf-8")
         raise AssertionError("the training continued")
-    return {}
 
 
-CHECKS = [
-    Check("first", passes),
-    Check("after a kill", goes_on_beside_a_killed_rank, kills=True),
-    Check("on one rank", fails_on_one_rank),
-    Check("for ever", hangs, deadline_seconds=DEADLINE_SECONDS),
-    Check("last", passes),
+TRIALS = [
+    Trial(check, CELL)
+    for check in (
+        Check("first", passes),
+        Check("after a kill", goes_on_beside_a_killed_rank, kills=True),
+        Check("on one rank", fails_on_one_rank),
+        Check("for ever", hangs, deadline_seconds=DEADLINE_SECONDS),
+        Check("last", passes),
+    )
 ]
 
 
-def plan(folder: Path, ranks: int, stages_can_send: bool, restarted: bool) -> list[Trial]:
+def main(folder: Path, device: str) -> None:
     """Keeps the result that the life before has left, as a user finds it if the launcher gives up."""
-    assert restarted
+    ranks.MEETING_SECONDS = 0.5
+    rank = ranks.Rank(folder, device)
     result = folder / "qualify.json"
-    if result.exists() and dist.get_rank() == 0:
+    if result.exists() and rank.rank == 0:
         result.rename(folder / f"left-{len(list(folder.glob('left-*')))}")
-    return [*(Trial(check, CELL) for check in CHECKS), Trial(Check("never", passes), CELL, "needs 3 ranks")]
+    rank.run(TRIALS, partial(write_so_far, folder, device))
+    ranks.leave(0)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--device")
-    parser.add_argument("--only")
-    arguments = parser.parse_args()
-    worker.MEETING_SECONDS = 0.5
-    rank = worker.Rank(arguments.folder, arguments.device)
-    rank.run(partial(plan, arguments.folder), partial(write_so_far, arguments.folder, arguments.device, "log"))
-    worker.leave(0)
+    main(Path(sys.argv[1]), sys.argv[2])

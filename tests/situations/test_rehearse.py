@@ -22,8 +22,8 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
 from cpsr.rehearse.command import Rehearsal
 from cpsr.rehearse.jobs import Ran, plan_cuts
-from cpsr.rehearse.verdict import Reference, Verdict, compare, judge
-from cpsr.state.witness import Difference, SampledBytes, Witness, Witnesses, witness_path
+from cpsr.rehearse.verdict import Reference, Verdict, compare
+from cpsr.state.witness import Difference
 from tests.checkpoint.conftest import save
 from tests.situations.lives import Life, backward, live
 
@@ -80,7 +80,7 @@ def training(life: Life) -> str:
 def rehearsed(loop: Callable[[Life], Any], folder: Path, said: StringIO | None = None, **options: Any) -> Verdict:
     """The verdict on a loop whose lives are forked; what is printed goes to `said`."""
 
-    def launch(asked: RehearsedJob, limit_seconds: float | None, on_step: Callable[[int], None]) -> Ran:
+    def launch(asked: RehearsedJob, limit_seconds: float | None) -> Ran:
         place = Path(asked.folder)
         for number in range(3):
             life = Life(place / "lives", number=number, options={"asked": asked.to_variable(), **options})
@@ -146,31 +146,13 @@ def test_a_job_that_ends_too_early_after_its_restart_did_not_come_back_even_wher
     assert early.result == "differs at the end: the last checkpoint, of step 5 and not 10"
 
 
-def test_ranks_that_train_on_the_same_batches_are_listed(tmp_path: Path) -> None:
-    def unprotected(apart: float) -> str:
-        folder = tmp_path / str(apart)
-        for rank in range(2):
-            ring = Witnesses(witness_path(folder / "run", rank))
-            for step in (1, 2, 3):
-                loss = 1 / step + rank * apart
-                ring.put(Witness(step, 0, 0, 0, step, step, (0.1,), 0, loss, SampledBytes(b"", (0, 0, 0, 0)), 1e-7))
-            ring.close()
-            (folder / f"end-{rank}.json").write_text('{"iteration": 3, "ranks": 2, "life": 0}')
-        asked = RehearsedJob(str(folder), last_iteration=3, interval_iterations=5)
-        return " ".join(judge(Reference(Ran(asked, 0, 1.0)), []).unprotected)
-
-    assert "they train on the same batches: give the DataLoader sampler=DistributedSampler" in unprotected(0.0)
-    assert "same batches" not in unprotected(0.01)
-
-
 def test_cuts_lie_inside_a_pass_and_at_its_end() -> None:
     inside, at_end, left = (one.cut for one in plan_cuts(30, 2, [12, 24]))
     assert inside == Cut("SIGKILL", 14, 1)
     assert at_end == Cut("SIGKILL", 13)
     assert left.signal == "SIGTERM"
     assert plan_cuts(30, 2, [12, 24])[1].interval_iterations == 4  # a checkpoint at the end of the pass
-    assert plan_cuts(30, 1, [])[1].cut == Cut("SIGKILL", 18, at_request=True)
-    assert plan_cuts(30, 1, [], requests=False)[1].cut == Cut("SIGKILL", 18)
+    assert plan_cuts(30, 1, [])[1].cut == Cut("SIGKILL", 18)
 
 
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
