@@ -12,7 +12,7 @@ The groups are there in both forms, so that a job may load with or without `flat
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from cpsr.checkpoint.verify import DamagedFileError
 from cpsr.engines.state_tree import number_of
 from cpsr.errors import UnsupportedEngineError
 from cpsr.export.whole import WholeState, state_dict
-from cpsr.state.codec import same
 
 __all__ = ["write_dcp"]
 
@@ -44,15 +43,18 @@ def write_dcp(state: WholeState, directory: Path) -> list[str]:
         What was written, one line each.
 
     Raises:
-        UnsupportedEngineError: state that is nested, or groups of which the parameters are not known.
+        UnsupportedEngineError: a run of DeepSpeed, or state that is nested.
         CheckpointCorruptError: see `WholeState`.
         OSError: the file system refused.
     """
+    if state.identity.engine != "torch":
+        raise UnsupportedEngineError(
+            f"a run of {state.identity.engine} has no torch optimizer that DCP could load into. {_KEPT}"
+        )
     engine = state.scalars().get("engine")
     if not isinstance(engine, dict) or "optimizer_state" not in engine:
         raise DamagedFileError(state.info.directory, "its scalars lack the engine's optimizer_state")
-    members = _members(state, engine)
-    numbers = _numbers(state, engine, members)
+    members, numbers = _members(engine), _numbers(state, engine)
     optim: dict[str, Any] = {}
     for name in state.parameters:
         moments: dict[str, Any] = {key: state.moment(name, key) for key in state.moments(name)}
@@ -61,7 +63,7 @@ def write_dcp(state: WholeState, directory: Path) -> list[str]:
         values = {key: value for key, value in group.items() if key != "params"}
         optim |= {f"param_groups.{name}.{key}": value for name in names for key, value in values.items()}
         optim |= {f"param_groups.{index}.{key}": value for key, value in {**values, "params": list(names)}.items()}
-    model = _model(state)
+    model = state_dict(state, "trained")
     small = {key: engine.get(key) for key in ("counters", "loss_scale", "grad_scaler")}
     schedules = engine.get("schedule") or [None]
     small["schedule"] = schedules[0] if len(schedules) == 1 else schedules  # a job with one asks for it by itself
@@ -77,32 +79,14 @@ def write_dcp(state: WholeState, directory: Path) -> list[str]:
     ]
 
 
-def _model(state: WholeState) -> dict[str, torch.Tensor]:
-    """The module's state dict; trained parameters in the dtype of the authoritative copy, all else as in the module."""
-    found = state_dict(state, "trained")
-    if state.identity.engine != "torch":
-        found |= {name: state.weights(name) for name in state.parameters}
-        found |= {name: found[of].clone() for name, of in state.identity.module.aliases.items() if of in found}
-    return found
-
-
-def _members(state: WholeState, engine: Mapping[str, Any]) -> list[list[str]]:
+def _members(engine: Mapping[str, Any]) -> list[list[str]]:
     """Names of the parameters in each group of all optimizers, in their order."""
-    saved = engine["optimizer_state"]
-    sizes = [size for one in saved["groups"] for size in one]
-    names: Sequence[str] = saved["names"]
-    if all(names):
-        following = iter(names)
-        return [[next(following) for _ in range(size)] for size in sizes]
-    if len(sizes) == 1:
-        return [list(state.parameters)]
-    raise UnsupportedEngineError(
-        f"{state.info.directory} was saved with {len(sizes)} parameter groups under ZeRO, which does not tell the "
-        f"parameters of each. {_KEPT}"
-    )
+    following = iter(engine["optimizer_state"]["names"])
+    sizes = [size for one in engine["optimizer_state"]["groups"] for size in one]
+    return [[next(following) for _ in range(size)] for size in sizes]
 
 
-def _numbers(state: WholeState, engine: Mapping[str, Any], members: list[list[str]]) -> dict[str, dict[str, Any]]:
+def _numbers(state: WholeState, engine: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each parameter, what its state holds beside tensors of its shape."""
     saved, counts = engine["optimizer_state"], engine["optimizer_steps"]
     found: dict[str, dict[str, Any]] = {}
@@ -110,16 +94,13 @@ def _numbers(state: WholeState, engine: Mapping[str, Any], members: list[list[st
         form = json.loads(saved["forms"][saved["of"][index]])
         if form is None:
             continue
-        if name and str(index) in saved["rest"]:
+        if str(index) in saved["rest"]:
             raise UnsupportedEngineError(f"{state.identity.optimizer} has changed what it keeps for {name}. {_KEPT}")
         if form[0] != "dict" or any(one[0] not in ("tensor", "scalar", "int", "float") for _, one in form[2]):
             raise UnsupportedEngineError(f"{state.identity.optimizer} keeps nested state for {name}. {_KEPT}")
-        own = {
+        found[name] = {
             key: number_of(one, counts[index][key], torch.device("cpu")) for key, one in form[2] if one[0] != "tensor"
         }
-        for one in [name] if name else [one for group in members for one in group]:
-            if not same(found.setdefault(one, own), own):
-                raise UnsupportedEngineError(f"parameters under ZeRO have taken different numbers of steps. {_KEPT}")
     if absent := [name for name in state.parameters if name not in found]:
         raise UnsupportedEngineError(f"the optimizer has no state for {absent[0]}: it took no step with it. {_KEPT}")
     return found

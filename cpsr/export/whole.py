@@ -29,7 +29,6 @@ Precision = Literal["fp32", "trained"]
 # DeepSpeed's MoE layers put these into names. Its own checkpoints keep each expert in a file by itself.
 _EXPERTS = (".deepspeed_moe.", ".deepspeed_experts.")
 _TRAINED = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_Place = tuple[int, tuple[int, ...] | None]  # of a rank's slice: its first element, and its shape if it is a block
 
 
 class ModuleIdentity(BaseModel):
@@ -139,6 +138,13 @@ class WholeState:
         """Every trained parameter, described as on the first rank that owns some of it."""
         found: dict[str, OperatorRecord] = {}
         for rank, manifest in enumerate(self._ranks):
+            blocks = [name for name, one in manifest.operators.items() if one.block is not None]
+            blocks += [name for name, one in manifest.frozen.items() if one.block is not None]
+            if blocks:
+                raise UnsupportedEngineError(
+                    f"{self.info.directory}: {blocks[0]} is split in blocks over the ranks (tensor parallelism), which "
+                    "no format of the export has. Nothing was exported"
+                )
             for name, record in manifest.operators.items():
                 _require_name(self.info.directory, name)
                 first = found.setdefault(name, record)
@@ -158,9 +164,9 @@ class WholeState:
         records = ((rank, manifest.operators.get(name)) for rank, manifest in enumerate(self._ranks))
         flat = self._joined(
             name,
-            shape,
+            math.prod(shape),
             (
-                (rank, (record.offset, record.block), self._read(file_name(rank, kind), key, (record.numel,), dtype))
+                (rank, record.offset, self._read(file_name(rank, kind), key, (record.numel,), dtype))
                 for rank, record in records
                 if record is not None and record.saved_by is None and (record.numel or not math.prod(shape))
             ),
@@ -174,23 +180,20 @@ class WholeState:
                 f"run.json gives {name} of shape {shape} impossible strides {stride}"
             ) from error
 
-    def _joined(
-        self, name: str, shape: tuple[int, ...], pieces: Iterable[tuple[int, _Place, torch.Tensor]]
-    ) -> torch.Tensor:
-        """The flattened whole of the ranks' flat pieces: rank, place, and elements."""
-        total = math.prod(shape)
+    def _joined(self, name: str, total: int, pieces: Iterable[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+        """The flattened whole of the ranks' flat pieces: rank, first element, and elements."""
         whole: torch.Tensor | None = None
         is_filled = torch.zeros(total, dtype=torch.bool, device="cpu")
         fits = True
-        for rank, place, piece in pieces:
+        for rank, offset, piece in pieces:
             whole = piece.new_empty(total) if whole is None else whole
-            target, filled = (_target(one, shape, place, piece.numel()) for one in (whole, is_filled))
+            target, filled = (one[offset : offset + piece.numel()] for one in (whole, is_filled))
             if target.numel() != piece.numel() or (filled.any() and not filled.all()):
                 fits = False
             elif not (filled.numel() and filled.all()):
-                target.copy_(piece.view(target.shape))
+                target.copy_(piece)
                 filled.fill_(True)
-            elif not torch.equal(target.contiguous().view(-1).view(torch.uint8), piece.view(torch.uint8)):
+            elif not torch.equal(target.view(torch.uint8), piece.view(torch.uint8)):
                 raise UnsupportedEngineError(
                     f"{self.info.directory}: rank {rank} holds other values of {name} than the ranks before it: the "
                     "name stands for different tensors (experts or tensor-parallel parts), or the ranks have drifted "
@@ -231,9 +234,8 @@ class WholeState:
         records = [(rank, self._ranks[rank].frozen.get(name)) for rank in ranks]
         known = [(rank, one) for rank, one in records if one is not None]
         if any(one.global_shape is not None for _, one in known):
-            places = ((rank, (one.offset or 0, one.block)) for rank, one in known)
-            pieces = ((rank, place, self._other(rank, name).reshape(-1)) for rank, place in places)
-            return self._joined(name, shape, pieces).view(shape)
+            pieces = ((rank, one.offset or 0, self._other(rank, name).reshape(-1)) for rank, one in known)
+            return self._joined(name, math.prod(shape), pieces).view(shape)
         if ranks and (first := self._other(ranks[0], name)).shape == shape:
             return first
         raise UnsupportedEngineError(
@@ -264,7 +266,7 @@ def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeS
         moments: the optimizer's tensors are needed too.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it lacks what is needed: it is thinned.
+        CheckpointError: there is no such checkpoint, or it was thinned to its weights.
         CheckpointCorruptError: a file of it is damaged; the message names it.
         UnsupportedEngineError: what its ranks hold does not make up one model; the message names it.
         RunMismatchError: it is of another run than `run.json`, or `run_dir` is no run directory.
@@ -307,8 +309,7 @@ def _read_identity(run_dir: Path) -> RunIdentity:
 
 def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
     catalogue = scan(checkpoints)
-    found = [info for info in catalogue.checkpoints if info.full if iteration is None]
-    found += [info for info in catalogue.checkpoints if info.iteration == iteration]
+    found = [info for info in catalogue.checkpoints if info.full and iteration in (None, info.iteration)]
     if found:
         return found[-1]
     for problem in catalogue.problems:
@@ -318,7 +319,7 @@ def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
         if iteration is None or problem.iteration == iteration:
             raise UnreadableFileError(problem.file, problem.what)
     whole = [info.iteration for info in catalogue.checkpoints if info.full]
-    wanted = "whole checkpoint" if iteration is None else f"committed checkpoint of iteration {iteration}"
+    wanted = "whole checkpoint" if iteration is None else f"whole checkpoint of iteration {iteration}"
     raise CheckpointError(f"{checkpoints} holds no {wanted}; whole ones are {whole or 'none'}. Nothing was exported")
 
 
@@ -332,12 +333,9 @@ def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> Whol
             f"{info.directory} was saved with experts.policy, of a mixture of experts, which is not exported yet; the "
             "checkpoint itself is whole, and its job restarts from it. Nothing was exported"
         )
-    if not info.full:
-        _require_weights_are_enough(info, identity, records, moments=moments)
-    used: dict[Literal["params", "moments", "extra"], bool] = {"params": True, "moments": moments, "extra": info.full}
-    wanted = [file_name(record.rank, kind) for record in records for kind in used if used[kind]]
-    if info.full:
-        wanted += sorted({file for record in records for file in record.frozen_files()})
+    kinds: tuple[Literal["params", "moments", "extra"], ...] = ("params", "extra", *(("moments",) if moments else ()))
+    wanted = [file_name(record.rank, kind) for record in records for kind in kinds]
+    wanted += sorted({file for record in records for file in record.frozen_files()})
     described = {name: one for record in records for name, one in record.files.items()}
     for name in wanted:
         if name not in described:
@@ -346,45 +344,9 @@ def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> Whol
     return WholeState(info, identity, records, {name: open_tensors(info.directory / name) for name in wanted})
 
 
-def _require_weights_are_enough(
-    info: CheckpointInfo, identity: RunIdentity, records: Sequence[RankManifest], *, moments: bool
-) -> None:
-    if moments:
-        raise CheckpointError(
-            f"{info.directory} was thinned: it keeps the weights and no moments, which this format needs. Name a whole "
-            "checkpoint, or another format"
-        )
-    gone = sorted(name for name in _outside(records[0]) if name not in identity.module.transient)
-    if gone:
-        raise CheckpointError(
-            f"{info.directory} was thinned: its {len(gone)} buffers and frozen parameters (the first is {gone[0]}) are "
-            "gone, so that its state dict would not be complete. Name a whole checkpoint"
-        )
-
-
 def _outside(record: RankManifest) -> list[str]:
     """Buffers and frozen parameters."""
     return [*record.others, *record.frozen]
-
-
-def _target(whole: torch.Tensor, shape: tuple[int, ...], place: _Place, numel: int) -> torch.Tensor:
-    """Where in the flattened whole a rank's slice lies; a view, of another size where it lies beyond the whole."""
-    offset, block = place
-    if block is None:
-        return whole[offset : offset + numel]
-    start = _start(offset, shape)
-    if len(start) != len(block):
-        return whole[:0]
-    return whole.view(shape)[tuple(slice(begin, begin + size) for begin, size in zip(start, block, strict=True))]
-
-
-def _start(offset: int, shape: tuple[int, ...]) -> list[int]:
-    """The index, in each dimension, of an element of a tensor."""
-    found: list[int] = []
-    for size in reversed(shape):
-        offset, index = divmod(offset, max(1, size))
-        found.insert(0, index)
-    return found
 
 
 def _require_name(directory: Path, name: str) -> None:
@@ -418,8 +380,7 @@ def state_dict(state: WholeState, precision: Precision) -> dict[str, torch.Tenso
     for name in state.parameters:
         weights = state.weights(name)
         found[name] = weights.to(narrow) if precision == "trained" and narrow is not None else weights
-    if state.info.full:
-        found |= {name: tensor for name, tensor in state.outside().items() if name not in module.transient}
+    found |= {name: tensor for name, tensor in state.outside().items() if name not in module.transient}
     if precision == "fp32":
         found = {name: _widened(tensor) for name, tensor in found.items()}
     return found | {alias: found[name].clone() for alias, name in module.aliases.items() if name in found}

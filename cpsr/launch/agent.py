@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
 from cpsr.checkpoint.progress import Progress, read_progress
-from cpsr.launch.compile_locks import compile_locks, extensions_directory, remove_stale_locks
+from cpsr.launch.compile_locks import extensions_directory, remove_stale_locks
 from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.ranks.link import EXPECTS_ERRORS, JOB, REFUSED_STATUS, SHUTDOWN, SHUTDOWN_SECONDS, Opened, Report, Uncaught
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 HOW_IT_ENDS = "[docs/launching.md#how-it-ends]"  # what explains a last line
 BACK_OFF_SECONDS_MAX = 60.0
-SLOW_START_SECONDS = 60.0  # after which the cause is reported, if it is visible
 
 
 class JobEndedError(Exception):
@@ -73,7 +72,6 @@ class Failures:
         self._furthest_iteration = -1
         self._in_vain = 0
         self._errors: frozenset[str] = frozenset()  # of the script, that ended the start before
-        self._started, self._reported_slow = time.monotonic(), False
 
     def after(self, exits: Sequence[Exit]) -> float:
         """Handle the end of ranks on this machine; prints one line.
@@ -142,7 +140,7 @@ class Failures:
     def started(self, pids: Mapping[int, int]) -> None:
         """Report which process is which rank, so that a user can inspect one, or kill it to test a recovery."""
         self._opened_before = self._opened or self._opened_before
-        self._opened, self._started, self._reported_slow = None, time.monotonic(), False
+        self._opened = None
         named = "pid" if len(pids) == 1 else "pids"
         self.print_line(f"Started {ranks_named(pids)} ({named} {', '.join(str(pids[rank]) for rank in sorted(pids))})")
 
@@ -167,12 +165,6 @@ class Failures:
     def look(self) -> None:
         """Detect which run the ranks have opened, and report how it began; called periodically."""
         self._opened = self._opened or self._report.opened()
-        slow = self._opened is None and time.monotonic() - self._started > SLOW_START_SECONDS
-        if slow and not self._reported_slow:
-            self._reported_slow = True
-            compiling = [str(path.parent) for path in compile_locks(extensions_directory())]
-            why = f": operators are being compiled in {', '.join(compiling)}, once" if compiling else ""
-            self.print_line(f"No rank has opened a run for {SLOW_START_SECONDS:g} s{why}")
         for message in self._report.take_recovered():
             self.print_line(message)
 

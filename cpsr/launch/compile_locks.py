@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cpsr.journal.database import filesystem_of, is_network
 
-__all__ = ["compile_locks", "extensions_directory", "remove_stale_locks"]
+__all__ = ["extensions_directory", "remove_stale_locks"]
 
 LOCK = "lock"
 _PROCESSES = Path("/proc")
@@ -22,17 +22,12 @@ def extensions_directory() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache) / "torch_extensions")
 
 
-def compile_locks(directory: Path) -> list[Path]:
-    """Locks of running and of killed compilations."""
-    return [*directory.glob(f"*/{LOCK}"), *directory.glob(f"*/*/{LOCK}")]
-
-
 def remove_stale_locks(directory: Path) -> list[Path]:
     """Remove the locks that no process of this machine has open; return them.
 
     On a network file system a process of another machine may have one open: there nothing is removed.
     """
-    found = compile_locks(directory)
+    found = [*directory.glob(f"*/{LOCK}"), *directory.glob(f"*/*/{LOCK}")]
     if not found or is_network(filesystem_of(directory)):
         return []
     stale = _without_open(found)
