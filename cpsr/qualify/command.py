@@ -70,7 +70,7 @@ def _ranks(device: str) -> int:
 
 def _as_rank(device: str, only: str, json_path: Path | None, folder: Path) -> NoReturn:
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        raise ConfigError("ranks kill themselves here, and no launcher starts them again: `cpsr run --max-restarts=1000`")
+        raise ConfigError("ranks kill themselves here, and nothing restarts them: use `cpsr run --max-restarts=1000`")
     os.environ.update(rank_environment(device))
     rank = Rank(folder, device)
     rank.run(trials_of(device, only, rank.ranks, rank.stages_can_send), lambda: write_so_far(folder, device))
@@ -192,8 +192,9 @@ def print_result(console: Console, result: Mapping[str, Any], folder: Path) -> N
     for one in checks:
         rows.setdefault(one["cell"], dict.fromkeys(columns, "-"))[one["check"]] = WORDS[one["status"]]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    caption = f"{device_text(result['machine']['device'])}; {result['ranks']} ranks over {result['backend']}; {versions}"
-    table = Table("combination", *columns, title="cpsr qualify", caption=f"{caption}; {result['seconds']:.0f} s")
+    device = device_text(result["machine"]["device"])
+    caption = f"{device}; {result['ranks']} ranks over {result['backend']}; {versions}; {result['seconds']:.0f} s"
+    table = Table("combination", *columns, title="cpsr qualify", caption=caption)
     for cell, words in rows.items():
         table.add_row(cell, *words.values())
     print_table(console, table)
