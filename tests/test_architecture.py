@@ -66,6 +66,8 @@ FOREIGN = {
     "scaler._growth_tracker": "torch",
     "torch.Tensor._make_wrapper_subclass": "torch has no other way to make a tensor of another device",
     "torch._C": "torch",
+    "expert_groups._get_expert_parallel_group_dict": "DeepSpeed: the groups of experts that there are",
+    "expert_groups._create_expert_and_data_parallel": "DeepSpeed: makes one",
 }
 
 

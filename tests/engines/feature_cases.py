@@ -27,8 +27,8 @@ from cpsr.qualify.conformance import (
     seed,
 )
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, configuration, initialize
-from cpsr.qualify.torch_jobs import BATCH, TinyLM, token_batch
 from cpsr.qualify.ranks import own_process_globals
+from cpsr.qualify.torch_jobs import BATCH, TinyLM, token_batch
 from tests.engines.deepspeed_cases import Case, skipped_steps
 
 __all__ = ["FEATURES"]
