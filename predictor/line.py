@@ -27,9 +27,7 @@ from cpsr.predictor.pieces import combine, gram, is_finite
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.series import (
     TYPICAL_STRAIGHTNESS,
-    Series,
     check_history,
-    operator_series,
     path_positions,
     reach_factor,
     straightness,
@@ -38,15 +36,7 @@ from cpsr.predictor.series import (
     window_start,
 )
 
-__all__ = [
-    "CHUNK_ELEMENTS",
-    "LAG_DEVIATION_ITERATIONS",
-    "MAX_NAMES",
-    "Fit",
-    "LinePredictor",
-    "line_coefficients",
-    "spread",
-]
+__all__ = ["CHUNK_ELEMENTS", "LAG_DEVIATION_ITERATIONS", "MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
 
 STATE_VERSION = 1
 # Number of past recoveries to keep: enough for any run, and a few kilobytes in every checkpoint.
@@ -64,45 +54,42 @@ LAG_DEVIATION_ITERATIONS = 27.0
 
 
 @dataclass(frozen=True)
-class Fit:
-    """One row of coefficients over a series' snapshots, or the reason why there is none.
+class Plan:
+    """How operators are predicted from the usable checkpoints of a history, or why they are not.
 
     Attributes:
-        row: one coefficient per snapshot; they sum to 1.
-        reads: positions of the snapshots that the row rests on, also where its coefficient is zero; None: those
-            whose coefficient is not.
-        obstacle: why there is no row.
+        usable: positions of the checkpoints, ascending.
+        whole: operators that were saved anew in each of them; the others keep their newest value.
+        window: positions of those that the line is fitted over.
+        row: one coefficient for each of these; they sum to 1.
+        factors: operator -> how far it follows the line, over the model's reach; 1 where it is absent.
+        read: positions that must be finite: the window, and those by which damage was noticed.
+        obstacle: why nothing can be predicted.
         note: one sentence for the user, instead of the predictor's own.
-        settings: the numbers behind it; `expected_end_cost_iterations` where that is known.
+        settings: the numbers behind it.
     """
 
-    row: tuple[float, ...]
-    reads: tuple[int, ...] | None = None
+    usable: tuple[int, ...]
+    whole: tuple[str, ...] = ()
+    window: tuple[int, ...] = ()
+    row: tuple[float, ...] = ()
+    factors: Mapping[str, float] = field(default_factory=dict)
+    read: tuple[int, ...] = ()
     obstacle: str | None = None
     note: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def used(self) -> tuple[int, ...]:
-        """Positions of the snapshots that must be finite."""
-        return (
-            tuple(place for place, value in enumerate(self.row) if value != 0.0) if self.reads is None else self.reads
-        )
+    def points(self, history: History) -> list[HistoryEntry]:
+        """The checkpoints of the window."""
+        return [history.entries[position] for position in self.window]
 
-
-@dataclass(frozen=True)
-class Plan:
-    """Rows over the history's entries for every operator, the entries they use, and the fit of the checkpoints.
-
-    `own` are the operators that are predicted from snapshots of their own, in place of those of all checkpoints, and
-    `own_fits` their fits.
-    """
-
-    fit: Fit
-    rows: dict[str, tuple[float, ...]]
-    reads: dict[str, tuple[int, ...]]
-    unchanged: tuple[str, ...]
-    own: tuple[str, ...] = ()
-    own_fits: tuple[Fit, ...] = ()
+    def coefficients(self, row: Sequence[float], history: History, factor: float = 1.0) -> tuple[float, ...]:
+        """A row over the window as one over all entries, its displacement from the newest so many times as long."""
+        full = [0.0] * len(history.entries)
+        for position, value in zip(self.window[:-1], row, strict=False):
+            full[position] = factor * value
+        full[self.window[-1]] = 1.0 - math.fsum(full)
+        return tuple(full)
 
 
 class LinePredictor:
@@ -114,9 +101,9 @@ class LinePredictor:
     `expected_end_cost_iterations` shows it. It needs three usable checkpoints within the window, and goes no further
     ahead than the line is fitted over, nor 10 intervals.
 
-    Each operator is one combination of its own distinct snapshots. A horizon of 0, and one over which the learning rate
-    was 0, predict the newest snapshot unchanged. A checkpoint that holds NaN or infinity is left out and reported. An
-    operator whose own snapshots cannot be predicted from keeps its newest value.
+    A horizon of 0, and one over which the learning rate was 0, predict the newest checkpoint unchanged. A checkpoint
+    that holds NaN or infinity is left out and reported. An operator that some usable checkpoint has of an earlier
+    iteration, as sparse checkpoints have experts, keeps its newest value.
 
     Args:
         window_iterations: span of history the line is fitted over; None: by expected cost.
@@ -152,11 +139,6 @@ class LinePredictor:
         self._outcomes: list[dict[str, Any]] = []
         self._calibration = Calibration()
         self._direction: Direction = "line"
-        # Of the forecast under way: the path of the whole model, each operator's reach over the model's, and the
-        # checkpoints that these are known over.
-        self._straightness = TYPICAL_STRAIGHTNESS
-        self._factors: dict[str, float] = {}
-        self._points: tuple[HistoryEntry, ...] = ()
 
     def forecast(self, history: History, target: Target) -> Forecast:
         """Decide the coefficients; reads the checkpoints in use, to leave out any that holds NaN or infinity.
@@ -166,17 +148,7 @@ class LinePredictor:
         Raises:
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
         """
-        check_history(history.entries, target)
-        usable = list(range(len(history.entries)))
-        checked: set[tuple[str, int]] = set()
-        while True:
-            plan = self._plan(history, target, usable)
-            damaged = self._damaged(history, plan.reads, checked)
-            if self._agree is not None:
-                damaged = sorted(set(self._agree(damaged)))
-            if not damaged:
-                return self._report(history, target, usable, plan)
-            usable = [position for position in usable if position not in damaged]
+        return self._report(history, target, self._agreed_plan(history, target))
 
     def predict(self, history: History, forecast: Forecast) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Stream the predicted weights as `(operator, start, values)` pieces, `values` 1-D float32, fresh memory.
@@ -210,13 +182,10 @@ class LinePredictor:
         context = context_of(target, points, straightness)
         if context.horizon_iterations > HORIZON_ITERATIONS:
             return f"nothing was measured beyond {HORIZON_ITERATIONS} iterations ahead"
-        undecided = copy.copy(self)  # a query must not change the direction in use
-        return undecided._choose(context, points, target)[1]
+        return self._choose(context, points, target)[1]
 
     def record(self, outcome: dict[str, Any]) -> None:
-        """Record the outcome of a recovery; a measured lag updates the expected end costs.
-
-        Keeps the newest 64 outcomes with a measured lag, and the newest 64 others.
+        """Record the measured lag of a recovery, which updates the expected end costs; keeps the newest 64.
 
         Raises:
             ValueError: the outcome is not plain JSON data, or its lag or standard error is not a number.
@@ -247,141 +216,145 @@ class LinePredictor:
                 f"this is {self.name!r}, version {STATE_VERSION}"
             )
         self._take_outcomes(copy.deepcopy(list(state["outcomes"])))
-        self._direction = state.get("direction", "line")
+        self._direction = state["direction"]
 
     def _take_outcomes(self, outcomes: list[dict[str, Any]]) -> None:
         """Calibrate anew from all that is kept, so that it is the same after a restart."""
-        self._outcomes = _newest(outcomes)
+        self._outcomes = outcomes[-MAX_OUTCOMES:]
         self._calibration = Calibration(observations=_observations(self._outcomes))
 
-    def _plan(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
-        self._straightness, self._factors = TYPICAL_STRAIGHTNESS, {}
-        self._points = tuple(history.entries[position] for position in usable)
-        if len(usable) < MIN_CHECKPOINTS:
-            return self._rows(history, target, usable)
-        positions = self._path_positions(history, usable)
-        paths = self._path(history, positions)
-        products = sum(paths.values(), torch.zeros(2, 2, dtype=torch.float64, device="cpu"))
-        self._straightness, direction = straightness(products), self._direction
-        self._factors = {operator: reach_factor(path, self._straightness) for operator, path in paths.items()}
-        plan = self._rows(history, target, usable)
-        if not bool(torch.isfinite(products).all()):  # one of the three is damaged, perhaps outside of the window
-            self._direction = direction  # what follows from a damaged one must not count
-            reads = {operator: tuple(sorted({*read, *positions})) for operator, read in plan.reads.items()}
-            return replace(plan, reads=reads)
-        return plan
+    def _agreed_plan(self, history: History, target: Target) -> Plan:
+        """The plan once no rank finds a damaged checkpoint in it."""
+        check_history(history.entries, target)
+        usable = list(range(len(history.entries)))
+        checked: set[tuple[str, int]] = set()
+        while True:
+            plan = self._plan(history, target, usable)
+            damaged = self._damaged(history, plan, checked)
+            if self._agree is not None:
+                damaged = sorted(set(self._agree(damaged)))
+            if not damaged:
+                # State for the next failure changes only by the checkpoints, which all ranks share.
+                self._direction = plan.settings.get("direction", self._direction)
+                return plan
+            usable = [position for position in usable if position not in damaged]
 
-    def _rows(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
-        entries = tuple(history.entries[position] for position in usable)
-        fit = self._series_fit(entries, target)
-        plan = Plan(fit, {}, {}, ())
-        if fit.obstacle is not None:
-            return plan
-        unchanged: dict[str, str] = {}
-        with_own: list[str] = []
-        fits: dict[Series, Fit] = {}  # most operators share one series
-        for operator in history.operators:
-            series = operator_series(history, operator, usable)
-            if series not in fits:
-                # On a copy: state for the next failure may change only by the checkpoints, which all ranks share.
-                aside = copy.copy(self)
-                fits[series] = fit if series.points == entries else aside._series_fit(series.points, target)
-            own = fits[series]
-            if own.obstacle is None and own is not fit:
-                with_own.append(operator)
-            if own.obstacle is not None:
-                unchanged[operator] = own.obstacle
-                own = Fit(_newest_row(len(series.points)))
-            elif not own.note:
-                own = self._operator_row(history, operator, series, own, target)
-            plan.rows[operator] = spread(own.row, series.indices, len(history.entries))
-            plan.reads[operator] = tuple(series.indices[place] for place in own.used())
-        if plan.rows and len(unchanged) == len(plan.rows):
-            name, why = next(iter(unchanged.items()))
-            obstacle = f"no operator's own snapshots can be predicted from; '{name}': {why}"
-            return Plan(Fit((), obstacle=obstacle), {}, {}, ())
-        others = tuple(one for one in fits.values() if one is not fit and one.obstacle is None)
-        return replace(plan, unchanged=tuple(unchanged), own=tuple(with_own), own_fits=others)
+    def _plan(self, history: History, target: Target, usable: Sequence[int]) -> Plan:
+        entries = history.entries
+        points = [entries[position] for position in usable]
+        whole = tuple(
+            operator
+            for operator in history.operators
+            if all(history.taken_at(operator, position) == entries[position].iteration for position in usable)
+        )
+        plan = Plan(tuple(usable), whole)
+        if points and target.iteration == points[-1].iteration:
+            return _unchanged(plan, "the failure is at a checkpoint: its weights, unchanged")
+        obstacle = self._obstacle(points, target)
+        if obstacle is not None:
+            return replace(plan, obstacle=obstacle)
+        if target.time == points[-1].time:
+            return _unchanged(plan, "the learning rate was 0 since the checkpoint: its weights, unchanged")
+        return self._fitted(history, target, plan, points)
+
+    def _fitted(self, history: History, target: Target, plan: Plan, points: Sequence[HistoryEntry]) -> Plan:
+        positions = self._path_positions(history, plan.usable)
+        paths = self._path(history, plan.whole, positions)
+        products = sum(paths.values(), torch.zeros(2, 2, dtype=torch.float64, device="cpu"))
+        context = context_of(target, points, straightness(products))
+        setting, expected = self._choose(context, points, target)
+        cost = expected.end_cost_iterations
+        if context.horizon_iterations > HORIZON_ITERATIONS:
+            cost = max(cost, context.horizon_iterations)
+        gain = setting.reach_iterations / context.horizon_iterations
+        window = plan.usable[window_start(points, int(setting.window_iterations)) :]
+        times = [history.entries[position].time for position in window]
+        factors = self._reach_factors(paths, context.straightness)
+        ordered = sorted(factors.values()) or [1.0]
+        settings = {
+            "window_iterations": int(setting.window_iterations),
+            "gain": gain,
+            "direction": setting.direction,
+            "operator_factors": [ordered[0], statistics.median(ordered), ordered[-1]],
+            "expected_end_cost_iterations": cost,
+            "expected_deviation_iterations": expected.deviation_iterations,
+            "context": asdict(context),
+        }
+        # One of the checkpoints of the path may be damaged, and outside of the window.
+        damaged_path = () if bool(torch.isfinite(products).all()) else positions
+        lost = bool(history.operators) and not plan.whole
+        return replace(
+            plan,
+            window=window,
+            row=line_coefficients(times, target.time, gain, self._base),
+            factors=factors,
+            read=tuple(sorted({*window, *damaged_path})),
+            obstacle="no operator here was saved in every checkpoint that could be predicted from" if lost else None,
+            settings=settings,
+        )
 
     def _path_positions(self, history: History, usable: Sequence[int]) -> list[int]:
         """Positions of the three checkpoints that the recent path is measured by."""
         return path_positions(history, usable)
 
-    def _path(self, history: History, positions: Sequence[int]) -> dict[str, torch.Tensor]:
+    def _path(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
         """Products `(2, 2)` of each operator's displacements over the two halves of the recent path."""
         block = max(2, self._chunk_elements)
-        return {operator: gram(history, operator, positions, block) for operator in history.operators}
+        return {operator: gram(history, operator, positions, block) for operator in operators}
 
-    def _series_fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
-        if points and target.iteration == points[-1].iteration:
-            return _unchanged(len(points), "the failure is at a checkpoint: its weights, unchanged")
-        obstacle = self._obstacle(points, target)
-        if obstacle is not None:
-            return Fit((), obstacle=obstacle)
-        if target.time == points[-1].time:
-            return _unchanged(len(points), "the learning rate was 0 since the checkpoint: its weights, unchanged")
-        return self._fit(points, target)
+    def _reach_factors(self, paths: Mapping[str, torch.Tensor], whole: float) -> dict[str, float]:
+        """How far each operator follows the line, over the model's reach; `whole` is the model's straightness."""
+        return {operator: reach_factor(path, whole) for operator, path in paths.items()}
 
-    def _damaged(
-        self, history: History, reads: Mapping[str, Sequence[int]], checked: set[tuple[str, int]]
-    ) -> list[int]:
+    def _damaged(self, history: History, plan: Plan, checked: set[tuple[str, int]]) -> list[int]:
         """Positions of entries that are read and that hold NaN or infinity; `checked` grows."""
         damaged: set[int] = set()
-        for operator, positions in reads.items():
-            for position in positions:
+        whole, newest = set(plan.whole), plan.usable[-1:]
+        for operator in history.operators if plan.window else ():
+            for position in plan.read if operator in whole else newest:
                 if position in damaged or (operator, position) in checked:
                     continue
                 checked.add((operator, position))
-                if self._found_finite(history, operator, position):
-                    continue
-                if not is_finite(history, operator, position, self._chunk_elements):
+                if self._must_read(history, operator, position) and not is_finite(
+                    history, operator, position, self._chunk_elements
+                ):
                     damaged.add(position)
         return sorted(damaged)
 
-    def _found_finite(self, history: History, operator: str, position: int) -> bool:
-        """Whether these weights were read whole before and were finite, so that a forecast need not look again."""
-        return False
+    def _must_read(self, history: History, operator: str, position: int) -> bool:
+        """Whether this rank has to find out if these weights are finite."""
+        return True
 
-    def _report(self, history: History, target: Target, usable: Sequence[int], plan: Plan) -> Forecast:
-        entries = history.entries
+    def _report(self, history: History, target: Target, plan: Plan) -> Forecast:
+        entries, usable = history.entries, plan.usable
         left_out = [entry.iteration for position, entry in enumerate(entries) if position not in set(usable)]
-        settings: dict[str, Any] = {"left_out_not_finite": left_out, **plan.fit.settings}
+        settings: dict[str, Any] = {"left_out_not_finite": left_out, **plan.settings}
         aside = f"; left out, not finite: iterations {left_out}" if left_out else ""
-        if plan.fit.obstacle is not None:
-            horizon = float(target.iteration - entries[usable[-1]].iteration) if usable else float(target.iteration)
-            return Forecast(self.name, False, {}, horizon, plan.fit.obstacle + aside, settings)
-        base_entry = entries[usable[-1]]
-        horizon = float(target.iteration - base_entry.iteration)
+        horizon = target.iteration - (entries[usable[-1]].iteration if usable else 0)
+        if plan.obstacle is not None:
+            return Forecast(self.name, False, {}, float(horizon), plan.obstacle + aside, settings)
+        whole = set(plan.whole)
+        held = [operator for operator in history.operators if operator not in whole]
         settings |= {
-            "base_iteration": base_entry.iteration,
-            "horizon_iterations": int(horizon),
-            "horizon_time": target.time - base_entry.time,
-            "used_iterations": [entries[usable[place]].iteration for place in plan.fit.used()],
-            "held_operators": len(plan.unchanged),
-            "held_names": list(plan.unchanged[:MAX_NAMES]),
+            "base_iteration": entries[usable[-1]].iteration,
+            "horizon_iterations": horizon,
+            "horizon_time": target.time - entries[usable[-1]].time,
+            "used_iterations": [point.iteration for point in plan.points(history)],
+            "held_operators": len(held),
+            "held_names": held[:MAX_NAMES],
         }
-        if plan.unchanged:
-            aside += f"; {len(plan.unchanged)} operators keep their newest value, too few snapshots of their own"
-        if plan.own:
-            settings["own_series_operators"] = len(plan.own)
-            aside += f"; {len(plan.own)} operators follow snapshots of their own"
-        reason = plan.fit.note or self._sentence(settings)
-        # Without a measurement there is no expected gain: recomputing costs the horizon and is exact. The state is no
-        # better than the worst of its operators.
-        cost = max(
-            float(one.settings.get("expected_end_cost_iterations", horizon)) for one in (plan.fit, *plan.own_fits)
-        )
-        return Forecast(self.name, True, dict(plan.rows), cost, reason + aside, settings)
-
-    def _operator_row(self, history: History, operator: str, series: Series, fit: Fit, target: Target) -> Fit:
-        return replace(fit, row=_stretched(fit.row, self._factor(operator, series)))
-
-    def _factor(self, operator: str, series: Series) -> float:
-        """How far this operator follows the line, over the model's reach; 1 where it has snapshots of its own.
-
-        Straightness grows with the distance between snapshots: that of other snapshots does not compare.
-        """
-        return self._factors.get(operator, 1.0) if series.points == self._points else 1.0
+        if held:
+            aside += (
+                f"; {len(held)} operators keep their newest value, some checkpoints have them of earlier iterations"
+            )
+        coefficients = {
+            operator: plan.coefficients(
+                plan.row, history, plan.factors.get(operator, 1.0) if operator in whole else 0.0
+            )
+            for operator in history.operators
+        }
+        reason = (plan.note or self._sentence(settings)) + aside
+        return Forecast(self.name, True, coefficients, settings["expected_end_cost_iterations"], reason, settings)
 
     def _directions(self) -> tuple[Direction, ...]:
         """Directions that this predictor can take now."""
@@ -394,35 +367,10 @@ class LinePredictor:
         obstacles = [_window_obstacle(points, window, target) for window in self._windows(points)]
         return obstacles[-1] if all(obstacles) else None
 
-    def _fit(self, points: Sequence[HistoryEntry], target: Target) -> Fit:
-        context = context_of(target, points, self._straightness)
-        setting, expected = self._choose(context, points, target)
-        cost = expected.end_cost_iterations
-        if context.horizon_iterations > HORIZON_ITERATIONS:
-            cost = max(cost, context.horizon_iterations)
-        window = int(setting.window_iterations)
-        gain = setting.reach_iterations / context.horizon_iterations
-        start = window_start(points, window)
-        row = line_coefficients([point.time for point in points[start:]], target.time, gain, self._base)
-        factors = [*self._factors.values()] or [1.0]
-        settings = {
-            "window_iterations": window,
-            "gain": gain,
-            "direction": setting.direction,
-            "operator_factors": [min(factors), statistics.median(factors), max(factors)],
-            "expected_end_cost_iterations": cost,
-            "expected_deviation_iterations": expected.deviation_iterations,
-            "context": asdict(context),
-        }
-        return Fit((0.0,) * start + row, settings=settings)
-
     def _choose(self, context: Context, points: Sequence[HistoryEntry], target: Target) -> tuple[Setting, Expected]:
         windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
-        directions = self._directions()
-        considered = candidates(context, windows, self._gain, directions)
-        best = self._calibration.best(context, considered, CAUTION_DEVIATIONS, usual=self._direction)
-        self._direction = best[0].direction
-        return best
+        considered = candidates(context, windows, self._gain, self._directions())
+        return self._calibration.best(context, considered, CAUTION_DEVIATIONS, usual=self._direction)
 
     def _windows(self, points: Sequence[HistoryEntry]) -> list[int]:
         return windows(points) if self._window_iterations is None else [self._window_iterations]
@@ -438,36 +386,10 @@ class LinePredictor:
         )
 
 
-def _newest(outcomes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest 64 outcomes that hold a measured lag, and the newest 64 others, in their order."""
-    kept: set[int] = set()
-    for measured in (True, False):
-        places = [place for place, one in enumerate(outcomes) if (one.get("lag_iterations") is not None) == measured]
-        kept |= set(places[-MAX_OUTCOMES:])
-    return [one for place, one in enumerate(outcomes) if place in kept]
-
-
-def _newest_row(count: int) -> tuple[float, ...]:
-    """The row that takes the newest of `count` snapshots."""
-    return (0.0,) * (count - 1) + (1.0,)
-
-
-def _unchanged(count: int, note: str) -> Fit:
-    return Fit(_newest_row(count), note=note, settings={"expected_end_cost_iterations": 0.0})
-
-
-def spread(row: Sequence[float], indices: Sequence[int], count: int) -> tuple[float, ...]:
-    """The row over `count` entries, from one over those at `indices`."""
-    full = [0.0] * count
-    for position, value in zip(indices, row, strict=True):
-        full[position] = value
-    return tuple(full)
-
-
-def _stretched(row: Sequence[float], factor: float) -> tuple[float, ...]:
-    """The row with its displacement from the newest snapshot this much as long."""
-    older = [factor * value for value in row[:-1]]
-    return (*older, 1.0 - math.fsum(older))
+def _unchanged(plan: Plan, note: str) -> Plan:
+    newest = plan.usable[-1:]
+    settings = {"expected_end_cost_iterations": 0.0}
+    return replace(plan, window=newest, row=(1.0,), read=newest, note=note, settings=settings)
 
 
 def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target) -> str | None:
@@ -484,15 +406,14 @@ def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target
 def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
     """Measured lags of settings of the line, from outcomes of any kind.
 
-    If the guard limited some tensors, or some followed their own snapshots, the measurement is of no setting. Neither
-    is it if the displacement began at the line's value (`base`). Where only a share of the state was lost, the lag of
-    the whole is that over the share.
+    If the guard limited some tensors, or some kept their newest value, the measurement is of no setting. Where only a
+    share of the state was lost, the lag of the whole is that over the share.
     """
     for outcome in outcomes:
         settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")
         if lag is None or "context" not in settings:
             continue
-        if any(settings.get(key) for key in ("limited_operators", "own_series_operators", "base")):
+        if settings.get("limited_operators") or settings.get("held_operators"):
             continue
         try:
             context = Context(**settings["context"])

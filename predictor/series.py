@@ -1,11 +1,9 @@
-"""The series of one operator's snapshots: its times and window, what stands in the way of a prediction, its path."""
+"""The checkpoints of a history as a series: what stands in the way of a prediction, windows, and the path."""
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy
 import torch
 
 from cpsr.predictor.protocol import History, HistoryEntry, Target
@@ -14,11 +12,9 @@ __all__ = [
     "MAX_HORIZON_INTERVALS",
     "PATH_ITERATIONS",
     "TYPICAL_STRAIGHTNESS",
-    "Series",
     "check_history",
     "distinct_times",
     "newest_used",
-    "operator_series",
     "path_places",
     "path_positions",
     "reach_factor",
@@ -27,19 +23,6 @@ __all__ = [
     "too_few",
     "window_start",
 ]
-
-
-@dataclass(frozen=True)
-class Series:
-    """Distinct snapshots of one operator, oldest first.
-
-    Attributes:
-        indices: position of each snapshot in the history.
-        points: when it was taken (an entry of the history where that is when the entry was made).
-    """
-
-    indices: tuple[int, ...]
-    points: tuple[HistoryEntry, ...]
 
 
 def check_history(entries: Sequence[HistoryEntry], target: Target) -> None:
@@ -66,46 +49,13 @@ def check_history(entries: Sequence[HistoryEntry], target: Target) -> None:
         )
 
 
-def operator_series(history: History, operator: str, usable: Sequence[int]) -> Series:
-    """Distinct snapshots of `operator` in the usable entries (positions, ascending).
-
-    A snapshot that several entries repeat counts once. Times between entries are interpolated; before the first
-    entry the time axis goes on at the pace of the first two.
-    """
-    position_of: dict[int, int] = {}  # iteration the snapshot was taken at -> newest entry that holds it
-    for position in usable:
-        position_of[history.taken_at(operator, position)] = position
-    taken = sorted(position_of)
-    entries = list(history.entries)
-    exact = {entry.iteration: entry for entry in entries}
-    points = tuple(exact[iteration] if iteration in exact else _between(entries, iteration) for iteration in taken)
-    return Series(tuple(position_of[iteration] for iteration in taken), points)
-
-
-def _between(entries: list[HistoryEntry], iteration: int) -> HistoryEntry:
-    first, newest = entries[0], entries[-1]
-    if iteration > newest.iteration:
-        raise ValueError(f"a snapshot taken at iteration {iteration} is newer than its entry ({newest.iteration})")
-    if iteration < first.iteration:
-        second = entries[1] if len(entries) > 1 else first
-        span = second.iteration - first.iteration
-        pace = (second.time - first.time) / span if span else first.learning_rate
-        return HistoryEntry(iteration, first.time - pace * (first.iteration - iteration), first.learning_rate)
-    older = [entry for entry in entries if entry.iteration < iteration][-1]
-    time = numpy.interp(iteration, [entry.iteration for entry in entries], [entry.time for entry in entries])
-    return HistoryEntry(iteration, float(time), older.learning_rate)
-
-
-def distinct_times(points: Sequence[HistoryEntry], places: Sequence[int]) -> list[int]:
-    """Those of the ascending `places` that are the newest of their time.
+def distinct_times(points: Sequence[HistoryEntry]) -> list[int]:
+    """Places of the ascending points that are the newest of their time.
 
     Where the learning rate was 0 the weights did not move: one snapshot stands for all of that time.
     """
-    return [
-        place
-        for place, later in itertools.pairwise([*places, None])
-        if place is not None and (later is None or points[later].time > points[place].time)
-    ]
+    later = [*(point.time for point in points[1:]), math.inf]
+    return [place for place, point in enumerate(points) if later[place] > point.time]
 
 
 def newest_used(row: Sequence[float]) -> int:

@@ -24,7 +24,7 @@ from cpsr.predictor.network import (
 )
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.series import distinct_times
-from cpsr.predictor.statistics import OperatorMotion, merged
+from cpsr.predictor.statistics import OperatorMotion, merged, square, triangle
 
 __all__ = [
     "MIN_LATER",
@@ -140,51 +140,42 @@ class Windows:
         )
 
 
-def windows(operators: Mapping[str, OperatorMotion]) -> Generator[None, None, list[Windows]]:
-    """Windows of the operators that moved farthest, grouped by their snapshots; none where these are too few.
+def windows(operators: Mapping[str, OperatorMotion]) -> Generator[None, None, Windows | None]:
+    """The windows of the operators that moved farthest; None where their snapshots are too few.
 
-    Yields after every 64 operators, and returns the windows.
+    Yields after every 64 operators.
+
+    Args:
+        operators: with the same snapshots.
     """
-    places_of: dict[tuple[HistoryEntry, ...], list[int]] = {}  # most operators share one series
+    motions = list(operators.values())
+    points = motions[0].points if motions else ()
+    places = distinct_times(points)
+    # Too few may show the motion after any of them.
+    if _newest_seen([points[place] for place in places]) < MIN_SNAPSHOTS - 1:
+        return None
     moved: list[tuple[float, OperatorMotion]] = []
-    for count, motion in enumerate(operators.values(), start=1):
-        if motion.points not in places_of:
-            places_of[motion.points] = _usable(motion.points)
-        places = places_of[motion.points]
-        squared = float(motion.products[places[0] :, places[0] :].sum()) if places else 0.0
+    for count, motion in enumerate(motions, start=1):
+        squared = float(motion.products[places[0] :, places[0] :].sum())
         if 0.0 < squared < math.inf:
             moved.append((math.sqrt(squared), motion))
         if count % OPERATORS_AT_ONCE == 0:
             yield
     moved = sorted(moved, key=lambda item: -item[0])[:OPERATORS_PER_CHECKPOINT]
-    total = sum(distance for distance, _ in moved)
-    grouped: dict[tuple[HistoryEntry, ...], list[tuple[float, OperatorMotion]]] = {}
-    for distance, motion in moved:
-        grouped.setdefault(motion.points, []).append((distance / total, motion))
+    if not moved:
+        return None
     with undisturbed():
-        return [_stacked(points, places_of[points], group) for points, group in grouped.items()]
-
-
-def _usable(points: Sequence[HistoryEntry]) -> list[int]:
-    """Places of the snapshots at distinct times; none if too few show the motion after any of them."""
-    places = distinct_times(points, range(len(points)))
-    return places if _newest_seen([points[place] for place in places]) >= MIN_SNAPSHOTS - 1 else []
-
-
-def _stacked(
-    points: Sequence[HistoryEntry], places: Sequence[int], group: Sequence[tuple[float, OperatorMotion]]
-) -> Windows:
-    products = merged(torch.stack([motion.products for _, motion in group]), places)
-    traces = products.diagonal(dim1=1, dim2=2).sum(dim=1)
-    return Windows(
-        tuple(points[place] for place in places),
-        (products / traces[:, None, None]).float(),
-        torch.tensor([share for share, _ in group], dtype=torch.float32, device="cpu"),
-    )
+        products = merged(torch.stack([motion.products for _, motion in moved]), places)
+        distances = torch.tensor([distance for distance, _ in moved], dtype=torch.float64, device="cpu")
+        return Windows(
+            tuple(points[place] for place in places),
+            (products / products.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]).float(),
+            (distances / distances.sum()).float(),
+        )
 
 
 class Examples:
-    """The newest windows of the run, at most 512 of single operators; they outlive the history's weights."""
+    """The newest windows of the run, at most 360 of single operators; they outlive the history's weights."""
 
     def __init__(self) -> None:
         self._windows: deque[Windows] = deque()
@@ -213,9 +204,8 @@ class Examples:
         """The windows, as plain data and tensors."""
         kept = []
         for taken in self._windows:
-            rows, columns = torch.triu_indices(taken.products.shape[1], taken.products.shape[1], device="cpu")
             points = [[point.iteration, point.time, point.learning_rate] for point in taken.points]
-            kept.append({"points": points, "weights": taken.weights, "products": taken.products[:, rows, columns]})
+            kept.append({"points": points, "weights": taken.weights, "products": triangle(taken.products)})
         return {"version": STATE_VERSION, "windows": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,10 +219,7 @@ class Examples:
         loaded = deque[Windows]()
         for taken in state["windows"]:
             size = len(taken["points"]) - 1
-            rows, columns = torch.triu_indices(size, size, device="cpu")
-            products = torch.zeros(len(taken["weights"]), size, size, dtype=torch.float32, device="cpu")
-            products[:, rows, columns] = taken["products"]
-            products[:, columns, rows] = taken["products"]
+            products = square(taken["products"], size)
             loaded.append(Windows(tuple(HistoryEntry(*point) for point in taken["points"]), products, taken["weights"]))
         self._windows = loaded
 
@@ -320,23 +307,20 @@ class Head:
         corrected = question.geometry.line + corrections(self.parameters, question.geometry, question.seen_products)
         return question.over_window(corrected)
 
-    def accuracy(self, taken: Sequence[Windows]) -> Generator[None, None, dict[str, float]]:
-        """Mean cosines of the line and of this head with the newest difference of each window, by distance moved.
+    def accuracy(self, taken: Windows) -> Generator[None, None, dict[str, float]]:
+        """Mean cosines of the line and of this head with the newest difference of the windows, by distance moved.
 
-        Yields twice for each window, and returns `line_cosine` and `vitp_cosine`.
+        Yields twice, and returns `line_cosine` and `vitp_cosine`.
         """
-        line, vitp, weights = 0.0, 0.0, 0.0
-        for window in taken:
-            with undisturbed(), torch.no_grad():
-                question = window.newest_question()
-                straight = question.over_window(question.geometry.line.expand(len(window), -1))
-                line += float(_weighted(straight, question))
-                weights += float(question.weights.sum())
-            yield
-            with undisturbed(), torch.no_grad():
-                vitp += float(_weighted(self.answer(question), question))
-            yield
-        return {"line_cosine": line / weights, "vitp_cosine": vitp / weights}
+        with undisturbed(), torch.no_grad():
+            question = taken.newest_question()
+            line = _weighted(question.over_window(question.geometry.line.expand(len(taken), -1)), question)
+        yield
+        with undisturbed(), torch.no_grad():
+            vitp = _weighted(self.answer(question), question)
+            weights = float(question.weights.sum())
+        yield
+        return {"line_cosine": float(line) / weights, "vitp_cosine": float(vitp) / weights}
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and the optimizer's moments, as tensors."""

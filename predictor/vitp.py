@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction
-from cpsr.predictor.line import CHUNK_ELEMENTS, MAX_NAMES, Fit, LinePredictor, line_coefficients, spread
+from cpsr.predictor.line import CHUNK_ELEMENTS, MAX_NAMES, LinePredictor, Plan
 from cpsr.predictor.network import MIN_SNAPSHOTS, Geometry, corrections, squared_norms, undisturbed
 from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.ranks import Ranks
-from cpsr.predictor.series import Series, distinct_times, path_places, path_positions, straightness, window_start
+from cpsr.predictor.series import distinct_times, path_places, path_positions, straightness
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, OperatorMotion, merged
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Examples, Head, windows
 
@@ -76,35 +76,6 @@ class Progress:
     updates: int
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The line of one operator, whose direction the network is asked for.
-
-    Attributes:
-        series: its snapshots.
-        fit: its row over them.
-        window: places of the snapshots that the line is fitted over.
-        held_in: iterations of the history's entries that the snapshots are read from.
-        factor: how far this operator follows the line, over the model's reach.
-    """
-
-    series: Series
-    fit: Fit
-    window: tuple[int, ...]
-    held_in: frozenset[int]
-    factor: float
-
-    @property
-    def points(self) -> tuple[HistoryEntry, ...]:
-        """When the snapshots of the window were taken."""
-        return tuple(self.series.points[place] for place in self.window)
-
-    @property
-    def gain(self) -> float:
-        """How far the whole model follows the line, in horizons."""
-        return float(self.fit.settings["gain"])
-
-
 class VITPPredictor(LinePredictor):
     """The line with a learned direction for each operator (a `StatePredictor`).
 
@@ -126,8 +97,7 @@ class VITPPredictor(LinePredictor):
         direction: whose direction is taken. None: that of the lower expected end cost, the line's until the network has
             had 32 updates in this run.
         ranks: all that predict together; None: this one alone. `broadcast` is called once a forecast, `reduce` once
-            more than damage is searched for, alike on all. Where slices of one operator were taken at different
-            iterations, each has a name of its own in `reduce`.
+            more than damage is searched for, alike on all.
 
     Raises:
         ValueError: as `LinePredictor`, or an unknown direction.
@@ -160,7 +130,6 @@ class VITPPredictor(LinePredictor):
         # Of the head that the running forecast asks, and the checkpoints that it counts as learned: rank 0's.
         self._updates = 0
         self._seen: frozenset[int] = frozenset()
-        self._asked: dict[str, _Asked] = {}
         self._kept: dict[str, Any] | None = None  # what was learned before, where this life learns nothing
 
     def follow_line(self) -> None:
@@ -214,17 +183,12 @@ class VITPPredictor(LinePredictor):
 
         Of one rank of several it is that of its own weights: no rank waits for another.
         """
-        motions = self._statistics.operators.values()
-        points = max((motion.points for motion in motions), key=len, default=())
+        motions = list(self._statistics.operators.values())
+        points = motions[0].points if motions else ()
         if len(points) < MIN_CHECKPOINTS:
             return None
-        iterations = [points[place].iteration for place in path_places(points)]
-        total = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
-        for motion in motions:
-            products = motion.between(iterations)
-            if products is not None:
-                total += products
-        return straightness(total)
+        places, total = path_places(points), torch.zeros(2, 2, dtype=torch.float64, device="cpu")
+        return straightness(sum((merged(motion.products, places) for motion in motions), total))
 
     @property
     def left_out(self) -> tuple[int, ...]:
@@ -244,20 +208,12 @@ class VITPPredictor(LinePredictor):
         shared: dict[str, Any] = {"updates": self._head.steps, "parameters": self._head.parameters.detach()}
         shared = self._ranks.broadcast({**shared, "seen": list(self._statistics.seen)})
         self._updates, self._seen = shared["updates"], frozenset(shared["seen"])
-        self._asked = {}
-        forecast = super().forecast(history, target)
-        asked = self._settled(forecast)
-        products = {
-            operator: self._products(history, operator, one) * self._ranks.portion(operator)
-            for operator, one in asked.items()
-            if self._ranks.is_mine(operator)
-        }
-        names = _names_between_ranks(history, forecast, asked)
-        summed = self._ranks.reduce({names[operator]: matrix for operator, matrix in products.items()})
-        products = {operator: summed[names[operator]] for operator in asked if names[operator] in summed}
-        known = {operator: one for operator, one in asked.items() if operator in products}
-        rows = _turned_rows(known, products, shared["parameters"], target)
-        return self._with_rows(history, forecast, asked, rows)
+        plan = self._agreed_plan(history, target)
+        asked = plan.whole if plan.settings.get("direction") == "vitp" else ()
+        products = self._ranks.reduce(self._grams(history, asked, plan.window))
+        own = {operator: products[operator] for operator in asked if operator in products}
+        rows = _turned_rows(plan, history, own, shared["parameters"], target)
+        return self._with_rows(history, self._report(history, target, plan), plan, asked, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Past recoveries and all that was learned, as plain data and tensors: below 1 MB at 300 operators."""
@@ -300,24 +256,16 @@ class VITPPredictor(LinePredictor):
 
     def _train(self, iteration: int, operators: Mapping[str, OperatorMotion]) -> Iterator[None]:
         """Some training on the motion up to that checkpoint; every update counts at once."""
-        accuracy = list(self._accuracy)
-        # An operator that was not saved anew has taught all it can, and was scored, when it was.
-        fresh = {
-            name: one
-            for name, one in operators.items()
-            if one.points and one.points[-1].iteration == iteration  # all of its snapshots may be left out
-        }
-        taken = yield from windows(fresh)
+        taken = yield from windows(operators)
         yield
-        if taken:
-            found = yield from self._head.accuracy(taken)
-            moved = {"mean_square_motion": _newest_mean_square(fresh.values())}
-            accuracy.append({"iteration": iteration, "checkpoints": self._checkpoints, **found, **moved})
         examples = self._examples.copy()
-        for window in taken:
-            examples.add(window)
-        self._examples, self._accuracy = examples, accuracy[-MAX_ACCURACIES:]
-        self._trained_iteration = iteration
+        if taken is not None:
+            found = yield from self._head.accuracy(taken)
+            one: dict[str, Any] = {"iteration": iteration, "checkpoints": self._checkpoints, **found}
+            one["mean_square_motion"] = _newest_mean_square(operators.values())
+            self._accuracy = [*self._accuracy, one][-MAX_ACCURACIES:]
+            examples.add(taken)
+        self._examples, self._trained_iteration = examples, iteration
         generator = torch.Generator(device="cpu").manual_seed(iteration)
         for _ in range(STEPS_PER_CHECKPOINT if len(examples) else 0):
             head = self._head.copy()  # a forecast may come between any two pieces
@@ -327,26 +275,12 @@ class VITPPredictor(LinePredictor):
             self._head = head
             yield
 
-    def _damaged(
-        self, history: History, reads: Mapping[str, Sequence[int]], checked: set[tuple[str, int]]
-    ) -> list[int]:
-        # The other ranks check their own, and `agree` informs all.
-        own = {operator: positions for operator, positions in reads.items() if self._ranks.is_mine(operator)}
-        return super()._damaged(history, own, checked)
-
-    def _found_finite(self, history: History, operator: str, position: int) -> bool:
+    def _must_read(self, history: History, operator: str, position: int) -> bool:
+        # Other ranks check their own, and `agree` informs all. What was read whole and was finite is not read again.
         iteration = history.entries[position].iteration
-        return self._statistics.found_finite(operator, history.numel(operator), iteration)
-
-    def _operator_row(self, history: History, operator: str, series: Series, fit: Fit, target: Target) -> Fit:
-        fit = super()._operator_row(history, operator, series, fit, target)
-        if fit.settings["direction"] == "line":
-            return fit
-        start = window_start(series.points, fit.settings["window_iterations"])
-        window = tuple(range(start, len(series.points)))
-        held_in = frozenset(history.entries[position].iteration for position in series.indices)
-        self._asked[operator] = _Asked(series, fit, window, held_in, self._factor(operator, series))
-        return replace(fit, reads=window)
+        return self._ranks.is_mine(operator) and not self._statistics.found_finite(
+            operator, history.numel(operator), iteration
+        )
 
     def _directions(self) -> tuple[Direction, ...]:
         if self._forced is not None:
@@ -360,47 +294,32 @@ class VITPPredictor(LinePredictor):
         learned = len(before) >= MIN_CHECKPOINTS and history.entries[before[-1]].iteration in self._seen
         return path_positions(history, before if learned else usable)
 
-    def _path(self, history: History, positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        iterations = [history.entries[position].iteration for position in positions]
-        paths = {
-            operator: self._gram(history, operator, positions, iterations) * self._ranks.portion(operator)
-            for operator in filter(self._ranks.is_mine, history.operators)
-        }
-        summed = self._ranks.reduce(paths)
+    def _path(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        summed = self._ranks.reduce(self._grams(history, operators, positions))
         return {operator: summed[operator] for operator in sorted(summed)}  # every rank adds up in the same order
 
-    def _products(self, history: History, operator: str, asked: _Asked) -> torch.Tensor:
-        """Gram matrix over the window."""
-        positions = [asked.series.indices[place] for place in asked.window]
-        return self._gram(history, operator, positions, [point.iteration for point in asked.points])
-
-    def _gram(
-        self, history: History, operator: str, positions: Sequence[int], iterations: Sequence[int]
-    ) -> torch.Tensor:
-        """Gram matrix between the snapshots of `iterations`: from the statistics, else read at `positions`."""
-        known = self._statistics.operators.get(operator)
-        products = None
-        if known is not None and known.numel == history.numel(operator):
-            products = known.between(iterations)
-        return gram(history, operator, positions) if products is None else products
-
-    def _settled(self, forecast: Forecast) -> dict[str, _Asked]:
-        """Those asked for when no more checkpoints were left out."""
-        left_out = set(forecast.settings["left_out_not_finite"])
-        if not forecast.feasible:
-            return {}
-        return {operator: asked for operator, asked in self._asked.items() if left_out.isdisjoint(asked.held_in)}
+    def _grams(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Gram matrices between these entries, of this rank's share of operators: from the statistics, else read."""
+        iterations = [history.entries[position].iteration for position in positions]
+        found = {}
+        for operator in filter(self._ranks.is_mine, operators):
+            known = self._statistics.operators.get(operator)
+            fits = known is not None and known.numel == history.numel(operator)
+            products = known.between(iterations) if known is not None and fits else None
+            if products is None:
+                products = gram(history, operator, positions)
+            found[operator] = products * self._ranks.portion(operator)
+        return found
 
     def _with_rows(
         self,
         history: History,
         forecast: Forecast,
-        asked: Mapping[str, _Asked],
-        rows: Mapping[str, tuple[float, ...]],
+        plan: Plan,
+        asked: Sequence[str],
+        rows: Mapping[str, Sequence[float]],
     ) -> Forecast:
-        coefficients = dict(forecast.coefficients)
-        for operator, row in rows.items():
-            coefficients[operator] = spread(row, asked[operator].series.indices, len(history.entries))
+        turned = {name: plan.coefficients(row, history, plan.factors.get(name, 1.0)) for name, row in rows.items()}
         line = [operator for operator in asked if operator not in rows]
         direction = "vitp" if rows else "line"
         settings = {
@@ -415,6 +334,7 @@ class VITPPredictor(LinePredictor):
             reason += f"; {len(rows)} operators in a learned direction"
         elif forecast.feasible and "vitp" not in self._directions() and self._forced is None:
             reason += f"; in the line's direction, the network has had {self._updates} of {MIN_UPDATES} updates"
+        coefficients = {**forecast.coefficients, **turned}
         return replace(forecast, method=direction, coefficients=coefficients, settings=settings, reason=reason)
 
 
@@ -432,18 +352,6 @@ def without_slices(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "vitp": {**learned, **kept}}
 
 
-def _names_between_ranks(history: History, forecast: Forecast, asked: Mapping[str, _Asked]) -> dict[str, str]:
-    """Operator -> the name of its products: one for all slices that were taken at the same iterations."""
-    left_out = set(forecast.settings["left_out_not_finite"])
-    entries = tuple(entry for entry in history.entries if entry.iteration not in left_out)
-    names: dict[str, str] = {}
-    for operator, one in asked.items():
-        names[operator] = operator
-        if one.series.points != entries:
-            names[operator] += "@" + ",".join(str(point.iteration) for point in one.points)
-    return names
-
-
 def _newest_mean_square(motions: Iterable[OperatorMotion]) -> float:
     """Mean over the weights of the squared difference between the newest two snapshots; 0 where there are no two."""
     known = [motion for motion in motions if len(motion.points) > 1]
@@ -452,25 +360,23 @@ def _newest_mean_square(motions: Iterable[OperatorMotion]) -> float:
 
 
 def _turned_rows(
-    asked: Mapping[str, _Asked], products: Mapping[str, torch.Tensor], parameters: torch.Tensor, target: Target
-) -> dict[str, tuple[float, ...]]:
-    """Rows over their own snapshots of those operators that the network can turn."""
-    groups: dict[tuple[tuple[HistoryEntry, ...], float], list[str]] = {}
-    for operator, one in asked.items():
-        groups.setdefault((one.points, one.gain), []).append(operator)
-    rows: dict[str, tuple[float, ...]] = {}
-    for (points, gain), operators in groups.items():
-        places = distinct_times(points, range(len(points)))[-MAX_SNAPSHOTS:]
-        if len(places) < MIN_SNAPSHOTS:
-            continue
-        for start in range(0, len(operators), OPERATORS_AT_ONCE):
-            some = operators[start : start + OPERATORS_AT_ONCE]
-            stacked = torch.stack([products[operator] for operator in some])
-            turned = _corrections(points, places, stacked, parameters, target, gain)
-            for operator, correction, matrix in zip(some, turned, stacked, strict=True):
-                row = _turned(asked[operator], correction, matrix, target)
-                if row is not None:
-                    rows[operator] = row
+    plan: Plan, history: History, products: Mapping[str, torch.Tensor], parameters: torch.Tensor, target: Target
+) -> dict[str, list[float]]:
+    """Displacements over the plan's window, as long as the line's, of those operators that the network can turn."""
+    points, rows = plan.points(history), dict[str, list[float]]()
+    places = distinct_times(points)[-MAX_SNAPSHOTS:]
+    names = list(products) if len(places) >= MIN_SNAPSHOTS else []
+    line = torch.tensor(plan.row, dtype=torch.float64, device="cpu")
+    for start in range(0, len(names), OPERATORS_AT_ONCE):
+        some = names[start : start + OPERATORS_AT_ONCE]
+        stacked = torch.stack([products[operator] for operator in some])
+        straight = torch.cat([line[:-1], line[-1:] - 1.0]).expand(len(some), -1)
+        middle = points[-1].time + 0.5 * plan.settings["gain"] * (target.time - points[-1].time)
+        turned = straight + straight[0].norm() * _corrections(points, places, stacked, parameters, middle)
+        lengths = [squared_norms(one, stacked).clamp_min(0.0).sqrt().tolist() for one in (straight, turned)]
+        for operator, row, before, after in zip(some, turned, *lengths, strict=True):
+            if 0.0 < before < float("inf") and SHORTEST * before < after < float("inf"):
+                rows[operator] = (row * (before / after)).tolist()
     return rows
 
 
@@ -479,33 +385,17 @@ def _corrections(
     places: Sequence[int],
     products: torch.Tensor,
     parameters: torch.Tensor,
-    target: Target,
-    gain: float,
+    middle: float,
 ) -> torch.Tensor:
-    """The network's corrections over `points`, against a line of norm 1, float64; 0 beside `places`."""
-    seen = [points[place] for place in places]
-    middle = seen[-1].time + 0.5 * gain * (target.time - seen[-1].time)  # a displacement is the motion half way
+    """The network's corrections over `points`, against a line of norm 1, float64; 0 beside `places`.
+
+    They are of the direction at `middle`: a displacement is the motion half way.
+    """
     small = merged(products, places)
     scale = small.diagonal(dim1=1, dim2=2).sum(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+    geometry = Geometry.of([points[place] for place in places], middle)
     with undisturbed(), torch.no_grad():
-        found = corrections(parameters, Geometry.of(seen, middle), (small / scale[:, None, None]).float()).double()
+        found = corrections(parameters, geometry, (small / scale[:, None, None]).float()).double()
     full = torch.zeros(len(products), len(points), dtype=torch.float64, device="cpu")
     full[:, list(places)] = found - found.mean(dim=1, keepdim=True)  # what float32 has left of the sum
     return full
-
-
-def _turned(
-    asked: _Asked, correction: torch.Tensor, products: torch.Tensor, target: Target
-) -> tuple[float, ...] | None:
-    """The line's row with its displacement turned and as long as before; None where there is nothing to turn."""
-    times = [point.time for point in asked.points]
-    line = torch.tensor(line_coefficients(times, target.time, asked.gain, base=0.0), dtype=torch.float64, device="cpu")
-    line[-1] -= 1.0
-    displacement = line + line.norm() * correction
-    pair = squared_norms(torch.stack([line, displacement]), products.expand(2, -1, -1)).clamp_min(0.0).sqrt()
-    before, after = pair.tolist()
-    if not (0.0 < before < float("inf") and SHORTEST * before < after < float("inf")):
-        return None
-    row = torch.tensor(asked.fit.row, dtype=torch.float64, device="cpu")
-    row[list(asked.window)] += asked.factor * (displacement * (before / after) - line)
-    return tuple(row.tolist())

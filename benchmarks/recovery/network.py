@@ -114,8 +114,8 @@ def _windows_of(asked: tuple[PriorRun, Path]) -> list[_Sent]:
             newest = at - at % interval
             oldest = max(interval, newest - HISTORY_ITERATIONS // interval * interval)
             seen = list(range(oldest, newest + 1, interval))[-MAX_SNAPSHOTS:]
-            if len(seen) > 1:
-                found += _drained(windows(_between(motions, seen)))
+            taken = _drained(windows(_between(motions, seen))) if len(seen) > 1 else None
+            found += [] if taken is None else [taken]
     return [(one.points, one.products.numpy(), one.weights.numpy()) for one in found]
 
 
@@ -129,10 +129,10 @@ def _between(motions: Mapping[str, OperatorMotion], iterations: Sequence[int]) -
     return found
 
 
-def _drained(work: Generator[None, None, list[Windows]]) -> list[Windows]:
+def _drained(work: Generator[None, None, Windows | None]) -> Windows | None:
     while True:
         try:
             next(work)
         except StopIteration as ended:
-            found: list[Windows] = ended.value
+            found: Windows | None = ended.value
             return found

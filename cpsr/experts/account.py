@@ -73,16 +73,15 @@ class ExpertAccount:
             numpy.maximum(old - self._fraction * new, 0.0) for old, new in zip(self._missing, routed, strict=True)
         )
 
-    def restored(self, loss: Loss, *, predicted: bool) -> None:
+    def restored(self, loss: Loss) -> None:
         """Record a restart with experts that are older than the rest.
 
         Args:
             loss: of this recovery.
-            predicted: predictions replace the missed iterations, so that the experts need not make up for them.
         """
         lost = per_expert(self._layers, loss.lost, "lost tokens")
         self._lost = tuple(old + new for old, new in zip(self._lost, lost, strict=True))
-        if self._fraction > 0 and not predicted:
+        if self._fraction > 0:
             self._missing = tuple(old + new for old, new in zip(self._missing, lost, strict=True))
         self.set_capacities()
 

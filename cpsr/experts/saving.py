@@ -178,15 +178,13 @@ class ExpertSaving:
         self._again.clear()
         self._chosen = None
 
-    def restored(self, taken_at: Mapping[str, int], iteration: int, *, predicted: bool = False) -> dict[str, Any]:
+    def restored(self, taken_at: Mapping[str, int], iteration: int) -> dict[str, Any]:
         """A life begins with experts of these ages; a collective that gives all ranks the same.
 
         Args:
-            taken_at: unit -> iteration of its weights before any prediction, of this rank's experts; of experts that
+            taken_at: unit -> iteration of its weights, of this rank's experts; of experts that
                 no rank names it is `iteration`, and the oldest counts where several ranks hold parts of one.
             iteration: of everything else.
-            predicted: predictions replace the missed iterations, so that the experts need not make up for them; the
-                account still counts the tokens.
 
         Returns:
             Plain data: portion of lost tokens and momentary loss of the run, the portion of this failure, and the
@@ -194,11 +192,11 @@ class ExpertSaving:
         """
         ages = self._oldest(self._group.gather(dict(taken_at)), iteration)
         loss = Loss(*self._saved.restored(ages, iteration))
-        self._account.restored(loss, predicted=predicted)
+        self._account.restored(loss)
         if isinstance(self._policy, DynamicK):
             self._policy.recovered(loss.missed, sum(loss.assigned))
         report = self._account.report(loss, self._saved.history.split(ages), iteration)
-        return {**report, "predicted": predicted, "experts_per_layer": self._experts_per_layer}
+        return {**report, "experts_per_layer": self._experts_per_layer}
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, accounts and recovering experts, for the chosen checkpoint: plain data."""

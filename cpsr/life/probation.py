@@ -120,7 +120,6 @@ class Probation:
         self._watch, self._found = None, dict(watch)
         self._pool.occupancy.unpin()
         self._update(outcome, **more)
-        self._learner.record({"outcome": outcome, "settings": self._settings, "watch": self._found})
 
     @property
     def _settings(self) -> dict[str, Any]:

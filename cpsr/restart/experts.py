@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from cpsr.checkpoint.memory_reader import ages_in_memory, load_memory_state, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.journal import Beginning
 from cpsr.ranks.group import Group
 from cpsr.restart.restored import Restored
 from cpsr.state.shard import Shard
@@ -162,5 +161,5 @@ def with_lost_tokens(restored: Restored, experts: "ExpertSaving | None", group: 
     checkpoint, units, ages = restored.scalars.iteration, experts.units, dict[str, int]()
     for name in restored.taken_at.keys() & units.keys():
         ages[units[name]] = min(restored.taken_at[name], ages.get(units[name], checkpoint))
-    lost = experts.restored(ages, checkpoint, predicted=restored.beginning is not Beginning.OLDER_EXPERTS)
+    lost = experts.restored(ages, checkpoint)
     return replace(restored, guard={**restored.guard, "lost_tokens": lost})

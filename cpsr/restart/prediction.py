@@ -129,13 +129,10 @@ class PredictionSettings:
             exact restart recomputes; None predicts at any expected cost.
         lost_share: of the state, that is predicted; the rest is exact. The expected end cost is that share of the cost
             of a whole prediction.
-        older_experts: whether an exact restart would begin with experts older than the checkpoint, too: their cost is
-            then no reason to refuse.
     """
 
     recomputed_iterations: int | None = None
     lost_share: float = 1.0
-    older_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -342,8 +339,6 @@ def _refusal(forecast: Forecast, settings: PredictionSettings) -> str | None:
     if not forecast.feasible:
         return f"prediction is not feasible: {forecast.reason}"
     expected, recomputed = forecast.expected_end_cost_iterations, settings.recomputed_iterations
-    if settings.older_experts:  # of the state taken with the checkpoint
-        expected = float(forecast.settings.get("expected_end_cost_iterations", expected))
     deviation = forecast.expected_deviation_iterations
     if recomputed is not None and expected + deviation >= recomputed:
         return (

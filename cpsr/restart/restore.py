@@ -205,7 +205,7 @@ class Restorer:
         exact = replace(exact, data=self._near.data_at(exact, restart.progress, candidate.iteration))
         recomputed = candidate.iteration - (restart.exact_iteration or 0) if restart.mode == "auto" else None
         share = candidate.lost_ranks / self._job.group.size
-        settings = PredictionSettings(recomputed, share, older_experts=restart.older is not None)
+        settings = PredictionSettings(recomputed, share)
         return self._near.advance(exact, candidate, checkpoint, settings)
 
     def _from_checkpoint(self, candidate: Candidate, restart: _Restart, checkpoint: Snapshot) -> Restored:

@@ -43,9 +43,9 @@ def reported(account: ExpertAccount, last: Loss) -> dict[str, Any]:
 
 def test_two_failures_by_hand() -> None:
     account, _ = account_of()
-    account.restored(loss([[5, 0], [1, 1, 1]], [50, 100]), predicted=False)
+    account.restored(loss([[5, 0], [1, 1, 1]], [50, 100]))
     last = loss([[0, 5], [0, 0, 1]], [100, 200])
-    account.restored(last, predicted=True)
+    account.restored(last)
     found = reported(account, last)
     assert [layer["lost_fraction_of_run"] for layer in found["layers"]] == [0.1, 0.02]
     assert found["lost_portion_of_run"] == pytest.approx(14 / 300)
@@ -74,7 +74,7 @@ def test_failures_of_a_run_that_saves_in_turn(count: int, gaps: list[int], token
             ledger.saved(chosen)
             last_saved |= {expert.index: step for expert in chosen}
         last = loss([ledger.tokens[0].tolist()], [step * sum(tokens)])
-        account.restored(last, predicted=False)
+        account.restored(last)
         ledger.tokens[0][:] = 0  # every expert is what its snapshot holds
         expected += sum((step - at) * tokens[index] for index, at in last_saved.items())
     assigned = step * sum(tokens)
@@ -86,23 +86,21 @@ def test_failures_of_a_run_that_saves_in_turn(count: int, gaps: list[int], token
 
 def test_a_layer_has_more_capacity_until_the_fraction_of_its_tokens_is_what_it_lost() -> None:
     account, factors = account_of(mixture(2, 1))
-    account.restored(loss([[0, 10], [3]], [100, 100]), predicted=False)
+    account.restored(loss([[0, 10], [3]], [100, 100]))
     assert factors == {"blocks.0": 1.1, "blocks.1": 1.1}
     account.observe([[500, 50], [30]])
     account.set_capacities()
     assert factors == {"blocks.0": 1.1, "blocks.1": 1.0}
-    account.restored(loss([[0, 1], [0]], [200, 200]), predicted=False)
+    account.restored(loss([[0, 1], [0]], [200, 200]))
     for routed, factor in (([0, 59], 1.1), ([0, 2], 1.0)):
         account.observe([routed, [0]])
         account.set_capacities()
         assert factors["blocks.0"] == factor
-    account.restored(loss([[9, 9], [9]], [300, 300]), predicted=True)
-    assert set(factors.values()) == {1.0}
 
 
 def test_a_checkpoint_brings_it_back() -> None:
     account, _ = account_of()
-    account.restored(loss([[5, 0], [0, 0, 1]], [50, 100]), predicted=False)
+    account.restored(loss([[5, 0], [0, 0, 1]], [50, 100]))
     saved = json.loads(json.dumps(account.state_dict()))
     back, factors = account_of()
     back.load_state_dict(saved)
@@ -112,7 +110,6 @@ def test_a_checkpoint_brings_it_back() -> None:
         back.load_state_dict(account_of(mixture(2, 2))[0].state_dict())
     assert back.state_dict() == saved
     back.close()
-    assert set(factors.values()) == {1.0}
     without, factors = account_of(fraction=0)
     without.load_state_dict(saved)
     assert factors == {}

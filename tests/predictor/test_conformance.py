@@ -247,28 +247,25 @@ def test_a_pause_of_the_learning_rate_in_the_window_is_no_obstacle(make_history:
 
 
 @every_method
-def test_an_operator_taken_earlier_is_predicted_from_when_it_was_taken(make_history: MakeHistory, method: str) -> None:
+def test_an_operator_that_some_checkpoint_has_of_an_earlier_iteration_keeps_its_newest_value(
+    make_history: MakeHistory, method: str
+) -> None:
     weights = walk(9, sizes=(11,))
-    earlier = [iteration - 20 for iteration in ITERATIONS]
-    expected = predict(METHODS[method](), make_history(earlier, weights))["w0"]
-    both = [{"fresh": torch.ones(2), "expert": step["w0"], "once": torch.full((3,), float(k))}
-            for k, step in enumerate(weights)]  # fmt: skip
-    history = make_history(ITERATIONS, both, taken={"expert": earlier, "once": [580] * 9})
-    out = predict(METHODS[method](), history)
-    torch.testing.assert_close(out["expert"], expected)
-    assert torch.equal(out["once"], torch.full((3,), 8.0))  # one snapshot of its own: kept, from the newest entry
-
-
-@every_method
-def test_snapshots_that_entries_repeat_count_once(make_history: MakeHistory, method: str) -> None:
-    weights = walk(9, sizes=(11,))
-    doubled = [step for step in weights for _ in range(2)]
-    iterations = [i for iteration in ITERATIONS for i in (iteration, iteration + 25)]
-    taken = {"w0": [iteration for iteration in ITERATIONS for _ in range(2)]}
-    target = Target(1030, 1030.0, 1.0)
-    out = predict(METHODS[method](), make_history(iterations, doubled, taken=taken), target)
-    expected = predict(METHODS[method](), make_history(ITERATIONS, weights), target)
-    torch.testing.assert_close(out["w0"], expected["w0"])
+    expected = predict(METHODS[method](), make_history(ITERATIONS, weights))["w0"]
+    both = [{"expert": step["w0"] + k, **step} for k, step in enumerate(weights)]
+    taken = {"expert": [*ITERATIONS[:4], ITERATIONS[3], *ITERATIONS[5:]]}
+    history = make_history(ITERATIONS, both, taken=taken)
+    forecast = METHODS[method]().forecast(history, TARGET)
+    assert forecast.settings["held_names"] == ["expert"]
+    assert "1 operators keep their newest value" in forecast.reason
+    out = predicted(METHODS[method](), history, forecast)
+    torch.testing.assert_close(out["w0"], expected)
+    assert torch.equal(out["expert"], both[-1]["expert"])
+    refused = METHODS[method]().forecast(
+        make_history(ITERATIONS, [{"expert": step["w0"]} for step in weights], taken=taken), TARGET
+    )
+    assert not refused.feasible
+    assert "no operator here was saved in every checkpoint" in refused.reason
 
 
 @every_method

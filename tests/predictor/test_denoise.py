@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.predictor.denoise import Bands, Matrix, bands
-from cpsr.predictor.line import line_coefficients
+from cpsr.predictor.denoise import Matrix, bands
 
 even_counts = pytest.mark.parametrize("count", range(2, 18))
 fractions = st.floats(0, 1)
@@ -26,10 +25,6 @@ def even(count: int, gap: float = 0.05, first: float = 3.0) -> list[float]:
 
 def residual_of(values: Matrix, times: list[float]) -> Matrix:
     return numpy.asarray(values - numpy.polyval(numpy.polyfit(times, values, 1), times))
-
-
-def mid_bins(split: Bands) -> int:
-    return (len(split.spectrum) + 1) // 2
 
 
 @given(irregular(), fractions)
@@ -67,12 +62,3 @@ def test_on_an_even_grid_the_split_is_the_fft_of_the_residual(count: int, fracti
     numpy.testing.assert_allclose(split.low @ values, values - residual, atol=1e-12)
     numpy.testing.assert_allclose(split.mid @ values, numpy.fft.irfft(kept, count), atol=1e-12)
     numpy.testing.assert_allclose(split.high @ values, numpy.fft.irfft(dropped, count), atol=1e-12)
-
-
-@given(irregular(), st.floats(0, 2))
-def test_the_extrapolated_baseline_is_the_line(times: list[float], reach: float) -> None:
-    target = times[-1] + reach * (times[-1] - times[0])
-    row = bands(times).baseline_at(target)
-    # The line's own formula works on times as they are: rounding relative to the span grows with their distance from 0.
-    atol = 1e-12 * (1 + times[-1] / (times[-1] - times[0]))
-    numpy.testing.assert_allclose(row, line_coefficients(times, target, gain=1.0, base=1.0), atol=atol)

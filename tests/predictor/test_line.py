@@ -97,43 +97,6 @@ def test_an_operator_of_a_straighter_path_is_followed_further(make_history: Make
     assert f"({lowest:.1f} to {highest:.1f} times that by operator)" in forecast.reason
 
 
-def test_operators_of_other_ages_get_rows_of_their_own(make_history: MakeHistory) -> None:
-    taken = {"expert": [iteration - 25 for iteration in ITERATIONS], "rare": [675] * 5 + [975] * 2}
-    weights = [
-        {"w": torch.tensor([i / 1000]), "expert": torch.tensor([(i - 25) / 1000]), "rare": torch.tensor([float(i)])}
-        for i in ITERATIONS
-    ]
-    history = make_history(ITERATIONS, weights, taken=taken)
-    predictor = LinePredictor(gain=1.0, window_iterations=300)
-    forecast = predictor.forecast(history, Target(1030, 1030.0, 1.0))
-    out = predicted(predictor, history, forecast)
-    assert out["w"].item() == pytest.approx(1.03)
-    assert out["expert"].item() == pytest.approx(1.03)
-    assert out["rare"].item() == 1000.0  # two snapshots of its own carry no line
-    assert forecast.settings["held_names"] == ["rare"]
-    assert "1 operators keep" in forecast.reason
-    assert forecast.settings["own_series_operators"] == 1
-    assert "1 operators follow snapshots" in forecast.reason
-
-
-def test_a_state_is_expected_to_be_no_better_than_its_oldest_operators(make_history: MakeHistory) -> None:
-    """As where ranks have intervals of their own; what it is measured to cost is then of no one setting."""
-    weights = straight(ITERATIONS)
-    target, predictor = Target(1010, 1010.0, 1.0), LinePredictor(gain=0.1, window_iterations=300)
-    newest = predictor.forecast(make_history(ITERATIONS, weights), target)
-    older = [iteration - 60 for iteration in ITERATIONS]
-    before = predictor.forecast(make_history(older, weights), target)
-    found = predictor.forecast(make_history(ITERATIONS, weights, taken={"w": older}), target)
-    assert (
-        newest.expected_end_cost_iterations < before.expected_end_cost_iterations == found.expected_end_cost_iterations
-    )
-    assert "own_series_operators" not in newest.settings
-    state = predictor.state_dict()
-    predictor.record({"kind": "recovery", "settings": found.settings, "lag_iterations": -90.0})
-    assert predictor.forecast(make_history(ITERATIONS, weights), target) == newest
-    assert predictor.state_dict()["direction"] == state["direction"]
-
-
 TARGET = Target(1030, 1030.0, 1.0)
 
 

@@ -30,8 +30,9 @@ def returned(work: Iterator[None] | Generator[None, None, Any]) -> Any:
             return end.value
 
 
-def windows(operators: Mapping[str, OperatorMotion]) -> list[Windows]:
-    found: list[Windows] = returned(module.windows(operators))
+def windows(operators: Mapping[str, OperatorMotion]) -> Windows:
+    found: Windows | None = returned(module.windows(operators))
+    assert found is not None
     return found
 
 
@@ -47,8 +48,7 @@ def turning(operator: int, first: int = 0, count: int = 9) -> OperatorMotion:
 
 def circles(first: int = 0) -> Examples:
     examples = Examples()
-    for taken in windows({f"w{k}": turning(k, first) for k in range(20)}):
-        examples.add(taken)
+    examples.add(windows({f"w{k}": turning(k, first) for k in range(20)}))
     return examples
 
 
@@ -142,12 +142,13 @@ def test_what_never_moved_or_stood_still_is_no_example() -> None:
     still = motion(9)
     zero = OperatorMotion(40, still.points, torch.zeros(8, 8, dtype=torch.float64))
     broken = OperatorMotion(40, still.points, still.products * float("nan"))
-    assert windows({"zero": zero, "broken": broken, "paused": motion(9, rate=0.0)}) == []
+    for operators in ({}, {"zero": zero, "broken": broken}, {"paused": motion(9, rate=0.0)}):
+        assert returned(module.windows(operators)) is None
 
 
 @pytest.mark.parametrize(("count", "interval"), [(6, 50), (9, 50), (20, 20), (7, 100)])
 def test_questions_keep_past_and_future_apart(count: int, interval: int) -> None:
-    (taken,) = windows({"w": motion(count, interval)})
+    taken = windows({"w": motion(count, interval)})
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         question = taken.draw(generator)
@@ -167,8 +168,7 @@ def filled(checkpoints: int) -> Examples:
     examples = Examples()
     for checkpoint in range(checkpoints):
         operators = {f"w{k}": motion(MAX_SNAPSHOTS, 20, seed=100 * checkpoint + k) for k in range(40)}
-        for taken in windows(operators):
-            examples.add(taken)
+        examples.add(windows(operators))
     return examples
 
 

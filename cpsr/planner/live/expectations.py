@@ -314,7 +314,7 @@ def _measured_costs(recoveries: Iterable[RecoveryRow], lost: float) -> Iterator[
             cost, error = float(horizon), 0.0
         elif row.outcome == "rolled_back":
             cost, error = float(horizon + WATCH_ITERATIONS), 0.0
-        elif lag is not None and not row.settings.get("own_series_operators"):  # else of several horizons
+        elif lag is not None and not row.settings.get("held_operators"):  # else of older experts, too
             part = lost / (_share(row) or 1.0)
             error = math.hypot(part * lag["standard_error_iterations"], lost * LAG_DEVIATION_ITERATIONS)
             cost = part * lag["lag_iterations"]

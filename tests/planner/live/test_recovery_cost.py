@@ -96,7 +96,7 @@ def test_what_the_guard_refused_cost_what_was_recomputed() -> None:
         {"guard": {}},
         {"settings": {}},
         {"guard": {"lag": {"lag_iterations": float("nan"), "standard_error_iterations": 9.0}}},
-        {"settings": {**CONTEXT, "own_series_operators": 2}},
+        {"settings": {**CONTEXT, "held_operators": 2}},
     ],
 )
 def test_a_recovery_without_a_lag_is_left_out(changes: dict[str, Any]) -> None:
