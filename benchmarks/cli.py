@@ -40,7 +40,7 @@ def stall(
     workdir: Workdir = None,
     device: DeviceOption = Device.AUTO,
 ) -> None:
-    """What a checkpoint costs the training thread and what survives damage, beside other packages' checkpoints."""
+    """What a checkpoint costs the training thread and the memory of the host, beside other packages' checkpoints."""
     from cpsr.benchmarks.stall.run import main as run_stall
 
     run_stall(json_path=json_path, pairs=pairs, workdir=workdir, device=find_device(device))
@@ -104,10 +104,10 @@ def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
     steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
-    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,repeated,comparison",
+    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,comparison",
     workdir: Workdir = None,
 ) -> None:
-    """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""
+    """What sparse windows of snapshots cost each step, and the same kills with them and with other checkpoints."""
     from cpsr.benchmarks.replay.run import main as run_replay
 
     run_replay(json_path, rounds, steps, workdir=workdir, parts=parts.split(","))
@@ -244,7 +244,7 @@ def service(
 
 @bench.command()
 def experts(json_path: JsonPath = None) -> None:
-    """Bytes of sparse snapshots of a mixture of experts beside the papers, and the time to choose what they hold."""
+    """Bytes of sparse snapshots of a mixture of experts beside the papers."""
     from cpsr.benchmarks.experts.run import main as run_experts
 
     run_experts(json_path)

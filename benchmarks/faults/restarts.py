@@ -1,6 +1,6 @@
 """Errors of the file system at every call with which a restart reads, on as many ranks as before or on others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +59,36 @@ def _can_fail(error: str, call: Call) -> bool:
 
 def restart(run_dir: Path, gate: Gate) -> None:
     """What a new life does before it trains: the newest checkpoint that loads, older ones where one is refused."""
-    stores = open_run(run_dir, LIFE)
     shards = [shard_of(rank, FOREIGN) for rank in range(RANKS)]
+
+    def right(rank: int, iteration: int, scalars: Any) -> bool:
+        return is_right(rank, iteration, shards[rank], scalars)
+
+    _restart(gate, open_run(run_dir, LIFE), shards, right)
+
+
+def restart_resharded(run_dir: Path, gate: Gate) -> None:
+    """What a life of three ranks does before it trains on a run of two."""
+    shards = [_part(rank, FOREIGN) for rank in range(RANKS_NOW)]
+
+    def right(rank: int, iteration: int, scalars: Any) -> bool:
+        return same_bits(shards[rank], _part(rank, iteration)) and bool(scalars == scalars_of(iteration))
+
+    _restart(gate, [_store(run_dir, rank) for rank in range(RANKS_NOW)], shards, right)
+
+
+def _restart(
+    gate: Gate, stores: Sequence[CheckpointStore], shards: Sequence[Shard], right: Callable[[int, int, Any], bool]
+) -> None:
     gate.wait()
     try:
         stores[0].prepare()
         newest = stores[0].catalogue()[-1].iteration
-        scalars = [stores[rank].load(newest, shards[rank]) for rank in range(RANKS)]
+        scalars = [store.load(newest, shard) for store, shard in zip(stores, shards, strict=True)]
     except (CPSRError, OSError) as error:
         gate.note(refused=f"{type(error).__name__}: {error}")
         return
-    equal = all(is_right(rank, newest, shards[rank], scalars[rank]) for rank in range(RANKS))
-    gate.note(newest=newest, equal=equal)
+    gate.note(newest=newest, equal=all(right(rank, newest, found) for rank, found in enumerate(scalars)))
 
 
 def _judged(stage: Stage, error: str, call: Call, status: int, notes: dict[str, object]) -> Outcome:
@@ -85,22 +103,6 @@ def _judged(stage: Stage, error: str, call: Call, status: int, notes: dict[str, 
     ending = str(notes.get("refused", f"restored {notes.get('newest')}"))
     what = "; ".join([*wrong, verdict.what, ending]) if wrong or verdict.what else ending
     return Outcome(scenario, str(call), True, not wrong and verdict.survived, equal, verdict.seconds, what)
-
-
-def restart_resharded(run_dir: Path, gate: Gate) -> None:
-    """What a life of three ranks does before it trains on a run of two."""
-    stores = [_store(run_dir, rank) for rank in range(RANKS_NOW)]
-    shards = [_part(rank, FOREIGN) for rank in range(RANKS_NOW)]
-    gate.wait()
-    try:
-        stores[0].prepare()
-        newest = stores[0].catalogue()[-1].iteration
-        scalars = [store.load(newest, shard) for store, shard in zip(stores, shards, strict=True)]
-    except (CPSRError, OSError) as error:
-        gate.note(refused=f"{type(error).__name__}: {error}")
-        return
-    right = all(same_bits(shards[rank], _part(rank, newest)) for rank in range(RANKS_NOW))
-    gate.note(newest=newest, equal=right and all(one == scalars_of(newest) for one in scalars))
 
 
 def _store(run_dir: Path, rank: int) -> CheckpointStore:

@@ -24,6 +24,7 @@ from cpsr.benchmarks.faults.saves import CHAIN, LIFE, RETENTION, SPARSE, RankWri
 from cpsr.benchmarks.faults.stage import POLL_SECONDS, Gate
 from cpsr.benchmarks.faults.tracing import NO_LINKS
 from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CPSRError
 
 __all__ = ["WORKS", "Work"]
@@ -131,30 +132,9 @@ def _with_remains(run_dir: Path) -> None:
     stores[1].write(snapshot_of(1, 35))
 
 
-def _retain(run_dir: Path, gate: Gate) -> None:
-    store = open_run(run_dir, LIFE)[0]
-    gate.wait()
-    store.retain(RETENTION)
-    gate.note(done=True)
-
-
 def _with_a_save_under_way(run_dir: Path) -> None:
     write_run(run_dir)
     open_run(run_dir, LIFE)[1].write(snapshot_of(1, 50))
-
-
-def _abandon(run_dir: Path, gate: Gate) -> None:
-    store = open_run(run_dir, LIFE)[0]
-    gate.wait()
-    store.abandon_after(20, "a test")
-    gate.note(done=True)
-
-
-def _quarantine(run_dir: Path, gate: Gate) -> None:
-    store = open_run(run_dir, LIFE)[0]
-    gate.wait()
-    store.quarantine(40, "a test")
-    gate.note(done=True)
 
 
 def _with_damage_and_remains(run_dir: Path) -> None:
@@ -219,13 +199,22 @@ def _with_sparse_damage_and_remains(run_dir: Path) -> None:
     _damage(run_dir)
 
 
-def _restart(run_dir: Path, gate: Gate) -> None:
-    store = open_run(run_dir, LIFE)[0]
-    gate.wait()
-    store.prepare()
-    gate.note(done=True)
+def _by_rank_0(action: Callable[[CheckpointStore], object]) -> Callable[[Path, Gate], None]:
+    """Something that rank 0's store does in a new life."""
+
+    def run(run_dir: Path, gate: Gate) -> None:
+        store = open_run(run_dir, LIFE)[0]
+        gate.wait()
+        action(store)
+        gate.note(done=True)
+
+    return run
 
 
+_retain = _by_rank_0(lambda store: store.retain(RETENTION))
+_abandon = _by_rank_0(lambda store: store.abandon_after(20, "a test"))
+_quarantine = _by_rank_0(lambda store: store.quarantine(40, "a test"))
+_restart = _by_rank_0(lambda store: store.prepare())
 _SPARSE_KEPT = frozenset(SPARSE.committed)
 WORKS = (
     Work("save and commit", write_run, _save, frozenset({40, 50}), 50),

@@ -1,12 +1,13 @@
 """Medians and their bootstrap intervals."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
-from numpy.typing import NDArray
+from scipy import stats
 
-__all__ = ["Estimate", "median_interval", "median_ratio_interval"]
+__all__ = ["CONFIDENCE", "Estimate", "median_interval", "median_ratio_interval"]
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000  # the bounds then move by less than 1% of the interval's width from seed to seed
@@ -28,8 +29,7 @@ def median_interval(samples: Sequence[float]) -> Estimate:
     Raises:
         ValueError: there are no samples.
     """
-    values = numpy.asarray(samples, dtype=float)
-    return _bootstrap(values.size, lambda rows: numpy.median(values[rows], axis=-1))
+    return median_ratio_interval(samples, [1.0] * len(samples))
 
 
 def median_ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
@@ -44,16 +44,23 @@ def median_ratio_interval(numerators: Sequence[float], denominators: Sequence[fl
     Raises:
         ValueError: there are no samples, or not as many on both sides.
     """
-    above, below = numpy.asarray(numerators, dtype=float), numpy.asarray(denominators, dtype=float)
-    if above.size != below.size:
-        raise ValueError(f"{above.size} numerators and {below.size} denominators are not paired")
-    return _bootstrap(above.size, lambda rows: numpy.median(above[rows], axis=-1) / numpy.median(below[rows], axis=-1))
+    if not numerators or len(numerators) != len(denominators):
+        raise ValueError(f"{len(numerators)} numerators and {len(denominators)} denominators are no paired samples")
+    value = float(_ratio(numerators, denominators))
+    if len(numerators) == 1:
+        return Estimate(value, value, value)
+    found = stats.bootstrap(
+        (numerators, denominators),
+        _ratio,
+        paired=True,
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        random_state=numpy.random.default_rng(SEED),
+    ).confidence_interval
+    return Estimate(value, float(found.low), float(found.high))
 
 
-def _bootstrap(size: int, statistic: Callable[[NDArray[numpy.intp]], NDArray[numpy.float64]]) -> Estimate:
-    if not size:
-        raise ValueError("no samples")
-    rows = numpy.random.default_rng(SEED).integers(size, size=(RESAMPLES, size))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = numpy.quantile(statistic(rows), [tail, 1 - tail])
-    return Estimate(float(statistic(numpy.arange(size))), float(low), float(high))
+def _ratio(above: Any, below: Any, axis: int = -1) -> Any:
+    return numpy.median(above, axis=axis) / numpy.median(below, axis=axis)

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import psutil
 import torch
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,8 +25,10 @@ from cpsr.benchmarks.harness.intervals import Estimate
 from cpsr.demo.device import CPU, describe_device, device_text
 from cpsr.tables import print_table
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # of an extra that only what draws needs
+
 __all__ = [
-    "COLOURS",
     "Measurement",
     "busy_warning",
     "describe_machine",
@@ -38,11 +37,9 @@ __all__ = [
     "measured_code",
     "measuring",
     "verdict",
-    "where",
 ]
 
 DOTS_PER_INCH = 110
-COLOURS = [to_hex(matplotlib.colormaps["tab20"](place)) for place in range(20)]
 PACKAGES = ("cpsr", "torch", "deepspeed", "safetensors", "xxhash", "numpy")
 GIT_SECONDS = 10.0
 LOAD_PER_CORE_MAX = 0.25  # above it, other processes take turns with what is measured
@@ -88,8 +85,8 @@ class Measurement:
         """Print an aim, and whether it is met."""
         self.console.print(f"{verdict(met)}  {aim}")
 
-    def leave(self, figures: Mapping[str, Any], plots: Mapping[str, Figure] | Figure | None = None) -> None:
-        """Name the machine; write the figures as JSON, and the plots beside them: the first under the same name.
+    def leave(self, figures: Mapping[str, Any], plot: "Figure | None" = None) -> None:
+        """Name the machine; write the figures as JSON, and the plot beside them.
 
         Raises:
             ValueError: a figure is NaN or infinite, which JSON does not have.
@@ -101,13 +98,10 @@ class Measurement:
         path.parent.mkdir(parents=True, exist_ok=True)
         report = {"benchmark": self.name, "machine": self.machine, **figures}
         path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        matplotlib.use("Agg")
-        drawn = []
-        for place, (name, plot) in enumerate(({"": plots} if isinstance(plots, Figure) else plots or {}).items()):
-            drawn.append(path.with_name(f"{path.stem}-{name}.png") if place else path.with_suffix(".png"))
-            plot.savefig(drawn[-1], dpi=DOTS_PER_INCH)
-        shown = f"   plots: {', '.join(map(str, drawn))}" if drawn else ""
-        self.console.print(f"figures: {path}{shown}")
+        drawn = "" if plot is None else f"   plot: {path.with_suffix('.png')}"
+        if plot is not None:
+            plot.savefig(path.with_suffix(".png"), dpi=DOTS_PER_INCH)
+        self.console.print(f"figures: {path}{drawn}")
 
 
 @contextmanager
@@ -175,11 +169,6 @@ def interval_text(estimate: Estimate, scale: float = 1.0, digits: int = 2, separ
 def verdict(met: bool) -> str:
     """Rich markup for an aim."""
     return "[green]pass[/green]" if met else "[red]miss[/red]"
-
-
-def where(machine: Mapping[str, Any]) -> str:
-    """The machine and the date, as a figure's title has them."""
-    return f"{machine_text(machine)}, {machine['date'][:10]}"
 
 
 def describe_machine(workdir: Path, device: str = CPU) -> dict[str, Any]:

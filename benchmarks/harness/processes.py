@@ -1,24 +1,22 @@
-"""Pieces of a measurement in processes of their own, a look at something beside it, and the wait for a device."""
+"""Pieces of a measurement in processes of their own, the peak of their memory, and the wait for a device."""
 
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 import torch
 
 from cpsr.demo.device import CUDA
 from cpsr.errors import CPSRError
 
-__all__ = ["MemoryPeak", "Resident", "Sampling", "Workers", "default_workers", "in_own_process", "resident", "wait_for"]
+__all__ = ["MemoryPeak", "Workers", "default_workers", "in_own_process", "own_bytes", "wait_for"]
 
-POLL_SECONDS = 1.0  # how often a progress bar is looked after
 DEFAULT_WORKERS = 2
 STATUS = Path("/proc/self/status")
 # A piece of 2 MiB takes about 0.1 ms to combine, so that a peak is not one moment but hundreds of pieces long.
@@ -88,7 +86,7 @@ class Workers:
         Args:
             function: of a module's own, so that a process can import it.
             items: plain enough to be sent to a process.
-            tick: called with the number of finished items, after every item or about once a second.
+            tick: called with the number of finished items, after every item.
 
         Raises:
             CPSRError: as of the function, or a process has ended.
@@ -100,23 +98,16 @@ class Workers:
                 tick(len(results))
             return results
         futures = [self._pool.submit(function, item) for item in items]
-        waiting = set(futures)
-        while waiting:
-            done, waiting = wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
-            for future in done:
-                _check(future)  # the first error ends the call
-            tick(len(items) - len(waiting))
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()  # the first error ends the call
+                tick(done)
+        except BrokenProcessPool as error:
+            raise CPSRError(
+                "a worker was killed or has run out of memory; what was measured before is kept: run again, perhaps "
+                "with fewer --workers"
+            ) from error
         return [future.result() for future in futures]
-
-
-def _check(future: Future[Any]) -> None:
-    try:
-        future.result()
-    except BrokenProcessPool as error:
-        raise CPSRError(
-            "a worker was killed or has run out of memory; what was measured before is kept: run again, perhaps with "
-            "fewer --workers"
-        ) from error
 
 
 def _begin() -> None:
@@ -131,94 +122,47 @@ def _end_with_the_parent() -> None:
     os._exit(1)  # a parent that was killed cannot say goodbye; every file is whole or absent
 
 
-class Sampling:
-    """Calls a function in a thread of its own, as a context manager around the work.
+class MemoryPeak:
+    """Samples memory in a thread of its own, as a context manager around the work.
 
     Args:
-        look: called every so many seconds, and not any more after the block.
-        seconds: between two calls.
+        bytes_now: `own_bytes`, or another figure.
+        seconds: between two samples.
+
+    Attributes:
+        before_bytes: when the context was entered.
+        peak_bytes: the largest sample.
     """
 
-    def __init__(self, look: Callable[[], object], seconds: float) -> None:
-        self._look = look
-        self._seconds = seconds
+    def __init__(self, bytes_now: Callable[[], int], seconds: float = SAMPLE_SECONDS) -> None:
+        self._bytes_now, self._seconds = bytes_now, seconds
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampling", daemon=True)
+        self.before_bytes = self.peak_bytes = 0
 
     def __enter__(self) -> Self:
-        """Start."""
+        """Start to sample."""
+        self.before_bytes = self.peak_bytes = self._bytes_now()
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop, and wait for the thread."""
+        """Stop; the last figure counts too."""
         self._over.set()
         self._thread.join()
+        self.peak_bytes = max(self.peak_bytes, self._bytes_now())
 
     def _run(self) -> None:
         while not self._over.wait(self._seconds):
-            self._look()
+            self.peak_bytes = max(self.peak_bytes, self._bytes_now())
 
 
-@dataclass(frozen=True)
-class Resident:
-    """Resident bytes of this process.
-
-    Attributes:
-        anonymous_bytes: its own memory (RssAnon).
-        file_bytes: mapped files in the page cache (RssFile), which the system takes back when it needs to.
-    """
-
-    anonymous_bytes: int
-    file_bytes: int
-
-
-def resident() -> Resident:
-    """The present figures, from Linux's `/proc/self/status`."""
-    fields = dict(line.split(":", 1) for line in STATUS.read_text(encoding="ascii").splitlines())
-    anonymous, file = (int(fields[name].split()[0]) * KIBIBYTE for name in ("RssAnon", "RssFile"))
-    return Resident(anonymous, file)
-
-
-class MemoryPeak(Sampling):
-    """Samples the resident memory every 5 ms in a thread, as a context manager around the work.
-
-    Attributes:
-        before: when the context was entered.
-        peak: the largest of each figure so far, by itself.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(self._note, SAMPLE_SECONDS)
-        self.before = self.peak = resident()
-
-    def __enter__(self) -> Self:
-        """Start to sample."""
-        super().__enter__()
-        self.before = self.peak = resident()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop; the last figures count too."""
-        super().__exit__(kind, error, traceback)
-        self._note()
-
-    @property
-    def above_before(self) -> Resident:
-        """How far the peak lies above the level before."""
-        return Resident(
-            self.peak.anonymous_bytes - self.before.anonymous_bytes, self.peak.file_bytes - self.before.file_bytes
-        )
-
-    def _note(self) -> None:
-        now = resident()
-        self.peak = Resident(
-            max(self.peak.anonymous_bytes, now.anonymous_bytes), max(self.peak.file_bytes, now.file_bytes)
-        )
+def own_bytes() -> int:
+    """Resident memory of this process that is no mapped file (RssAnon), from Linux's `/proc/self/status`."""
+    lines = STATUS.read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * KIBIBYTE for line in lines if line.startswith("RssAnon"))
 
 
 def wait_for(device: str) -> None:

@@ -16,7 +16,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.torch import TorchAdapter
 from cpsr.recovery import CPSRRecovery
 
-__all__ = ["main", "torch_job", "zero_job"]
+__all__ = ["ALONE_BATCH", "main", "torch_job", "zero_job"]
 
 ALONE_BATCH = 2  # of one process; a step of a few tens of milliseconds on two cores
 

@@ -3,9 +3,7 @@
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -18,53 +16,33 @@ from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.errors import CPSRError
 from cpsr.fitter.end_cost import Ending, IterationWorth, WorthUnknownError, iteration_worth
 
-__all__ = ["Ended", "ended", "worths"]
+__all__ = ["final_loss", "worths"]
 
 CHECKED_ITERATIONS = 50  # between looks at the loss: what has diverged is not trained on
 LENGTH_SHARES = (0.8, 0.9, 1.1, 1.2)  # of a workload's length: trainings that show what an iteration is worth
 
 
-@dataclass(frozen=True)
-class Ended:
-    """What became of a training.
-
-    Attributes:
-        loss: mean over the data that the end is judged on, in nats; None where the training diverged.
-        standard_error: of `loss`, over chunks of that data; None likewise.
-        seconds: of the training.
-    """
-
-    loss: float | None
-    standard_error: float | None
-    seconds: float
-
-
-def ended(run: Run) -> Ended:
-    """Train to the end, or read what was kept of that.
+def final_loss(run: Run) -> float | None:
+    """Train to the end, or read what was kept of that: the loss in nats, None where the training diverged.
 
     The file's name changes with the schedule, the model, its data, and the arithmetic of this machine.
     """
     trainer, workload = Trainer(run.workload, run.workload.task(), run.seed, run.device), run.workload
     rates = [workload.learning_rate(iteration) for iteration in range(workload.iterations)]
-    started = time.perf_counter()
     loss = trainer.step()
     parts = [rates, trainer.state().digest(), torch.__version__, run.device]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
     path = run.cache / f"{workload.name}-seed{run.seed}-{key}.json"
-    kept = read_json(path)
-    if kept is not None:
-        return Ended(**kept)
-    while trainer.iteration < workload.iterations:
-        loss = trainer.step()
-        if trainer.iteration % CHECKED_ITERATIONS == 0 and not math.isfinite(loss):
-            break
-    losses = trainer.final_losses()
-    mean, error = float(losses.mean()), float(losses.std(ddof=1) / math.sqrt(len(losses)))
-    diverged = not (math.isfinite(loss) and math.isfinite(mean))
-    seconds = time.perf_counter() - started
-    found = Ended(None, None, seconds) if diverged else Ended(mean, error, seconds)
-    write_json(path, asdict(found))
-    return found
+    kept: dict[str, float | None] | None = read_json(path)
+    if kept is None:
+        while trainer.iteration < workload.iterations:
+            loss = trainer.step()
+            if trainer.iteration % CHECKED_ITERATIONS == 0 and not math.isfinite(loss):
+                break
+        mean = float(trainer.final_losses().mean())
+        kept = {"loss": mean if math.isfinite(loss) and math.isfinite(mean) else None}
+        write_json(path, kept)
+    return kept["loss"]
 
 
 def worths(
@@ -86,16 +64,16 @@ def worths(
         for run in own
         for share in LENGTH_SHARES
     ]
-    losses = workers.each(ended, trainings, lambda done: tick(done, len(trainings)))
+    losses = workers.each(final_loss, trainings, lambda done: tick(done, len(trainings)))
     endings: dict[Workload, list[Ending]] = {}
     for run, loss in own.items():
         endings.setdefault(run.workload, []).append(Ending(run.seed, run.workload.iterations, loss))
     for place, (training, found) in enumerate(zip(trainings, losses, strict=True)):
-        if found.loss is None:
+        if found is None:
             name = f"{training.workload.name}, seed {training.seed}"
             raise CPSRError(f"{name}: the training without a failure diverged")
         workload = list(own)[place // len(LENGTH_SHARES)].workload
-        endings[workload].append(Ending(training.seed, training.workload.iterations, found.loss))
+        endings[workload].append(Ending(training.seed, training.workload.iterations, found))
     worth = {}
     for workload, of in endings.items():
         of.sort(key=lambda ending: (repr(ending.group), ending.iterations))  # the last bits depend on the order

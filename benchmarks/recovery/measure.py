@@ -1,15 +1,13 @@
 """What one way to come back from one failure cost; every result is a file."""
 
 import math
-import statistics
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 
 from cpsr.benchmarks.harness.files import read_json, write_json
-from cpsr.benchmarks.recovery.grid import Point
+from cpsr.benchmarks.recovery.grid import Cell, Point
 from cpsr.benchmarks.recovery.methods import MOVED, ORACLE, RECOMPUTE, Failure, form, predictors_digest
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.errors import CPSRError
@@ -24,28 +22,33 @@ class Outcome:
 
     Attributes:
         method: its name.
+        workload: name of what was trained.
         seed: of the training run.
         point: the failure.
-        predicted: False where the method advises against itself, or recomputes: the cost is then the horizon.
-        reason: one sentence of the predictor, or why training diverged.
+        formed: False where the method advises against itself, or recomputes: the cost is then the horizon.
+        reason: one sentence of the predictor.
         final_gap_nats: final loss over that of the run that never failed; None where training diverged.
-        repeated_iterations: trained again because of the failure.
-        end_cost_iterations: both together, in iterations; None where training diverged.
-        recover_iterations: opening the history, loading what was learned, forecasting, predicting and injecting, in
-            training iterations; None where nothing was run.
-        learning_seconds: spent at the checkpoints before, on learning.
+        end_cost_iterations: with the iterations that were trained again; None likewise.
     """
 
     method: str
+    workload: str
     seed: int
     point: Point
-    predicted: bool
+    formed: bool
     reason: str
     final_gap_nats: float | None
-    repeated_iterations: int
-    end_cost_iterations: float | None = None
-    recover_iterations: float | None = None
-    learning_seconds: float = 0.0
+    end_cost_iterations: float | None
+
+    @property
+    def cell(self) -> Cell:
+        """Of the grid."""
+        return Cell(self.workload, self.point.interval, self.point.fraction, self.point.lost)
+
+    @property
+    def over_horizon(self) -> float:
+        """The end cost, 1 being what recomputing costs; NaN where training diverged."""
+        return math.nan if self.end_cost_iterations is None else self.end_cost_iterations / self.point.horizon
 
 
 def outcomes_at(trajectory: Trajectory, point: Point, methods: tuple[str, ...], worth: IterationWorth) -> list[Outcome]:
@@ -65,53 +68,42 @@ def outcomes_at(trajectory: Trajectory, point: Point, methods: tuple[str, ...], 
 
 
 def _outcome(failure: Failure, method: str, worth: IterationWorth) -> Outcome:
-    point, seed = failure.point, failure.trajectory.seed
-    exact, horizon = "exact, by definition", float(point.horizon)
-    recomputed = Outcome(method, seed, point, False, exact, 0.0, point.horizon, horizon)
-    if method == RECOMPUTE:
-        return recomputed
+    point, trajectory = failure.point, failure.trajectory
+    found: dict[str, Any] = {"formed": False, "reason": "exact, by definition"}
+    if method != RECOMPUTE:
+        found = _kept(failure, method)
+    gap: float | None = found["final_gap_nats"] if found["formed"] else 0.0
+    repeated = point.horizon if method == MOVED or not found["formed"] else 0
+    cost = None if gap is None else end_cost_iterations(gap, worth, repeated)
+    return Outcome(
+        method, trajectory.workload.name, trajectory.seed, point, found["formed"], found["reason"], gap, cost
+    )
+
+
+def _kept(failure: Failure, method: str) -> dict[str, Any]:
+    """What is in the cache, measured where it is not."""
+    point = failure.point
     part = "" if point.lost == "all" else f"-lost-{point.lost.replace('/', '-')}"
     folder = failure.trajectory.directory / "points" / f"T{point.interval:03d}-f{point.failure:05d}{part}"
     path = folder / f"{method}-{predictors_digest()}.json"
-    found = read_json(path)
+    found: dict[str, Any] | None = read_json(path)
     if found is None:
         found = _measured(failure, method)
         write_json(path, found)
-    declined = replace(recomputed, reason=found["reason"], learning_seconds=found["learning_seconds"])
-    if not found["formed"]:
-        return declined
-    gap, repeated = found["final_gap_nats"], point.horizon if method == MOVED else 0
-    if method == ORACLE and gap != 0.0:
+    if method == ORACLE and found["final_gap_nats"] != 0.0:
         raise CPSRError(
             f"the true state at the failure did not give the fault-free losses again ({folder}): nothing measured here "
             "is paired; try one thread (OMP_NUM_THREADS=1), in a new --cache"
         )
-    return replace(
-        declined,
-        predicted=True,
-        reason="training diverged after the recovery" if gap is None else declined.reason,
-        final_gap_nats=gap,
-        repeated_iterations=repeated,
-        end_cost_iterations=None if gap is None else end_cost_iterations(gap, worth, repeated),
-        recover_iterations=found["seconds"] / found["step_seconds"],
-    )
+    return found
 
 
 def _measured(failure: Failure, method: str) -> dict[str, Any]:
     formed = form(method, failure)
-    found = {"reason": formed.reason, "seconds": formed.seconds, "learning_seconds": formed.learning_seconds}
     if formed.state is None:
-        return {**found, "formed": False}
-    trainer, seconds = failure.trajectory.trainer(), []
+        return {"formed": False, "reason": formed.reason}
+    trainer = failure.trajectory.trainer()
     trainer.load(formed.state)
-    while trainer.iteration < failure.trajectory.workload.iterations:
-        started = time.perf_counter()
-        trainer.step()
-        seconds.append(time.perf_counter() - started)
+    trainer.train_to(failure.trajectory.workload.iterations)
     gap = float(numpy.mean(trainer.final_losses() - failure.trajectory.final_losses()))
-    return {
-        **found,
-        "formed": True,
-        "final_gap_nats": gap if math.isfinite(gap) else None,
-        "step_seconds": statistics.median(seconds),
-    }
+    return {"formed": True, "reason": formed.reason, "final_gap_nats": gap if math.isfinite(gap) else None}

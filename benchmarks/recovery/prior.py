@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy
 import torch
-from scipy import stats
 
 from cpsr.benchmarks.harness.files import read_json, write_json
 from cpsr.benchmarks.harness.measurement import Measurement, measuring
@@ -21,7 +20,6 @@ from cpsr.benchmarks.recovery.methods import target_of
 from cpsr.benchmarks.recovery.prior_fit import (
     Left,
     Recoveries,
-    expected_of_parts,
     fit,
     leave_one_group_out,
     recoveries_of,
@@ -192,14 +190,6 @@ def _show(call: Measurement, recoveries: Recoveries, table: Table) -> None:
     terms = zip(FEATURES, table.mean, table.covariance.diagonal(), strict=True)
     rows = [(name, f"{mean:+.3f}", f"{variance**0.5:.3f}") for name, mean, variance in terms]
     call.table("Terms of the expected end cost, in iterations", ("term", "coefficient", "between runs"), rows)
-    if (recoveries.lost_shares == 1.0).all():
-        return
-    expected, measured = expected_of_parts(recoveries)
-    correlation = stats.spearmanr(expected, measured).statistic
-    call.console.print(
-        f"{len(measured)} recoveries of a lost part, by whole states of other runs: {expected.mean():+.1f} iterations "
-        f"expected, {measured.mean():+.1f} measured, rank correlation {correlation:+.2f}"
-    )
 
 
 def _show_left(call: Measurement, title: str, left: Sequence[Left]) -> None:

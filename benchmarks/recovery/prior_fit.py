@@ -15,7 +15,7 @@ from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.series import path_places, straightness
 from cpsr.predictor.statistics import merged
 
-__all__ = ["Left", "Recoveries", "expected_of_parts", "fit", "leave_one_group_out", "recoveries_of"]
+__all__ = ["Left", "Recoveries", "fit", "leave_one_group_out", "recoveries_of"]
 
 # Pulls coefficients that the data leave open to zero: a share of each feature's own mean square.
 RIDGE = 1e-2
@@ -165,21 +165,6 @@ def fit(recoveries: Recoveries, source: Mapping[str, Any]) -> Table:
     covariance[BENT], covariance[:, BENT] = 0.0, 0.0
     mean[BENT], covariance[BENT, BENT] = 0.0, UNSEEN_DEVIATION**2
     return Table(mean, covariance, noise, source)
-
-
-def expected_of_parts(recoveries: Recoveries) -> tuple[_Array, _Array]:
-    """Expected costs where a part of the state was lost, and the measured ones.
-
-    Those of each run are expected by a table of whole states of the other runs.
-    """
-    expected, measured = [], []
-    whole, parts = recoveries.whole, recoveries.of([share < 1.0 for share in recoveries.lost_shares])
-    for name in sorted(set(parts.runs)):
-        table = fit(whole.of([run != name for run in whole.runs]), {})
-        mine = parts.of([run == name for run in parts.runs])
-        expected.append(mine.terms @ table.mean)
-        measured.append(mine.costs)
-    return numpy.concatenate(expected), numpy.concatenate(measured)
 
 
 def leave_one_group_out(recoveries: Recoveries, group_of: Mapping[str, str]) -> list[Left]:

@@ -11,7 +11,7 @@ from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.ending import worths
 from cpsr.benchmarks.recovery.grid import Point, points
 from cpsr.benchmarks.recovery.measure import Outcome, outcomes_at
-from cpsr.benchmarks.recovery.report import show
+from cpsr.benchmarks.recovery.report import draw, show, to_json
 from cpsr.benchmarks.recovery.result import summarise
 from cpsr.benchmarks.recovery.selection import Selection
 from cpsr.benchmarks.recovery.trajectory import Run
@@ -36,12 +36,12 @@ class _Asked:
 def main(
     selection: Selection, cache: Path | None = None, json_path: Path | None = None, workers: int | None = None
 ) -> None:
-    """Train what is missing in the cache, measure what is missing of the points, print and write.
+    """Train what is missing in the cache, measure what is missing of the points, print, draw and write.
 
     Args:
         selection: what to measure.
         cache: keeps trajectories and measured points, where an interrupted call goes on; None: `runs/bench-recovery`.
-        json_path: where the figures go.
+        json_path: where the figures go, with a picture beside them.
         workers: processes, of one thread each; None: up to two. The results do not depend on how many.
 
     Raises:
@@ -67,12 +67,10 @@ def main(
             ]
             bar = call.progress.add_task("recoveries", total=len(asked))
             found = pool.each(_outcomes, asked, lambda done: call.progress.update(bar, completed=done))
-        outcomes: dict[str, list[Outcome]] = {name: [] for name in selection.workloads}
-        for one, of in zip(asked, found, strict=True):
-            outcomes[one.run.workload.name] += of
-        result = summarise(selection, outcomes, worth)
-        show(call, result)
-        call.leave(result.to_json(outcomes))
+        outcomes = [outcome for of in found for outcome in of]
+        means = summarise(selection, outcomes)
+        show(call, selection, means, outcomes, worth)
+        call.leave(to_json(selection, means, outcomes, worth), draw(call, selection, means))
 
 
 def train(runs: Sequence[Run], workers: Workers, progress: Progress) -> Mapping[str, IterationWorth]:

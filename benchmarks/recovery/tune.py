@@ -11,7 +11,7 @@ import numpy
 
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
-from cpsr.benchmarks.recovery.ending import Ended, ended
+from cpsr.benchmarks.recovery.ending import final_loss
 from cpsr.benchmarks.recovery.trajectory import Run
 from cpsr.benchmarks.recovery.workload import (
     OPTIMIZERS,
@@ -25,7 +25,7 @@ from cpsr.benchmarks.recovery.workload import (
 )
 from cpsr.errors import ConfigError, CPSRError
 
-__all__ = ["Setting", "Sweep", "best_step", "main", "settings", "sweep"]
+__all__ = ["Setting", "main", "settings"]
 
 CACHE = Path("runs/bench-tune")
 RATE_OF_STEP_0: dict[OptimizerName, float] = {"adamw": 1e-3, "sgd": 0.1, "muon": 1e-3}
@@ -34,8 +34,8 @@ AROUND = 2  # rates on either side of the best
 LIMIT = 14  # steps away from step 0: 110 times its rate, or a 110th
 
 Name = TypeVar("Name", bound=str)
-Sweep = Mapping[int, Sequence[Ended]]
-"""The trainings at the rate of each step, by seed."""
+Sweep = Mapping[int, Sequence[float | None]]
+"""Final losses at the rate of each step, by seed; None where the training diverged."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def main(
         bar = call.progress.add_task("trainings", total=None)
         with Workers(count) as pool:
             tick = lambda done, total: call.progress.update(bar, completed=done, total=total)  # noqa: E731
-            found = sweep(chosen, seeds, kept, device, pool, tick)
+            found = _sweep(chosen, seeds, kept, device, pool, tick)
         call.table(
             "Final loss by peak learning rate",
             ("training", "best rate", "final loss, nats", "1.4 times lower", "1.4 times higher", "rates tried"),
@@ -132,53 +132,41 @@ def _named(option: str, text: str, known: Sequence[Name]) -> list[Name]:
     return [name for name in known if name in asked]
 
 
-def sweep(
+def _sweep(
     chosen: Sequence[Setting],
     seeds: int,
     cache: Path,
     device: str,
     workers: Workers,
-    tick: Callable[[int, int], None] = lambda done, total: None,
+    tick: Callable[[int, int], None],
 ) -> dict[Setting, Sweep]:
-    """Train at more rates until there are two on either side of the best of each setting.
-
-    Args:
-        chosen: what to tune.
-        seeds: trainings at each rate.
-        cache: keeps every training.
-        device: `cpu` or `cuda`.
-        workers: processes that train.
-        tick: called with the trainings done and the trainings known to be needed.
-
-    Raises:
-        CPSRError: the best rate of a setting lies at the limit of what is tried, or every training diverged.
-    """
-    found: dict[Setting, dict[int, list[Ended]]] = {setting: {} for setting in chosen}
+    """Train at more rates until there are two on either side of the best of each setting."""
+    found: dict[Setting, dict[int, list[float | None]]] = {setting: {} for setting in chosen}
     finished = 0
     while needed := [(setting, step) for setting, tried in found.items() for step in _needed(setting, tried)]:
         runs = [Run(setting.workload(step), seed, cache, device) for setting, step in needed for seed in range(seeds)]
         before, total = finished, finished + len(runs)
-        endings = workers.each(ended, runs, lambda done: tick(before + done, total))  # noqa: B023 - called at once
+        losses = workers.each(final_loss, runs, lambda done: tick(before + done, total))  # noqa: B023 - called at once
         for place, (setting, step) in enumerate(needed):
-            found[setting][step] = endings[place * seeds : (place + 1) * seeds]
+            found[setting][step] = losses[place * seeds : (place + 1) * seeds]
         finished = total
     return {setting: dict(sorted(tried.items())) for setting, tried in found.items()}
 
 
-def best_step(tried: Sweep) -> int:
+def _best_step(tried: Sweep) -> int:
     """The step with the lowest mean final loss."""
-    return min(tried, key=lambda step: _loss(tried[step]))
+    return min(tried, key=lambda step: _mean(tried[step]))
 
 
-def _loss(trainings: Sequence[Ended]) -> float:
-    """Mean final loss over the seeds, in nats; infinite where one of them diverged."""
-    return statistics.fmean(math.inf if one.loss is None else one.loss for one in trainings)
+def _mean(losses: Sequence[float | None]) -> float:
+    """Over the seeds, in nats; infinite where one of them diverged."""
+    return statistics.fmean(math.inf if loss is None else loss for loss in losses)
 
 
 def _needed(setting: Setting, tried: Sweep) -> list[int]:
     """Steps around the best so far that were not tried."""
-    best = best_step(tried) if tried else FIRST_STEP
-    if tried and not math.isfinite(_loss(tried[best])):
+    best = _best_step(tried) if tried else FIRST_STEP
+    if tried and not math.isfinite(_mean(tried[best])):
         best = min(tried)  # all diverged: look lower
     wanted = [step for step in range(best - AROUND, best + AROUND + 1) if step not in tried]
     if any(abs(step) > LIMIT for step in wanted):
@@ -191,16 +179,15 @@ def _needed(setting: Setting, tried: Sweep) -> list[int]:
 
 def _row(setting: Setting, tried: Sweep) -> tuple[str, ...]:
     """The best rate, and what its neighbours lose."""
-    best = best_step(tried)
+    best = _best_step(tried)
     gaps = [_gap(tried[best + side], tried[best]) for side in (-1, 1)]
-    return setting.name, f"{setting.rate(best):.2e}", f"{_loss(tried[best]):.4f}", *gaps, str(len(tried))
+    return setting.name, f"{setting.rate(best):.2e}", f"{_mean(tried[best]):.4f}", *gaps, str(len(tried))
 
 
-def _gap(trainings: Sequence[Ended], best: Sequence[Ended]) -> str:
+def _gap(losses: Sequence[float | None], best: Sequence[float | None]) -> str:
     """Paired by seed."""
-    pairs = [(one.loss, other.loss) for one, other in zip(trainings, best, strict=True)]
-    gaps = [loss - other for loss, other in pairs if loss is not None and other is not None]
-    if len(gaps) < len(pairs):
+    gaps = [loss - other for loss, other in zip(losses, best, strict=True) if loss is not None and other is not None]
+    if len(gaps) < len(losses):
         return "diverges"
     if len(gaps) == 1:
         return f"{gaps[0]:+.4f}"
@@ -210,7 +197,7 @@ def _gap(trainings: Sequence[Ended], best: Sequence[Ended]) -> str:
 def _plain(setting: Setting, tried: Sweep) -> dict[str, Any]:
     """Every training's end, by rate."""
     rates = [
-        {"peak_learning_rate": setting.rate(step), "step": step, "ended": [asdict(end) for end in trainings]}
-        for step, trainings in tried.items()
+        {"peak_learning_rate": setting.rate(step), "step": step, "final_losses": list(losses)}
+        for step, losses in tried.items()
     ]
-    return {**asdict(setting), "best_peak_learning_rate": setting.rate(best_step(tried)), "rates": rates}
+    return {**asdict(setting), "best_peak_learning_rate": setting.rate(_best_step(tried)), "rates": rates}

@@ -24,7 +24,7 @@ from cpsr.errors import CPSRError
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.live.measurements import costs_of_ranks
 
-__all__ = ["WAYS", "Plan", "Run", "compare", "lag_iterations", "lost_tokens"]
+__all__ = ["RARELY", "WAYS", "Plan", "Run", "compare", "lag_iterations", "lost_tokens"]
 
 RANKS = 2
 WINDOW = 4
@@ -34,7 +34,7 @@ TAIL_ITERATIONS = 20  # of the end, over which losses are compared
 DENSE, STALE, WINDOWS, CONTROL = "dense, CheckFreq's interval", "stale experts", f"windows of {WINDOW}", "no failure"
 WAYS = (DENSE, STALE, WINDOWS)
 
-_RARELY = {"interval_iterations": 100_000}
+RARELY = {"interval_iterations": 100_000}
 _DISK = {"shared_memory": False}
 _PLAIN = {"learning": {"budget_fraction": 0.0}, "ranks": {"heartbeat_timeout_seconds": 30.0}}
 
@@ -100,9 +100,9 @@ def compare(call: Measurement, plan: Plan) -> dict[str, Any]:
     """
     every = {name: _interval(call.directory / f"costs-{name[:5]}", way, plan) for name, way in _SAVED.items()}
     configs = {
-        CONTROL: {"mode": "exact", "checkpoint": {**_RARELY, "shared_memory": False}},
+        CONTROL: {"mode": "exact", "checkpoint": {**RARELY, "shared_memory": False}},
         **{name: way(every[name]["interval_iterations"]) for name, way in _SAVED.items()},
-        WINDOWS: {"mode": "exact", "checkpoint": _RARELY, "replay": {"enabled": True, "window_iterations": WINDOW}},
+        WINDOWS: {"mode": "exact", "checkpoint": RARELY, "replay": {"enabled": True, "window_iterations": WINDOW}},
     }
     runs: dict[str, list[Run]] = {name: [] for name in configs}
     advance = call.bar("compared runs", plan.rounds * len(configs))

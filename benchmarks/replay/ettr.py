@@ -9,7 +9,7 @@ from cpsr.benchmarks.harness.measurement import Measurement
 from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WINDOW, WINDOWS
 from cpsr.benchmarks.simulate.failures import poisson
 from cpsr.benchmarks.simulate.rivals import gemini
-from cpsr.benchmarks.simulate.simulation import Checkpoints, Job, Rollback, System, simulate
+from cpsr.benchmarks.simulate.simulation import Checkpoints, Job, Recovery, System, simulate
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.policies import young
 
@@ -82,17 +82,17 @@ class Inputs:
         own = {name: _windows(name, self.iteration_seconds, *one) for name, one in self.windows.items()}
         return {
             **{name: (system, restart[WINDOWS]) for name, system in own.items()},
-            "gemini": (System("gemini", in_copies, Rollback()), restart[WINDOWS]),
-            "young": (System("young", Checkpoints(by_young, self.stall_seconds, persist), Rollback()), restart[DENSE]),
-            "checkfreq": (System("checkfreq", checkfreq, Rollback()), restart[DENSE]),
-            "stale": (System("stale", stale, Rollback()), restart[STALE]),
+            "gemini": (System("gemini", in_copies, Recovery()), restart[WINDOWS]),
+            "young": (System("young", Checkpoints(by_young, self.stall_seconds, persist), Recovery()), restart[DENSE]),
+            "checkfreq": (System("checkfreq", checkfreq, Recovery()), restart[DENSE]),
+            "stale": (System("stale", stale, Recovery()), restart[STALE]),
         }
 
 
 def _windows(name: str, iteration_seconds: float, iterations: int, overhead: float) -> System:
     """A window is whole when the next one begins, and is replayed from its first iteration."""
     seconds = iterations * iteration_seconds
-    return System(name, Checkpoints(iterations, overhead * seconds, seconds), Rollback())
+    return System(name, Checkpoints(iterations, overhead * seconds, seconds), Recovery())
 
 
 def simulated(call: Measurement, inputs: Inputs) -> list[dict[str, Any]]:

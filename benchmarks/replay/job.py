@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 
-__all__ = ["Shape", "Trained", "live", "train_alone"]
+__all__ = ["Shape", "live", "train_alone"]
 
 ITEMS, BATCHES_OF_A_PASS = 512, 64
 
@@ -32,19 +32,6 @@ class Shape:
     layers: int = 4
     experts: int = 12
     tokens: int = 512
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a run leaves.
-
-    Attributes:
-        step_seconds: of each step.
-        state_bytes: of weights and moments.
-    """
-
-    step_seconds: list[float]
-    state_bytes: int
 
 
 class _Layer(nn.Module):
@@ -99,8 +86,8 @@ def train_alone(shape: Shape, iterations: int) -> list[float]:
     return seconds[:iterations]
 
 
-def live(run_dir: Path, settings: Mapping[str, Any], shape: Shape, until: int) -> Trained:
-    """One run under CPSR.
+def live(run_dir: Path, settings: Mapping[str, Any], shape: Shape, until: int) -> tuple[list[float], int]:
+    """Seconds of each step of a run under CPSR, and the bytes of its weights and moments.
 
     Args:
         run_dir: of the run.
@@ -122,4 +109,4 @@ def live(run_dir: Path, settings: Mapping[str, Any], shape: Shape, until: int) -
             if recovery.iteration >= until:
                 break
         state_bytes = recovery.life.job.shard.state_bytes
-    return Trained(seconds, state_bytes)
+    return seconds, state_bytes

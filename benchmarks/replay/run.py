@@ -1,4 +1,4 @@
-"""`cpsr bench replay`: what windows cost each step, what a restart repeats, and both beside other checkpoints."""
+"""`cpsr bench replay`: what windows of sparse snapshots cost each step, and the same kills beside other checkpoints."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -9,37 +9,32 @@ from typing import Any
 from cpsr.benchmarks.harness.intervals import median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring
 from cpsr.benchmarks.harness.processes import in_own_process
-from cpsr.benchmarks.replay.compared import Plan, compare
+from cpsr.benchmarks.replay.compared import RARELY, Plan, compare
 from cpsr.benchmarks.replay.ettr import Inputs, simulated
-from cpsr.benchmarks.replay.job import Shape, Trained, live, train_alone
-from cpsr.benchmarks.replay.repeated import KINDS, WHOLE, repeated_seconds
+from cpsr.benchmarks.replay.job import Shape, live, train_alone
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 
-__all__ = ["PARTS", "main"]
+__all__ = ["PARTS", "main", "variants"]
 
-PARTS = ("windows", "repeated", "comparison")
+PARTS = ("windows", "comparison")
 AIM = 1.03  # of a step without CPSR
 SETTLED = 0.5  # of a run's steps are left out at its begin
-TOKENS = 1024  # of a repeated step
 DEFAULT = Shape()
 COMPARISON = Plan()
 
 
-_RARELY = {"interval_iterations": 100_000}
-_NO_MEMORY = {"checkpoint": {**_RARELY, "shared_memory": False}}
-_WHOLE = {"checkpoint": _RARELY, "memory": {"interval_iterations": 1}}
-
-
-def _windows(iterations: int) -> dict[str, Any]:
-    return {"checkpoint": _RARELY, "replay": {"enabled": True, "window_iterations": iterations}}
-
-
 def variants(windows: tuple[int, ...]) -> dict[str, Mapping[str, Any]]:
     """Name of each variant -> its configuration."""
-    found: dict[str, Mapping[str, Any]] = {"no snapshot": _NO_MEMORY, "whole, every iteration": _WHOLE}
-    return found | {f"windows of {one}": _windows(one) for one in windows}
+    return {
+        "no snapshot": {"checkpoint": {**RARELY, "shared_memory": False}},
+        "whole, every iteration": {"checkpoint": RARELY, "memory": {"interval_iterations": 1}},
+        **{
+            f"windows of {one}": {"checkpoint": RARELY, "replay": {"enabled": True, "window_iterations": one}}
+            for one in windows
+        },
+    }
 
 
 def main(
@@ -75,11 +70,7 @@ def main(
     figures: dict[str, Any] = {"rounds": rounds, "steps": steps}
     with measuring("replay", json_path, workdir) as call:
         if "windows" in parts:
-            seconds, state_bytes = _costs(call, variants(windows), rounds, steps, shape)
-            figures |= {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": seconds}
-            figures["ratios"] = _ratios(call, seconds)
-        if "repeated" in parts:
-            figures["repeated"] = {"tokens": TOKENS, **_repeated(call, steps)}
+            figures |= _costs(call, variants(windows), rounds, steps, shape)
         if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
             figures["ettr"] = simulated(call, Inputs.of(figures["comparison"], figures.get("ratios")))
@@ -88,8 +79,8 @@ def main(
 
 def _costs(
     call: Measurement, wanted: Mapping[str, Mapping[str, Any]], rounds: int, steps: int, shape: Shape
-) -> tuple[dict[str, list[float]], int]:
-    """Median step of each run, by variant; `alone` is without CPSR."""
+) -> dict[str, Any]:
+    """Median step of each run, by variant, and its ratio to that of `alone`, which is without CPSR."""
     found: dict[str, list[float]] = {name: [] for name in ("alone", *wanted)}
     state_bytes, settled = 0, int(SETTLED * steps)
     advance = call.bar("runs", rounds * len(found))
@@ -98,41 +89,17 @@ def _costs(
         advance()
         for name, settings in wanted.items():
             run_dir = call.directory / f"{number}-{name.replace(' ', '-')}"
-            trained: Trained = in_own_process(live, run_dir, settings, shape, steps)
+            seconds, state_bytes = in_own_process(live, run_dir, settings, shape, steps)
             remove_memory_states(run_id(run_dir))
-            found[name].append(median(trained.step_seconds[settled:]))
-            state_bytes = trained.state_bytes
+            found[name].append(median(seconds[settled:]))
             advance()
-    return found, state_bytes
-
-
-def _ratios(call: Measurement, step_seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    found = {name: median_ratio_interval(seconds, step_seconds["alone"]) for name, seconds in step_seconds.items()}
-    call.table(
-        "a step, over one without CPSR",
-        ("snapshots", "step, ms", "ratio"),
-        [
-            (name, f"{1e3 * median(step_seconds[name]):.0f}", interval_text(ratio, digits=3))
-            for name, ratio in found.items()
-        ],
-    )
-    for name, ratio in found.items():
+    ratios = {name: median_ratio_interval(seconds, found["alone"]) for name, seconds in found.items()}
+    rows = [
+        (name, f"{1e3 * median(found[name]):.0f}", interval_text(ratio, digits=3)) for name, ratio in ratios.items()
+    ]
+    call.table("a step, over one without CPSR", ("snapshots", "step, ms", "ratio"), rows)
+    for name, ratio in ratios.items():
         if name.startswith("windows"):
             call.judge(f"{name}: {ratio.value:.3f} of a step, aim {AIM:g}", ratio.value < AIM)
-    return {name: asdict(ratio) for name, ratio in found.items()}
-
-
-def _repeated(call: Measurement, steps: int) -> dict[str, Any]:
-    """What steps cost that leave weight gradients out, by model and by what is frozen, over whole ones of the same."""
-    found, rows = dict[str, Any](), []
-    advance = call.bar("models", len(KINDS))
-    for kind in KINDS:
-        seconds = in_own_process(repeated_seconds, kind, steps, TOKENS)
-        found[kind] = {name: {"step_seconds": median(one)} for name, one in seconds.items()}
-        for name, one in seconds.items():
-            ratio = median_ratio_interval(one, seconds[WHOLE])
-            found[kind][name] |= asdict(ratio)
-            rows.append((kind, name, f"{1e3 * median(one):.0f}", interval_text(ratio, digits=3)))
-        advance()
-    call.table("a repeated step, over a whole one", ("model", "weights", "step, ms", "ratio"), rows)
-    return found
+    plain = {name: asdict(ratio) for name, ratio in ratios.items()}
+    return {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": found, "ratios": plain}

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from cpsr.errors import CPSRError
 from cpsr.journal import JournalReader
 from cpsr.journal.writer import FULL_STEPS
 
-__all__ = ["Answers", "Result", "main", "poll"]
+__all__ = ["main", "poll"]
 
 AIM_SECONDS, AIM_BYTES = 0.020, 150e6
 MILLISECONDS, MEGABYTE = 1e3, 1e6
@@ -32,68 +31,6 @@ START_SECONDS = 300.0  # reading ten million steps once, beside others, included
 END_SECONDS = 60.0
 LOOK_SECONDS = 0.2
 WARM_UP_SECONDS = 5.0  # the first answers of a process import and connect
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What became of the requests.
-
-    Attributes:
-        seconds: of each request that was answered with 200, from when it was meant to be sent.
-        late_seconds: how much later than that these clients came to send it.
-        refused: requests that were answered otherwise, or not at all.
-        bytes: of the last answer.
-    """
-
-    seconds: list[float]
-    late_seconds: list[float]
-    refused: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was measured over one journal.
-
-    Attributes:
-        step_rows: that it had when the clients began.
-        journal_bytes: of its file then.
-        requests: that were answered.
-        refused: others.
-        p50_seconds: from when a request was meant to be sent to its answer.
-        p99_seconds: the same.
-        longest_seconds: the same.
-        late_p99_seconds: of that, the clients' own delay in sending.
-        answer_processor_seconds: of the service, for one answer: what other processes do does not lengthen it much.
-        answer_bytes: of one answer.
-        service_bytes: the most memory that the service had.
-        trained_iterations: of the training job meanwhile.
-    """
-
-    step_rows: int
-    journal_bytes: int
-    requests: int
-    refused: int
-    p50_seconds: float
-    p99_seconds: float
-    longest_seconds: float
-    late_p99_seconds: float
-    answer_processor_seconds: float
-    answer_bytes: int
-    service_bytes: int
-    trained_iterations: int
-
-    def aims(self) -> dict[str, bool]:
-        """Each aim and whether it is met."""
-        return {
-            f"99 of 100 answers within {MILLISECONDS * AIM_SECONDS:.0f} ms": not self.refused
-            and self.p99_seconds < AIM_SECONDS,
-            f"below {AIM_BYTES / MEGABYTE:.0f} MB": self.service_bytes < AIM_BYTES,
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self) | {"aims": self.aims()}
 
 
 def main(
@@ -122,64 +59,62 @@ def main(
         run_dir = call.directory / "run"
         fill(run_dir, steps, checkpoints, lambda rows: call.progress.update(building, completed=rows))
         rows = thin_out(run_dir / "journal.db", FULL_STEPS)
-        result = _measured(run_dir, rows, clients, seconds)
+        result = {"step_rows": rows, "journal_bytes": (run_dir / "journal.db").stat().st_size}
+        result |= _measured(run_dir, clients, seconds)
         table = {
-            "step rows": f"{result.step_rows:,}",
-            "journal, MB": f"{result.journal_bytes / MEGABYTE:.0f}",
-            "answers (refused)": f"{result.requests} ({result.refused})",
-            "p50, ms": f"{MILLISECONDS * result.p50_seconds:.1f}",
-            "p99, ms": f"{MILLISECONDS * result.p99_seconds:.1f}",
-            "longest, ms": f"{MILLISECONDS * result.longest_seconds:.0f}",
-            "of p99 the clients' own delay, ms": f"{MILLISECONDS * result.late_p99_seconds:.1f}",
-            "processor time of one answer, ms": f"{MILLISECONDS * result.answer_processor_seconds:.1f}",
-            "one answer, bytes": f"{result.answer_bytes:,}",
-            "memory of the service, MB": f"{result.service_bytes / MEGABYTE:.0f}",
-            "iterations trained meanwhile": str(result.trained_iterations),
+            "step rows": f"{rows:,}",
+            "journal, MB": f"{result['journal_bytes'] / MEGABYTE:.0f}",
+            "answers (refused)": f"{result['requests']} ({result['refused']})",
+            "p50, ms": f"{MILLISECONDS * result['p50_seconds']:.1f}",
+            "p99, ms": f"{MILLISECONDS * result['p99_seconds']:.1f}",
+            "longest, ms": f"{MILLISECONDS * result['longest_seconds']:.0f}",
+            "memory of the service, MB": f"{result['service_bytes'] / MEGABYTE:.0f}",
+            "iterations trained meanwhile": str(result["trained_iterations"]),
         }
         call.table(f"GET /plan, {clients} clients, beside training", ("", "old steps thinned out"), table.items())
-        for aim, met in result.aims().items():
+        quick = not result["refused"] and result["p99_seconds"] < AIM_SECONDS
+        aims = {
+            f"99 of 100 answers within {MILLISECONDS * AIM_SECONDS:.0f} ms": quick,
+            f"below {AIM_BYTES / MEGABYTE:.0f} MB": result["service_bytes"] < AIM_BYTES,
+        }
+        for aim, met in aims.items():
             call.judge(aim, met)
         asked = {"steps": steps, "checkpoints": checkpoints, "clients": clients, "seconds": seconds}
-        call.leave(asked | {"result": result.to_json()})
+        call.leave(asked | {"result": result, "aims": aims})
 
 
-def poll(url: str, clients: int, seconds: float) -> Answers:
-    """Let clients ask once a second each, evenly spread over the second; connections are kept."""
+def poll(url: str, clients: int, seconds: float) -> tuple[list[float], int]:
+    """Let clients ask once a second each, evenly spread over the second; connections are kept.
+
+    Returns:
+        Seconds of each request that was answered with 200, from when it was meant to be sent; and how many others
+        there were.
+    """
     return asyncio.run(_poll(url, clients, seconds))
 
 
-async def _poll(url: str, clients: int, seconds: float) -> Answers:
+async def _poll(url: str, clients: int, seconds: float) -> tuple[list[float], int]:
     taken: list[float] = []
-    late: list[float] = []
-    size = refused = 0
+    requests = round(clients * seconds / PERIOD_SECONDS)
 
     async def ask(at: float) -> None:
-        nonlocal size, refused
         await asyncio.sleep(at - time.perf_counter())
-        sent = time.perf_counter()
         try:
             answer = await connections.get(url)
         except httpx.HTTPError:
-            refused += 1
             return
-        answered = time.perf_counter()
-        if answer.status_code != httpx.codes.OK:
-            refused += 1
-            return
-        taken.append(answered - at)
-        late.append(sent - at)
-        size = len(answer.content)
+        if answer.status_code == httpx.codes.OK:
+            taken.append(time.perf_counter() - at)
 
     # One pool for all: each AsyncClient reads the certificates of the machine once more, which takes seconds for 50.
     unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=unlimited, timeout=TIMEOUT_SECONDS) as connections:
         start = time.perf_counter() + PERIOD_SECONDS
-        requests = round(clients * seconds / PERIOD_SECONDS)
         async with asyncio.TaskGroup() as asking:
             # All at once: a request that is not answered yet does not keep the next one back.
             for number in range(requests):
                 asking.create_task(ask(start + number / clients * PERIOD_SECONDS))
-    return Answers(taken, late, refused, size)
+    return taken, requests - len(taken)
 
 
 @contextmanager
@@ -227,12 +162,6 @@ def _training(run_dir: Path) -> Iterator[None]:
         end_ranks(processes)
 
 
-def _newest_iteration(run_dir: Path) -> int:
-    """The iteration that was recorded last."""
-    with JournalReader(run_dir / "journal.db") as reader:
-        return reader.recent_steps(1)[0].iteration
-
-
 def _peak_resident_bytes(pid: int) -> int:
     """The most memory that a process has had so far; where the system does not report it, what it has now."""
     try:
@@ -242,42 +171,29 @@ def _peak_resident_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
-def _processor_seconds(pid: int) -> float:
-    """Processor time that a process has taken so far."""
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
-
-
 def _steps(run_dir: Path) -> tuple[int, int]:
-    """Changes with every step that is recorded, in any life."""
+    """Life and iteration that were recorded last."""
     with JournalReader(run_dir / "journal.db") as reader:
         step = reader.recent_steps(1)[0]
         return step.life, step.iteration
 
 
-def _measured(run_dir: Path, step_rows: int, clients: int, seconds: float) -> Result:
+def _measured(run_dir: Path, clients: int, seconds: float) -> dict[str, Any]:
     """Ask the service over the journal in `run_dir`, beside training."""
-    journal_bytes = (run_dir / "journal.db").stat().st_size
     with _training(run_dir), _serving(run_dir) as (url, pid):
         in_own_process(poll, url, clients, WARM_UP_SECONDS)
-        began, used = _newest_iteration(run_dir), _processor_seconds(pid)
-        answers = in_own_process(poll, url, clients, seconds)
-        trained, used = _newest_iteration(run_dir) - began, _processor_seconds(pid) - used
-        service_bytes = _peak_resident_bytes(pid)
-    if not answers.seconds:
-        raise CPSRError(f"none of {answers.refused} requests to {url} was answered with 200")
-    p50, p99 = numpy.quantile(answers.seconds, [0.5, 0.99])
-    return Result(
-        step_rows=step_rows,
-        journal_bytes=journal_bytes,
-        requests=len(answers.seconds),
-        refused=answers.refused,
-        p50_seconds=float(p50),
-        p99_seconds=float(p99),
-        longest_seconds=max(answers.seconds),
-        late_p99_seconds=float(numpy.quantile(answers.late_seconds, 0.99)),
-        answer_processor_seconds=used / len(answers.seconds),
-        answer_bytes=answers.bytes,
-        service_bytes=service_bytes,
-        trained_iterations=trained,
-    )
+        _, began = _steps(run_dir)
+        answers, refused = in_own_process(poll, url, clients, seconds)
+        trained, service_bytes = _steps(run_dir)[1] - began, _peak_resident_bytes(pid)
+    if not answers:
+        raise CPSRError(f"none of {refused} requests to {url} was answered with 200")
+    p50, p99 = numpy.quantile(answers, [0.5, 0.99]).tolist()
+    return {
+        "requests": len(answers),
+        "refused": refused,
+        "p50_seconds": p50,
+        "p99_seconds": p99,
+        "longest_seconds": max(answers),
+        "service_bytes": service_bytes,
+        "trained_iterations": trained,
+    }

@@ -24,9 +24,7 @@ from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
     Job,
     Outcome,
-    Prediction,
     Recovery,
-    Rollback,
     System,
     simulate,
 )
@@ -127,18 +125,18 @@ def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
         low, high = limits.interval_min_iterations, limits.interval_max_iterations
         interval = min(max(pccheck(job).interval_iterations, low), high)
         checkpoints = Checkpoints(interval, job.stall_seconds, job.persist_seconds, PCCHECK_CONCURRENT)
-        return System(name, checkpoints, Rollback())
+        return System(name, checkpoints, Recovery())
     if rule is not None and name not in ("theorem1", "untruncated", "sinh"):
         bounds = bounds_of(job, limits, "recompute")
         assert bounds is not None  # recomputing is always possible
         interval, _ = bounds.clamp(rule(job).interval_iterations)
-        return System(name, Checkpoints(interval, job.stall_seconds, job.persist_seconds), Rollback())
+        return System(name, Checkpoints(interval, job.stall_seconds, job.persist_seconds), Recovery())
     plan = make_plan(job, limits, name, rules=RULES)
     checkpoints = Checkpoints(plan.interval_iterations, job.stall_seconds, job.persist_seconds)
-    recovery: Recovery = Rollback()
+    recovery = Recovery()
     if plan.mode == "predict":
         assert job.recovery is not None  # or nothing is predicted
-        recovery = Prediction(job.recovery, job.predict_seconds, job.watch_iterations, job.lead_after_iterations)
+        recovery = Recovery(job.recovery, job.predict_seconds, job.watch_iterations, job.lead_after_iterations)
     return System(name, checkpoints, recovery, plan.mode or "")
 
 

@@ -13,18 +13,16 @@ from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
     Job,
     LinearCost,
-    Prediction,
     Recovery,
-    Rollback,
     System,
     simulate,
 )
 from cpsr.planner.inputs import Limits, Mode, PlannerInputs, bounds_of
-from cpsr.planner.planning import make_plan, optimum
+from cpsr.planner.planning import make_plan
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.predictor.watch import WATCH_ITERATIONS
 
-__all__ = ["AIMS", "CASES", "MTBF_MINUTES", "PHASES", "Case", "cases", "report", "unavoidable_excess", "worst"]
+__all__ = ["AIMS", "CASES", "MTBF_MINUTES", "PHASES", "Case", "cases", "report", "worst"]
 
 ITERATION_SECONDS = 3.0
 PREDICT_SECONDS = 5.0
@@ -40,8 +38,6 @@ PHASES = {
 }
 # The planner's curve over the true one.
 ERRORS = (1.0, 0.7, 1.3)
-# Measured slopes near the break-even of the two modes.
-MEASURED_SLOPES = numpy.linspace(0.3, 1.3, 101)
 LIMITS = Limits(interval_max_iterations=5000, predictable_interval_iterations=300)
 BRUTE_INTERVALS = 40
 RIVALS = ("young", "daly", "checkfreq", "pccheck", "gemini")
@@ -164,12 +160,10 @@ def _rivals(truth: PlannerInputs) -> Iterator[tuple[float, str, int]]:
 
 def _cost(truth: PlannerInputs, interval: int, mode: Mode, slots: int = 1) -> float:
     mtbf = 1 / truth.failures_per_second
-    recovery: Recovery = Rollback()
+    recovery = Recovery()
     if mode == "predict":
         assert truth.recovery is not None
-        recovery = Prediction(
-            truth.recovery, truth.predict_seconds, truth.watch_iterations, truth.lead_after_iterations
-        )
+        recovery = Recovery(truth.recovery, truth.predict_seconds, truth.watch_iterations, truth.lead_after_iterations)
     checkpoints = Checkpoints(interval, truth.stall_seconds, truth.persist_seconds, slots)
     system = System("x", checkpoints, recovery)
 
@@ -179,28 +173,6 @@ def _cost(truth: PlannerInputs, interval: int, mode: Mode, slots: int = 1) -> fl
         return failures * float(simulate(job, system, poisson(mtbf), RUNS, SEED).cost_fraction.mean())
 
     return (lost_failures(FAILURES) - lost_failures(WARM_UP_FAILURES)) / (FAILURES - WARM_UP_FAILURES)
-
-
-def unavoidable_excess(minutes: int, state: str) -> float:
-    """Excess that every rule has somewhere which picks a mode by a slope that is measured 30% off, by expected costs.
-
-    The same measured slope may stand for a true one at which predicting costs more than recomputing, and for one at
-    which it costs less. Whichever mode is picked, it is the wrong one for one of the two. The best rule picks the
-    lesser excess.
-    """
-
-    def least(mode: Mode, slope: float) -> float:
-        best = optimum(_inputs(minutes, state, LinearCost(slope)), LIMITS, mode)
-        assert best is not None
-        return best.cost_per_second
-
-    recomputed = least("recompute", 1.0)
-    low, high = min(ERRORS), max(ERRORS)
-    excesses = [
-        min(least("predict", slope / low) / recomputed - 1, recomputed / least("predict", slope / high) - 1)
-        for slope in MEASURED_SLOPES.tolist()
-    ]
-    return max(excesses)
 
 
 def worst(found: Sequence[Case]) -> dict[str, float]:
@@ -234,10 +206,6 @@ def report(found: Sequence[Case]) -> dict[str, Any]:
         "states_stall_persist_seconds": STATES,
         "phases": {name: asdict(lag) for name, lag in PHASES.items()},
         "worst": excesses,
-        "unavoidable_excess": {
-            f"{minutes} min, {state}": unavoidable_excess(minutes, state)
-            for minutes, state in product(MTBF_MINUTES, STATES)
-        },
         "aims": {name: excesses[name] <= aim for name, aim in AIMS.items()},
         "cases": [asdict(case) | {"over_brute": case.over_brute, "over_rival": case.over_rival} for case in found],
     }

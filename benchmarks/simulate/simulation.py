@@ -1,7 +1,7 @@
 """The simulation: a job, a system that takes its checkpoints and brings it back, and runs from failure to failure."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
@@ -14,9 +14,7 @@ __all__ = [
     "Job",
     "LinearCost",
     "Outcome",
-    "Prediction",
     "Recovery",
-    "Rollback",
     "System",
     "simulate",
 ]
@@ -42,14 +40,6 @@ class Job:
     replacement_seconds: float = 0.0
     restart_seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        _require_positive(iteration_seconds=self.iteration_seconds, wall_seconds=self.wall_seconds)
-        _require_not_negative(
-            detection_seconds=self.detection_seconds,
-            replacement_seconds=self.replacement_seconds,
-            restart_seconds=self.restart_seconds,
-        )
-
 
 @dataclass(frozen=True)
 class Checkpoints:
@@ -70,13 +60,8 @@ class Checkpoints:
     persist_seconds: float = 0.0
     slots: int = 1
 
-    def __post_init__(self) -> None:
-        _require_positive(interval_iterations=self.interval_iterations, slots=self.slots)
-        _require_not_negative(stall_seconds=self.stall_seconds, persist_seconds=self.persist_seconds)
 
-
-@dataclass(frozen=True)
-class Resumption:
+class Resumption(NamedTuple):
     """Where training goes on after a failure, one value a run.
 
     Attributes:
@@ -95,58 +80,38 @@ class Resumption:
 
 
 @dataclass(frozen=True)
-class Rollback:
-    """All workers go back to the checkpoint and train on from there."""
-
-    def resume(self, position: Array, durable: Array, interval_iterations: int, iteration_seconds: float) -> Resumption:
-        """At the newest durable checkpoint.
-
-        Args:
-            position: iterations at the failure, in part as well.
-            durable: iteration of the newest durable checkpoint; 0 is the start of the job.
-            interval_iterations: between checkpoints.
-            iteration_seconds: of one iteration.
-        """
-        none = numpy.zeros_like(position)
-        return Resumption(durable, durable + interval_iterations, durable, none, none)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The state at the failure is predicted; without any checkpoint the job starts again.
+class Recovery:
+    """All workers go back to the checkpoint, or the state at the failure is predicted.
 
     Attributes:
-        cost: the end cost by the distance from the checkpoint.
+        cost: the end cost of a prediction by the distance from the checkpoint; None: all go back.
         seconds: to forecast, predict and inject.
         watch_iterations: no checkpoint begins in so many iterations after a predicted restart.
         lead_after_iterations: after it, before an end cost below zero is had.
     """
 
-    cost: RecoveryCost
+    cost: RecoveryCost | None = None
     seconds: float = 0.0
     watch_iterations: int = 0
     lead_after_iterations: int = 0
 
-    def __post_init__(self) -> None:
-        _require_not_negative(
-            seconds=self.seconds,
-            watch_iterations=self.watch_iterations,
-            lead_after_iterations=self.lead_after_iterations,
-        )
+    def resume(self, position: Array, durable: Array, interval_iterations: int) -> Resumption:
+        """At the last whole iteration before the failure, or at the checkpoint.
 
-    def resume(self, position: Array, durable: Array, interval_iterations: int, iteration_seconds: float) -> Resumption:
-        """At the last whole iteration before the failure; see `Rollback.resume` for the arguments."""
+        Args:
+            position: iterations at the failure, in part as well.
+            durable: iteration of the newest durable checkpoint; 0 is the start of the job, where nothing is predicted.
+            interval_iterations: between checkpoints.
+        """
+        none = numpy.zeros_like(position)
+        if self.cost is None:
+            return Resumption(durable, durable + interval_iterations, durable, none, none)
         possible = durable > 0
         target = numpy.where(possible, numpy.floor(position), 0.0)
-        horizon = target - durable
-        cost = numpy.where(possible, self.cost.end_cost_iterations(horizon, interval_iterations), 0.0)
-        seconds = numpy.where(possible, self.seconds, 0.0)
-        watched = numpy.where(possible, float(self.watch_iterations), 0.0)
-        due = target + numpy.maximum(interval_iterations, watched)
+        cost = numpy.where(possible, self.cost.end_cost_iterations(target - durable, interval_iterations), none)
+        due = target + numpy.maximum(interval_iterations, numpy.where(possible, self.watch_iterations, none))
+        seconds = numpy.where(possible, self.seconds, none)
         return Resumption(target, due, target + self.lead_after_iterations, cost, seconds)
-
-
-Recovery = Rollback | Prediction
 
 
 @dataclass(frozen=True)
@@ -171,18 +136,6 @@ class System:
     checkpoints: Checkpoints
     recovery: Recovery
     note: str = ""
-
-
-def _require_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < numpy.inf:
-            raise ValueError(f"{name} must be positive and finite, not {value}")
-
-
-def _require_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < numpy.inf:
-            raise ValueError(f"{name} must be finite and not negative, not {value}")
 
 
 @dataclass(frozen=True)
@@ -295,7 +248,7 @@ class _Runs:
         durable_cost = numpy.where(reached.durable_iterations > self._durable, self._had(reached), self._durable_cost)
         position, durable = reached.position_iterations, reached.durable_iterations
         interval = checkpoints.interval_iterations
-        next_ = self._system.recovery.resume(position, durable, interval, job.iteration_seconds)
+        next_ = self._system.recovery.resume(position, durable, interval)
         self._lost += struck * (position - next_.position_iterations) * job.iteration_seconds
         self._failures += struck
         replaced = at + job.detection_seconds + job.replacement_seconds

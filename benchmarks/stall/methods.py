@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from cpsr.benchmarks.harness.processes import wait_for
@@ -24,12 +23,10 @@ from cpsr.job import Rewind
 from cpsr.planner.plan import fixed_plan
 from cpsr.recovery import CPSRRecovery
 
-__all__ = ["NEVER_ITERATIONS", "Cpsr", "Dcp", "Memcpy", "Method", "State", "TorchSave", "empty_state", "save_name"]
+__all__ = ["NEVER_ITERATIONS", "Cpsr", "Dcp", "Memcpy", "Method", "Saves", "TorchSave"]
 
 NEVER_ITERATIONS = 2**30  # longer than any measurement
 TORCH_FILE = "state.pt"
-
-State = dict[str, torch.Tensor]
 
 
 class Method(Protocol):
@@ -37,11 +34,9 @@ class Method(Protocol):
 
     Attributes:
         name: as in the tables.
-        checkpoints: where its checkpoints lie, relative to the directory that it was given.
     """
 
     name: str
-    checkpoints: str
 
     def arm(self) -> None:
         """Outside the timed step, before it: a checkpoint belongs at its end."""
@@ -59,17 +54,6 @@ class Method(Protocol):
     def clean(self) -> None:
         """Remove the checkpoint."""
 
-    def restore(self, job: Job, directory: Path) -> State | None:
-        """What a new process gets back, by the files alone; also called after the method was closed.
-
-        Args:
-            job: of the same size, freshly made.
-            directory: a copy of the one that was saved to.
-
-        Returns:
-            The state of the newest checkpoint that the method accepts; None where it returns nothing.
-        """
-
 
 class Cpsr:
     """CPSR as users run it, its own retention included; the benchmark only says at which step a save is due.
@@ -79,13 +63,13 @@ class Cpsr:
     """
 
     name = "cpsr"
-    checkpoints = "run/checkpoints"
 
     @classmethod
     @contextmanager
     def open(cls, job: Job, directory: Path) -> Iterator["Cpsr"]:
         """CPSR around the job, with its run directory in `directory`."""
-        with CPSRRecovery(job.adapter, _configuration(directory)) as recovery:
+        config = {"run_dir": directory / "run", "checkpoint": {"interval_iterations": NEVER_ITERATIONS}}
+        with CPSRRecovery(job.adapter, config) as recovery:
             yield cls(recovery)
 
     def __init__(self, recovery: CPSRRecovery) -> None:
@@ -115,22 +99,34 @@ class Cpsr:
     def clean(self) -> None:
         """Old checkpoints are removed by the writer."""
 
-    def restore(self, job: Job, directory: Path) -> State | None:
-        """The state after a restart in exact mode; None where it starts from scratch."""
-        with CPSRRecovery(job.adapter, _configuration(directory), mode="exact") as recovery:
-            return job.state if recovery.restored.checkpoint_iteration is not None else None
+
+class Saves:
+    """What the other methods have in common: a new directory for every checkpoint.
+
+    Args:
+        job: whose state is saved.
+        directory: holds the checkpoints.
+    """
+
+    def __init__(self, job: Job, directory: Path) -> None:
+        self._job = job
+        self._directory = directory
+        self._saves = 0
+
+    def arm(self) -> None:
+        """The next checkpoint."""
+        self._saves += 1
+
+    def clean(self) -> None:
+        """Remove its directory."""
+        shutil.rmtree(self._path)
+
+    @property
+    def _path(self) -> Path:
+        return self._directory / f"save-{self._saves}"
 
 
-def _configuration(directory: Path) -> dict[str, Any]:
-    return {
-        "run_dir": directory / "run",
-        "checkpoint": {
-            "interval_iterations": NEVER_ITERATIONS,
-        },
-    }
-
-
-class Dcp:
+class Dcp(Saves):
     """`torch.distributed.checkpoint.async_save`, with a fresh directory for every checkpoint.
 
     Args:
@@ -139,13 +135,9 @@ class Dcp:
         reuse_staging: keep the host buffers between saves instead of the default's new ones for each; pinned for a GPU.
     """
 
-    checkpoints = "."
-
     def __init__(self, job: Job, directory: Path, *, reuse_staging: bool) -> None:
+        super().__init__(job, directory)
         self.name = "dcp, reused buffers" if reuse_staging else "dcp async_save"
-        self._job = job
-        self._directory = directory
-        self._saves = 0
         self._durable: float | None = None
         self._future: Future[Any] | None = None
         on_gpu = job.device == CUDA  # else what async_save itself takes
@@ -154,13 +146,9 @@ class Dcp:
         )
         self._stager = DefaultStager(options) if reuse_staging else None
 
-    def arm(self) -> None:
-        """Forget the checkpoint before."""
-        self._durable = None
-        self._saves += 1
-
     def save(self) -> None:
         """Stage the state, and leave the writing to DCP's thread."""
+        self._durable = None
         future = async_save(self._job.state, checkpoint_id=self._path, async_stager=self._stager, no_dist=True)
         assert isinstance(future, Future)  # staging is synchronous
         future.add_done_callback(self._note_durable)
@@ -175,41 +163,19 @@ class Dcp:
                 raise CPSRError(f"DCP could not save to {self._path}: {error}") from error
         return self._durable
 
-    def clean(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self._path)
-
-    def restore(self, job: Job, directory: Path) -> State | None:
-        """The newest directory, read into tensors of the same shapes."""
-        state = empty_state(job)
-        load(state, checkpoint_id=directory / save_name(self._saves), no_dist=True)
-        return state
-
-    @property
-    def _path(self) -> Path:
-        return self._directory / save_name(self._saves)
-
     def _note_durable(self, future: Future[Any]) -> None:
         self._durable = time.time()
 
 
-class TorchSave:
+class TorchSave(Saves):
     """`torch.save` and fsync on the training thread."""
 
     name = "torch.save + fsync"
-    checkpoints = "."
-
-    def __init__(self, job: Job, directory: Path) -> None:
-        self._job = job
-        self._path = directory / TORCH_FILE
-        self._durable: float | None = None
-
-    def arm(self) -> None:
-        """Nothing to prepare."""
 
     def save(self) -> None:
         """Write the file and force it to the disk."""
-        with self._path.open("wb") as file:
+        self._path.mkdir()
+        with (self._path / TORCH_FILE).open("wb") as file:
             torch.save(self._job.state, file)
             file.flush()
             os.fsync(file.fileno())
@@ -218,15 +184,6 @@ class TorchSave:
     def durable_unix_seconds(self) -> float | None:
         """When fsync returned."""
         return self._durable
-
-    def clean(self) -> None:
-        """Remove the file."""
-        self._path.unlink()
-
-    def restore(self, job: Job, directory: Path) -> State | None:
-        """The file, read without pickled code."""
-        state: State = torch.load(directory / TORCH_FILE, weights_only=True)
-        return state
 
 
 class Memcpy:
@@ -249,13 +206,3 @@ class Memcpy:
             target.copy_(source, non_blocking=source.is_cuda)
         wait_for(self._device)
         return time.perf_counter() - started
-
-
-def save_name(number: int) -> str:
-    """Directory of one checkpoint, for methods that want a new one each time."""
-    return f"save-{number}"
-
-
-def empty_state(job: Job) -> State:
-    """Zeros for every tensor of the state, for methods that read into what is there."""
-    return {name: torch.zeros_like(tensor) for name, tensor in job.state.items()}

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from cpsr.benchmarks.stall.job import Job
-from cpsr.benchmarks.stall.methods import Cpsr, Dcp, Method, State, TorchSave, empty_state, save_name
+from cpsr.benchmarks.stall.methods import Cpsr, Dcp, Method, Saves, TorchSave
 from cpsr.errors import CPSRError
 
 __all__ = ["INSTALL", "ROSTER", "Entry", "installed", "warnings_of_rivals_only"]
@@ -33,7 +33,7 @@ def warnings_of_rivals_only() -> None:
         logging.getLogger(package).setLevel(logging.WARNING)  # DLRover's has a variable of its own
 
 
-class DlRover:
+class DlRover(Saves):
     """DLRover's flash checkpoint: into shared memory on the training thread, and from there to the disk by a process.
 
     The file that holds the state is not forced to the disk (the one that names the newest step is). A save while the
@@ -47,7 +47,6 @@ class DlRover:
     """
 
     name = "dlrover"
-    checkpoints = "."
 
     @classmethod
     @contextmanager
@@ -74,15 +73,9 @@ class DlRover:
                 shutil.rmtree(sockets, ignore_errors=True)
 
     def __init__(self, job: Job, directory: Path, checkpointer: Any, tracker: str) -> None:
-        self._job = job
-        self._directory = directory
+        super().__init__(job, directory)
         self._checkpointer = checkpointer
         self._tracker = directory / tracker
-        self._saves = 0
-
-    def arm(self) -> None:
-        """The next step number."""
-        self._saves += 1
 
     def save(self) -> None:
         """Into shared memory, and a message to the saver."""
@@ -98,23 +91,9 @@ class DlRover:
             return None
         return self._tracker.stat().st_mtime
 
-    def clean(self) -> None:
-        """Remove the step's directory."""
-        shutil.rmtree(self._directory / str(self._saves))
-
-    def restore(self, job: Job, directory: Path) -> State | None:
-        """What it loads where the shared memory is gone, as after the loss of a node."""
-        from dlrover.python.common.storage import PosixDiskStorage
-        from dlrover.trainer.torch.flash_checkpoint.full_ckpt_engine import FullCheckpointEngine
-
-        reader = SimpleNamespace(
-            checkpoint_dir=str(directory), storage=PosixDiskStorage(), _global_shard_num=1, _rank=0
-        )
-        reader._gen_restore_checkpoint_path = lambda step: FullCheckpointEngine._gen_restore_checkpoint_path(
-            reader, step
-        )
-        state: State = FullCheckpointEngine._load_from_storage(reader)
-        return state or None
+    @property
+    def _path(self) -> Path:
+        return self._directory / str(self._saves)
 
 
 @contextmanager
@@ -143,7 +122,7 @@ def _spawned_processes() -> Iterator[None]:
         multiprocessing.set_start_method(before, force=True)
 
 
-class LmResiliency:
+class LmResiliency(Saves):
     """lm-resiliency's GEMINI manager: into a host buffer, and from there to the disk at once, by its own thread.
 
     Its copy in host memory alone (and, with more ranks, at a peer) is not measured: no checkpoint is on the disk then.
@@ -153,8 +132,6 @@ class LmResiliency:
         directory: holds the checkpoints.
         checked: keep a CRC-32 of the state beside it and compare it on loading, which is off by default.
     """
-
-    checkpoints = "."
 
     @classmethod
     @contextmanager
@@ -167,16 +144,19 @@ class LmResiliency:
             method._manager.close()
 
     def __init__(self, job: Job, directory: Path, *, checked: bool) -> None:
+        super().__init__(job, directory)
         self.name = "lm-resiliency, checked" if checked else "lm-resiliency"
-        self._job = job
-        self._directory = directory
-        self._checked = checked
-        self._saves = 0
-        self._manager = self._open_manager(directory)
+        from lm_resiliency.checkpointing import InMemoryCheckpointManager, InMemoryCkptConfig
 
-    def arm(self) -> None:
-        """The next step number."""
-        self._saves += 1
+        config = InMemoryCkptConfig(
+            disk_flush_interval=0,  # would write the checkpoint before the newest; asked for one by one here
+            disk_folder=str(directory),
+            run_id=RUN_ID,
+            verify_integrity=checked,
+        )
+        # Without this a single rank gets two more buffers, for a peer that there is not.
+        replicas = SimpleNamespace(has_natural_replicas=True)
+        self._manager: Any = InMemoryCheckpointManager(config, parallelism_info=replicas)
 
     def save(self) -> None:
         """Copy the state into a buffer, and hand a copy of that to the thread that writes."""
@@ -190,58 +170,18 @@ class LmResiliency:
         if writer._write_thread.is_alive():
             return None
         writer.wait()  # raises what went wrong
-        (path,) = self._directory.rglob(f"step-{self._saves}/rank-0.pt")
-        return path.stat().st_ctime
+        return (self._path / "rank-0.pt").stat().st_ctime
 
-    def clean(self) -> None:
-        """Remove the step's directory."""
+    @property
+    def _path(self) -> Path:
         (path,) = self._directory.rglob(f"step-{self._saves}")
-        shutil.rmtree(path)
-
-    def restore(self, job: Job, directory: Path) -> State | None:
-        """What a new manager loads; an older checkpoint where it refuses the newest."""
-        manager = self._open_manager(directory)
-        try:
-            loaded = manager.load()
-        finally:
-            manager.close()
-        return None if loaded is None else loaded[0]
-
-    def _open_manager(self, directory: Path) -> Any:
-        from lm_resiliency.checkpointing import InMemoryCheckpointManager, InMemoryCkptConfig
-
-        config = InMemoryCkptConfig(
-            disk_flush_interval=0,  # would write the checkpoint before the newest; asked for one by one here
-            disk_folder=str(directory),
-            run_id=RUN_ID,
-            verify_integrity=self._checked,
-        )
-        # Without this a single rank gets two more buffers, for a peer that there is not.
-        return InMemoryCheckpointManager(config, parallelism_info=SimpleNamespace(has_natural_replicas=True))
+        return path
 
 
-class TorchSnapshot:
-    """`torchsnapshot.Snapshot.async_take`, which wants a new directory each time and forces nothing to the disk.
-
-    What fails in its reading tasks goes to asyncio's log only: the caller gets zeros where a file was too short.
-
-    Args:
-        job: whose state is saved.
-        directory: holds the checkpoints.
-    """
+class TorchSnapshot(Saves):
+    """`torchsnapshot.Snapshot.async_take`, which wants a new directory each time and forces nothing to the disk."""
 
     name = "torchsnapshot"
-    checkpoints = "."
-
-    def __init__(self, job: Job, directory: Path) -> None:
-        self._job = job
-        self._directory = directory
-        self._saves = 0
-        self._pending: Any = None
-
-    def arm(self) -> None:
-        """The next directory."""
-        self._saves += 1
 
     def save(self) -> None:
         """Stage the state, and leave the writing to the package's thread."""
@@ -256,23 +196,6 @@ class TorchSnapshot:
         self._pending.wait()  # raises what went wrong
         return (self._path / METADATA).stat().st_mtime
 
-    def clean(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self._path)
-
-    def restore(self, job: Job, directory: Path) -> State | None:
-        """The newest directory, read into tensors of the same shapes."""
-        from torchsnapshot import Snapshot, StateDict
-
-        target = StateDict(**empty_state(job))
-        Snapshot(str(directory / save_name(self._saves))).restore({"state": target})
-        state: State = target.state_dict()
-        return state
-
-    @property
-    def _path(self) -> Path:
-        return self._directory / save_name(self._saves)
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -283,12 +206,15 @@ class Entry:
         open: its method on a job, saving below a directory; a context manager.
         modules: what must be importable, beside our own dependencies; first the package itself.
         forced: whether its files are forced to the disk before it calls a checkpoint complete.
+        verifies: whether it notices a flipped byte and a cut end in any of its files, as measured on 2026-11-24
+            (docs/measured/overhead.md).
     """
 
     name: str
     open: Callable[[Job, Path], AbstractContextManager[Method]]
     modules: tuple[str, ...] = ()
     forced: bool = True
+    verifies: bool = False
 
 
 @contextmanager
@@ -298,12 +224,12 @@ def _opened(make: Callable[[Job, Path], Method], job: Job, directory: Path) -> I
 
 
 ROSTER = (
-    Entry("cpsr", Cpsr.open),
+    Entry("cpsr", Cpsr.open, verifies=True),
     Entry("dcp async_save", partial(_opened, partial(Dcp, reuse_staging=False))),
     Entry("dcp, reused buffers", partial(_opened, partial(Dcp, reuse_staging=True))),
     Entry("dlrover", DlRover.open, ("dlrover", "grpc"), forced=False),  # it imports grpc without requiring it
     Entry("lm-resiliency", partial(LmResiliency.open, checked=False), ("lm_resiliency",)),
-    Entry("lm-resiliency, checked", partial(LmResiliency.open, checked=True), ("lm_resiliency",)),
+    Entry("lm-resiliency, checked", partial(LmResiliency.open, checked=True), ("lm_resiliency",), verifies=True),
     Entry("torch.save + fsync", partial(_opened, TorchSave)),
     Entry("torchsnapshot", partial(_opened, TorchSnapshot), ("torchsnapshot",), forced=False),
 )

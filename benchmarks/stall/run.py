@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring
 from cpsr.benchmarks.stall.job import SIZES, Size
 from cpsr.benchmarks.stall.measure import measure_methods
 from cpsr.benchmarks.stall.methods import Cpsr
-from cpsr.benchmarks.stall.result import RATIO_AIM, SizeResult, summarise
+from cpsr.benchmarks.stall.result import SizeResult, summarise
 from cpsr.benchmarks.stall.rivals import INSTALL, ROSTER, Entry, installed, warnings_of_rivals_only
-from cpsr.benchmarks.stall.trial import DAMAGES, Trial, try_method
+from cpsr.benchmarks.stall.trial import Trial, try_method
 from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import CPSRError
 
@@ -37,7 +36,7 @@ def main(
         json_path: where the figures go.
         pairs: checkpoints per method and size.
         workdir: on the file system to be measured; by default the one for temporary files.
-        sizes: the training jobs; damage is done at the first.
+        sizes: the training jobs.
         roster: the methods; those whose packages are not installed are left out, which is reported.
         device: `cpu` or `cuda`, which the jobs train on.
 
@@ -54,7 +53,7 @@ def main(
         warnings.filterwarnings("ignore", "The pynvml package is deprecated")  # comes with DLRover
         modules = [entry.modules[0] for entry in entries if entry.modules]
         call.machine["versions"] |= {module: version(module) for module in modules}
-        step, trials = call.bar("damage, memory", len(entries)), {}
+        step, trials = call.bar("memory", len(entries)), {}
         for entry in entries:
             trials[entry.name] = try_method(entry, sizes, call.directory)
             step()
@@ -65,7 +64,9 @@ def main(
         measured = [measure_methods(size, usable, pairs, call.directory, step) for size in sizes]
         results = [summarise(size.name, samples, trials) for size, samples in zip(sizes, measured, strict=True)]
         _show(call, results, list(trials.values()), left_out, pairs)
-        call.leave(_figures(results, trials, left_out, pairs, sizes))
+        errors = {name: trial.error for name, trial in trials.items() if trial.error is not None}
+        plain = {"jobs": [asdict(size) for size in sizes], "results": [result.to_json() for result in results]}
+        call.leave({"pairs": pairs, **plain, "not_run": errors, "left_out": left_out})
 
 
 def _show(
@@ -75,7 +76,7 @@ def _show(
     left_out: Sequence[str],
     pairs: int,
 ) -> None:
-    """One table a size, the table of damage, what was left out, and the aims."""
+    """One table a size, what was left out, and the aims."""
     console = call.console
     for result in results:
         _show_stalls(call, result)
@@ -90,26 +91,15 @@ def _show(
             "A step ends when the GPU has computed it; copies on other streams go on. Memcpy: from the GPU into pinned "
             "memory. Pinned memory that the driver maps by itself may be missing in the figures of host memory."
         )
-    rows = [
-        (trial.name, *("could not be run" if trial.error else _answers(trial, damage) for damage in DAMAGES))
-        for trial in trials
-    ]
-    call.table("What comes back from a damaged checkpoint", ("method", *DAMAGES), rows)
-    console.print(
-        "Each file of a checkpoint was damaged in turn, in the middle, and the state restored from the files alone. "
-        "Verified: the checkpoint before it came back; unharmed: the right one did; error: an exception."
-    )
     for trial in trials:
         if trial.error is not None:
-            console.print(f"{trial.name} could not be run: {trial.error}", style="yellow", markup=False)
+            console.print(f"{trial.entry.name} could not be run: {trial.error}", style="yellow", markup=False)
     if left_out:
         console.print(f"Left out, not installed: {', '.join(left_out)}. In a checkout: {INSTALL}", markup=False)
     console.print(f"torch threads: {call.machine['torch_threads']}")
     for result in results:
         for aim, met in result.aims().items():
             call.judge(aim, met)
-        if result.unsettled:
-            console.print(f"      {result.size}: the interval holds {RATIO_AIM}, so that this median settles nothing")
 
 
 def _show_stalls(call: Measurement, result: SizeResult) -> None:
@@ -130,24 +120,3 @@ def _show_stalls(call: Measurement, result: SizeResult) -> None:
     ]
     headings = ("method", "stall,\nmemcpys", "stall,\nms", "until durable,\nms", "durable after,\nms", "host memory")
     call.table(title, headings, rows)
-
-
-def _answers(trial: Trial, damage: str) -> str:
-    """Answers with their number of files, where there is more than one file."""
-    answers = trial.answers(damage)
-    if sum(answers.values()) == 1:
-        return next(iter(answers))
-    return ", ".join(f"{answer} ({count})" for answer, count in answers.items())
-
-
-def _figures(
-    results: list[SizeResult], trials: dict[str, Trial], left_out: list[str], pairs: int, sizes: Sequence[Size]
-) -> dict[str, Any]:
-    """Plain data for the JSON file."""
-    return {
-        "pairs": pairs,
-        "jobs": [asdict(size) for size in sizes],
-        "results": [result.to_json() for result in results],
-        "trials": [asdict(trial) | {"verifies": trial.verifies} for trial in trials.values()],
-        "left_out": left_out,
-    }

@@ -1,30 +1,24 @@
-"""Many processes give the same numbers as one, and end with their parent."""
+"""Results of workers keep their order, errors come out, and workers end with their parent."""
 
-import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from cpsr.benchmarks.harness.processes import Workers, in_own_process
-from cpsr.benchmarks.recovery.run import main
-from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.benchmarks.tests.harness.tiny_workers import square
-from cpsr.benchmarks.tests.recovery.tiny import SELECTION, TINY, measured, one_thread
+from cpsr.benchmarks.tests.recovery.tiny import one_thread
 from cpsr.errors import CPSRError
 
 ROOT = Path(__file__).parents[3]
 WAITING = """
-import time
 from pathlib import Path
-from cpsr.benchmarks.harness.processes import Workers, in_own_process
+from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.tests.harness.tiny_workers import wait
 if __name__ == "__main__":
     with Workers(2) as workers:
@@ -32,39 +26,17 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(autouse=True)
-def _tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(WORKLOADS, TINY.name, TINY)
-    with one_thread():
-        yield
-
-
-def test_workers_measure_what_one_process_does(tmp_path: Path) -> None:
-    few = dataclasses.replace(SELECTION, intervals=(50,), methods=("stale", "line"))
-    torch.set_num_threads(2)  # of which nothing may depend
-    main(few, tmp_path / "one", tmp_path / "one.json")
-    main(few, tmp_path / "two", tmp_path / "two.json", workers=2)
-    assert [path.name for path in (tmp_path / "one").iterdir()] == [path.name for path in (tmp_path / "two").iterdir()]
-    assert measured(tmp_path / "one.json") == measured(tmp_path / "two.json")
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_results_keep_the_order_of_the_items_and_an_error_comes_out(count: int) -> None:
     done: list[int] = []
-    with Workers(count) as workers:
+    with one_thread(), Workers(count) as workers:
         assert workers.each(square, [5, 1, 4], done.append) == [25, 1, 16]
-        assert done[-1] == 3
+        assert done == [1, 2, 3]
         with pytest.raises(CPSRError, match="two"):
             workers.each(square, [1, 2])
         if count > 1:
             with pytest.raises(CPSRError, match="a worker was killed"):
                 workers.each(square, [0])
-
-
-def test_work_is_done_elsewhere_and_how_that_ends_is_reported() -> None:
-    assert in_own_process(os.getpid) != os.getpid()
-    with pytest.raises(FileNotFoundError):
-        in_own_process(os.stat, "no/such/file")
     with pytest.raises(CPSRError, match="_exit was ended from outside, perhaps for lack of memory"):
         in_own_process(os._exit, 9)
 

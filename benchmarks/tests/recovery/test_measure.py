@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery import measure, tune
-from cpsr.benchmarks.recovery.ending import ended, worths
+from cpsr.benchmarks.recovery.ending import final_loss, worths
 from cpsr.benchmarks.recovery.grid import Point, points
-from cpsr.benchmarks.recovery.lost import PartName, lost_part, lost_spans
+from cpsr.benchmarks.recovery.lost import lost_part
 from cpsr.benchmarks.recovery.measure import Outcome, outcomes_at
 from cpsr.benchmarks.recovery.methods import PREDICTORS, Failure, Method, form
 from cpsr.benchmarks.recovery.run import main
@@ -39,7 +39,6 @@ from cpsr.predictor.line import LinePredictor
 POINT = Point(interval=50, fraction=0.5, checkpoint=450, failure=488)
 WORTH = IterationWorth(2e-5, 1e-6, TINY.iterations)
 SMALL = Workload("small", lambda: GPTTask(GPTConfig(layers=3, heads=1, width=8, context=16)), "cosine", 1e-2, 100)
-SHARDS: tuple[PartName, ...] = ("1/2", "1/4", "1/8")
 ROOT = Path(__file__).parents[3]
 
 
@@ -78,9 +77,7 @@ def test_a_killed_benchmark_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    before = set(killed.rglob("points/*/*.json"))
     main(SELECTION, killed, tmp_path / "killed.json", 1)
-    assert set(killed.rglob("points/*/*.json")) > before
     main(SELECTION, whole, tmp_path / "whole.json", 1)
     assert measured(tmp_path / "killed.json") == measured(tmp_path / "whole.json")
 
@@ -91,9 +88,10 @@ def test_a_call_leaves_figures_and_a_finished_one_measures_nothing_again(
     one = dataclasses.replace(SELECTION, intervals=(50,))
     main(one, tmp_path / "cache", tmp_path / "first.json", 1)
     report = json.loads((tmp_path / "first.json").read_text())
-    assert {cell["method"] for cell in report["cells"]} == set(METHODS)
+    assert {mean["group"]["method"] for mean in report["means"]} == set(METHODS)
     assert {method: len(of) for method, of in report["failures"][TINY.name].items()} == dict.fromkeys(METHODS, 2)
     assert report["worths"][TINY.name]["nats"] > 3 * report["worths"][TINY.name]["standard_error_nats"] > 0
+    assert (tmp_path / "first.png").stat().st_size > 0
     monkeypatch.setattr(measure, "form", None)  # calling it would raise
     main(one, tmp_path / "cache", tmp_path / "second.json", 1)
     assert measured(tmp_path / "first.json") == measured(tmp_path / "second.json")
@@ -137,13 +135,15 @@ def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run:
     for name, values in moved.weights.items():
         expected = failure.exact.weights[name] + (line.weights[name] - failure.checkpoint.weights[name])
         torch.testing.assert_close(values, expected)
-    assert outcome(run, "recompute-moved").repeated_iterations == POINT.horizon
+    found = outcome(run, "recompute-moved")
+    assert found.final_gap_nats is not None
+    assert found.end_cost_iterations == pytest.approx(POINT.horizon + found.final_gap_nats / WORTH.nats)
 
 
 def test_a_method_that_advises_against_itself_costs_the_horizon(run: Trajectory) -> None:
     early = Point(interval=50, fraction=0.25, checkpoint=100, failure=148)  # two checkpoints
     found = outcome(run, "line", early)
-    assert (found.predicted, found.end_cost_iterations, found.repeated_iterations) == (False, 48.0, 48)
+    assert (found.formed, found.end_cost_iterations) == (False, 48.0)
 
 
 def test_a_diverged_recovery_has_no_cost(run: Trajectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +153,7 @@ def test_a_diverged_recovery_has_no_cost(run: Trajectory, monkeypatch: pytest.Mo
 
     monkeypatch.setitem(PREDICTORS, "wild", Method(partial(Wild, 300, 1.0)))
     found = outcome(run, "wild")
-    assert (found.final_gap_nats, found.end_cost_iterations) == (None, None)
-    assert "diverged" in found.reason
+    assert (found.formed, found.final_gap_nats, found.end_cost_iterations) == (True, None, None)
 
 
 def test_weights_that_differ_from_the_cached_run_stop_the_benchmark(tmp_path: Path) -> None:
@@ -165,26 +164,6 @@ def test_weights_that_differ_from_the_cached_run_stop_the_benchmark(tmp_path: Pa
     assert run.at(55).iteration == 55
     with pytest.raises(CPSRError, match=r"iteration 60 .*'0\.bias'"):
         run.at(65)
-    run.path.write_bytes(run.path.read_bytes()[:-100])
-    with pytest.raises(CPSRError, match=r"run\.safetensors"):
-        run.at(100)
-
-
-def test_the_caches_key_changes_with_all_that_matters(tmp_path: Path) -> None:
-    short = dataclasses.replace(TINY, iterations=60)
-    changes: tuple[dict[str, Any], ...] = ({}, {"iterations": 70}, {"peak_learning_rate": 2e-3}, {"schedule": "wsd"})
-    runs = [Run(dataclasses.replace(short, **change), 0, tmp_path) for change in changes]
-    names = [one.trajectory().directory.name for one in (*runs, Run(short, 1, tmp_path))]
-    assert len({name.rpartition("-")[2] for name in names}) == len(names)
-
-
-def test_the_history_holds_the_checkpoints_and_nothing_later(run: Trajectory) -> None:
-    history = run.history(450, 50)
-    assert [entry.iteration for entry in history.entries] == list(range(50, 451, 50))
-    kept = run.at(450).weights()
-    assert set(history.operators) == set(kept)
-    for name, values in kept.items():
-        assert torch.equal(history.read(name, 8, 2, values.numel()), values[2:])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -196,57 +175,17 @@ def test_the_cache_restores_every_optimizer_bit_by_bit(optimizer: OptimizerName,
     assert all(values.any() for tensors in trainer.state().moments.values() for values in tensors.values())
 
 
-@given(st.dictionaries(st.text("ab", min_size=1), st.integers(1, 50), min_size=1), st.sampled_from(SHARDS))
-def test_shards_cut_all_elements_once_and_evenly(numels: dict[str, int], lost: PartName) -> None:
-    shards = int(lost.removeprefix("1/"))
-    seen = {name: torch.zeros(numel) for name, numel in numels.items()}
-    sizes = []
-    for draw in range(shards):
-        spans = lost_spans(numels, lost, draw)
-        sizes.append(sum(end - begin for begin, end in spans.values()))
-        for name, (begin, end) in spans.items():
-            seen[name][begin:end] += 1
-    assert all(bool((values == 1).all()) for values in seen.values())
-    assert max(sizes) == -(-sum(numels.values()) // shards)
-
-
 def test_survivors_keep_their_exact_state_and_only_what_was_lost_is_formed(run: Trajectory) -> None:
     point = dataclasses.replace(POINT, lost="1/4")
     failure, checkpoint = run.at(488).state(), run.at(450).state()
-    part = lost_part("1/4", failure, point.checkpoint // point.interval)
-    state = part.complete(checkpoint)
+    state = lost_part("1/4", failure, point.checkpoint // point.interval).complete(checkpoint)
     changed = sum(int((state.weights[name] != values).sum()) for name, values in failure.weights.items())
     assert 0 < changed <= -(-sum(values.numel() for values in failure.weights.values()) // 4)
     trainer = run.trainer()
     trainer.load(state)
-    outcomes = {one.method: one for one in outcomes_at(run, point, ("stale", "line", "scar", "oracle"), WORTH)}
+    outcomes = {one.method: one for one in outcomes_at(run, point, ("stale", "line", "oracle"), WORTH)}
     assert outcomes["stale"].final_gap_nats == end_gap(run, trainer)
     assert outcomes["oracle"].end_cost_iterations == 0.0
-
-
-def test_a_running_checkpoint_is_made_of_recent_parts(run: Trajectory) -> None:
-    saved = form("scar", Failure(run, POINT)).state
-    assert saved is not None
-    recent = {at: run.at(at).state() for at in range(350, 488, 10)}
-    ages = set()
-    for name, values in saved.weights.items():
-        matches = [at for at, state in recent.items() if torch.equal(state.weights[name], values)]
-        assert matches, f"{name} is no part of a recent state"
-        ages.update(matches)
-    assert max(ages) == 480
-    assert len(ages) > 1
-
-
-def test_a_lost_block_is_the_mean_of_its_neighbours(tmp_path: Path) -> None:
-    run = Run(SMALL, 0, tmp_path).trajectory()
-    stage = Point(interval=20, fraction=0.5, checkpoint=40, failure=53, lost="stage")
-    formed = form("checkfree", Failure(run, stage)).state
-    assert formed is not None
-    one, two, three = (formed.weights[f"blocks.{place}.mlp.0.weight"] for place in range(3))
-    share = float(((two - three) / (one - three)).median())
-    assert 0 < share < 1
-    torch.testing.assert_close(two, share * one + (1 - share) * three, rtol=1e-3, atol=1e-5)
-    assert form("checkfree", Failure(run, dataclasses.replace(stage, lost="1/2"))).state is None
 
 
 @given(st.sampled_from([20, 50, 100]), st.sampled_from([0.25, 0.5, 0.75]), st.integers(1, 12))
@@ -257,7 +196,6 @@ def test_failure_points_lie_between_two_checkpoints_and_stay(interval: int, frac
     for point in chosen:
         assert point.checkpoint % interval == 0
         assert 0.68 * interval < point.horizon < interval
-        assert abs(point.failure / 3000 - fraction) <= 0.06 + interval / 3000
 
 
 def test_options_change_the_quick_and_the_full_selection() -> None:
@@ -273,7 +211,7 @@ def test_options_change_the_quick_and_the_full_selection() -> None:
 
 def test_a_longer_training_ends_lower_and_one_that_does_not_has_no_worth(tmp_path: Path) -> None:
     short = dataclasses.replace(TINY, name="short", iterations=200)
-    own = ended(Run(short, 0, tmp_path)).loss
+    own = final_loss(Run(short, 0, tmp_path))
     assert own is not None
     with Workers(1) as pool:
         found = worths({Run(short, 0, tmp_path): own}, tmp_path, pool, lambda done, total: None)["short"]

@@ -1,7 +1,6 @@
 """Measuring recoveries for the prior table, and fitting it."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy
@@ -11,13 +10,7 @@ from safetensors.numpy import load_file
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery import network, prior
 from cpsr.benchmarks.recovery.prior import RUNS, PriorRun, collect
-from cpsr.benchmarks.recovery.prior_fit import (
-    Recoveries,
-    expected_of_parts,
-    fit,
-    leave_one_group_out,
-    recoveries_of,
-)
+from cpsr.benchmarks.recovery.prior_fit import Recoveries, fit, leave_one_group_out, recoveries_of
 from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.benchmarks.tests.recovery.tiny import TINY, one_thread
 from cpsr.fitter.end_cost import IterationWorth
@@ -57,22 +50,11 @@ def test_the_fit_finds_the_mean_and_how_runs_differ() -> None:
     deviation = numpy.sqrt(at @ found.covariance @ at)
     assert 0.5 < deviation / (100 * numpy.std(shares, ddof=1)) < 2.0
     assert 2.0 < found.noise_iterations < 14.0
-
-
-def test_the_networks_direction_is_open() -> None:
-    recoveries, _ = drawn(runs=4, failures=6, settings=4, noise=1.0)
-    found = fit(recoveries, {})
-    assert found.mean[BENT] == 0.0
-    assert found.covariance[BENT, BENT] == pytest.approx(0.04)
+    recoveries.costs[7] += 5000.0  # a wild one
+    assert at @ fit(recoveries, {}).mean == pytest.approx(at @ found.mean, abs=3.0)
+    # The network's direction was not drawn.
+    assert (found.mean[BENT], found.covariance[BENT, BENT]) == (0.0, pytest.approx(0.04))
     assert not numpy.delete(found.covariance[BENT], BENT).any()
-
-
-def test_a_wild_cost_hardly_moves_the_fit() -> None:
-    recoveries, _ = drawn(runs=6, failures=10, settings=6, noise=2.0)
-    before = fit(recoveries, {}).mean
-    recoveries.costs[7] += 5000.0
-    at = features(Context(40, 1500, 50, 0.6), Setting(300, 100))
-    assert at @ fit(recoveries, {}).mean == pytest.approx(at @ before, abs=3.0)
 
 
 def test_each_group_is_judged_without_itself() -> None:
@@ -85,19 +67,7 @@ def test_each_group_is_judged_without_itself() -> None:
     of_two = {f"run-{number}": f"group-{number // 2}" for number in range(6)}
     recoveries.costs[[run in ("run-0", "run-1") for run in recoveries.runs]] *= 5.0
     strange, others = leave_one_group_out(recoveries, of_two), leave_one_group_out(recoveries, alone)
-    assert [one.run for one in strange] == [one.run for one in others]
     assert strange[0] != others[0], "the run beside it in the group must not help"
-
-
-def test_parts_are_expected_to_cost_their_share() -> None:
-    recoveries, _ = drawn(runs=6, failures=8, settings=6, noise=1.0)
-    part = numpy.array([failure % 4 == 3 for failure in recoveries.failures])
-    recoveries.lost_shares[part] = 0.25
-    recoveries.terms[part] *= 0.25
-    recoveries.costs[part] *= 0.25
-    expected, measured = expected_of_parts(recoveries)
-    assert len(expected) == part.sum()
-    assert numpy.abs(expected - measured).mean() < 6.0
 
 
 def test_two_runs_do_not_show_how_runs_differ() -> None:
@@ -117,16 +87,12 @@ def test_collecting_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
         again, second = collect(runs, 2, 2, tmp_path, pool)
     assert again == first
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
-    assert [row["index"] for row in (first, second)] == [0, 1]
     stale, *lines = first["recoveries"]
     assert (stale["setting"], len(lines)) == (None, 2)
-    count = len(first["times"])
-    assert numpy.array(first["products"]).shape == (count - 1, count - 1)
     worth = IterationWorth(2e-5, 1e-6, TINY.iterations)
     found = recoveries_of([first, second], {TINY.name: worth})
     assert len(found.costs) == 6
     assert found.costs[0] == pytest.approx(stale["final_gap_nats"] / worth.nats)
-    assert math.isclose(found.horizons[0], first["failure"] - first["checkpoint"])
     assert first["lost_share"] == 1.0
     assert second["lost_share"] in (pytest.approx(share, abs=0.01) for share in (0.5, 0.25, 0.125))
     whole = recoveries_of([first, second | {"lost_share": 1.0}], {TINY.name: worth})
@@ -139,7 +105,6 @@ def test_the_command_fits_what_is_there_and_writes_the_table(tmp_path: Path) -> 
     assert numpy.allclose(written.mean, table().mean, rtol=1e-4, atol=1e-6), "the shipped table is not of these data"
     report = json.loads((tmp_path / "prior.json").read_text())
     assert {one["run"] for one in report["left_out"]} == {run.workload.name for run in RUNS}
-    assert {one["run"] for one in report["group_left_out"]} == {run.workload.name for run in RUNS}
 
 
 def test_no_run_of_the_prior_is_one_that_is_reported_and_each_keeps_its_seed() -> None:

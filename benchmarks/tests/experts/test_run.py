@@ -1,10 +1,9 @@
-"""Bytes and choosing, without any training."""
+"""Bytes of sparse snapshots, without any training."""
 
 import json
 from pathlib import Path
 
-from cpsr.benchmarks.experts.arithmetic import IN_TURN, OPERATORS, POLICIES, WINDOW, rank_bytes, sizes
-from cpsr.benchmarks.experts.run import main
+from cpsr.benchmarks.experts.run import IN_TURN, POLICIES, WINDOW, main, rank_bytes, sizes
 from cpsr.benchmarks.experts.shapes import moetion_shape, pec_shape
 
 
@@ -16,22 +15,18 @@ def test_snapshots_are_as_much_smaller_as_the_papers_say() -> None:
         assert found[large, policy].dense_bytes / found[large, policy].snapshot_bytes > 9
     assert found[small, IN_TURN].round_snapshots == 8
     assert found[large, IN_TURN].round_snapshots == 11  # 64 experts, six at a time
-
-
-def test_a_window_takes_no_more_than_the_others_where_the_frozen_weights_leave_room() -> None:
-    found = {(size.shape, size.policy): size for size in sizes()}
-    window, in_turn = found[pec_shape().name, WINDOW], found[pec_shape().name, IN_TURN]
+    window = found[small, WINDOW]
     assert window.fits
-    assert window.snapshot_bytes <= in_turn.snapshot_bytes
+    assert window.snapshot_bytes <= found[small, IN_TURN].snapshot_bytes
     assert window.round_snapshots == 4
     # Two of ten bytes of every weight are frozen in each snapshot: alone more than six of 64 experts take.
-    assert not found[moetion_shape(64).name, WINDOW].fits
+    assert not found[large, WINDOW].fits
 
 
 def test_shared_out_parts_leave_the_busiest_rank_as_much_less_as_the_paper_says() -> None:
     found = rank_bytes()
-    assert round(100 * (1 - found.adaptive / found.every_rank_saves_all), 1) == 76.9
-    assert found.adaptive < found.equal
+    assert round(100 * (1 - found["adaptive"] / found["every_rank_saves_all"]), 1) == 76.9
+    assert found["adaptive"] < found["equal"]
 
 
 def test_the_figures_and_their_aims_are_left(tmp_path: Path) -> None:
@@ -40,7 +35,4 @@ def test_the_figures_and_their_aims_are_left(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert {"date", "cpu_model", "load_before"} <= set(report["machine"])
     met = {aim.partition(":")[0]: met for aim, met in report["aims"].items()}
-    assert met.pop("10,000 operators scheduled in 0.1 s") is not None  # a busy machine may take longer
     assert met == {"GPT-2 small, 8 experts, in turn (PEC)": True, "GPT-1.6B, 64 experts, MOETION": True}
-    chosen = {one["policy"]: one["chosen"] for one in report["scheduling"]}
-    assert chosen == dict.fromkeys(POLICIES, OPERATORS // 10) | {WINDOW: 1200}  # and what its frozen weights leave
