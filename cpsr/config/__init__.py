@@ -6,17 +6,10 @@ from cpsr.config.configuration import (
     ElasticConfig,
     EnginesConfig,
     ExpertsConfig,
-    LearningConfig,
-    PeersConfig,
-    PlannerConfig,
-    PlannerPolicy,
-    PredictorConfig,
     RanksConfig,
-    ReplayConfig,
-    RestartConfig,
     ServiceConfig,
 )
-from cpsr.config.reading import read_mapping, read_model
+from cpsr.config.reading import read_model
 
 __all__ = [
     "CPSRConfig",
@@ -24,15 +17,7 @@ __all__ = [
     "ElasticConfig",
     "EnginesConfig",
     "ExpertsConfig",
-    "LearningConfig",
-    "PeersConfig",
-    "PlannerConfig",
-    "PlannerPolicy",
-    "PredictorConfig",
     "RanksConfig",
-    "ReplayConfig",
-    "RestartConfig",
     "ServiceConfig",
-    "read_mapping",
     "read_model",
 ]

@@ -18,20 +18,9 @@ __all__ = [
     "ElasticConfig",
     "EnginesConfig",
     "ExpertsConfig",
-    "LearningConfig",
-    "MemoryConfig",
-    "PeersConfig",
-    "PlannerConfig",
-    "PlannerPolicy",
-    "PredictorConfig",
     "RanksConfig",
-    "ReplayConfig",
-    "RestartConfig",
-    "Section",
     "ServiceConfig",
 ]
-
-PlannerPolicy = Literal["cpsr", "theorem1", "young", "daly"]
 
 
 class Section(BaseModel):
@@ -107,7 +96,7 @@ class ReplayConfig(Section):
 class PlannerConfig(Section):
     """How the interval is chosen while `checkpoint.interval_iterations` is null."""
 
-    policy: PlannerPolicy = Field(
+    policy: Literal["cpsr", "theorem1", "young", "daly"] = Field(
         default="cpsr", description="cpsr: the interval of least expected cost; else the rule of that name."
     )
     mtbf_hours: float = Field(

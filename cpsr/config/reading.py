@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from cpsr.errors import ConfigError
 
-__all__ = ["as_mapping", "read_file", "read_mapping", "read_model", "validated"]
+__all__ = ["read_file", "read_model", "validated"]
 
 Model = TypeVar("Model", bound=BaseModel)
 # Low, so that a key with the wrong unit (`interval_seconds`) still finds its neighbour.
@@ -28,17 +28,7 @@ def read_model(model: type[Model], path: Path) -> Model:
     Raises:
         ConfigError: as `CPSRConfig.load`.
     """
-    return validated(model, str(path), read_mapping(path))
-
-
-def read_mapping(path: Path) -> Mapping[str, Any]:
-    """The keys of a YAML or JSON file, as they are.
-
-    Raises:
-        ConfigError: the file is absent, not readable, or holds no mapping.
-    """
-    where, data = read_file(path)
-    return as_mapping(where, data)
+    return validated(model, *read_file(path))
 
 
 def read_file(path: Path) -> tuple[str, Any]:
@@ -58,25 +48,16 @@ def read_file(path: Path) -> tuple[str, Any]:
     return str(path), {} if data is None else data
 
 
-def as_mapping(where: str, data: Any) -> Mapping[str, Any]:
-    """The same data.
-
-    Raises:
-        ConfigError: it is no mapping.
-    """
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
-    return data
-
-
 def validated(model: type[Model], where: str, data: Any) -> Model:
     """The data as the model has it.
 
     Raises:
-        ConfigError: a key is unknown or absent, or a value does not fit.
+        ConfigError: it is no mapping, a key is unknown or absent, or a value does not fit.
     """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: expected a mapping of keys, found {type(data).__name__}")
     try:
-        return model.model_validate(dict(as_mapping(where, data)), context={"where": where})
+        return model.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError(f"{where}: " + "; ".join(_explain(model, error))) from error
 
