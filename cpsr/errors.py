@@ -16,10 +16,8 @@
     ├── RecoveryError            no source of state can be restored
     ├── NotRestoredError         a restart has repeated a step, and it differs from its first execution
     ├── TargetError              the target of copies cannot be read or written now
-    ├── ServiceError             the HTTP service cannot be reached, or refuses
     └── JournalError             the journal cannot be read or has a newer schema
-        ├── JournalDamagedError      its file is damaged; the checkpoints are kept apart from it
-        └── TooManyReportsError      more failures were reported than are taken
+        └── JournalDamagedError      its file is damaged; the checkpoints are kept apart from it
 
 Every message says what happened, where, what was kept, and what to do. Below it Python prints where docs/errors.md
 explains its class.
@@ -39,9 +37,7 @@ __all__ = [
     "RunDirectoryError",
     "RunMismatchError",
     "SaveError",
-    "ServiceError",
     "TargetError",
-    "TooManyReportsError",
     "UnevenRanksError",
     "UnsupportedEngineError",
 ]
@@ -120,37 +116,9 @@ class TargetError(CPSRError):
     """The target of checkpoint copies cannot be read or written now; the run directory is not affected."""
 
 
-class ServiceError(CPSRError):
-    """The HTTP service cannot be reached, or refuses what it was asked.
-
-    Args:
-        message: what happened and what to do.
-        code: the service's own word for a refusal; empty where it did not answer.
-        status: of its answer; None where it did not answer.
-    """
-
-    def __init__(self, message: str, code: str = "", status: int | None = None) -> None:
-        super().__init__(message)
-        self.code = code
-        self.status = status
-
-
 class JournalError(CPSRError):
     """The journal cannot be read, or was written by a newer version."""
 
 
 class JournalDamagedError(JournalError):
     """The journal's file is torn or altered; checkpoints are kept apart from it and are not affected."""
-
-
-class TooManyReportsError(JournalError):
-    """More failures were reported than are taken; this one was not written.
-
-    Args:
-        message: what happened.
-        retry_seconds: after which the next one is taken.
-    """
-
-    def __init__(self, message: str, retry_seconds: float = 0.0) -> None:  # a copy is made from the message
-        super().__init__(message)
-        self.retry_seconds = retry_seconds

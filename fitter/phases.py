@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 __all__ = ["Phase", "PhaseDetector"]
@@ -139,22 +139,6 @@ class PhaseDetector:
         self._ended += 1
         self._begun = iteration, xi
         return phase
-
-    def rescale(self, factor: float) -> None:
-        """Take all that was observed for that many times as much: it was the mean of a part, not of the whole.
-
-        Args:
-            factor: mean of what is observed from now on, over that of what was observed so far.
-
-        Raises:
-            ValueError: the factor is not positive and finite.
-        """
-        if not 0 < factor < math.inf:
-            raise ValueError(f"second moments cannot be {factor} times as large")
-        self._phases = [replace(phase, xi=factor * phase.xi, last_xi=factor * phase.last_xi) for phase in self._phases]
-        self._begun, self._newest = (
-            None if pair is None else (pair[0], factor * pair[1]) for pair in (self._begun, self._newest)
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data without NaN: what was observed, not the settings."""

@@ -1,4 +1,4 @@
-"""The HTTP service over run directories: it reads their journals, and training does not depend on it."""
+"""The HTTP service over a run directory: it reads the journal, and training does not depend on it."""
 
 from pathlib import Path
 
@@ -38,13 +38,13 @@ def create_app(run_dir: Path, access: Access | None = None) -> FastAPI:
     """The service over `run_dir`, which need not exist yet: its absence is answered with 503.
 
     Args:
-        run_dir: of a run, or a directory that holds several.
+        run_dir: of the run.
         access: who may ask; by default this machine may read.
     """
     access = access or Access()
     # The interactive pages load scripts from elsewhere; this service works without a network.
     app = FastAPI(title="CPSR", docs_url=None, redoc_url=None)
-    app.state.runs = run.Runs(run_dir)
+    app.state.run_dir = run_dir
     app.state.access = access
     answer_problems(app)
     for noun in (plan, history, events, metrics, run):

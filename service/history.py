@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from cpsr.errors import TooManyReportsError
 from cpsr.journal import FailureScope, JournalReader, ReportedFailure, StepRow, report_failure, reported_failures
 from cpsr.journal.rows import row_type_of
 from cpsr.service.access import MayWrite
@@ -23,7 +22,7 @@ CLOCKS_SECONDS = 60.0  # by which a reporter's clock may be ahead
 
 router = APIRouter(tags=["history"])
 
-Kind = Literal["life", "checkpoint", "failure", "recovery", "plan", "phase", "fit", "bubble"]
+Kind = Literal["life", "checkpoint", "failure", "recovery", "plan", "phase", "fit"]
 Limit = Annotated[int, Query(ge=1, le=LIMIT_MAX, description="At most so many, the newest first.")]
 
 
@@ -121,12 +120,7 @@ def post_failure(run_dir: RunDir, report: FailureReport) -> Failure:
     if failed > now + CLOCKS_SECONDS:
         raise Problem(422, "bad_request", f"failed_unix_seconds {failed:g} lies in the future", "leave it out")
     failure = ReportedFailure(description=report.description, failed_unix_seconds=failed)
-    try:
-        report_failure(run_dir, failure)
-    except TooManyReportsError as error:
-        again = math.ceil(error.retry_seconds)
-        hint = f"does something report the same failure over and over? Ask again in {again} s"
-        raise Problem(429, "too_many_reports", str(error), hint, {"Retry-After": str(again)}) from error
+    report_failure(run_dir, failure)
     return _reported(failure)
 
 

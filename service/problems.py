@@ -54,12 +54,11 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
         400: "The body cannot be read.",
         401: "The service has a token, and the request has not.",
         403: "The request is not allowed, or not under this host name.",
-        404: "There is no such run, or nothing of the kind in it yet.",
+        404: "There is nothing of the kind yet.",
         408: "The body did not arrive in time.",
         409: "The state of the run does not allow an answer.",
         413: "The body is too large.",
         422: "A parameter or the body does not fit.",
-        429: "Too many reports in an hour.",
         503: "The journal is absent, locked, truncated or of another version.",
     }.items()
 }

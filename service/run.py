@@ -1,8 +1,7 @@
-"""The runs of a service, and what each of them is: its identity, its journal and its health."""
+"""The run of a service: its journal, its identity and its health."""
 
 import json
 import math
-import os
 import socket
 import statistics
 import time
@@ -13,35 +12,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from cpsr.errors import JournalError
 from cpsr.journal import CheckpointRow, JournalReader, LifeRow, StepRow, json_ready
-from cpsr.service.problems import Problem
 
 __all__ = [
     "LIMIT_MAX",
     "RECENT_STEPS",
     "Health",
-    "LifeState",
     "RunDir",
-    "Runs",
     "health_of",
-    "identity_of",
     "iteration_seconds",
-    "life_state",
     "open_journal",
     "plain_row",
     "router",
+    "run_id_of",
 ]
 
 LIMIT_MAX = 1000
-RUN_FILES = ("run.json", "journal.db")  # either of them shows that a directory is a run's
-NAMES_LISTED = 5
-NAME_BYTES = 255  # longer ones are no entry of any directory, and asking for them is an error
-WORLD_SIZE_MAX = 1_000_000  # more than any job has; a damaged run.json must not fill the memory with ranks
 RECENT_STEPS = 101  # enough that the median ignores the steps that a checkpoint or a cold start made slow
 # A journal that is written every few dozen iterations is late after this many, or after two minutes for fast steps.
 STALE_ITERATIONS = 200
@@ -49,7 +40,7 @@ STALE_SECONDS = 120.0
 
 LifeState = Literal["running", "silent", "killed", "clean", "sigterm", "error"]
 
-router = APIRouter(tags=["runs"])
+router = APIRouter(tags=["health"])
 
 
 class Health(BaseModel):
@@ -65,109 +56,12 @@ class Health(BaseModel):
     last_iteration: int | None
 
 
-class RunSummary(Health):
-    """One run, and its health."""
-
-    name: str = Field(description="For the parameter `run` of every other operation.")
-    run_id: str | None
-    world_size: int | None
-
-
-class RunList(BaseModel):
-    """The runs of this service, by name."""
-
-    runs: list[RunSummary]
-    total: int
-
-
-class Runs:
-    """Finds run directories by name, only inside its own directory.
-
-    A directory that is a run itself, or does not hold any, is the only one: it need not exist yet.
-
-    Args:
-        root: a run directory, or one that holds several.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def names(self) -> list[str]:
-        """The names of all runs, in order; at least one."""
-        runs = [] if _is_run(self.root) else self._children()
-        return runs or [self._own_name]
-
-    def find(self, name: str | None) -> Path:
-        """The directory of a run.
-
-        Args:
-            name: None where there is only one.
-
-        Raises:
-            Problem: there is no run of this name (404), or several and none is named (409).
-        """
-        if name is not None and not _is_run(self.root):
-            path = self.root / name
-            # Only a name of one entry of this directory, which is no link, so that it cannot lead anywhere else.
-            if _is_entry(name) and len(os.fsencode(name)) <= NAME_BYTES and not path.is_symlink() and _is_run(path):
-                return path
-        names = self.names()
-        if name is None and len(names) > 1:
-            listed = ", ".join(names[:NAMES_LISTED])
-            raise Problem(409, "run_needed", f"there are {len(names)} runs: {listed}", "name one of them with ?run=")
-        if names == [self._own_name] and name in (None, self._own_name):
-            return self.root
-        if name is None:
-            return self.root / names[0]
-        raise Problem(404, "no_such_run", f"there is no run {name[:100]!r} here", "GET /runs lists those there are")
-
-    @property
-    def _own_name(self) -> str:
-        return self.root.absolute().name or "run"
-
-    def _children(self) -> list[str]:
-        try:
-            with os.scandir(self.root) as entries:
-                folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        except OSError:
-            return []  # reported with the journal, which cannot be read either
-        return sorted(name for name in folders if _is_run(self.root / name))
-
-
-def _is_entry(name: str) -> bool:
-    return "\0" not in name and "/" not in name and os.sep not in name and name not in ("", os.curdir, os.pardir)
-
-
-def _is_run(directory: Path) -> bool:
-    try:
-        return any((directory / name).exists() for name in RUN_FILES)
-    except OSError:
-        return False
-
-
-def _run_dir(
-    request: Request,
-    run: Annotated[
-        str | None,
-        Query(
-            max_length=255,
-            description="Name of a run, as `GET /runs` lists it; needed where the service is over several.",
-        ),
-    ] = None,
-) -> Path:
-    runs: Runs = request.app.state.runs
-    return runs.find(run)
+def _run_dir(request: Request) -> Path:
+    run_dir: Path = request.app.state.run_dir
+    return run_dir
 
 
 RunDir = Annotated[Path, Depends(_run_dir)]
-
-
-@router.get("/runs", operation_id="list_runs")
-def list_runs(request: Request) -> RunList:
-    """The runs that can be asked about."""
-    runs: Runs = request.app.state.runs
-    names = runs.names()
-    return RunList(runs=[_summary(name, runs.find(name)) for name in names[:LIMIT_MAX]], total=len(names))
 
 
 @router.get("/healthz", operation_id="get_health", response_model=Health, responses={503: {"model": Health}})
@@ -193,23 +87,12 @@ def plain_row(row: Any) -> dict[str, Any]:
     return plain
 
 
-def identity_of(run_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """`run_id`, `world_size` and `mode`, as far as `run.json` has them, and what was wrong with the others."""
-    path = run_dir / "run.json"
+def run_id_of(run_dir: Path) -> str | None:
+    """The run's name of itself in `run.json`; None where it cannot be read."""
     try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}, [f"{path} is absent: run_id and world_size are unknown"]
-    except (OSError, ValueError) as error:
-        return {}, [f"{path} cannot be read: {error}"]
-    if not isinstance(data, dict):
-        return {}, [f"{path} holds no object: run_id and world_size are unknown"]
-    expected: dict[str, type] = {"run_id": str, "world_size": int, "mode": str}
-    wrong = [key for key, kind in expected.items() if type(data.get(key)) is not kind]
-    if "world_size" not in wrong and not 1 <= data["world_size"] <= WORLD_SIZE_MAX:
-        wrong.append("world_size")
-    identity = {key: data[key] for key in expected if key not in wrong}
-    return identity, [f"{path}: {key!r} is missing or not usable" for key in wrong]
+        return str(json.loads((run_dir / "run.json").read_bytes())["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def health_of(run_dir: Path) -> Health:
@@ -237,30 +120,10 @@ def health_of(run_dir: Path) -> Health:
     )
 
 
-def life_state(path: Path, lives: Sequence[LifeRow], steps: Sequence[StepRow]) -> LifeState | None:
-    """How the newest life stands; None where there is none.
-
-    Args:
-        path: of the journal.
-        lives: oldest first.
-        steps: the recent ones.
-
-    Raises:
-        OSError: the file cannot be reached.
-    """
-    return _state(lives[-1], _age_seconds(path) > _stale_seconds(steps)) if lives else None
-
-
 def iteration_seconds(steps: Sequence[StepRow]) -> float | None:
     """Median of some steps; None where there are none, or it is not known."""
     median = statistics.median(step.seconds for step in steps) if steps else math.nan
     return median if math.isfinite(median) else None
-
-
-def _summary(name: str, run_dir: Path) -> RunSummary:
-    identity, _ = identity_of(run_dir)
-    health = health_of(run_dir).model_dump()
-    return RunSummary(name=name, run_id=identity.get("run_id"), world_size=identity.get("world_size"), **health)
 
 
 def _stale_seconds(steps: Sequence[StepRow]) -> float:

@@ -1,8 +1,8 @@
-"""`cpsr status`: the state of a run in a few lines, from its directory or from a service."""
+"""`cpsr status`: the state of a run in a few lines, from its directory."""
 
 import json
-import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,75 +11,82 @@ from rich.markup import escape
 
 from cpsr.checkpoint.memory_owners import runs_in_memory
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
-from cpsr.errors import RunMismatchError, ServiceError
+from cpsr.errors import RunMismatchError
 from cpsr.ranks.exits import ranks_named
-from cpsr.service.access import TOKEN_VARIABLE
-from cpsr.service.client import Client
 from cpsr.service.plan import plan_of
-from cpsr.service.run import health_of, identity_of
+from cpsr.service.run import RECENT_STEPS, health_of, iteration_seconds, open_journal, run_id_of
 
-__all__ = ["run_status"]
+__all__ = ["effective_time_ratio", "run_status"]
 
 HOUR_SECONDS, MINUTE_SECONDS = 3600.0, 60.0
-SHARE_SHOWN = 0.0005  # rounded to a tenth of a percent, it is not 0
-LOST = {  # parts of the wall time that are not useful
-    "checkpoint_stall": "stalls of checkpoints",
-    "memory_stall": "stalls of snapshots in memory",
-    "recompute": "recomputed",
-    "restart": "restarts",
-    "other": "other",
-}
-SIZES_SHOWN = 3  # earlier ones
-RIVALS_SHOWN = ("young", "daly")
 ORPHANED = ("gone", "unclear", "unknown")  # as `cpsr release --orphans` lists them
+IN_ORDER = ("clean", "sigterm")
 ENDINGS = {"clean": ", it has ended", "sigterm": ", it has left after SIGTERM"}
 
 
-def run_status(location: str, run: str | None, as_json: bool) -> bool:
+def run_status(run_dir: Path, as_json: bool) -> bool:
     """Print the state of a run.
 
     Returns:
         Whether the steps that its newest exact restart has repeated were restored, as far as they were compared.
 
     Args:
-        location: a run directory, or the URL of a service; its token is taken from the environment.
-        run: name of the run, where the service is over several.
-        as_json: print one JSON object with `health`, `plan` and `memory`. `plan` is null before the first one.
-            `memory` is what the run holds of this machine's memory, and what others do whose directory is gone, or may
-            be. It is null from a service, which may be on another machine.
+        run_dir: of the run.
+        as_json: print one JSON object with `health`, `plan` (null before the first one), `ettr`, and `memory`: what the
+            run holds of this machine's memory, and what others do whose directory is gone, or may be.
 
     Raises:
         RunMismatchError: there is no run in the directory.
         JournalError: its journal cannot be read.
-        ServiceError: the service cannot be reached, or refuses.
     """
-    found = _of_service(location, run) if "://" in location else _of_directory(Path(location))
+    if not (run_dir / "journal.db").exists():
+        raise RunMismatchError(f"{run_dir} is no run directory (no journal.db in it); name the run_dir of the training")
+    plan = plan_of(run_dir)
+    found: dict[str, Any] = {
+        "health": health_of(run_dir).model_dump(mode="json"),
+        "plan": None if plan is None else plan.model_dump(mode="json"),
+        "ettr": effective_time_ratio(run_dir),
+        "memory": _memory_here(run_dir),
+    }
     if as_json:
         print(json.dumps(found, allow_nan=False))  # noqa: T201
         return _is_restored(found["plan"])
     console = Console(highlight=False)
-    for line in [*_lines(found["health"], found["plan"]), *_memory_lines(found["memory"])]:
+    for line in [*_lines(found["health"], found["plan"], found["ettr"]), *_memory_lines(found["memory"])]:
         console.print(line, soft_wrap=not console.is_terminal)
     return _is_restored(found["plan"])
+
+
+def effective_time_ratio(run_dir: Path) -> float | None:
+    """ETTR: what the iterations up to the newest one take at their recent pace, over the wall time; None before a step.
+
+    The wall time begins with the first life and goes on while the job is down. It excludes pauses, which are between a
+    life that ended in good order and the next. What CPSR adds to each step counts as useful.
+
+    Source: MoEvement (arXiv:2412.15411), section 2.4.
+
+    Raises:
+        JournalError: the journal cannot be read.
+    """
+    with open_journal(run_dir) as reader:
+        steps, lives = reader.recent_steps(RECENT_STEPS), reader.lives()
+    seconds = iteration_seconds(steps)
+    if seconds is None or not lives:
+        return None
+    until = lives[-1].ended_unix_seconds if lives[-1].ending in IN_ORDER else None
+    wall_seconds = (time.time() if until is None else until) - lives[0].started_unix_seconds
+    for life, later in pairwise(lives):
+        if life.ending in IN_ORDER and life.ended_unix_seconds is not None:
+            wall_seconds -= later.started_unix_seconds - life.ended_unix_seconds
+    return min(1.0, steps[0].iteration * seconds / wall_seconds) if wall_seconds > 0 else None
 
 
 def _is_restored(plan: dict[str, Any] | None) -> bool:
     return plan is None or all(one["result"] != "not restored" for one in plan["repeated_steps"])
 
 
-def _of_directory(run_dir: Path) -> dict[str, Any]:
-    if not (run_dir / "journal.db").exists():
-        raise RunMismatchError(f"{run_dir} is no run directory (no journal.db in it); name the run_dir of the training")
-    plan = plan_of(run_dir)
-    return {
-        "health": health_of(run_dir).model_dump(mode="json"),
-        "plan": None if plan is None else plan.model_dump(mode="json"),
-        "memory": _memory_here(run_dir),
-    }
-
-
 def _memory_here(run_dir: Path) -> dict[str, Any]:
-    own = identity_of(run_dir)[0].get("run_id")
+    own = run_id_of(run_dir)
     found = runs_in_memory(SHARED_MEMORY)
     orphans = [run for run in found if run.run_id != own and run.standing in ORPHANED]
     return {
@@ -89,9 +96,7 @@ def _memory_here(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _memory_lines(memory: dict[str, Any] | None) -> list[str]:
-    if memory is None:
-        return []
+def _memory_lines(memory: dict[str, Any]) -> list[str]:
     lines = [f"host memory of this machine: {memory['bytes'] / 1e6:,.1f} MB"] if memory["bytes"] else []
     if count := memory["orphaned_runs"]:
         which = "1 run whose directory is" if count == 1 else f"{count} runs whose directories are"
@@ -100,61 +105,24 @@ def _memory_lines(memory: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def _of_service(url: str, run: str | None) -> dict[str, Any]:
-    with Client(url, os.environ.get(TOKEN_VARIABLE), run) as client:
-        found = {"health": client.health(), "plan": None, "memory": None}
-        try:
-            return found | {"plan": client.plan()}
-        except ServiceError as error:
-            if error.code != "no_plan_yet":
-                raise
-            return found
-
-
-def _lines(health: dict[str, Any], plan: dict[str, Any] | None) -> list[str]:
+def _lines(health: dict[str, Any], plan: dict[str, Any] | None, ettr: float | None) -> list[str]:
     well = health["status"] == "ok"
     state = "[green]ok[/]" if well else f"[red]degraded[/]: {escape(str(health['reason']))}"
     state += ENDINGS.get(health["life"], "")
     at = "no step yet" if health["last_iteration"] is None else f"iteration {health['last_iteration']}"
     name = "run" if plan is None or plan["run_id"] is None else f"run {escape(plan['run_id'])}"
-    lines = [f"{name}: {state}, {at}{'' if plan is None else _ranks(plan)}"]
+    ranks = None if plan is None else plan["ranks"]
+    lines = [f"{name}: {state}, {at}" + ("" if ranks is None else f", {ranks} rank{'s' * (ranks > 1)}")]
     if plan is None:
         return [*lines, "no plan yet"]
-    lines += [*_ettr_lines(plan), _plan_line(plan)]
+    lines += [] if ettr is None else [f"effective training time: {ettr:.1%}"]
+    lines.append(_plan_line(plan))
     if plan["override"] is not None:
         lines.append(_override_line(plan["override"]))
-    rivals = plan["explanation"].get("rivals", {})
-    shown = [f"{name} {rivals[name]['interval_iterations']}" for name in RIVALS_SHOWN if name in rivals]
-    if shown:
-        lines.append(f"others would choose: {', '.join(shown)}")
     lines += [_checkpoint_line(plan), *_recovery_lines(plan)]
     if plan["descends_from_predicted"]:
         lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
     return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
-
-
-def _ranks(plan: dict[str, Any]) -> str:
-    """How many ranks the run has, and had before."""
-    sizes = plan["sizes"]
-    now = sizes[-1]["ranks"] if sizes else plan["world_size"]
-    if now is None:
-        return ""
-    count = f", {now} rank{'s' * (now > 1)}"
-    if len(sizes) < 2:
-        return count
-    before = [f"{one['ranks']} since {one['since_iteration']}" for one in sizes[-1 - SIZES_SHOWN : -1]]
-    return f"{count} since iteration {sizes[-1]['since_iteration']} (before: {', '.join(before)})"
-
-
-def _ettr_lines(plan: dict[str, Any]) -> list[str]:
-    found = plan["ettr"]
-    if found is None or found["ettr"] is None:
-        return []
-    line = f"effective training time: {found['ettr']:.1%} of {_duration(found['wall_seconds'])}"
-    line += ", [red]down now[/]" if found["state"] == "down" else ""
-    shares = [(name, found[f"{part}_seconds"] / found["wall_seconds"]) for part, name in LOST.items()]
-    lost = [f"{name} {share:.1%}" for name, share in shares if share >= SHARE_SHOWN]
-    return [line, f"the rest: {', '.join(lost)}"] if lost else [line]
 
 
 def _plan_line(plan: dict[str, Any]) -> str:
@@ -171,11 +139,9 @@ def _plan_line(plan: dict[str, Any]) -> str:
 
 
 def _override_line(override: dict[str, Any]) -> str:
-    low, high = override["interval_min_iterations"], override["interval_max_iterations"]
-    what = f"{low}" if low == high else f"{low or 1} to {'any' if high is None else high}"
     left = _duration(max(0.0, override["expires_unix_seconds"] - time.time()))
     taken = "" if override["taken_up"] else ", not applied yet"
-    return f"override: {what} iterations for {left}{taken} ({escape(override['reason'])})"
+    return f"override: {override['interval_iterations']} iterations for {left}{taken} ({escape(override['reason'])})"
 
 
 def _checkpoint_line(plan: dict[str, Any]) -> str:

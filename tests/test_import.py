@@ -48,7 +48,7 @@ def test_imports_neither_deepspeed_nor_fastapi() -> None:
 
 
 def test_who_reads_a_journal_does_not_pay_for_torch() -> None:
-    for module in ("cpsr.journal", "cpsr.service.app", "cpsr.cli.inspect", "cpsr.client"):
+    for module in ("cpsr.journal", "cpsr.service.app", "cpsr.cli.inspect"):
         loaded = run(f"import {module}, sys; print(*sys.modules)").split()
         assert not {"torch", "deepspeed"} & set(loaded), module
 

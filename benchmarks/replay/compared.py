@@ -136,7 +136,7 @@ _SAVED: dict[str, Callable[[int], dict[str, Any]]] = {DENSE: _dense, STALE: _sta
 def _interval(directory: Path, way: Callable[[int], dict[str, Any]], plan: Plan) -> dict[str, Any]:
     """What checkpoints cost this job, and the interval by CheckFreq's rule."""
     run = _run(directory, way(CALIBRATION_INTERVAL), replace(plan, iterations=CALIBRATION_ITERATIONS), [])
-    costs = [report.costs for report in costs_of_ranks(directory / "run" / "checkpoints", RANKS)]
+    costs = costs_of_ranks(directory / "run" / "checkpoints", RANKS)
     if not costs:
         raise CPSRError(
             f"{directory}: no checkpoint of {CALIBRATION_ITERATIONS} iterations has measured what one costs"

@@ -51,7 +51,7 @@ def run_json(directory: Path) -> str:
 
 
 def print_run(directory: Path, verbose: bool) -> None:
-    """Print tables of lives and checkpoints, numbers of ranks, and a sentence for each recovery.
+    """Print tables of lives and checkpoints, and a sentence for each recovery.
 
     Args:
         directory: of the run.
@@ -62,7 +62,7 @@ def print_run(directory: Path, verbose: bool) -> None:
     """
     with JournalReader(directory / "journal.db") as reader:
         restored = reader.restored_iterations()
-        rows, events, ranks = _rows(reader), reader.events(FAILED, BEGAN), reader.sizes()
+        rows, events = _rows(reader), reader.events(FAILED, BEGAN)
     # The next life records how one ended: it reads the notes that launcher and ranks have left.
     causes = {event.life - 1: event.message for event in events if event.kind == FAILED}
     began = {} if verbose else {event.life: event.message for event in events if event.kind == BEGAN}
@@ -70,9 +70,6 @@ def print_run(directory: Path, verbose: bool) -> None:
     for table in (_lives_table(rows.lives, restored, causes), _checkpoints_table(rows.checkpoints)):
         table.columns[-1].overflow = "fold"  # hosts and reasons may be long words
         print_table(console, table)
-    if ranks:
-        held = ", ".join(f"{one.ranks} since iteration {one.since_iteration}" for one in ranks)
-        console.print(f"Ranks: {held}.", highlight=False)
     if rows.recoveries:
         print_table(console, _recoveries_table(rows.recoveries))
         for row in rows.recoveries:
@@ -103,13 +100,13 @@ def _rows(reader: JournalReader) -> _Rows:
 
 
 def _lives_table(lives: Sequence[LifeRow], restored: Mapping[int, int], causes: Mapping[int, str]) -> Table:
-    table = Table("life", "mode", "restored at", "ending", "seconds", "process", title="Lives")
+    table = Table("life", "ranks", "restored at", "ending", "seconds", "process", title="Lives")
     for life in lives:
         killed = life.ending == "running" and life.life < lives[-1].life
         seconds = None if life.ended_unix_seconds is None else life.ended_unix_seconds - life.started_unix_seconds
         table.add_row(
             str(life.life),
-            life.mode,
+            "-" if life.ranks is None else str(life.ranks),
             str(restored.get(life.life, "scratch")),
             escape(causes.get(life.life, "killed" if killed else life.ending)),
             _number(seconds),

@@ -179,7 +179,7 @@ def doctor(
 
 @app.command()
 def serve(
-    run_dir: Annotated[Path, typer.Option(help="A run's directory, or one that holds several; may still be absent.")],
+    run_dir: Annotated[Path, typer.Option(help="Run directory; may still be absent.")],
     host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8712,
     token_file: Annotated[
@@ -190,7 +190,7 @@ def serve(
     ] = False,
     parent: Annotated[int | None, typer.Option(hidden=True, help="Process that this one ends with.")] = None,
 ) -> None:
-    """Serve plans, events and metrics of runs over HTTP until SIGTERM or Ctrl-C; training is not touched."""
+    """Serve plans, events and metrics of a run over HTTP until SIGTERM or Ctrl-C; training is not touched."""
     from cpsr.service.access import Access, read_token
     from cpsr.service.app import create_app
     from cpsr.service.server import PORT_SECONDS, bind
@@ -205,14 +205,13 @@ def serve(
 
 @app.command()
 def status(
-    location: Annotated[str, typer.Argument(metavar="DIR|URL", help="Run directory, or the URL of a service.")],
-    run: Annotated[str | None, typer.Option(help="Name of the run, where the service is over several.")] = None,
+    directory: RunDirectory,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
 ) -> None:
     """Show in a few lines whether a run trains, its interval, and its last events; status 1: a loop is not restored."""
     from cpsr.service.status import run_status
 
-    if not run_status(location, run, as_json):
+    if not run_status(directory, as_json):
         raise typer.Exit(1)
 
 

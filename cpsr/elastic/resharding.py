@@ -144,8 +144,7 @@ def small_state_at_dump(
 
 def _replanned(planning: dict[str, Any]) -> dict[str, Any]:
     """The planner's state with the phases and intervals of the run, which stay, and without costs."""
-    unknown = {key: None for key in ("costs", "memory", "second_moment_share") if key in planning}
-    return planning | unknown
+    return {**planning, "costs": None} if planning else {}
 
 
 def _require_alike(trees: Sequence[Mapping[str, Any]]) -> None:

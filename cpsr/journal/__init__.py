@@ -1,6 +1,5 @@
 """The run's journal: what happened, when and why, in one SQLite file that survives every kill."""
 
-from cpsr.journal.account import Account
 from cpsr.journal.commands import (
     PlanOverride,
     ReportedFailure,
@@ -11,10 +10,9 @@ from cpsr.journal.commands import (
 )
 from cpsr.journal.events import EventFile
 from cpsr.journal.rank_journal import RankJournal, log_to_terminal, open_journal
-from cpsr.journal.reader import JournalReader, Recorded, Size
+from cpsr.journal.reader import JournalReader, Recorded
 from cpsr.journal.rows import (
     Beginning,
-    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -32,9 +30,7 @@ from cpsr.journal.rows import (
 from cpsr.journal.writer import Journal
 
 __all__ = [
-    "Account",
     "Beginning",
-    "BubbleRow",
     "CheckpointRow",
     "EventFile",
     "EventRow",
@@ -53,7 +49,6 @@ __all__ = [
     "RecoveryRow",
     "RecoverySource",
     "ReportedFailure",
-    "Size",
     "StepRow",
     "json_ready",
     "latest_override",

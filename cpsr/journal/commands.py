@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpsr.errors import JournalError, TooManyReportsError
+from cpsr.errors import JournalError
 from cpsr.journal.database import unreadable
 
 __all__ = [
@@ -27,10 +27,6 @@ __all__ = [
 
 COMMANDS_FILE = "commands.db"
 BUSY_SECONDS = 5.0
-# The loss of a rack causes some hundred reports. A program that reports in a loop must not fill the file, nor distort
-# the failure rate.
-REPORTS_PER_HOUR_MAX = 1000
-HOUR_SECONDS = 3600.0
 TABLE = """
 CREATE TABLE IF NOT EXISTS commands (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL CHECK (kind IN ('failure', 'override')),
@@ -55,51 +51,31 @@ class ReportedFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOverride:
-    """Temporary bounds of the interval; the newest override replaces all earlier ones.
+    """A temporary interval between checkpoints; the newest override replaces all earlier ones.
 
     Attributes:
-        interval_min_iterations: None for none. Both None: withdraws an earlier override.
-        interval_max_iterations: None for none; equal to the minimum to pin the interval.
+        interval_iterations: between checkpoints.
         reason: for people.
         expires_unix_seconds: end of its validity, by the clock of rank 0's machine.
         created_unix_seconds: when it was created.
         id: assigned when it is written; ascending.
     """
 
-    interval_min_iterations: int | None
-    interval_max_iterations: int | None
+    interval_iterations: int
     reason: str
     expires_unix_seconds: float
     created_unix_seconds: float = field(default_factory=time.time)
     id: int = 0
 
-    @property
-    def withdrawn(self) -> bool:
-        """Whether it only ends an earlier override."""
-        return self.interval_min_iterations is None and self.interval_max_iterations is None
-
-    @property
-    def pinned(self) -> bool:
-        """Whether it allows only one interval."""
-        return not self.withdrawn and self.interval_min_iterations == self.interval_max_iterations
-
     def holds(self, now_unix_seconds: float) -> bool:
         """Whether it is in force now."""
-        return not self.withdrawn and now_unix_seconds < self.expires_unix_seconds
-
-    def within(self, interval_min_iterations: int, interval_max_iterations: int) -> tuple[int, int]:
-        """The given bounds, narrowed by this override; if they do not overlap, the nearest given bound."""
-        low, high = interval_min_iterations, interval_max_iterations
-        own_low = low if self.interval_min_iterations is None else self.interval_min_iterations
-        own_high = high if self.interval_max_iterations is None else self.interval_max_iterations
-        return min(max(own_low, low), high), max(min(own_high, high), low)
+        return now_unix_seconds < self.expires_unix_seconds
 
 
 def report_failure(run_dir: Path, failure: ReportedFailure) -> None:
     """Store a reported failure; it is durable when this returns.
 
     Raises:
-        TooManyReportsError: too many were reported in the last hour.
         JournalError: there is no run here, or the file cannot be written.
     """
     _write(run_dir, failure)
@@ -133,18 +109,6 @@ def latest_override(run_dir: Path) -> PlanOverride | None:
     return replace(PlanOverride(**found[0][1]), id=found[0][0]) if found else None
 
 
-def _refuse_flood(connection: sqlite3.Connection, run_dir: Path, now_unix_seconds: float) -> None:
-    # While the oldest of so many newest ones is younger than an hour, another one would exceed the limit.
-    statement = "SELECT created_unix_seconds FROM commands WHERE kind = 'failure' ORDER BY id DESC LIMIT 1 OFFSET ?"
-    for (oldest,) in connection.execute(statement, (REPORTS_PER_HOUR_MAX - 1,)):
-        retry_seconds = oldest + HOUR_SECONDS - now_unix_seconds
-        if retry_seconds > 0:
-            raise TooManyReportsError(
-                f"{REPORTS_PER_HOUR_MAX} failures of {run_dir} were reported within an hour; this one was not written",
-                retry_seconds,
-            )
-
-
 def _write(run_dir: Path, command: ReportedFailure | PlanOverride) -> int:
     """Store a command and return its id."""
     if not (run_dir / "journal.db").is_file():
@@ -156,8 +120,6 @@ def _write(run_dir: Path, command: ReportedFailure | PlanOverride) -> int:
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute(TABLE)
-            if kind == "failure":
-                _refuse_flood(connection, run_dir, command.created_unix_seconds)
             values = kind, command.created_unix_seconds, json.dumps(asdict(command))
             statement = "INSERT INTO commands (kind, created_unix_seconds, content) VALUES (?, ?, ?)"
             row = connection.execute(statement, values).lastrowid

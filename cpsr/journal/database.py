@@ -29,7 +29,6 @@ CREATE TABLE IF NOT EXISTS events (
     row INTEGER PRIMARY KEY, kind TEXT NOT NULL, life INTEGER NOT NULL CHECK (life >= 0),
     iteration INTEGER CHECK (iteration >= 0), unix_seconds REAL NOT NULL, content TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
-CREATE TABLE IF NOT EXISTS accounts (life INTEGER PRIMARY KEY, content TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS event_files (name TEXT PRIMARY KEY, bytes_read INTEGER NOT NULL);
 PRAGMA application_id={APPLICATION_ID};
 PRAGMA user_version={SCHEMA_VERSION};

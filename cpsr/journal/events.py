@@ -1,7 +1,7 @@
-"""Event files: rows of ranks that do not write the journal, for rank 0 to import.
+"""Event files: events of ranks that do not write the journal, for rank 0 to import.
 
-One line per row: its kind, a blank, and its JSON. A newline before and after it, written by the same append, keeps it
-apart from a line that an earlier life did not finish.
+One line of JSON per event. A newline before and after it, written by the same append, keeps it apart from a line that
+an earlier life did not finish.
 """
 
 import errno
@@ -10,13 +10,11 @@ import os
 from pathlib import Path
 
 from cpsr.journal.database import NO_SPACE
-from cpsr.journal.rows import BubbleRow, EventRow, Row, StepRow, decode, encode, row_type_of
+from cpsr.journal.rows import EventColumns, EventRow, Row, StepRow, columns_of, decode, encode
 
 __all__ = ["EventFile", "read_new_rows"]
 
 log = logging.getLogger(__name__)
-
-RankRow = EventRow | BubbleRow  # what ranks other than 0 record
 
 
 class EventFile:
@@ -42,12 +40,11 @@ class EventFile:
             self._fail(error)
 
     def record(self, *rows: Row | StepRow) -> None:
-        """Append events and bubbles; rows that only rank 0 records are ignored."""
+        """Append events; rows that only rank 0 records are ignored."""
         for row in rows:
-            if isinstance(row, RankRow):
-                kind = "event" if isinstance(row, EventRow) else row.KIND
+            if isinstance(row, EventRow):
                 try:
-                    line = f"\n{kind} {encode(row)}\n".encode()
+                    line = f"\n{encode(row)}\n".encode()
                     if os.write(self._descriptor, line) < len(line):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 except (OSError, ValueError) as error:
@@ -66,8 +63,8 @@ class EventFile:
         self._failed = True
 
 
-def read_new_rows(path: Path, bytes_read: int, life: int) -> tuple[list[Row], int]:
-    """The rows behind a place in an event file, and the place behind them.
+def read_new_rows(path: Path, bytes_read: int, life: int) -> tuple[list[EventColumns], int]:
+    """The events behind a place in an event file, for the table of events, and the place behind them.
 
     A line without its newline is left for later. A damaged line becomes an event that names its place; so does a file
     that has lost its tail, which is read from its end on.
@@ -87,27 +84,18 @@ def read_new_rows(path: Path, bytes_read: int, life: int) -> tuple[list[Row], in
             return [_damage(path, message, life)], size
         file.seek(bytes_read)
         complete, newline, _torn = file.read().rpartition(b"\n")
-    rows: list[Row] = []
+    rows: list[EventColumns] = []
     for line in complete.split(b"\n"):
         try:
-            rows += [_parse(line)] if line else []
+            rows += [columns_of(decode(EventRow, line.decode()))] if line else []
         except ValueError as error:
             rows.append(_damage(path, f"has a damaged line near byte {bytes_read}, which was skipped: {error}", life))
         bytes_read += len(line) + 1 if newline else 0
     return rows, bytes_read
 
 
-def _parse(line: bytes) -> Row:
-    """The row of one complete line, without its newline; raises ValueError if it holds none."""
-    kind, _, content = line.decode().partition(" ")
-    if kind not in ("event", BubbleRow.KIND):
-        raise ValueError(f"{kind[:20]!r} is no row of a rank other than 0")
-    row: Row = decode(row_type_of(kind), content)
-    return row
-
-
-def _damage(path: Path, message: str, life: int) -> EventRow:
+def _damage(path: Path, message: str, life: int) -> EventColumns:
     digits = "".join(filter(str.isdigit, path.stem))
     # Only the file name shows whose events were lost.
     rank = int(digits) if digits else 0
-    return EventRow(life=life, rank=rank, kind="event_file_damaged", message=f"{path.name} {message}")
+    return columns_of(EventRow(life=life, rank=rank, kind="event_file_damaged", message=f"{path.name} {message}"))

@@ -29,8 +29,8 @@ Answer = TypeVar("Answer")
 class RankJournal:
     """A rank's side of the journal.
 
-    Rank 0 records all rows in `<run_dir>/journal.db`. The other ranks record events and bubbles in an event file that
-    rank 0 reads, and ignore all else, so that callers need not check. It never blocks or stops training.
+    Rank 0 records all rows in `<run_dir>/journal.db`. The other ranks record events in an event file that rank 0
+    reads, and ignore all else, so that callers need not check. It never blocks or stops training.
 
     Args:
         life: number of this life of the run.
@@ -51,11 +51,6 @@ class RankJournal:
         """Record rows."""
         if self._file is not None:
             self._file.record(*rows)
-
-    def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
-        """Add the stalls of so many snapshots to host memory to the run's account."""
-        if self._journal is not None:
-            self._journal.add_memory_stalls(snapshots, seconds)
 
     def read(self, question: Callable[[JournalReader], Answer], default: Answer, consequence: str) -> Answer:
         """Query the journal for records of earlier lives.

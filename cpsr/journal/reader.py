@@ -1,15 +1,12 @@
 """Read-only access to the journal, also while it is being written."""
 
-import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cpsr.errors import JournalError
-from cpsr.journal.account import Account
 from cpsr.journal.database import check_identity, unreadable
 from cpsr.journal.rows import (
     CheckpointRow,
@@ -25,7 +22,7 @@ from cpsr.journal.rows import (
     row_type_of,
 )
 
-__all__ = ["JournalReader", "Recorded", "Size"]
+__all__ = ["JournalReader", "Recorded"]
 
 RowT = TypeVar("RowT")
 Parameters = Sequence[Any] | Mapping[str, Any]
@@ -42,23 +39,6 @@ class Recorded:
     number: int
     kind: str
     row: Row
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A number of ranks that the run has had.
-
-    Attributes:
-        ranks: their number.
-        since_iteration: where they began to train.
-        life: the first one with them.
-        since_unix_seconds: the start of that life.
-    """
-
-    ranks: int
-    since_iteration: int
-    life: int
-    since_unix_seconds: float
 
 
 class JournalReader:
@@ -119,19 +99,6 @@ class JournalReader:
     def lives(self) -> list[LifeRow]:
         """Every life of the run; one that reads `running` although a later one exists was killed."""
         return list({row.life: row for row in self._all(LifeRow)}.values())
-
-    def sizes(self) -> list[Size]:
-        """Each number of ranks in turn, oldest first; the last one is the present one.
-
-        A life that has not begun to train yet is left out.
-        """
-        found: list[Size] = []
-        restored, trained = self.restored_iterations(), self.seconds_of_lives()
-        for life in self.lives():
-            since = restored.get(life.life, 0 if trained.get(life.life) else None)
-            if life.ranks is not None and since is not None:
-                found.append(Size(life.ranks, since, life.life, life.started_unix_seconds))
-        return found[:1] + [after for before, after in pairwise(found) if before.ranks != after.ranks]
 
     def restored_iterations(self) -> dict[int, int]:
         """Where each life went on, by life; a life that began from scratch has none."""
@@ -200,11 +167,6 @@ class JournalReader:
         """At most `limit` rows of the table of events that were recorded after this one, oldest first."""
         return self._events("WHERE row > ? ORDER BY row LIMIT ?", (number, limit))
 
-    def last_event(self) -> int:
-        """Number of the row that was recorded last in the table of events; 0 if there is none."""
-        ((last,),) = self._query("SELECT COALESCE(MAX(row), 0) FROM events")
-        return int(last)
-
     def losses(self, start: int | None = None, stop: int | None = None) -> list[StepRow]:
         """The newest step of each iteration in [start, stop), by iteration.
 
@@ -225,24 +187,18 @@ class JournalReader:
         """The steps that were recorded last, newest first."""
         return self._steps("ORDER BY row DESC LIMIT ?", (count,))
 
-    def account(self) -> Account | None:
-        """What the run's time went into so far; None before the first life."""
-        return _first(self._accounts("ORDER BY life DESC LIMIT 1"))
+    def life_seconds(self) -> dict[int, float]:
+        """How long each life has trained, by life: its iterations at the mean pace of those that are kept."""
+        statement = "SELECT life, (MAX(iteration) - MIN(iteration) + 1) * AVG(seconds) FROM steps GROUP BY life"
+        return dict(self._query(statement))
 
-    def trained_seconds(self) -> float:
-        """Wall time of all steps together, also of those that were thinned out, and of branches that were given up."""
-        account = self.account()
-        return 0.0 if account is None else account.step_seconds
-
-    def seconds_of_lives(self) -> dict[int, float]:
-        """Wall time of the steps of each life that has any, by life."""
-        accounts = self._accounts("ORDER BY life")
-        before = [0.0, *(account.step_seconds for account in accounts)]
-        return {account.life: account.step_seconds - last for account, last in zip(accounts, before, strict=False)}
-
-    def _accounts(self, clause: str) -> list[Account]:
-        found = self._query(f"SELECT content FROM accounts {clause}")  # noqa: S608 - no input in it
-        return [Account(**json.loads(content)) for (content,) in found]
+    def checkpoint_totals(self) -> dict[str, dict[str, float]]:
+        """Of the checkpoints by status: `count`, and the sums of `bytes`, `stall_`, `write_` and `commit_seconds`."""
+        names = "bytes", "stall_seconds", "write_seconds", "commit_seconds"
+        sums = ", ".join(f"TOTAL(json_extract(content, '$.{name}'))" for name in names)
+        statement = f"SELECT json_extract(content, '$.status'), COUNT(*), {sums} FROM events WHERE kind = 'checkpoint' "  # noqa: S608
+        found = self._query(statement + "GROUP BY 1")
+        return {status: dict(zip(("count", *names), totals, strict=True)) for status, *totals in found}
 
     def _all(self, row_type: type[RowT]) -> list[RowT]:
         found = self._events("WHERE kind = ? ORDER BY row", (row_type.KIND,))  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ import enum
 import functools
 import json
 import math
+import operator
 import time
 import typing
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ from pydantic import AfterValidator, TypeAdapter
 
 __all__ = [
     "Beginning",
-    "BubbleRow",
     "CheckpointRow",
+    "EventColumns",
     "EventRow",
     "FailureRow",
     "FailureScope",
@@ -36,9 +37,11 @@ __all__ = [
     "encode",
     "json_ready",
     "row_type_of",
+    "step_columns_of",
 ]
 
 RowT = TypeVar("RowT")
+SQLITE_INTEGER_MAX = 2**63 - 1
 # What a failure leaves: the memory of every machine; replicas of what a machine held; the disk alone.
 FailureScope = Literal["process", "machine", "everything"]
 # `predicted`: the state, or one that it was trained from, was predicted, or restored with older experts.
@@ -286,35 +289,8 @@ class FitRow:
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BubbleRow:
-    """One rank's waits (its bubbles) since its previous row, and the work in them.
-
-    The row covers `seconds` and `iterations`. `used_seconds` is other work inside of waits, `late_seconds` its part
-    past their ends, `outside_seconds` work that began outside. `copied_bytes` of snapshots were copied while the rank
-    waited, in `copied_seconds`, and `copied_beside_bytes` beside its work; None if copies do not use the waits.
-    """
-
-    KIND: ClassVar[str] = "bubble"
-
-    life: int
-    rank: int
-    iteration: int
-    iterations: int
-    seconds: float
-    bubble_seconds: float
-    used_seconds: float
-    late_seconds: float
-    outside_seconds: float
-    slices: int
-    late_slices: int
-    copied_seconds: float | None = None
-    copied_bytes: int | None = None
-    copied_beside_bytes: int | None = None
-    created_unix_seconds: float = dataclasses.field(default_factory=time.time)
-
-
-Row = LifeRow | CheckpointRow | FailureRow | RecoveryRow | PlanRow | PhaseRow | FitRow | BubbleRow | EventRow
+Row = LifeRow | CheckpointRow | FailureRow | RecoveryRow | PlanRow | PhaseRow | FitRow | EventRow
+EventColumns = tuple[str, int, int | None, float, str]
 _TYPES = {row_type.KIND: row_type for row_type in typing.get_args(Row) if row_type is not EventRow}
 # Rows that name their iteration otherwise.
 _ITERATIONS: dict[type[Any], str] = {
@@ -330,7 +306,7 @@ def row_type_of(kind: str) -> type[Any]:
     return row_type
 
 
-def columns_of(row: Row) -> tuple[str, int, int | None, float, str]:
+def columns_of(row: Row) -> EventColumns:
     """The row's values in the table of events: kind, life, iteration, time, and content.
 
     Raises:
@@ -341,8 +317,30 @@ def columns_of(row: Row) -> tuple[str, int, int | None, float, str]:
     if isinstance(row, EventRow) and kind in _TYPES:
         raise ValueError(f"an event's kind cannot be {kind!r}: that is the word for {_TYPES[kind].__name__}")
     iteration = getattr(row, _ITERATIONS.get(type(row), "iteration"), None)
+    _check_counts(row.life, iteration or 0)
     seconds = row.started_unix_seconds if isinstance(row, LifeRow) else row.created_unix_seconds
     return kind, row.life, iteration, seconds, content
+
+
+def step_columns_of(step: StepRow) -> tuple[Any, ...]:
+    """The step's values in the table of steps: life, iteration, loss, learning rate, seconds, and if it was applied.
+
+    Raises:
+        TypeError, ValueError: it cannot be stored.
+    """
+
+    def real(value: float | None) -> float | str | None:
+        # SQLite turns NaN into NULL, which would read back as "unknown".
+        return None if value is None else "nan" if math.isnan(value) else float(value)
+
+    life, iteration = operator.index(step.life), operator.index(step.iteration)
+    _check_counts(life, iteration)
+    return life, iteration, real(step.loss), real(step.learning_rate), real(step.seconds), bool(step.applied)
+
+
+def _check_counts(*counts: int) -> None:
+    if not all(0 <= count <= SQLITE_INTEGER_MAX for count in counts):
+        raise ValueError(f"a life or an iteration is not from 0 to {SQLITE_INTEGER_MAX}: {counts}")
 
 
 def encode(row: Row) -> str:

@@ -1,31 +1,28 @@
 """The journal's one writer: a queue, a background thread and a connection, on global rank 0."""
 
 import collections
-import itertools
-import json
 import logging
-import math
-import operator
 import os
 import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from cpsr.errors import JournalError
-from cpsr.journal.account import Account
 from cpsr.journal.database import lacks_room, prepare, unreadable
 from cpsr.journal.events import read_new_rows
-from cpsr.journal.rows import CheckpointRow, EventRow, FailureRow, LifeRow, Row, StepRow, columns_of, decode
+from cpsr.journal.rows import EventRow, LifeRow, Row, StepRow, columns_of, step_columns_of
 
-__all__ = ["FULL_STEPS", "Journal", "insert_steps", "thin"]
+__all__ = ["FULL_STEPS", "INSERT_STEP", "Journal", "thin"]
 
 log = logging.getLogger(__name__)
+
+RowT = TypeVar("RowT")
 
 # Writes that wait while the file cannot be written (full disk, locked by another process): 100,000 steps, about 20 MB.
 # Beyond that the oldest steps are dropped first.
@@ -38,27 +35,24 @@ CLOSE_SECONDS = 10.0  # how long an exit waits for the last rows
 # steps become about 430,000 rows. The fit of the loss looks 20,000 back.
 FULL_STEPS = 100_000
 THIN_STEPS = 2_000  # recorded steps after which old ones are thinned out: some ten milliseconds, while new rows queue
-PACE_STEPS = 20  # the newest steps before a failure, whose mean is that of the steps that it kept from the journal
 
-# A row that fails with one of these fails every time; everything else may pass at the next attempt.
-_ROW_ERRORS = (
-    sqlite3.IntegrityError,
-    sqlite3.InterfaceError,
-    sqlite3.ProgrammingError,
-    sqlite3.DataError,
-    OSError,
-    OverflowError,
-    ValueError,
-)
-# Writes rows, and returns the account of the run's time with them.
-Apply = Callable[[sqlite3.Connection, Account | None], Account | None]
+INSERT_STEP = "INSERT INTO steps (life, iteration, loss, learning_rate, seconds, applied) VALUES (?, ?, ?, ?, ?, ?)"
+INSERT_EVENT = "INSERT INTO events (kind, life, iteration, unix_seconds, content) VALUES (?, ?, ?, ?, ?)"
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
+    """Rows that are stored together.
+
+    Attributes:
+        kind: the type of the rows, for messages.
+        rows: their number.
+        apply: stores them in the open transaction.
+    """
+
     kind: str
     rows: int
-    apply: Apply
+    apply: Callable[[sqlite3.Connection], object]
 
 
 class Journal:
@@ -141,29 +135,27 @@ class Journal:
 
         A life or a recovery is recorded again when something about it has changed: readers take the newest row.
         """
-        if steps := [row for row in rows if isinstance(row, StepRow)]:
-            at = time.time()
-            self._enqueue("StepRow", len(steps), partial(_store_steps, steps=steps, at=at))
+        steps = [row for row in rows if isinstance(row, StepRow)]
+        if steps:
+            self._record("StepRow", INSERT_STEP, steps, step_columns_of)
         for row in rows:
             if not isinstance(row, StepRow):
-                self._record(row)
+                self._record(type(row).__name__, INSERT_EVENT, [row], columns_of)
 
-    def _record(self, row: Row) -> None:
+    def _record(
+        self, kind: str, statement: str, rows: Sequence[RowT], columns: Callable[[RowT], tuple[Any, ...]]
+    ) -> None:
         try:
-            values = columns_of(row)  # on the caller's thread, which may change the referenced objects later
+            values = [columns(row) for row in rows]  # the caller may change the referenced objects later
         except (TypeError, ValueError) as error:
-            self._drop(type(row).__name__, 1, f"the row cannot be stored and is dropped: {error}")
+            self._drop(kind, len(rows), f"the row cannot be stored and is dropped: {error}")
             return
-        self._enqueue(type(row).__name__, 1, partial(_store_row, row=row, values=values))
-
-    def add_memory_stalls(self, snapshots: int, seconds: float) -> None:
-        """Add the stalls of so many snapshots to host memory to the run's account."""
-        self._enqueue("StepRow", 0, lambda _, account: account and account.with_memory_stalls(snapshots, seconds))
+        self._enqueue(kind, len(rows), lambda connection: connection.executemany(statement, values))
 
     def import_events(self, directory: Path) -> None:
         """Import new rows of the other ranks' event files in `directory`; every line exactly once."""
         life = self._next_life if self._life is None else self._life.life
-        self._enqueue("event files", 0, partial(_store_event_files, directory=directory, life=life))
+        self._enqueue("event files", 0, partial(self._store_event_files, directory=directory, life=life))
 
     def flush(self, timeout_seconds: float) -> bool:
         """Wait until all rows so far are committed or rejected; False after the timeout."""
@@ -187,7 +179,7 @@ class Journal:
     def _idle(self) -> bool:
         return not (self._queue or self._batch)
 
-    def _enqueue(self, kind: str, rows: int, apply: Apply) -> None:
+    def _enqueue(self, kind: str, rows: int, apply: Callable[[sqlite3.Connection], object]) -> None:
         with self._changed:
             if self._closing or self._stopped:
                 dropped, why = (kind, rows), "the row was recorded after the journal had stopped and is lost"
@@ -248,25 +240,15 @@ class Journal:
 
     def _commit_batch(self, connection: sqlite3.Connection) -> bool:
         dropped_rows = self.dropped_rows
-        rejected: list[tuple[_Write, BaseException]] = []
         try:
             connection.execute("BEGIN IMMEDIATE")
-            before = account = _read_account(connection)
             for write in self._batch:
-                connection.execute("SAVEPOINT one_write")
-                try:
-                    account = write.apply(connection, account)
-                except _ROW_ERRORS as error:
-                    connection.execute("ROLLBACK TO one_write")
-                    rejected.append((write, error))
-                connection.execute("RELEASE one_write")
-            if account is not None and account is not before:
-                row = account.life, json.dumps(asdict(account))
-                connection.execute("INSERT OR REPLACE INTO accounts VALUES (?, ?)", row)
+                write.apply(connection)
             if dropped_rows > self._dropped_rows_recorded:
                 message = f"{dropped_rows - self._dropped_rows_recorded} rows could not be recorded before this time"
                 life = 0 if self._life is None else self._life.life
-                insert_event(connection, EventRow(life=life, rank=0, kind="journal_rows_dropped", message=message))
+                lost = EventRow(life=life, rank=0, kind="journal_rows_dropped", message=message)
+                connection.execute(INSERT_EVENT, columns_of(lost))
             connection.execute("COMMIT")
         except sqlite3.Error as error:
             if connection.in_transaction:  # after some errors (a full disk) SQLite has rolled back already
@@ -275,13 +257,22 @@ class Journal:
             self._log_once(name, f"cannot write ({name}: {error}); rows wait and are tried again, training goes on")
             return False
         self._dropped_rows_recorded = dropped_rows
-        for write, row_error in rejected:
-            self._drop(write.kind, write.rows, f"the row cannot be stored and is dropped: {row_error}")
         with self._changed:
             self._thinned_steps += sum(write.rows for write in self._batch if write.kind == "StepRow")
             self._batch = []
             self._changed.notify_all()
         return True
+
+    def _store_event_files(self, connection: sqlite3.Connection, directory: Path, life: int) -> None:
+        places = dict(connection.execute("SELECT name, bytes_read FROM event_files").fetchall())
+        for path in sorted(directory.glob("*.jsonl")):
+            try:
+                rows, place = read_new_rows(path, places.get(path.name, 0), life)
+            except OSError as error:
+                self._log_once("event files", f"events of another rank cannot be read now: {error}")
+                continue
+            connection.executemany(INSERT_EVENT, rows)
+            connection.execute("INSERT OR REPLACE INTO event_files VALUES (?, ?)", (path.name, place))
 
     def _thin_if_due(self, connection: sqlite3.Connection) -> None:
         if self._thinned_steps < THIN_STEPS:
@@ -313,82 +304,3 @@ def thin(connection: sqlite3.Connection, full_steps: int) -> None:
     while (boundary := newest - full_steps * (every // 2)) > 0:
         connection.execute("DELETE FROM steps WHERE row <= ? AND iteration % ? != 0", (boundary, every))
         every *= 2
-
-
-def insert_steps(connection: sqlite3.Connection, steps: Sequence[StepRow]) -> None:
-    """Insert steps, in the open transaction.
-
-    Raises:
-        TypeError, ValueError: one cannot be stored.
-    """
-
-    def real(value: float | None) -> float | str | None:
-        # SQLite turns NaN into NULL, which would read back as "unknown".
-        return None if value is None else "nan" if math.isnan(value) else float(value)
-
-    values = [
-        (
-            operator.index(step.life),
-            operator.index(step.iteration),
-            *(real(value) for value in (step.loss, step.learning_rate, step.seconds)),
-            bool(step.applied),
-        )
-        for step in steps
-    ]
-    columns = "INSERT INTO steps (life, iteration, loss, learning_rate, seconds, applied)"
-    connection.executemany(f"{columns} VALUES (?, ?, ?, ?, ?, ?)", values)
-
-
-def insert_event(connection: sqlite3.Connection, row: Row, values: Sequence[Any] | None = None) -> None:
-    """Insert a row into the table of events, in the open transaction."""
-    columns = "INSERT INTO events (kind, life, iteration, unix_seconds, content)"
-    connection.execute(f"{columns} VALUES (?, ?, ?, ?, ?)", columns_of(row) if values is None else values)
-
-
-def _store_steps(
-    connection: sqlite3.Connection, account: Account | None, steps: Sequence[StepRow], at: float
-) -> Account | None:
-    for life, of_life in itertools.groupby(steps, key=lambda step: step.life):
-        if account is None:
-            account = Account(life=life, began_unix_seconds=at, until_unix_seconds=at)
-        account = account.with_steps(list(of_life), at)
-    insert_steps(connection, steps)
-    return account
-
-
-def _store_row(
-    connection: sqlite3.Connection, account: Account | None, row: Row, values: Sequence[Any]
-) -> Account | None:
-    if isinstance(row, LifeRow) and row.ending == "running":
-        at = row.started_unix_seconds
-        newest = "SELECT content FROM events WHERE kind = 'life' ORDER BY row DESC LIMIT 1"
-        before = connection.execute(newest).fetchone()
-        if account is None:
-            account = Account(life=row.life, began_unix_seconds=at, until_unix_seconds=at)
-        elif before is not None:
-            account = account.with_life(row, decode(LifeRow, before[0]))
-    elif account is not None and isinstance(row, CheckpointRow):
-        account = account.with_checkpoint(row)
-    elif account is not None and isinstance(row, FailureRow):
-        newest = "SELECT seconds FROM steps WHERE life = ? ORDER BY row DESC LIMIT ?"
-        recent = [float(seconds) for (seconds,) in connection.execute(newest, (row.life, PACE_STEPS))]
-        account = account.with_failure(row.life, row.iteration, recent)
-    insert_event(connection, row, values)
-    return account
-
-
-def _store_event_files(
-    connection: sqlite3.Connection, account: Account | None, directory: Path, life: int
-) -> Account | None:
-    places = dict(connection.execute("SELECT name, bytes_read FROM event_files").fetchall())
-    for path in sorted(directory.glob("*.jsonl")):
-        rows, place = read_new_rows(path, places.get(path.name, 0), life)
-        for row in rows:
-            insert_event(connection, row)
-        connection.execute("INSERT OR REPLACE INTO event_files VALUES (?, ?)", (path.name, place))
-    return account
-
-
-def _read_account(connection: sqlite3.Connection) -> Account | None:
-    found = connection.execute("SELECT content FROM accounts ORDER BY life DESC LIMIT 1").fetchone()
-    return None if found is None else Account(**json.loads(found[0]))

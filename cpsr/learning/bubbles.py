@@ -2,16 +2,12 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from time import monotonic, perf_counter
-from typing import Any
+from dataclasses import dataclass
+from time import perf_counter
 
-from cpsr.checkpoint.paced import CopyAccount
-from cpsr.journal import BubbleRow, RankJournal
-
-__all__ = ["BubbleAccount", "BubbleLog", "Bubbles"]
+__all__ = ["BubbleAccount", "Bubbles"]
 
 # The forecast of a place uses so many durations: enough to see what is usual, few enough to follow a change.
 RECENT_DURATIONS = 16
@@ -23,10 +19,6 @@ MEASURED_DURATIONS = 4
 MAX_PLACES = 4096
 # Recent bubbles that `worked` compares a slice with: a slice spans one or two.
 REMEMBERED_BUBBLES = 32
-# A row of the journal covers at least a minute, and a thousandth of the life so far. A life of a month then has 5000
-# rows per rank, of some 100 bytes each, instead of one per checkpoint.
-ROW_SECONDS_MIN = 60.0
-ROW_LIFE_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -238,55 +230,3 @@ class Bubbles:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-class BubbleLog:
-    """Writes one rank's rows into the journal, on its training thread: a lock, a subtraction and an append each.
-
-    The first checkpoint of a life brings a row, however early it comes.
-
-    Args:
-        bubbles: the waits of the rank.
-        copied: returns the account of all snapshot copies so far; None where they wait for nothing.
-        journal: of this rank.
-    """
-
-    def __init__(self, bubbles: Bubbles, copied: Callable[[], CopyAccount | None], journal: RankJournal) -> None:
-        self._bubbles = bubbles
-        self._copied = copied
-        self._journal = journal
-        self._recorded, self._recorded_copied = bubbles.account(), copied()
-        self._began = self._recorded_at = monotonic()
-        self._due_seconds = 0.0
-
-    def at_checkpoint(self, iteration: int) -> None:
-        """Record a row at a checkpoint, if the last one is long enough ago."""
-        if monotonic() - self._recorded_at >= self._due_seconds:
-            self.record(iteration)
-
-    def record(self, iteration: int) -> None:
-        """Record what happened since the last row; if nothing did, the next row covers this time too."""
-        now, before = monotonic(), self._recorded
-        account, copied = self._bubbles.account(), self._copied()
-        if account.bubble_seconds == before.bubble_seconds and account.slices == before.slices:
-            return
-        since = {name: value - getattr(before, name) for name, value in asdict(account).items()}
-        copies: dict[str, Any] = {}
-        if copied is not None:
-            earlier = self._recorded_copied or CopyAccount()
-            copies = {
-                "copied_seconds": copied.in_waits_seconds - earlier.in_waits_seconds,
-                "copied_bytes": copied.in_waits_bytes - earlier.in_waits_bytes,
-                "copied_beside_bytes": copied.other_bytes - earlier.other_bytes,
-            }
-        journal, seconds = self._journal, now - self._recorded_at
-        row: dict[str, Any] = {
-            "life": journal.life,
-            "rank": journal.rank,
-            "iteration": iteration,
-            "seconds": seconds,
-            **since,
-        }
-        journal.record(BubbleRow(**row, **copies))
-        self._recorded, self._recorded_copied, self._recorded_at = account, copied, now
-        self._due_seconds = max(ROW_SECONDS_MIN, ROW_LIFE_SHARE * (now - self._began))

@@ -3,13 +3,12 @@
 import logging
 
 from cpsr.checkpoint.history import RankSlices
-from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.config import CPSRConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.job import Job, Rewind
 from cpsr.journal import RankJournal
-from cpsr.learning.bubbles import BubbleLog, Bubbles
+from cpsr.learning.bubbles import Bubbles
 from cpsr.learning.exchange import Exchange
 from cpsr.learning.learner import Learner
 from cpsr.learning.memory import Use, choose_use
@@ -37,12 +36,11 @@ class Learning:
         self.predictor = VITPPredictor(direction=config.predictor.direction, ranks=self._exchange)
         self._nothing_learned = self.predictor.state_dict()
         self.bubbles = Bubbles()
-        pace = pace_of(adapter, self.bubbles, config.learning.budget_fraction, self._report_starved)
+        pace = pace_of(adapter, self.bubbles, config.learning.budget_fraction)
         self.learner = Learner(self.predictor, pace)
         self._adapter = adapter
         self._learns = False
         self._journal: RankJournal | None = None
-        self._bubble_log: BubbleLog | None = None
 
     def open(self, job: Job, store: CheckpointStore) -> Use:
         """Find out whether the ranks can predict and learn within their memory; a collective.
@@ -57,9 +55,8 @@ class Learning:
         self._learns = use == "learning"
         return use
 
-    def start(self, job: Job, store: CheckpointStore, pool: SnapshotPool) -> None:
-        """Begin to learn from checkpoints, and to record waits; on the training thread, before it trains."""
-        self._bubble_log = BubbleLog(self.bubbles, lambda: pool.copier.account, job.journal)
+    def start(self, job: Job, store: CheckpointStore) -> None:
+        """Begin to learn from checkpoints; on the training thread, before it trains."""
         self.learner.start(store, RankSlices.of(job.group.rank, job.group.size, job.shard), learns=self._learns)
 
     def at_step(self, saved_iteration: int | None, history_start: int) -> None:
@@ -72,16 +69,6 @@ class Learning:
         if saved_iteration is not None:
             self.learner.notify(saved_iteration, history_start)
         self._report_failure()
-
-    def at_checkpoint(self, iteration: int) -> None:
-        """A checkpoint was begun."""
-        if self._bubble_log is not None:
-            self._bubble_log.at_checkpoint(iteration)
-
-    def record_bubbles(self, iteration: int) -> None:
-        """Record the waits since the last row; call it before rank 0 last gathers the other ranks' rows."""
-        if self._bubble_log is not None:
-            self._bubble_log.record(iteration)
 
     def rewound(self, to: Rewind) -> None:
         """Reset the predictor if the new state comes from outside of the run: its weights do not lead there."""
@@ -101,7 +88,3 @@ class Learning:
         failure = self.learner.failure()
         if failure is not None and self._journal is not None:
             self._journal.event("learning ended", failure, level=logging.ERROR)
-
-    def _report_starved(self, message: str) -> None:
-        if self._journal is not None:
-            self._journal.event("learning waits", message, level=logging.WARNING)

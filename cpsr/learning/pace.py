@@ -3,7 +3,6 @@
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable
 from time import perf_counter
 
 from cpsr.engines.adapter import EngineAdapter
@@ -37,14 +36,11 @@ class BubblePace:
     Args:
         bubbles: the waits; this object reports its work to them.
         outside: budget of slices outside of bubbles, and of what ran past a bubble's end; None: nothing outside.
-        report: called once, with one sentence, if no bubble is long enough for any slice; on the learner's thread.
     """
 
-    def __init__(self, bubbles: Bubbles, outside: BudgetPace | None, report: Callable[[str], object]) -> None:
+    def __init__(self, bubbles: Bubbles, outside: BudgetPace | None) -> None:
         self._bubbles = bubbles
         self._outside = outside
-        self._report = report
-        self._reported = False
         self._slices: deque[float] = deque(maxlen=RECENT_SLICES)  # their processor time
         self._delays: deque[float] = deque(maxlen=RECENT_SLICES)
         self._entered: float | None = None  # when the next slice was admitted to a bubble
@@ -97,19 +93,9 @@ class BubblePace:
         if self._slices:
             longest = self._longest_seconds()
             self._slices = deque((one for one in self._slices if one < longest), maxlen=RECENT_SLICES)
-        elif not self._reported:
-            self._reported = True
-            self._report(
-                "no wait of this pipeline stage is long enough for the predictor's work (a slice should take "
-                f"{1000 * self.expected_seconds():.1f} ms, all waits of an iteration together are forecast to take "
-                f"{1000 * self._bubbles.iteration_forecast_seconds():.1f} ms): until one is, it learns nothing from "
-                "the checkpoints, and a recovery uses what was learned before. Training is not affected"
-            )
 
 
-def pace_of(
-    adapter: EngineAdapter, bubbles: Bubbles, budget_fraction: float, report: Callable[[str], object]
-) -> Pace | None:
+def pace_of(adapter: EngineAdapter, bubbles: Bubbles, budget_fraction: float) -> Pace | None:
     """When the predictor may learn on this rank; None: never.
 
     In a pipeline on CPUs receives block, and the predictor learns in these bubbles only. Elsewhere it learns in waits
@@ -121,10 +107,9 @@ def pace_of(
         adapter: the engine.
         bubbles: of this rank.
         budget_fraction: of one core, outside of bubbles; 0: never learn.
-        report: as in `BubblePace`.
     """
     if budget_fraction == 0:
         return None
     # A receive on a GPU is only queued.
     waits_itself = adapter.pipeline is not None and adapter.device.type == "cpu"
-    return BubblePace(bubbles, None if waits_itself else BudgetPace(budget_fraction), report)
+    return BubblePace(bubbles, None if waits_itself else BudgetPace(budget_fraction))

@@ -238,7 +238,7 @@ class Life:
     def _begin_checkpoint(self) -> None:
         iteration = self.job.adapter.iteration  # a later one than it was due at if the loop repeats a batch
         self.saver.begin_checkpoint(iteration)
-        self.loop.at_checkpoint(iteration)
+        self.loop.at_checkpoint()
         self._plan(iteration)
 
     def _plan(self, iteration: int) -> None:
@@ -372,8 +372,6 @@ class Life:
             with undisturbed(), self._opened:
                 if self.rehearsed is not None:
                     self.rehearsed.close()
-                # Before rank 0 last gathers the other ranks' rows.
-                self.loop.learning.record_bubbles(self.job.adapter.iteration)
                 if not leaving.left:
                     leaving.note_end(self.job.adapter.iteration, None if kind is None else kind.__name__)
                 if kind is None:

@@ -207,10 +207,9 @@ class Loop:
         self.learning.at_step(saved_iteration, self.state.history_start)
         self.events.at_step(iteration, saved_iteration)
 
-    def at_checkpoint(self, iteration: int) -> None:
+    def at_checkpoint(self) -> None:
         """A checkpoint has begun."""
         self._warnings.at_checkpoint()
-        self.learning.at_checkpoint(iteration)
 
 
 class Steps:
@@ -258,7 +257,7 @@ class Steps:
     def situation(self, iteration: int, peak_learning_rate: float, plan: Plan) -> Situation:
         """The planner's view of the training now."""
         schedule = Schedule(iteration, self.learning_rate, peak_learning_rate)
-        return Situation(schedule, self.median_seconds, len(self._seconds), plan)
+        return Situation(schedule, self.median_seconds, plan)
 
     def flush(self, *, wait: bool) -> None:
         """Forward the losses that have arrived; at the end of a life wait for the others."""

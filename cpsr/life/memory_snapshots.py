@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Job
 from cpsr.peers.host_memory import HostMemory
-from cpsr.state.losses import Step
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
     from cpsr.experts.saving import ExpertSaving
@@ -144,7 +143,6 @@ class MemorySnapshots:
         self._late = False
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
-        self._unreported, self._unreported_seconds = 0, 0.0  # since the journal was last told
         self._failed = False
         self._sealed: tuple[int, Future[bool]] | None = None  # of the newest one
         self._ended = 0
@@ -242,8 +240,6 @@ class MemorySnapshots:
         self.stalls_seconds.append(snapshot.stall_seconds)
         if snapshot.sealed is not None:
             self._sealed = snapshot.iteration, snapshot.sealed
-        self._unreported += 1
-        self._unreported_seconds += snapshot.stall_seconds
         self._planner.note_memory(snapshot.stall_seconds)
         self._pool.release(snapshot)
 
@@ -283,12 +279,6 @@ class MemorySnapshots:
                 iteration,
                 logging.ERROR,
             )
-
-    def on_steps(self, _: Sequence[Step]) -> None:
-        """Steps have gone to the journal: the stalls in them follow."""
-        if self._unreported:
-            self._job.journal.add_memory_stalls(self._unreported, self._unreported_seconds)
-            self._unreported, self._unreported_seconds = 0, 0.0
 
     def close(self) -> None:
         """Report the newest one if it could not be sealed."""

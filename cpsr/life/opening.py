@@ -192,12 +192,12 @@ def _restore(life: "Life", store: CheckpointStore) -> None:
 def _start_training(life: "Life", store: CheckpointStore) -> None:
     """Start what learns and plans beside the loop, and follow the loop."""
     job, loop = life.job, life.loop
-    loop.learning.start(job, store, life.memory.pool)
+    loop.learning.start(job, store)
     life.planner.start(job.config.run_dir, job.group.size, job.journal)
     life.memory.follow_replicas(life.planner.times.replica)
     loop.begin_life(job)
     loop.events.begin_life(job, life.saver.saved_iteration, loop.tail.defer_here)
-    life.steps.followers += [life.probation.on_steps, life.saver.memory.on_steps]
+    life.steps.followers.append(life.probation.on_steps)
     life.votes, asked = job.group.votes(), rehearsed()
     life.rehearsed = None if asked is None else Rehearsed(asked, job)
     life.leaving = Leaving(job, life.ending, life.stop, loop, life.boundary, life.saver, life.witnessing)

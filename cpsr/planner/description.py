@@ -3,7 +3,7 @@
 For example:
 
     iteration_seconds: 0.6
-    checkpoint: {state_bytes: 4.2e9, snapshot_bytes_per_second: 5e9, persist_bytes_per_second: 1e9}
+    checkpoint: {stall_seconds: 0.9, persist_seconds: 5}
     failures: {mtbf_hours: 12, restart_seconds: 30, process_fraction: 0.5}
     memory: {stall_seconds: 0.01, replica_seconds: 2}
     recovery:
@@ -32,7 +32,6 @@ from cpsr.planner.inputs import (
     FailureClass,
     Limits,
     MemoryTier,
-    Origin,
     PhaseInputs,
     PlannerInputs,
     RecoveryCost,
@@ -58,33 +57,10 @@ class Section(BaseModel):
 
 
 class CheckpointSpec(Section):
-    """What a checkpoint of the slowest rank costs: seconds, or bytes and bandwidths."""
+    """What a checkpoint of the slowest rank costs."""
 
-    state_bytes: float | None = Field(default=None, gt=0, description="Weights and moments of one rank.")
-    snapshot_bytes_per_second: float | None = Field(default=None, gt=0, description="Device to host, while it stalls.")
-    persist_bytes_per_second: float | None = Field(default=None, gt=0, description="Host to disk, of one rank.")
-    stall_seconds: float | None = Field(default=None, ge=0, description="Extra time of the training thread.")
-    persist_seconds: float | None = Field(default=None, ge=0, description="From the snapshot to the commit record.")
-
-    @model_validator(mode="after")
-    def _complete(self) -> "CheckpointSpec":
-        for seconds, bandwidth in (
-            ("stall_seconds", "snapshot_bytes_per_second"),
-            ("persist_seconds", "persist_bytes_per_second"),
-        ):
-            rate = getattr(self, bandwidth)
-            if (getattr(self, seconds) is None) == (rate is None):
-                raise ValueError(f"give either {seconds} or {bandwidth}")
-            if rate is not None and self.state_bytes is None:
-                raise ValueError(f"{bandwidth} needs state_bytes")
-        return self
-
-    def seconds(self) -> tuple[float, float]:
-        """Stall and persist time."""
-        size = self.state_bytes or 0.0
-        stall = self.stall_seconds if self.stall_seconds is not None else size / (self.snapshot_bytes_per_second or 1)
-        persist = self.persist_seconds
-        return stall, persist if persist is not None else size / (self.persist_bytes_per_second or 1)
+    stall_seconds: float = Field(ge=0, description="Extra time of the training thread.")
+    persist_seconds: float = Field(ge=0, description="From the snapshot to the commit record.")
 
 
 class FailureSpec(Section):
@@ -126,9 +102,7 @@ class FailureSpec(Section):
 class MemorySpec(Section):
     """Snapshots in host memory between the checkpoints; without this section there are none."""
 
-    stall_seconds: float | None = Field(
-        default=None, ge=0, description="Extra time of the training thread per snapshot; null: that of a checkpoint."
-    )
+    stall_seconds: float = Field(ge=0, description="Extra time of the training thread per snapshot.")
     interval_iterations: int | None = Field(default=None, ge=1, description="null: planned.")
     replica_seconds: float | None = Field(
         default=None, ge=0, description="From a snapshot to its replicas on other machines; null: there are none."
@@ -217,13 +191,11 @@ class PlanSpec(Section):
     def inputs(self) -> PlannerInputs:
         """The planner's inputs."""
         phase = None if self.phase is None else PhaseInputs(**self.phase.model_dump())
-        stall_seconds, persist_seconds = self.checkpoint.seconds()
-        names = ("iteration_seconds", "stall_seconds", "persist_seconds", "failures_per_second", "restart_seconds")
         recovery = self.recovery
         return PlannerInputs(
             iteration_seconds=self.iteration_seconds,
-            stall_seconds=stall_seconds,
-            persist_seconds=persist_seconds,
+            stall_seconds=self.checkpoint.stall_seconds,
+            persist_seconds=self.checkpoint.persist_seconds,
             failures_per_second=1 / (self.failures.mtbf_hours * SECONDS_PER_HOUR),
             recovery=self._end_cost(phase),
             restart_seconds=self.failures.restart_seconds,
@@ -232,8 +204,7 @@ class PlanSpec(Section):
             lead_after_iterations=0 if recovery is None else recovery.lead_after_iterations,
             phase=phase,
             classes=self.failures.classes(),
-            memory=self._memory(stall_seconds),
-            origins=dict.fromkeys(names, Origin("configured")),
+            memory=None if self.memory is None else MemoryTier(**self.memory.model_dump()),
         )
 
     def bounds(self) -> Limits:
@@ -249,13 +220,6 @@ class PlanSpec(Section):
             return PaperCurve(phase)
         mean = tuple(self.recovery.end_cost.model_dump().values())
         return EndCostCurve.with_independent_prior(mean, CERTAIN, CERTAIN_SCATTER_ITERATIONS, "the job's description")
-
-    def _memory(self, stall_seconds: float) -> MemoryTier | None:
-        memory = self.memory
-        if memory is None:
-            return None
-        own = stall_seconds if memory.stall_seconds is None else memory.stall_seconds
-        return MemoryTier(own, memory.interval_iterations, memory.replica_seconds)
 
 
 def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
@@ -279,7 +243,6 @@ def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:
         return
     console = Console()
     print_table(console, _plans_table(plans))
-    print_table(console, _classes_table(plans[0]))
     print_table(console, _rules_table(plans[0]))
     console.print(
         "A failure that goes back to the disk costs, on average over its distance from the checkpoint, one of:"
@@ -302,8 +265,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
 
 
 def _plans_table(plans: Sequence[Plan]) -> Table:
-    inputs = plans[0].explanation["inputs"]
-    title = f"Plans at a failure every {_figure(inputs['mtbf_hours'])} h, in % of the wall time (without restarts)"
+    title = "Plans, in % of the wall time (without restarts)"
     table = Table("policy", "interval", "in memory", "mode", "bound", "stall %", "recover %", "total %", title=title)
     for plan in plans:
         expected: Mapping[str, Any] = plan.explanation["expected"]
@@ -311,19 +273,6 @@ def _plans_table(plans: Sequence[Plan]) -> Table:
         memory = "-" if plan.memory_interval_iterations is None else str(plan.memory_interval_iterations)
         interval, bound = str(plan.interval_iterations), plan.explanation["bound"]
         table.add_row(plan.origin, interval, memory, plan.mode, bound, *map(_percent, shares))
-    return table
-
-
-def _classes_table(plan: Plan) -> Table:
-    headings = "failures", "share %", "every h", "go back to", "iterations lost", "other ways, iterations"
-    table = Table(*headings, title="By what failures leave")
-    for scope, one in plan.explanation["classes"].items():
-        rate = one["failures_per_second"]
-        hours = 1 / rate / SECONDS_PER_HOUR if isinstance(rate, float) and rate > 0 else "-"
-        first, *others = one["ways"]
-        rest = ", ".join(f"{way['way']} {_figure(way['loss_iterations'])}" for way in others)
-        own = "predicted" if first["way"] == "predicted" else one["back_to"]
-        table.add_row(scope, _percent(one["share"]), _figure(hours), own, _figure(one["loss_iterations"]), rest)
     return table
 
 
@@ -337,7 +286,3 @@ def _rules_table(plan: Plan) -> Table:
 
 def _percent(share: float | str) -> str:
     return share if isinstance(share, str) else f"{PERCENT * share:.3f}"
-
-
-def _figure(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"

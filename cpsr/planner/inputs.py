@@ -1,4 +1,4 @@
-"""Inputs of a plan: costs in seconds, curves in iterations, the origin of each, and the limits of its interval."""
+"""Inputs of a plan: costs in seconds, curves in iterations, and the limits of its interval."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,6 @@ __all__ = [
     "Limits",
     "MemoryTier",
     "Mode",
-    "Origin",
     "PhaseInputs",
     "PlannerInputs",
     "RecoveryCost",
@@ -56,26 +55,6 @@ class RecoveryCost(Protocol):
             horizon_iterations: `u = f - c` of the failures.
             interval_iterations: spacing of the checkpoints that the prediction rests on; broadcast with the horizons.
         """
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The origin of one input.
-
-    Attributes:
-        kind: measured in this run, a prior (nothing was measured yet), or set by the user.
-        samples: measurements behind it.
-        age_iterations: since the newest of them; None if it was not measured.
-    """
-
-    kind: Literal["measured", "prior", "configured"]
-    samples: int = 0
-    age_iterations: int | None = None
-
-    @classmethod
-    def of_samples(cls, samples: int, age_iterations: int | None) -> "Origin":
-        """Measured with so many samples; a prior without any."""
-        return cls("measured", samples, age_iterations) if samples else cls("prior")
 
 
 @dataclass(frozen=True)
@@ -150,7 +129,6 @@ class PlannerInputs:
         restart_seconds: from the failure to the restored checkpoint, the same in both modes.
         predict_seconds: extra time of forecasting, predicting and injecting.
         phase: the paper's curves; None until they could be fitted.
-        origins: of the fields above, by name.
         watch_iterations: no checkpoint is begun in so many iterations after a predicted restart.
         lead_after_iterations: a recovery that gets ahead of the run without failure does so only after so many
             iterations of training; an earlier failure loses the lead.
@@ -169,7 +147,6 @@ class PlannerInputs:
     restart_seconds: float = 0.0
     predict_seconds: float = 0.0
     phase: PhaseInputs | None = None
-    origins: Mapping[str, Origin] = field(default_factory=dict)
     watch_iterations: int = 0
     lead_after_iterations: int = 0
     classes: Mapping[FailureScope, FailureClass] = field(default_factory=dict)
@@ -199,9 +176,8 @@ class Limits:
     Attributes:
         interval_min_iterations: the user's minimum, at least 1.
         interval_max_iterations: the user's maximum.
-        predictable_interval_iterations: longest interval from which the state can be predicted, by recoveries and the
-            prior; None if no limit is known.
-        predictable_by: the source of that, for the plan's explanation.
+        predictable_interval_iterations: longest interval from which the state can be predicted; None if no limit is
+            known.
 
     Raises:
         ValueError: the minimum is less than 1 or exceeds the maximum, or the predictable interval is less than 1.
@@ -210,7 +186,6 @@ class Limits:
     interval_min_iterations: int = 1
     interval_max_iterations: int = ITERATIONS_MAX
     predictable_interval_iterations: int | None = None
-    predictable_by: str = ""
 
     def __post_init__(self) -> None:
         low, high = self.interval_min_iterations, self.interval_max_iterations

@@ -85,11 +85,9 @@ class Situation:
     Attributes:
         schedule: progress of the training.
         iteration_seconds: median of the newest iterations.
-        timed_iterations: how many these are.
         plan: the current one.
     """
 
     schedule: Schedule
     iteration_seconds: float
-    timed_iterations: int
     plan: Plan

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy
 
-from cpsr.journal import FailureScope
-from cpsr.planner.cost import Costs, cheapest, per_interval
+from cpsr.journal import FailureScope, json_ready
+from cpsr.planner.cost import Costs, cheapest
 from cpsr.planner.inputs import (
     SECONDS_PER_HOUR,
     Array,
@@ -16,26 +16,26 @@ from cpsr.planner.inputs import (
     Bounds,
     FailureClass,
     Limits,
+    MemoryTier,
     Mode,
+    PhaseInputs,
     PlannerInputs,
     bounds_of,
-    in_iterations,
     plain,
 )
 from cpsr.planner.plan import Plan
 from cpsr.planner.policies import POLICIES, SHORTEST_TAKEN, Choice, Rule, unusual_inputs
 from cpsr.planner.recovery_curve import EndCostCurve
-from cpsr.planner.ways import HOW, Prices, Way, WayName, exact_price, in_order, predicted_price
+from cpsr.planner.ways import Prices, Way, WayName, exact_price, in_order, predicted_price
 
 __all__ = [
-    "INPUT_FIELDS",
     "LEAST_COST",
-    "RECOVERY_LINE",
     "WAYS",
     "RecoveryMode",
     "make_plan",
     "optimum",
     "policy_names",
+    "preview",
     "ways_of",
     "with_memory",
 ]
@@ -50,18 +50,6 @@ RULES = {
     "young": "Young 1974: sqrt(2 * stall_seconds * mtbf_seconds) / iteration_seconds",
     "daly": "Daly 2006, higher order",
 }
-INPUT_FIELDS = (
-    "iteration_seconds",
-    "stall_seconds",
-    "persist_seconds",
-    "failures_per_second",
-    "restart_seconds",
-    "predict_seconds",
-    "watch_iterations",
-    "lead_after_iterations",
-)
-# The coefficients of an end-cost curve: with them a plan can be recomputed from its explanation.
-RECOVERY_LINE = ("constant_iterations", "per_horizon_iteration", "per_interval_iteration")
 # What each class of failures leaves, in the order of the recovery ladder: it decides between equal costs.
 WAYS: Mapping[FailureScope, tuple[WayName, ...]] = {
     "process": ("memory", "window", "predicted", "disk"),
@@ -156,18 +144,37 @@ def with_memory(plan: Plan, job: PlannerInputs, limits: Limits, recovery_mode: R
     interval = plan.interval_iterations
     fixed = replace(limits, interval_min_iterations=interval, interval_max_iterations=interval)
     planned = make_plan(job, fixed, recovery_mode=recovery_mode)
-    memory = planned.explanation["memory"]
-    if memory is not None and not memory["windows"] and memory["interval_iterations"] > interval:
-        assert job.memory is not None  # it is what was explained
-        within = replace(job, memory=replace(job.memory, interval_iterations=interval))
-        planned = make_plan(within, fixed, recovery_mode=recovery_mode)
-        memory = {**planned.explanation["memory"], "configured_iterations": memory["configured_iterations"]}
+    every = planned.memory_interval_iterations
+    if every is not None and job.memory is not None and not job.memory.window:
+        every = min(every, interval)
     found = {name: planned.explanation[name] for name in ("expected", "classes", "prices")}
-    return replace(
-        plan,
-        memory_interval_iterations=planned.memory_interval_iterations,
-        explanation={**plan.explanation, **found, "memory": memory},
+    return replace(plan, memory_interval_iterations=every, explanation={**plan.explanation, **found})
+
+
+def preview(explanation: Mapping[str, Any], mtbf_hours: float, recovery_mode: RecoveryMode) -> Plan | None:
+    """A plan of a running job at another failure rate; None if it was not made from measurements.
+
+    Args:
+        explanation: of the plan.
+        mtbf_hours: mean time between failures of the job.
+        recovery_mode: the configured one.
+    """
+    recorded, bounds = dict(explanation.get("inputs", {})), explanation.get("bounds", {})
+    if "phase" not in recorded or not recorded["iteration_seconds"] > 0:
+        return None
+    phase, memory, recovery = (recorded.pop(name) for name in ("phase", "memory", "recovery"))
+    job = PlannerInputs(
+        **recorded
+        | {
+            "failures_per_second": 1 / (mtbf_hours * SECONDS_PER_HOUR),
+            "classes": {scope: FailureClass(**one) for scope, one in recorded["classes"].items()},
+            "phase": None if phase is None else PhaseInputs(**phase),
+            "memory": None if memory is None else MemoryTier(**memory),
+            "recovery": None if recovery is None else EndCostCurve.of_estimate(**recovery),
+        }
     )
+    names = "interval_min_iterations", "interval_max_iterations", "predictable_interval_iterations"
+    return make_plan(job, Limits(*(bounds[name] for name in names)), explanation["policy"], recovery_mode)
 
 
 def optimum(job: PlannerInputs, limits: Limits, mode: Mode) -> Optimum | None:
@@ -277,13 +284,12 @@ def _explanation(
     bounds = {name: value for name, value in vars(chosen.bounds).items() if name != "notes"}
     return {
         "rule": RULES.get(policy, policy),
+        "policy": policy,
         "mode": chosen.mode,
         "bound": chosen.bound,
         "bounds": {**bounds, **vars(limits)},
         "inputs": _inputs(job),
-        "origins": {name: vars(origin).copy() for name, origin in job.origins.items()},
         "expected": _expected(job, chosen, ways),
-        "memory": _memory(job, chosen),
         "classes": {scope: _class(job, classes[scope], ordered) for scope, ordered in ways.items()},
         "prices": None if prices is None else prices.to_tree(),
         "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
@@ -308,22 +314,18 @@ def _notes(
 
 
 def _inputs(job: PlannerInputs) -> dict[str, Any]:
-    rate = job.failures_per_second
-    figures: dict[str, Any] = {name: plain(getattr(job, name)) for name in INPUT_FIELDS}
-    figures["mtbf_hours"] = plain(1 / rate / SECONDS_PER_HOUR) if rate > 0 else "inf" if rate == 0 else "nan"
-    figures["persist_iterations"] = plain(in_iterations(job.persist_seconds, job.iteration_seconds))
-    if job.memory is not None:
-        figures["memory_stall_seconds"] = plain(job.memory.stall_seconds)
-        if job.memory.replica_seconds is not None:
-            figures["replica_seconds"] = plain(job.memory.replica_seconds)
-    figures |= {f"{place}_load_seconds": plain(seconds) for place, seconds in job.load_seconds.items()}
-    figures["recovery_curve"] = "none" if job.recovery is None else job.recovery.source
-    if isinstance(job.recovery, EndCostCurve):
-        figures["recovery_line"] = dict(zip(RECOVERY_LINE, job.recovery.coefficients, strict=True))
-        figures["recovery_covariance"] = job.recovery.covariance.tolist()
-    if job.phase is not None:
-        figures["phase"] = {name: plain(value) for name, value in vars(job.phase).items()}
-    return figures
+    """All of them as JSON values, from which `preview` makes a plan again; of a curve that is no line, its source."""
+    curve = job.recovery
+    recovery: dict[str, Any] | None = None if curve is None else {"source": curve.source}
+    if isinstance(curve, EndCostCurve):
+        recovery = {
+            "mean": curve.coefficients,
+            "covariance": curve.covariance.tolist(),
+            "scatter_iterations": curve.scatter_iterations,
+            "source": curve.source,
+        }
+    found: dict[str, Any] = json_ready(asdict(replace(job, recovery=None)) | {"recovery": recovery})
+    return found
 
 
 def _expected(job: PlannerInputs, chosen: Optimum, ways: Mapping[FailureScope, Sequence[Way]]) -> dict[str, Any]:
@@ -341,23 +343,6 @@ def _expected(job: PlannerInputs, chosen: Optimum, ways: Mapping[FailureScope, S
         "lost_lead_iterations_per_failure": plain(float(costs.lost_lead_iterations(interval, chosen.mode)[0])),
         "horizon_iterations": plain(float(costs.horizon_iterations(interval, chosen.mode)[0])),
         "failure": _failure(job, chosen),
-    }
-
-
-def _memory(job: PlannerInputs, chosen: Optimum) -> dict[str, Any] | None:
-    """The interval of snapshots in host memory, with its inputs and its cost; None if there are none."""
-    memory, every = job.memory, chosen.memory_interval_iterations
-    if memory is None or every is None:
-        return None
-    return {
-        "interval_iterations": every,
-        "configured_iterations": memory.interval_iterations,
-        "longest_iterations": memory.longest_iterations,
-        "windows": memory.window,
-        "snapshots_between_checkpoints": int(per_interval(_array(every), _array(chosen.interval_iterations))[0]),
-        "stall_seconds": plain(memory.stall_seconds),
-        "disk_stall_seconds": plain(job.stall_seconds),
-        "stall_per_second": plain(_memory_stall_per_second(job, chosen)),
     }
 
 
@@ -388,7 +373,6 @@ def _class(job: PlannerInputs, one: FailureClass, ways: Sequence[Way]) -> dict[s
                 "deviation_iterations": plain(way.deviation_seconds * iterations),
                 "load_seconds": plain(way.load_seconds),
                 "seconds": plain(way.seconds),
-                "how": HOW[way.name],
             }
             for way in ways
         ],

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy
+from numpy.typing import ArrayLike
 
 from cpsr.planner.inputs import Array, PhaseInputs
 
@@ -29,8 +30,6 @@ LEAD_AFTER_ITERATIONS = 100
 OBSERVATIONS_MAX = 64
 # Weight of the prior scatter of recoveries, as a number of observations.
 SCATTER_PRIOR_OBSERVATIONS = 4.0
-# A measurement this many standard deviations from the prediction of all others is an outlier, unless a second agrees.
-OUTLIER_DEVIATIONS = 5.0
 # Coefficients and scatter are estimated in turns; the scatter settles within a few per cent after three.
 SCATTER_ROUNDS = 3
 # Points of a phase over which the paper's curve is averaged: Gauss-Legendre.
@@ -72,8 +71,7 @@ class EndCostCurve:
     """Bayesian linear regression of the end cost, `cost = a + b u + c T_c`, updated by measured recoveries.
 
     Measurements count by their standard errors and by the scatter of recoveries among themselves, which is estimated
-    with them. One that disagrees with all others and the prior is an outlier; two such count, since vetoed and
-    failed predictions are part of the mean cost.
+    with them. Vetoed and failed predictions are part of the mean cost.
 
     Attributes:
         prior_mean: of a (iterations), b and c (iterations per iteration).
@@ -120,7 +118,7 @@ class EndCostCurve:
 
     @classmethod
     def of_estimate(
-        cls, mean: Sequence[float], covariance: Array, scatter_iterations: float, source: str = "prior"
+        cls, mean: Sequence[float], covariance: ArrayLike, scatter_iterations: float, source: str = "prior"
     ) -> "EndCostCurve":
         """A curve with the coefficients and the covariance of another one, as its prior.
 
@@ -130,27 +128,25 @@ class EndCostCurve:
             scatter_iterations: of single recoveries.
             source: origin of the estimate.
         """
-        rows = [as_row(row) for row in (covariance + covariance.T) / 2]
+        matrix = numpy.asarray(covariance, dtype=numpy.float64)
+        rows = [as_row(row) for row in (matrix + matrix.T) / 2]
         return cls(as_row(mean), (rows[0], rows[1], rows[2]), float(scatter_iterations), (), source)
 
     @property
     def source(self) -> str:
         """Where the curve comes from."""
-        if not self.observations:
-            return self.prior_source
-        used = len(self.observations) - (self._fit.outlier is not None)
-        aside = "" if self._fit.outlier is None else ", 1 set aside as an outlier"
-        return f"{used} measured recoveries{aside}, on {self.prior_source}"
+        count = len(self.observations)
+        return f"{count} measured recoveries, on {self.prior_source}" if count else self.prior_source
 
     @property
     def coefficients(self) -> Row:
         """Posterior mean of a (iterations), b and c (iterations per iteration)."""
-        return self._fit.mean
+        return self._posterior[0]
 
     @property
     def covariance(self) -> Array:
         """Posterior covariance of the coefficients, `(3, 3)`."""
-        return self._fit.covariance
+        return self._posterior[1]
 
     def with_observation(self, observation: CostObservation) -> "EndCostCurve":
         """The curve after one more measurement; beyond OBSERVATIONS_MAX the oldest is dropped."""
@@ -164,7 +160,7 @@ class EndCostCurve:
             horizon_iterations: `u = f - c` of the failures.
             interval_iterations: spacing of the checkpoints; broadcast with the horizons.
         """
-        a, b, c = self._fit.mean
+        a, b, c = self.coefficients
         return numpy.asarray(a + c * interval_iterations + b * horizon_iterations)
 
     def deviation_iterations(self, horizon_iterations: float, interval_iterations: float) -> float:
@@ -176,35 +172,18 @@ class EndCostCurve:
         """
         row = numpy.array([1.0, horizon_iterations, interval_iterations])
         scale = float(numpy.abs(row).max())  # the square of a long horizon is too large for a float
-        return scale * math.sqrt(float(row / scale @ self._fit.covariance @ (row / scale)))
+        return scale * math.sqrt(float(row / scale @ self.covariance @ (row / scale)))
 
     @cached_property
-    def _fit(self) -> "_Fit":
+    def _posterior(self) -> tuple[Row, Array]:
+        """Mean and covariance of the coefficients."""
         if not self.observations:
-            return _Fit(self.prior_mean, numpy.array(self.prior_covariance), None)
+            return self.prior_mean, numpy.array(self.prior_covariance)
         data = numpy.array([tuple(asdict(observation).values()) for observation in self.observations])
         rows = numpy.column_stack([numpy.ones(len(data)), data[:, 0], data[:, 1]])
         costs, variances = data[:, 2], data[:, 3] ** 2
-        deviations = [self._deviation(rows, costs, variances, left_out) for left_out in range(len(data))]
-        strange = [place for place, deviation in enumerate(deviations) if deviation > OUTLIER_DEVIATIONS]
-        outlier = strange[0] if len(strange) == 1 else None
-        kept = numpy.arange(len(data)) != outlier
-        mean, covariance, _ = self._posterior(rows[kept], costs[kept], variances[kept])
-        return _Fit(as_row(mean), covariance, outlier)
-
-    def _deviation(self, rows: Array, costs: Array, variances: Array, left_out: int) -> float:
-        """Distance of one measurement from the prediction of all others, in standard deviations."""
-        kept = numpy.arange(len(costs)) != left_out
-        mean, covariance, scatter_variance = self._posterior(rows[kept], costs[kept], variances[kept])
-        row = rows[left_out]
-        variance = row @ covariance @ row + variances[left_out] + scatter_variance
-        return float(abs(costs[left_out] - row @ mean) / math.sqrt(variance))
-
-    def _posterior(self, rows: Array, costs: Array, variances: Array) -> tuple[Array, Array, float]:
-        """Mean and covariance of the coefficients, and the variance of single recoveries."""
         prior_mean, prior_precision = numpy.array(self.prior_mean), numpy.linalg.inv(numpy.array(self.prior_covariance))
-        scatter_prior = self.scatter_iterations**2
-        scatter = scatter_prior
+        scatter_prior = scatter = self.scatter_iterations**2
         for _ in range(SCATTER_ROUNDS):
             weights = 1 / (variances + scatter)
             covariance = numpy.linalg.inv(prior_precision + (rows.T * weights) @ rows)
@@ -212,14 +191,7 @@ class EndCostCurve:
             excess = max(0.0, float(numpy.sum((costs - rows @ mean) ** 2 - variances)))
             weight = SCATTER_PRIOR_OBSERVATIONS
             scatter = (weight * scatter_prior + excess) / (weight + len(costs))
-        return numpy.asarray(mean), numpy.asarray(covariance), scatter
-
-
-@dataclass(frozen=True)
-class _Fit:
-    mean: Row
-    covariance: Array
-    outlier: int | None
+        return as_row(mean), numpy.asarray(covariance)
 
 
 @dataclass(frozen=True)

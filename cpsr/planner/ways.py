@@ -10,17 +10,9 @@ import numpy
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.recovery_curve import EndCostCurve, Row, as_row
 
-__all__ = ["HOW", "Prices", "Way", "WayName", "exact_price", "in_order", "predicted_price"]
+__all__ = ["Prices", "Way", "WayName", "exact_price", "in_order", "predicted_price"]
 
 WayName = Literal["memory", "replica", "window", "predicted", "disk"]
-
-HOW: Mapping[WayName, str] = {
-    "memory": "exact, from the newest snapshot in host memory",
-    "replica": "exact, from the newest replica on another machine",
-    "window": "exact, by replaying the newest window that is whole",
-    "predicted": "predicted from the checkpoints, for an end cost",
-    "disk": "exact, recomputed from the newest checkpoint",
-}
 
 
 @dataclass(frozen=True)
@@ -139,7 +131,7 @@ class Prices:
         """A prediction over so many iterations of a share of the state; None where none was possible."""
         if self.line is None or self.covariance is None:
             return None
-        curve = EndCostCurve.of_estimate(self.line, numpy.array(self.covariance), 1.0)
+        curve = EndCostCurve.of_estimate(self.line, self.covariance, 1.0)
         interval, part = float(self.interval_iterations), share / self.lost_share
         cost = float(curve.end_cost_iterations(numpy.array([float(horizon_iterations)]), interval)[0])
         deviation = curve.deviation_iterations(float(horizon_iterations), interval)

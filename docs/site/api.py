@@ -16,7 +16,6 @@ __all__ = ["MODULES", "internal", "names", "setup", "text"]
 MODULES = (
     "cpsr",
     "cpsr.errors",
-    "cpsr.client",
     "cpsr.integrations.transformers",
     "cpsr.integrations.accelerate",
     "cpsr.integrations.lightning",

@@ -2,12 +2,11 @@
 
 import { showLoss } from "./loss.js";
 import { byId, clock, element, number, update } from "./page.js";
-import { showCheckpoints, showRecoveries, showTime } from "./past.js";
+import { showCheckpoints, showRecoveries } from "./past.js";
 import { showInterval, showNow, showPreview, showWhy } from "./plan.js";
-import { Api, ApiError, Store, hasToken, keepToken } from "./service.js";
+import { Api, Store, hasToken, keepToken } from "./service.js";
 
-const PANELS = [showNow, showLoss, showInterval, showTime, showRecoveries, showWhy, showCheckpoints, showPreview];
-const RETRY_SECONDS = 3;
+const PANELS = [showNow, showLoss, showInterval, showRecoveries, showWhy, showCheckpoints, showPreview];
 // Of the newest life, from /healthz: the sign and the words.
 const LIVES = {
   running: ["live", "Live"],
@@ -21,32 +20,10 @@ const NO_LIFE = ["waiting", "Waiting for the run"];
 
 let lostSince = null;
 
-async function start() {
-  try {
-    const { runs } = await new Api().get("/runs");
-    show(chosen(runs.map((run) => run.name)));
-  } catch (error) {
-    if (!(error instanceof ApiError)) throw error;
-    showProblem(error);
-    if (error.status !== 401) setTimeout(start, 1000 * RETRY_SECONDS);
-  }
-}
-
-function chosen(names) {
-  const asked = new URL(location).searchParams.get("run");
-  const select = byId("run-select");
-  select.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
-  select.value = names.includes(asked) ? asked : names[0];
-  select.addEventListener("change", () => location.assign(`?run=${encodeURIComponent(select.value)}`));
-  byId("run-choice").hidden = names.length < 2;
-  byId("run-name").textContent = names.length < 2 ? select.value : "";
-  document.title = `${select.value} \u2013 CPSR`;
-  return select.value;
-}
-
-function show(run) {
-  const api = new Api(run);
+function start() {
+  const api = new Api();
   const store = new Store(api);
+  store.watch(["plan"], ({ plan }) => (byId("run-name").textContent = plan?.run_id ?? ""));
   showNotices(store);
   PANELS.forEach((panel) => panel(store, api));
   store.follow((problem) => {
@@ -114,13 +91,9 @@ function sentence(text) {
   return `${text[0].toUpperCase()}${text.slice(1)}.`;
 }
 
-function override({ interval_min_iterations: low, interval_max_iterations: high, ...more }) {
-  const what =
-    low === high
-      ? `pinned to ${number(low, 9)} iterations`
-      : `bounded (at least ${number(low, 9)}, at most ${number(high, 9)} iterations)`;
-  const taken = more.taken_up ? "." : "; the job has not applied it yet.";
-  return `The interval is ${what} until ${clock(more.expires_unix_seconds)}: ${more.reason}${taken}`;
+function override({ interval_iterations: every, expires_unix_seconds: until, reason, taken_up: taken }) {
+  const ending = taken ? "." : "; the job has not applied it yet.";
+  return `The interval is pinned to ${number(every, 9)} iterations until ${clock(until)}: ${reason}${ending}`;
 }
 
 start();

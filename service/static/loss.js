@@ -51,12 +51,6 @@ function committed(checkpoints) {
   return (checkpoints?.rows ?? []).filter((one) => one.status === "committed");
 }
 
-// Changes of the number of ranks, oldest first.
-function resized(plan) {
-  const sizes = plan?.sizes ?? [];
-  return sizes.slice(1).map((one, place) => ({ ...one, before: sizes[place].ranks }));
-}
-
 // Iterations, losses, fit, lower and upper edge of the band; null where one has nothing.
 function columns({ losses }, fit) {
   const [iterations, measured] = losses ? [losses.iterations, losses.losses] : [[], []];
@@ -83,7 +77,7 @@ function phasesOf({ phases, plan }) {
   return spans;
 }
 
-function marksOf({ checkpoints, failures, recoveries, plan }) {
+function marksOf({ checkpoints, failures, recoveries }) {
   return [
     ...committed(checkpoints).map((one) => ({ at: one.iteration, tone: "checkpoint", line: 9 })),
     ...failureMarks(placed(failures).map((one) => one.iteration)),
@@ -93,12 +87,6 @@ function marksOf({ checkpoints, failures, recoveries, plan }) {
       line: 0,
       sign: one.origin === "predicted" ? "\u25c6" : "\u25c7",
       below: 36,
-    })),
-    ...resized(plan).map((one) => ({
-      at: one.since_iteration,
-      tone: "quiet",
-      dash: [1, 3],
-      name: `${one.before} \u2192 ${one.ranks} ranks`,
     })),
   ];
 }
@@ -132,7 +120,7 @@ function said([iterations, losses, fit, low, high], index) {
   return parts.join(" \u00b7 ");
 }
 
-function marksTable({ phases, failures, recoveries, checkpoints, plan }) {
+function marksTable({ phases, failures, recoveries, checkpoints }) {
   const rows = [
     ...placed(failures).map((one) => [one.iteration, `failure: ${one.description}`, one.failed_unix_seconds]),
     ...known(recoveries).map((one) => [
@@ -145,11 +133,6 @@ function marksTable({ phases, failures, recoveries, checkpoints, plan }) {
       `phase ${one.phase} ended (${one.ended_by})`,
       one.created_unix_seconds,
     ]),
-    ...resized(plan).map((one) => [
-      one.since_iteration,
-      `${plural(one.ranks, "rank")}, before ${number(one.before, 9)}`,
-      one.since_unix_seconds,
-    ]),
   ].sort(([, , when], [, , other]) => other - when);
   const due = plural(checkpoints?.rows.length ?? 0, "checkpoint");
   const count = `Of the newest ${due} due, ${number(committed(checkpoints).length, 9)} were committed and are marked.`;
@@ -157,7 +140,7 @@ function marksTable({ phases, failures, recoveries, checkpoints, plan }) {
     "div",
     {},
     table(
-      "Failures, restarts, phases and numbers of ranks, newest first",
+      "Failures, restarts and phases, newest first",
       [
         { title: "Iteration", numeric: true, value: ([iteration]) => number(iteration, 9) },
         { title: "What", value: ([, what]) => what },

@@ -1,51 +1,12 @@
-// What the run has gone through: where its time went, its recoveries and its newest checkpoints.
+// What the run has gone through: its recoveries and its newest checkpoints.
 
 import { known } from "./loss.js";
-import { byId, bytes, clock, duration, element, empty, number, percent, plural, ranks, signed, table, update } from "./page.js";
+import { byId, bytes, clock, duration, element, empty, number, ranks, signed, table, update } from "./page.js";
 
-const PARTS = [
-  ["useful", "useful"],
-  ["checkpoint_stall", "checkpoint stalls"],
-  ["memory_stall", "memory stalls"],
-  ["recompute", "recomputed"],
-  ["restart", "restarts"],
-  ["other", "other"],
-];
-const STATES = {
-  training: "up to the newest reported step",
-  starting: "up to now: no step yet in this life",
-  down: "up to now: the job is down",
-  ended: "up to the end of the run",
-};
 const SOURCES = { departure: "emergency dump" };
 const WHOLE = new Set(["exact", "departure", "stale", "scratch"]); // the other methods predict
 const OUTCOMES = { kept: "kept", watching: "in probation", vetoed: "vetoed", rolled_back: "rolled back" };
 const CHECKPOINTS = 6;
-
-// Where the time went
-
-export function showTime(store) {
-  store.watch(["plan"], ({ plan }) => {
-    const ettr = plan?.ettr ?? null;
-    byId("time-section").hidden = ettr === null;
-    if (ettr === null) return;
-    const share = (part) => (ettr.wall_seconds > 0 ? ettr[`${part}_seconds`] / ettr.wall_seconds : 0);
-    const signs = PARTS.map(([part, name]) =>
-      element("li", {}, element("meter", { value: share(part), "aria-hidden": "true" }), ` ${percent(share(part))} ${name}`),
-    );
-    update(byId("time"), element("p", { class: "summary" }, spent(ettr)), element("ul", { class: "plain" }, ...signs));
-  });
-}
-
-function spent({ state, ettr, wall_seconds: wall, lost_iterations: lost, predicted_recoveries: predicted, ...more }) {
-  const parts = [`Effective training time is ${percent(ettr)} of ${duration(wall)}, ${STATES[state] ?? state}.`];
-  if (lost) parts.push(`${plural(lost, "iteration")} lost and not trained again yet.`);
-  if (predicted) {
-    const cost = `${number(more.end_cost_iterations)} iterations at the end, as expected then`;
-    parts.push(`Beside this time, predictions cost ${cost}.`);
-  }
-  return parts.join(" ");
-}
 
 // Recoveries
 

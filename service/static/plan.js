@@ -9,7 +9,6 @@ const ORIGINS = { fixed: "fixed by the configuration", override: "by an override
 const RULES = { young: "Young", daly: "Daly" };
 const SHOWN = ["young", "daly"]; // beside the job's own, in plots
 const MODES = { predict: "prediction", recompute: "recomputing" };
-const SIZES = 3; // earlier ones that are named; the plot of the loss has all
 const MARGIN = 1.4; // of the scale, above and below
 const PAUSE_MILLISECONDS = 150; // between a move of the slider and the question
 const DECADES = 3; // to either side of the job's own rate
@@ -27,8 +26,7 @@ function tiles(plan, health) {
   const { newest_checkpoint: checkpoint, memory_interval_iterations: memory, iteration_seconds: seconds } = plan;
   const pace = `${duration(seconds)} each`;
   const written = health?.journal_age_seconds ?? null;
-  const rate = plan.explanation.origins?.failures_per_second;
-  const seen = rate?.samples ? `${number(rate.samples, 9)} seen` : "none seen";
+  const seen = Object.values(plan.explanation.classes ?? {}).reduce((sum, one) => sum + one.seen, 0);
   return [
     tile(
       "Iteration",
@@ -44,13 +42,12 @@ function tiles(plan, health) {
     ...(memory ? [tile("In memory every", plural(memory, "iteration"), duration(memory * seconds))] : []),
     tile("After a failure", MODES[plan.recovery_mode] ?? number(null), `mode ${plan.mode ?? "not known"}`),
     tile("Newest checkpoint", number(checkpoint?.iteration, 9), checkpoint ? bytes(checkpoint.bytes) : "none yet"),
-    tile("A failure every", duration(mtbf(plan)), rate ? `${rate.kind}, ${seen}` : "not in the plan"),
-    ...(plan.ettr ? [tile("Effective time", percent(plan.ettr.ettr), "since the start")] : []),
+    tile("A failure every", duration(mtbf(plan)), `expected; ${number(seen, 9)} seen`),
     tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time; below zero is a gain"),
     plan.descends_from_predicted
       ? tile("Descends from", "predicted state", "or one that was restored in part")
       : tile("Descends from", "trained states"),
-    ...ranks(plan),
+    ...(plan.ranks ? [tile("Ranks", number(plan.ranks, 9))] : []),
   ];
 }
 
@@ -59,18 +56,10 @@ function tile(name, value, ...more) {
   return element("div", {}, element("dt", {}, name), element("dd", {}, value), ...lines);
 }
 
-function ranks({ sizes, world_size: known }) {
-  const now = sizes.at(-1);
-  if (!now) return known === null ? [] : [tile("Ranks", number(known, 9))];
-  const before = sizes.slice(-1 - SIZES, -1).reverse();
-  const lines = before.map((one) => `before: ${number(one.ranks, 9)} since ${number(one.since_iteration, 9)}`);
-  return [tile("Ranks", number(now.ranks, 9), `since iteration ${number(now.since_iteration, 9)}`, ...lines)];
-}
-
 // Mean time between failures in seconds; null where the plan has none.
 function mtbf({ explanation }) {
-  const hours = explanation.inputs?.mtbf_hours;
-  return typeof hours === "number" ? HOUR * hours : null;
+  const rate = explanation.inputs?.failures_per_second;
+  return rate > 0 ? 1 / rate : null;
 }
 
 // The interval over time
@@ -258,7 +247,7 @@ const WAYS = {
 export function showWhy(store) {
   store.watch(["plan"], ({ plan }) => {
     if (plan === null) return update(byId("why"), empty("No plan has been made yet."));
-    const { rule, bound, notes = [], classes = {}, inputs = {}, origins = {} } = plan.explanation;
+    const { rule, bound, notes = [], classes = {}, inputs = {} } = plan.explanation;
     const ways = Object.values(plan.explanation.modes ?? {}).filter((one) => one.failure);
     const costs = ways.map((one) => `${one.failure.replace("+-", "\u00b1")}, at a checkpoint every ${number(one.interval_iterations, 9)} iterations`);
     const listed = [...costs, ...notes].map((line) => element("li", {}, line));
@@ -268,7 +257,7 @@ export function showWhy(store) {
       element("p", {}, said),
       ...(listed.length ? [element("ul", {}, ...listed)] : []),
       ...(Object.keys(classes).length ? [classTable(Object.entries(classes))] : []),
-      inputTable(inputs, origins),
+      inputTable(inputs),
     );
   });
 }
@@ -290,21 +279,18 @@ function classTable(classes) {
   );
 }
 
-function inputTable(inputs, origins) {
+function inputTable(inputs) {
   const rows = Object.entries(inputs).filter(([, value]) => typeof value !== "object"); // curves have several figures
   if (!rows.length) return empty("The plan records no inputs.");
   const amount = ([name, value]) => {
     if (name.endsWith("_per_second")) return `${number(value)} 1/s`;
-    if (name.endsWith("_seconds")) return duration(value);
-    return name.endsWith("_hours") ? duration(typeof value === "number" ? HOUR * value : value) : number(value);
+    return name.endsWith("_seconds") ? duration(value) : number(value);
   };
-  const source = ({ kind, samples } = {}) => (samples ? `${kind}, ${number(samples, 9)} times` : (kind ?? number(null)));
   return table(
     "Inputs of the plan",
     [
       { title: "Input", value: ([name]) => name.replaceAll("_", " ") },
       { title: "Value", numeric: true, value: amount },
-      { title: "Source", value: ([name]) => source(origins[name]) },
     ],
     rows,
   );

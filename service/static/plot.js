@@ -66,10 +66,10 @@ export function drawPhases(plot, phases) {
 }
 
 // marks: {at: an iteration, tone: a colour of style.css; line: pixels from the lower edge, or null for the whole height;
-// dash, sign: a character near the upper edge, so many pixels below it; name: text to the right of the line}.
+// dash, sign: a character near the upper edge, so many pixels below it}.
 export function drawMarks(plot, marks) {
   within(plot, (ctx, { top, height }, pixel) => {
-    for (const { at, tone, line = null, dash = [], sign = "", below = 0, name = "" } of marks) {
+    for (const { at, tone, line = null, dash = [], sign = "", below = 0 } of marks) {
       const x = plot.valToPos(at, "x", true);
       ctx.fillStyle = ctx.strokeStyle = colour(tone);
       ctx.lineWidth = pixel;
@@ -78,8 +78,6 @@ export function drawMarks(plot, marks) {
       ctx.moveTo(x, top + height);
       ctx.lineTo(x, line === null ? top : top + height - line * pixel);
       ctx.stroke();
-      ctx.textAlign = "left";
-      ctx.fillText(name, x + 4 * pixel, top + 56 * pixel);
       ctx.textAlign = "center";
       ctx.font = `bold ${18 * pixel}${FONT}`;
       ctx.fillText(sign, x, top + below * pixel);

@@ -33,13 +33,8 @@ export function hasToken() {
   return sessionStorage.getItem(TOKEN_KEY) !== null;
 }
 
-// Asks always for one run, and with the token of this tab where there is one.
+// Asks with the token of this tab where there is one.
 export class Api {
-  // run: its name; null where it is not known yet.
-  constructor(run = null) {
-    this.run = run;
-  }
-
   get(path) {
     return this.#ask(path, {});
   }
@@ -50,14 +45,12 @@ export class Api {
   }
 
   async #ask(path, { headers = {}, ...options }) {
-    const url = new URL(path, location.origin);
-    if (this.run !== null) url.searchParams.set("run", this.run);
     const token = sessionStorage.getItem(TOKEN_KEY);
     if (token) headers = { ...headers, Authorization: `Bearer ${token}` };
     let response;
     let answer;
     try {
-      response = await fetch(url, { ...options, headers, cache: "no-store" });
+      response = await fetch(path, { ...options, headers, cache: "no-store" });
       answer = await response.json();
     } catch (error) {
       if (error.name === "AbortError") throw error; // this page did not want it any longer

@@ -22,4 +22,4 @@ def test_every_command_is_there() -> None:
 def test_arguments_and_defaults_are_told() -> None:
     assert "| `--port` | `8712` |" in section("serve")
     assert "| `--run-dir` | required |" in section("serve")
-    assert "| `DIR|URL`" in section("status").replace("\\|", "|")
+    assert "| `DIR|URL`" in section("verify").replace("\\|", "|")

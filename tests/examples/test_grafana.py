@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cpsr.client import Client
-from cpsr.errors import ServiceError
 from cpsr.journal import CheckpointRow, FailureRow, Journal, ReportedFailure, report_failure
 from cpsr.service.access import TOKEN_VARIABLE
 from tests.launch.jobs import BIN
@@ -62,7 +61,7 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list
     with socket.create_server(("127.0.0.1", 0)) as one:
         port = one.getsockname()[1]
     token = secrets.token_urlsafe(32)
-    command = [str(BIN / "cpsr"), "serve", "--run-dir", str(run_dir.parent), "--host", "0.0.0.0", "--port", str(port)]
+    command = [str(BIN / "cpsr"), "serve", "--run-dir", str(run_dir), "--host", "0.0.0.0", "--port", str(port)]
     with subprocess.Popen(command, env={**os.environ, TOKEN_VARIABLE: token}) as service:
         try:
             yield scraped(f"http://127.0.0.1:{port}", token)
@@ -75,10 +74,9 @@ def scraped(url: str, token: str) -> dict[str, list[dict[str, str]]]:
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:
-            with Client(url, token=token) as client:
-                text = client.metrics()
+            text = httpx.get(f"{url}/metrics", headers={"authorization": f"Bearer {token}"}).text
             break
-        except ServiceError:
+        except httpx.HTTPError:
             assert time.monotonic() < deadline
             time.sleep(0.1)
     found: dict[str, list[dict[str, str]]] = {}

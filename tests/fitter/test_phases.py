@@ -125,15 +125,3 @@ def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ValueError, match="no state of a phase detector"):
             phases.load_state_dict(damaged)
     assert phases.state_dict() == before
-
-
-def test_what_was_the_mean_of_a_part_becomes_that_of_the_whole() -> None:
-    phases = PhaseDetector(0.05, 100, 1000, beta2=0.0)
-    for iteration, moment in ((100, 1.0), (200, 1.1), (250, 1.12)):
-        phases.observe(iteration, moment)
-    phases.rescale(2.0)
-    assert (phases.phases[0].xi, phases.phases[0].last_xi, phases.xi) == (2.0, 2.2, 2.2)
-    assert phases.observe(300, 2.2) is None, "no change"
-    assert phases.observe(320, 2.4) is not None
-    phases.observe(150, 2.0)  # a roll-back into the first phase
-    assert phases.xi == 2.0

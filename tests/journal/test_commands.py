@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.errors import JournalError, TooManyReportsError
+from cpsr.errors import JournalError
 from cpsr.journal import (
     Journal,
     PlanOverride,
     ReportedFailure,
-    commands,
     latest_override,
     override_plan,
     report_failure,
@@ -64,36 +63,15 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(run_dir: Path) -> 
     assert path.read_text() == "once upon a time " * 100
 
 
-def test_a_flood_of_reports_is_refused_until_the_hour_is_over(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "REPORTS_PER_HOUR_MAX", 3)
-    for reported in (0.0, 1000.0, 1200.0, 3700.0):  # the first is forgotten by then
-        report_failure(run_dir, failure(reported=reported))
-    with pytest.raises(TooManyReportsError, match="within an hour") as refused:
-        report_failure(run_dir, failure(reported=4000.0))
-    assert refused.value.retry_seconds == 600.0
-    report_failure(run_dir, failure(reported=4600.0))
-    assert len(reported_failures(run_dir)) == 5
-
-
-def override(low: int | None, high: int | None, reason: str = "x") -> PlanOverride:
+def override(interval: int, reason: str = "x") -> PlanOverride:
     return PlanOverride(
-        interval_min_iterations=low,
-        interval_max_iterations=high,
-        reason=reason,
-        expires_unix_seconds=10.0,
-        created_unix_seconds=5.0,
+        interval_iterations=interval, reason=reason, expires_unix_seconds=10.0, created_unix_seconds=5.0
     )
 
 
 def test_the_newest_override_is_the_one(run_dir: Path) -> None:
     assert latest_override(run_dir) is None
-    for place, one in enumerate((override(5, 5), override(None, 9, "ümlaut; 'quotes'"), override(None, None)), start=1):
+    for place, one in enumerate((override(5), override(9, "ümlaut; 'quotes'")), start=1):
         assert override_plan(run_dir, one) == place
         assert latest_override(run_dir) == dataclasses.replace(one, id=place)
-    assert override(None, None).withdrawn
-    assert (override(5, 5).pinned, override(5, None).pinned, override(None, None).pinned) == (True, False, False)
-    assert (override(5, 5).holds(9.9), override(5, 5).holds(10.0), override(None, None).holds(1.0)) == (
-        True,
-        False,
-        False,
-    )
+    assert (override(5).holds(9.9), override(5).holds(10.0)) == (True, False)

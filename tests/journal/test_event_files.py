@@ -1,27 +1,13 @@
-"""Rows of other ranks, which rank 0 reads from their event files."""
+"""Events of other ranks, which rank 0 reads from their event files."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from cpsr.journal import BubbleRow, EventFile, EventRow, Journal, JournalReader
+from cpsr.journal import EventFile, EventRow, Journal, JournalReader
 
 FLUSH_SECONDS = 20.0
-BUBBLES = BubbleRow(
-    life=0,
-    rank=1,
-    iteration=50,
-    iterations=49,
-    seconds=10.0,
-    bubble_seconds=4.0,
-    used_seconds=1.5,
-    late_seconds=0.01,
-    outside_seconds=0.0,
-    slices=300,
-    late_slices=2,
-    created_unix_seconds=2.0,
-)
 
 
 def event(number: int, rank: int = 1) -> EventRow:
@@ -52,21 +38,6 @@ def test_event_lines_arrive_exactly_once(path: Path, journal: Journal) -> None:
     again.close()
     with JournalReader(path) as reader:
         assert reader.events() == recorded
-
-
-def test_other_ranks_leave_word_of_their_bubbles_among_their_events(path: Path, journal: Journal) -> None:
-    file = EventFile(path.parent / "events" / "rank-00001.jsonl")
-    file.record(event(0), BUBBLES, event(1))
-    file.close()
-    with file.path.open("ab") as lines:  # no rank's to write
-        lines.write(b'phase {"life": 0}\n')
-    journal.import_events(file.path.parent)
-    assert journal.flush(FLUSH_SECONDS)
-    with JournalReader(path) as reader:
-        assert reader.newest(BubbleRow, 9) == [BUBBLES]
-        first, second, damage = reader.events()
-    assert [first, second] == [event(0), event(1)]
-    assert "a damaged line" in damage.message
 
 
 def test_a_torn_tail_waits_and_a_damaged_line_is_named(path: Path, journal: Journal) -> None:

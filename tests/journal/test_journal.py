@@ -33,7 +33,6 @@ from cpsr.journal import (
     PlanRow,
     RecoveryRow,
     RecoverySource,
-    Size,
     StepRow,
     open_journal,
     writer,
@@ -131,23 +130,20 @@ def test_the_text_of_the_journal_says_what_the_state_was(method: str, beginning:
     assert beginning.labelled == labelled
 
 
-def test_the_numbers_of_ranks_in_turn_and_the_seconds_of_each_life(path: Path) -> None:
-    """A size holds from where its first life trained; a life from scratch leaves no recovery."""
-    lives = [(4, None), (4, 90), (3, 80), (3, 100), (4, 110), (2, None)]
-    for life, (ranks, restored) in enumerate(lives):
-        journal = Journal.open(path)
-        assert journal.start_life("auto", ranks=ranks) == life
-        if restored is not None:
-            journal.record(recovery(id=str(life), life=life, restored_iteration=restored))
-        if life in (0, 3):  # the last one has not begun to train yet
-            journal.record(step(1, life), step(2, life))
-        journal.close()
+def test_how_long_each_life_has_trained_and_what_checkpoints_took(path: Path, journal: Journal) -> None:
+    journal.record(step(1, 0), step(2, 0), step(2, 1), step(4, 1))  # the third was thinned out
+    for iteration, status in ((50, "committed"), (100, "committed"), (150, "skipped")):
+        size = 1000 if status == "committed" else None
+        row = CheckpointRow(life=0, iteration=iteration, status=status, bytes=size, stall_seconds=0.25)  # type: ignore[arg-type]
+        journal.record(row)
+    assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
-        started = [life.started_unix_seconds for life in reader.lives()]
-        expected = [(4, 0, 0), (3, 80, 2), (4, 110, 4)]
-        assert reader.sizes() == [Size(*size, started[size[-1]]) for size in expected]
-        assert {life: seconds for life, seconds in reader.seconds_of_lives().items() if seconds} == {0: 0.5, 3: 0.5}
-        assert reader.trained_seconds() == 1.0
+        assert reader.life_seconds() == {0: 0.5, 1: 0.75}
+        totals = reader.checkpoint_totals()
+    assert {status: (one["count"], one["bytes"], one["stall_seconds"]) for status, one in totals.items()} == {
+        "committed": (2, 2000, 0.5),
+        "skipped": (1, 0, 0.25),
+    }
 
 
 def test_the_newest_rows_of_a_kind(path: Path, journal: Journal) -> None:
@@ -163,7 +159,6 @@ def test_the_newest_rows_of_a_kind(path: Path, journal: Journal) -> None:
         assert reader.newest(FitRow, 9, kind="loss") == [rows[2], rows[0]]
         assert (reader.count(FitRow), reader.count(PlanRow)) == (4, 0)
         assert [(one.number, one.row) for one in reader.after(1, 2)] == [(2, rows[1]), (3, rows[2])]
-        assert reader.last_event() == 6
         assert [event.kind for event in reader.events("x")] == ["x"]
 
 
@@ -393,7 +388,7 @@ def test_a_defect_in_the_thread_is_logged(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal.open(path)
-    monkeypatch.setattr(writer, "insert_steps", lambda *_: 1 / 0)
+    monkeypatch.setattr(journal, "_commit_batch", lambda _: 1 / 0)
     journal.record(*[step(0)])
     assert not journal.flush(FLUSH_SECONDS)
     assert "ZeroDivisionError" in caplog.text

@@ -320,7 +320,7 @@ def test_nobody_waits_for_a_slice_without_an_end(filled: CheckpointStore, monkey
 
 def test_with_a_pipeline_it_learns_in_bubbles_only(filled: CheckpointStore) -> None:
     predictor, bubbles = Reader(), Bubbles()
-    learner = Learner(predictor, BubblePace(bubbles, None, pytest.fail))
+    learner = Learner(predictor, BubblePace(bubbles, None))
     learner.start(filled, 0)
     learner.notify(30, 0)
     time.sleep(0.1)

@@ -145,8 +145,8 @@ def test_the_explanation_has_what_a_reader_needs() -> None:
     plan = make_plan(job(1.0, recovery=end_cost(0.0, 0.5), restart_seconds=30.0), Limits(10, 500, 200))
     explanation = plan.explanation
     assert explanation["inputs"]["stall_seconds"] == 0.9
-    assert explanation["inputs"]["mtbf_hours"] == pytest.approx(1.0)
-    assert explanation["inputs"]["recovery_curve"] == "prior"
+    assert explanation["inputs"]["failures_per_second"] == pytest.approx(1 / 3600)
+    assert explanation["inputs"]["recovery"]["source"] == "prior"
     assert explanation["expected"]["restart_per_second"] == pytest.approx(30.0 / 3600)
     parts = explanation["expected"]["stall_per_second"] + explanation["expected"]["recovery_per_second"]
     assert explanation["expected"]["cost_per_second"] == pytest.approx(parts)

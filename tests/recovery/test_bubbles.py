@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cpsr.checkpoint.manifest import step_name
-from cpsr.journal import BubbleRow, JournalReader
+from cpsr.journal import JournalReader
 from tests.device import NO_STAGES, cpu_only
 from tests.recovery.job import Ended, Job
 
@@ -46,13 +46,6 @@ def test_it_learns_in_bubbles_and_changes_nothing(job: Job, alone: Ended) -> Non
         assert account["used_seconds"] > account["late_seconds"]
         assert account["bubble_seconds"] > account["used_seconds"]
         assert mine["threads"] == alone.result(stage)["threads"]
-        with JournalReader(job.run_dir / "journal.db") as journal:
-            rows = [row for row in journal.newest(BubbleRow, 999) if row.rank == stage]
-        assert sum(row.iterations for row in rows) == ITERATIONS
-        assert sum(row.bubble_seconds for row in rows) == pytest.approx(account["bubble_seconds"])
-        assert 0 < sum(row.used_seconds for row in rows) <= account["used_seconds"] + 1e-9
-        assert sum(row.copied_bytes or 0 for row in rows) > 0
-        assert 0 < sum(row.copied_seconds or 0 for row in rows) < account["bubble_seconds"]
     assert any("pieces of work" in message for message in events(job.run_dir, "bubbles"))
     # The last checkpoint before the end was copied in waits; a life that begins there ends alike.
     shutil.rmtree(job.run_dir / "checkpoints" / step_name(ITERATIONS))

@@ -19,8 +19,7 @@ def pin(run_dir: Path, interval: int, seconds: float) -> None:
     override_plan(
         run_dir,
         PlanOverride(
-            interval_min_iterations=interval,
-            interval_max_iterations=interval,
+            interval_iterations=interval,
             reason="repairs",
             expires_unix_seconds=time.time() + seconds,
         ),

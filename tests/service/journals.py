@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cpsr.journal import (
-    BubbleRow,
     CheckpointRow,
     EventRow,
     FailureRow,
@@ -20,7 +19,7 @@ from cpsr.journal import (
     RecoverySource,
     StepRow,
 )
-from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, Origin, PlannerInputs
+from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, PlannerInputs
 from cpsr.planner.plan import Plan
 from cpsr.planner.planning import make_plan
 from cpsr.planner.recovery_curve import EndCostCurve
@@ -33,8 +32,7 @@ LINE = EndCostCurve.with_independent_prior((-20.0, 0.5, 0.1), (1.0, 0.1, 0.1), 1
 
 def measured_inputs(mtbf_seconds: float = 43200.0, stall_seconds: float = 0.5, persist_seconds: float = 3.0) -> Any:
     """Of a job that has measured itself and can predict."""
-    origins = {"stall_seconds": Origin("measured", 8, 5), "failures_per_second": Origin("configured")}
-    return PlannerInputs(1.5, stall_seconds, persist_seconds, 1 / mtbf_seconds, LINE, origins=origins)
+    return PlannerInputs(1.5, stall_seconds, persist_seconds, 1 / mtbf_seconds, LINE)
 
 
 def measured_plan() -> Plan:
@@ -86,26 +84,6 @@ def recovery_row(**changes: Any) -> RecoveryRow:
     return RecoveryRow(**(values | changes))
 
 
-def bubble_row(**changes: Any) -> BubbleRow:
-    values: dict[str, Any] = {
-        "life": 0,
-        "rank": 1,
-        "iteration": 50,
-        "iterations": 49,
-        "seconds": 20.0,
-        "bubble_seconds": 8.0,
-        "used_seconds": 2.0,
-        "late_seconds": 0.5,
-        "outside_seconds": 0.25,
-        "slices": 40,
-        "late_slices": 3,
-        "copied_seconds": 1.0,
-        "copied_bytes": 3000,
-        "copied_beside_bytes": 1000,
-    }
-    return BubbleRow(**(values | changes))
-
-
 # One row of each kind that has a type of its own, but lives.
 ROWS: tuple[Any, ...] = (
     CheckpointRow(life=0, iteration=50, status="committed", bytes=100),
@@ -113,7 +91,6 @@ ROWS: tuple[Any, ...] = (
     recovery_row(),
     PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=100, xi=1.0, last_xi=math.nan, ended_by="change"),
     FitRow(life=0, iteration=100, kind="loss", result={"alpha2": math.inf}),
-    bubble_row(),
     plan_row(),
 )
 

@@ -17,7 +17,6 @@ OPERATIONS = {
     "get /losses": "get_losses",
     "get /metrics": "get_metrics",
     "get /plan": "get_plan",
-    "get /runs": "list_runs",
     "post /failures": "report_failure",
     "post /plan/preview": "preview_plan",
     "put /plan/override": "override_plan",

@@ -56,7 +56,7 @@ def test_the_page_opens_before_there_is_a_token_and_nothing_else_does(tmp_path: 
     client = TestClient(create_app(tmp_path, Access(TOKEN)), base_url=BASE_URL)
     for path in ("/", "/static/app.js"):
         assert client.get(path).status_code == 200
-    for path in ("/plan", "/runs", "/staticplan", "/static", "/openapi.json"):
+    for path in ("/plan", "/staticplan", "/static", "/openapi.json"):
         error_of(client.get(path, follow_redirects=False), 401)
     assert client.get("/plan", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
 

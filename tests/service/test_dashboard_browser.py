@@ -233,8 +233,7 @@ def test_what_is_amiss_is_shown_first(page: Any, journal: Journal, tmp_path: Pat
     override_plan(
         tmp_path,
         PlanOverride(
-            interval_min_iterations=25,
-            interval_max_iterations=25,
+            interval_iterations=25,
             reason="<i>spot prices</i>",
             expires_unix_seconds=now + 3600,
             created_unix_seconds=now,

@@ -1,6 +1,5 @@
 """Whatever the description allows is asked, and much that it does not: answers must be as it says."""
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,20 +47,9 @@ def _absent(run_dir: Path) -> None:
 
 
 def filter_case(_: HookContext, case: "Case[Any]") -> bool:
-    """Leaves out what is refused by rules that JSON Schema has no words for: between two fields, and by the clock."""
-    now = {"now": time.time(), **_numbers(case.body)}
-    return _in_order(_numbers(case.body), "interval_min_iterations", "interval_max_iterations") and _in_order(
-        now, "failed_unix_seconds", "now"
-    )
-
-
-def _numbers(values: object) -> dict[str, float]:
-    fields = values if isinstance(values, dict) else {}
-    return {name: value for name, value in fields.items() if isinstance(value, int | float)}
-
-
-def _in_order(numbers: dict[str, float], low: str, high: str) -> bool:
-    return numbers.get(low, -math.inf) <= numbers.get(high, math.inf)
+    """Leaves out what is refused by a rule that JSON Schema has no words for: failures in the future."""
+    failed = case.body.get("failed_unix_seconds") if isinstance(case.body, dict) else None
+    return not isinstance(failed, int | float) or failed <= time.time()
 
 
 @pytest.mark.parametrize("record", [_whole, _truncated, _absent], ids=lambda record: record.__name__.strip("_"))

@@ -7,12 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from cpsr.config import CPSRConfig
-from cpsr.errors import ServiceError
-from cpsr.service.client import Client
 from cpsr.service.process import ServiceProcess
 from tests.service.journals import new_run
 
@@ -101,14 +100,13 @@ def test_a_job_has_its_service_as_long_as_it_lives(tmp_path: Path, ending: str) 
     assert job.stdout.readline() == "five\n"
     (child,) = psutil.Process(job.pid).children()
     deadline = time.monotonic() + WAIT_SECONDS
-    with Client(f"http://127.0.0.1:{port}") as client:
-        while True:
-            try:
-                assert client.plan()["interval_iterations"] == 3
-                break
-            except ServiceError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+    while True:
+        try:
+            assert httpx.get(f"http://127.0.0.1:{port}/plan").json()["interval_iterations"] == 3
+            break
+        except (httpx.HTTPError, KeyError):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
     if ending == "killed":
         job.kill()
     job.communicate("\n", timeout=WAIT_SECONDS)

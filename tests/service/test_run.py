@@ -1,4 +1,4 @@
-"""The runs of a service, and their health."""
+"""The health of a run."""
 
 import os
 import signal
@@ -7,55 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from cpsr.journal import CheckpointRow, Journal
-from cpsr.service.app import create_app
-from cpsr.service.problems import Problem
-from cpsr.service.run import Runs
-from tests.service.conftest import BASE_URL
-from tests.service.journals import Answer, error_of, flushed, new_run, record_steps
-
-
-@pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs in a directory, and around them what must not be found."""
-    root = tmp_path_factory.mktemp("around")
-    new_run(root / "outside")
-    directory = root / "runs"
-    for name in ("a", "b c"):
-        new_run(directory / name)
-    (directory / "notes").mkdir()
-    (directory / "file").touch()
-    (directory / "link").symlink_to(root / "outside", target_is_directory=True)
-    return directory
-
-
-def test_a_directory_of_several_runs(several: Path) -> None:
-    client = TestClient(create_app(several), base_url=BASE_URL)
-    listed = client.get("/runs").json()
-    assert ([run["name"] for run in listed["runs"]], listed["total"]) == (["a", "b c"], 2)
-    assert listed["runs"][0]["status"] == "ok"
-    assert error_of(client.get("/plan"), 409)["code"] == "run_needed"
-    for name in ("a", "b c"):
-        assert client.get("/plan", params={"run": name}).status_code == 200
-    for name in ("link", "notes", "file", "..", "../outside", "a/../a", "/etc", "", ".", "a\0", "c"):
-        assert error_of(client.get("/plan", params={"run": name}), 404)["code"] == "no_such_run", name
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.text() | st.lists(st.sampled_from(["..", ".", "a", "b c", "outside", "/", "\\", "\0", ""])).map("/".join))
-def test_no_name_leads_out(several: Path, name: str) -> None:
-    runs = Runs(several)
-    if name in runs.names():
-        assert runs.find(name) == several / name
-        return
-    with pytest.raises(Problem) as refused:
-        runs.find(name)
-    assert refused.value.status == 404
+from tests.service.journals import Answer, flushed, record_steps
 
 
 def test_health_of_a_running_job(client: TestClient, journal: Journal) -> None:

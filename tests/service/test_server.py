@@ -15,7 +15,6 @@ import pytest
 
 from cpsr.errors import ConfigError
 from cpsr.service.access import TOKEN_VARIABLE, Access
-from cpsr.service.client import Client
 from cpsr.service.server import CHILD_NICENESS, IDLE_SECONDS, bind
 from tests.service.journals import error_of, new_run
 
@@ -84,12 +83,12 @@ def test_serve_beside_a_writing_trainer_until_sigterm(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
             iterations = []
-            with Client(url) as client:
+            with httpx.Client(base_url=url) as client:
                 for _ in range(20):
-                    plan = client.plan()
+                    plan = client.get("/plan").json()
                     assert plan["origin"] == "fixed"
                     iterations.append(plan["last_iteration"] or 0)
-                    assert client.health()["status"] == "ok"
+                    assert client.get("/healthz").json()["status"] == "ok"
             assert iterations == sorted(iterations)
             assert iterations[-1] > iterations[0]
         finally:
@@ -106,8 +105,8 @@ def test_sigterm_finishes_requests(tmp_path: Path) -> None:
     with serving(tmp_path) as (server, url):
         host, port = url.removeprefix("http://").split(":")
         slow = socket.create_connection((host, int(port)))
-        slow.sendall(f"POST /plan/preview HTTP/1.1\r\nHost: {host}\r\nContent-Length: 2\r\n".encode())
-        slow.sendall(b"Content-Type: application/json\r\n\r\n{")
+        slow.sendall(f"POST /plan/preview HTTP/1.1\r\nHost: {host}\r\nContent-Length: 17\r\n".encode())
+        slow.sendall(b'Content-Type: application/json\r\n\r\n{"mtbf_hours": 3')
         time.sleep(0.2)
         server.send_signal(signal.SIGTERM)
         time.sleep(0.2)
@@ -143,9 +142,10 @@ def test_the_token_opens_and_stands_in_no_log(tmp_path: Path) -> None:
     new_run(tmp_path)
     with serving(tmp_path, "--host", "0.0.0.0", **{TOKEN_VARIABLE: TOKEN}) as (server, url):
         url = url.replace("0.0.0.0", "127.0.0.1")
-        with Client(url, TOKEN) as client:
-            assert client.plan()["last_iteration"] is None
-            assert client.override("x", interval_iterations=9)["id"] == 1
+        with httpx.Client(base_url=url, headers={"authorization": f"Bearer {TOKEN}"}) as client:
+            assert client.get("/plan").json()["last_iteration"] is None
+            asked = {"interval_iterations": 9, "reason": "x"}
+            assert client.put("/plan/override", json=asked).json()["id"] == 1
         error_of(httpx.get(f"{url}/plan"), 401)
         error_of(httpx.get(f"{url}/plan", headers={"authorization": f"Bearer {TOKEN}x"}), 401)
         error_of(httpx.post(f"{url}/failures", content=b"{", headers={"authorization": f"Bearer {TOKEN}"}), 422)

@@ -1,14 +1,17 @@
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from cpsr.checkpoint.memory_owners import mark_owner
 from cpsr.cli.main import app
-from cpsr.journal import CheckpointRow, EventRow, Journal, PlanOverride, override_plan
-from tests.service.conftest import Service
+from cpsr.journal import CheckpointRow, EventRow, Journal, LifeRow, PlanOverride, StepRow, override_plan
+from cpsr.service.status import effective_time_ratio
 from tests.service.journals import (
     flushed,
     measured_plan,
@@ -42,15 +45,8 @@ def run_dir(tmp_path: Path) -> Path:
     journal.record(recovery_row(life=1, origin="predicted"))
     flushed(journal)
     journal.close()
-    override_plan(
-        tmp_path,
-        PlanOverride(
-            interval_min_iterations=25,
-            interval_max_iterations=25,
-            reason="[repairs]",
-            expires_unix_seconds=time.time() + 7200,
-        ),
-    )
+    override = PlanOverride(interval_iterations=25, reason="[repairs]", expires_unix_seconds=time.time() + 7200)
+    override_plan(tmp_path, override)
     return tmp_path
 
 
@@ -60,11 +56,11 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
     assert output.count("\n") < 13
     interval = measured_plan().interval_iterations
     for words in (
-        "run gpt: ok, iteration 7, 1 rank\n",
+        "run gpt: ok, iteration 7\n",
+        "effective training time: ",
         f"a checkpoint every {interval} iterations ({interval * 1.5 / 60:.1f} min), by cpsr",
         "after a failure: predicted state; expected cost ",
         "override: 25 iterations for 2.0 h, not applied yet ([repairs])",
-        "young 139",
         "newest checkpoint: iteration 50, 2.5 MB",
         "last recovery: line from a failure at 92, continued at 92, kept",
         "the state descends from a predicted one, or from one that was restored in part",
@@ -72,18 +68,45 @@ def test_a_few_lines_say_how_the_run_is(run_dir: Path) -> None:
         assert words in output, words
 
 
-def test_programs_get_everything_and_the_service_says_the_same(run_dir: Path) -> None:
+def test_programs_get_everything(run_dir: Path) -> None:
     code, output, _ = status(run_dir, "--json")
-    own = json.loads(output, parse_constant=pytest.fail)
-    assert code == 0
-    with Service(run_dir) as service:
-        asked = json.loads(status(service.url, "--json")[1])
-        assert "run gpt: ok" in status(service.url)[1]
-    assert (own.pop("memory")["bytes"], asked.pop("memory")) == (0, None)  # a service may be on another machine
-    for found in (own, asked):  # these grow
-        found["health"].pop("journal_age_seconds")
-    assert own == asked
-    assert own["plan"]["override"]["reason"] == "[repairs]"
+    found = json.loads(output, parse_constant=pytest.fail)
+    assert (code, found["health"]["status"], found["memory"]["bytes"]) == (0, "ok", 0)
+    assert found["plan"]["override"]["reason"] == "[repairs]"
+    assert 0 < found["ettr"] <= 1
+
+
+def test_ettr_is_useful_time_over_wall_time_without_pauses(tmp_path: Path) -> None:
+    """Ten steps of a second; the first life ends in good order, the second is killed and repeats two of them."""
+    assert open_run(tmp_path, ())[1] is None
+    began = time.time() - 1000.0
+    lives = [
+        LifeRow(life=0, mode="auto", pid=1, host="a", ending="clean", ended_unix_seconds=began + 20.0),
+        LifeRow(life=1, mode="auto", pid=1, host="a"),
+        LifeRow(life=2, mode="auto", pid=1, host="a", ending="clean", ended_unix_seconds=began + 550.0),
+    ]
+    starts = [began, began + 500.0, began + 530.0]
+    rows: list[Any] = [replace(life, started_unix_seconds=at) for life, at in zip(lives, starts, strict=True)]
+    steps = [(0, range(1, 5)), (1, range(5, 9)), (2, range(7, 11))]
+    rows += [step(life, iteration) for life, iterations in steps for iteration in iterations]
+    path, found = open_run(tmp_path / "run", rows)
+    assert found == pytest.approx(10.0 / (20.0 + 50.0))
+    open_run(
+        path, [replace(rows[2], life=3, ending="running", ended_unix_seconds=None, started_unix_seconds=began + 560)]
+    )
+    assert effective_time_ratio(path) == pytest.approx(10.0 / (20.0 + 50.0 + 1000.0 - 560.0), rel=0.05)
+
+
+def open_run(path: Path, rows: Sequence[Any]) -> tuple[Path, float | None]:
+    journal = Journal.open(path / "journal.db")
+    journal.record(*rows)
+    flushed(journal)
+    journal.close()
+    return path, effective_time_ratio(path)
+
+
+def step(life: int, iteration: int) -> StepRow:
+    return StepRow(life=life, iteration=iteration, loss=1.0, learning_rate=None, seconds=1.0)
 
 
 def test_what_it_holds_of_this_machines_memory_is_shown_and_what_others_left(run_dir: Path, memory: Path) -> None:
@@ -105,9 +128,6 @@ def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
     journal.close()
     code, output, _ = status(tmp_path)
     assert (code, output.splitlines()) == (0, ["run: degraded: life 0 ended with an error, no step yet", "no plan yet"])
-    with Service(tmp_path) as service:
-        assert status(service.url)[1] == output
-        assert json.loads(status(service.url, "--json")[1])["plan"] is None
 
 
 def test_a_loop_that_is_not_restored_is_named_and_changes_the_exit_status(run_dir: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_loop_that_comes_back_is_checked(tmp_path: Path, fault: str) -> None:
     assert [one.iteration for one in seen] == list(range(1, 21))
     assert [one.life for one in seen] in [[0] * (first - 1) + [1] * (21 - first) for first in FIRST]
     assert all(one.loss is not None and one.batches == one.iteration for one in seen)
-    assert run_status(str(tmp_path / "cut" / "run"), None, as_json=True)
+    assert run_status(tmp_path / "cut" / "run", as_json=True)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_differs_first_is_reported(tmp_path: Path, fault: str, differs: str
     assert plan is not None
     assert [one.result for one in plan.repeated_steps] == ["not restored"]
     assert plan.warnings == [message]
-    assert not run_status(str(tmp_path / "cut" / "run"), None, as_json=True)
+    assert not run_status(tmp_path / "cut" / "run", as_json=True)
 
 
 def test_steps_before_the_loop_are_taken_again_which_is_reported(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_rounding_is_reported_once_and_is_no_error(tmp_path: Path) -> None:
     assert "arithmetic is not deterministic: " in rounded[2]
     assert checked[:2] == ("checked", 13)
     assert checked[2].endswith(f"equal but for rounding from step {rounded[1]} on")
-    assert run_status(str(tmp_path / "cut" / "run"), None, as_json=True)
+    assert run_status(tmp_path / "cut" / "run", as_json=True)
 
 
 def test_a_difference_can_stop_the_job(tmp_path: Path) -> None:

@@ -1,16 +1,15 @@
 """What a running job expects of failures, recoveries, loss and accuracy, fitted to its journal."""
 
+import logging
 import math
 import statistics
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy
-import scipy  # loads its submodules at first use: a restart does not wait for them
 
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.config import CPSRConfig
@@ -19,7 +18,7 @@ from cpsr.fitter.failures import FailureClasses, FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.journal import JournalReader, LifeRow, RecoveryRow, ReportedFailure
 from cpsr.planner.plan import Schedule
-from cpsr.planner.recovery_curve import OBSERVATIONS_MAX, CostObservation, EndCostCurve
+from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
@@ -29,12 +28,12 @@ from cpsr.predictor.watch import WATCH_ITERATIONS
 __all__ = [
     "Curves",
     "FitKind",
-    "Predictable",
     "expected_costs",
     "fit_curves",
-    "predictable",
     "prior_curves",
 ]
+
+logger = logging.getLogger(__name__)
 
 FitKind = Literal["loss", "predictor", "failure_rate"]
 # `planner.mtbf_hours` counts as much as this number of observed failures.
@@ -49,9 +48,6 @@ CURVE_POINTS = 65
 INTERVALS_ITERATIONS = (10, 20, 35, 50, 75, 100, 150, 200, 300, 500)
 # Failures at which it is evaluated, as shares of the interval: f is anywhere in it.
 HORIZON_SHARES = (0.25, 0.5, 0.75, 1.0)
-# Required probability that most recoveries are useless. Four certainly useless ones, and no useful one, suffice.
-CONFIDENCE = 0.95
-EXPECTED = "the offline prior and the kept history"
 
 
 @dataclass(frozen=True)
@@ -64,12 +60,9 @@ class Curves:
         costs: what the run's own recoveries tell about the end cost, for `lost_share` of the state.
         lost_share: mean share of the state that the run's failures have lost; 1 before any.
         predict_seconds: median of the predictions and injections so far; 0 without any.
-        predictions: how many these were.
         loss: of the training; None if it cannot be fitted.
         accuracy: error of the predictor over checkpoints; None if it cannot be fitted.
-        missing: why a curve is None, for messages.
-        load_seconds: medians of restarts until the state was read, and how many these were, by where it came
-            from: `disk` or `memory`.
+        load_seconds: medians of restarts until the state was read, by where it came from: `disk` or `memory`.
     """
 
     iteration: int
@@ -77,11 +70,9 @@ class Curves:
     costs: tuple[CostObservation, ...] = ()
     lost_share: float = 1.0
     predict_seconds: float = 0.0
-    predictions: int = 0
     loss: LossFit | None = None
     accuracy: AccuracyCurve | None = None
-    missing: tuple[str, ...] = ()
-    load_seconds: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_rows(self) -> Iterator[tuple[FitKind, dict[str, Any]]]:
         """Rows for the journal: kind and result of every fitted curve."""
@@ -118,7 +109,6 @@ def fit_curves(
     Raises:
         JournalError: the journal cannot be read.
     """
-    missing: list[str] = []
     recoveries = reader.recoveries()
     lost = _lost_share(recoveries)
     predicted = [  # in an exact restart these are 0
@@ -130,22 +120,20 @@ def fit_curves(
         tuple(_measured_costs(recoveries, lost)),
         lost,
         statistics.median(predicted) if predicted else 0.0,
-        len(predicted),
-        _loss(reader, iteration, span_iterations, missing),
-        _accuracy(accuracy, missing),
-        tuple(missing),
+        _loss(reader, iteration, span_iterations),
+        _accuracy(accuracy),
         _loads(recoveries),
     )
 
 
-def _loads(recoveries: Sequence[RecoveryRow]) -> dict[str, tuple[float, int]]:
+def _loads(recoveries: Sequence[RecoveryRow]) -> dict[str, float]:
     """A prediction and an emergency dump begin with the checkpoint on the disk."""
     found: dict[str, list[float]] = {}
     for row in recoveries:
         in_memory = {source.source for source in row.sources} == {"memory"}
         if row.load_seconds is not None:
             found.setdefault("memory" if in_memory else "disk", []).append(row.load_seconds)
-    return {place: (statistics.median(seconds), len(seconds)) for place, seconds in found.items()}
+    return {place: statistics.median(seconds) for place, seconds in found.items()}
 
 
 def _drawn(fit: LossFit) -> dict[str, list[float]]:
@@ -174,12 +162,8 @@ def _exposure_seconds(reader: JournalReader, lives: Sequence[LifeRow]) -> float:
     Failures are of machines: a life with twice as many ranks counts twice as long. A life of which the number is not
     recorded counts as one with the present ranks.
     """
-    trained_seconds, now = reader.trained_seconds(), lives[-1].ranks if lives else None
-    if now is None or all(life.ranks in (None, now) for life in lives):
-        return trained_seconds
-    seconds = reader.seconds_of_lives()
-    more = [(life.ranks / now - 1) * seconds.get(life.life, 0.0) for life in lives if life.ranks is not None]
-    return max(0.0, trained_seconds + sum(more))
+    seconds, now = reader.life_seconds(), lives[-1].ranks if lives else None
+    return sum(seconds.get(life.life, 0.0) * (life.ranks / now if life.ranks and now else 1.0) for life in lives)
 
 
 def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[float], start_unix_seconds: float) -> int:
@@ -192,7 +176,7 @@ def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[flo
     return len(known) - len(seen_unix_seconds)
 
 
-def _loss(reader: JournalReader, iteration: int, span_iterations: int, missing: list[str]) -> LossFit | None:
+def _loss(reader: JournalReader, iteration: int, span_iterations: int) -> LossFit | None:
     steps = [
         (step.iteration, step.loss)
         for step in reader.losses(max(0, iteration - LOSSES_MAX), iteration + 1)
@@ -201,11 +185,11 @@ def _loss(reader: JournalReader, iteration: int, span_iterations: int, missing: 
     try:
         return fit_loss([place for place, _ in steps], [loss for _, loss in steps], span_iterations)
     except ValueError as error:
-        missing.append(f"the loss curve is not known yet ({error})")
+        logger.debug("the loss curve is not known yet: %s", error)
         return None
 
 
-def _accuracy(accuracy: Sequence[Mapping[str, Any]], missing: list[str]) -> AccuracyCurve | None:
+def _accuracy(accuracy: Sequence[Mapping[str, Any]]) -> AccuracyCurve | None:
     """The error of the weights, mean square (the paper's Eq. 9): of the direction, times how far weights moved."""
     points = [
         (one["checkpoints"], 2.0 * (1.0 - one["vitp_cosine"]) * one["mean_square_motion"])
@@ -216,7 +200,7 @@ def _accuracy(accuracy: Sequence[Mapping[str, Any]], missing: list[str]) -> Accu
     try:
         return fit_accuracy([count for count, _ in points], [error for _, error in points])
     except ValueError as error:
-        missing.append(f"the predictor's accuracy is not known yet ({error})")
+        logger.debug("the predictor's accuracy is not known yet: %s", error)
         return None
 
 
@@ -322,87 +306,3 @@ def _measured_costs(recoveries: Iterable[RecoveryRow], lost: float) -> Iterator[
             continue
         if math.isfinite(cost) and math.isfinite(error):
             yield CostObservation(float(horizon), float(context["interval_iterations"]), cost, error)
-
-
-@dataclass(frozen=True)
-class Predictable:
-    """The longest interval from which failures can be predicted.
-
-    Attributes:
-        interval_iterations: None if none is short enough.
-        because: the source of that, for the plan's explanation.
-    """
-
-    interval_iterations: int | None
-    because: str
-
-
-def predictable(longest_iterations: int, costs: Sequence[CostObservation]) -> Predictable:
-    """Lower the bound of prior and history to intervals over which this run's own recoveries were useful.
-
-    A recovery was useless if it cost at least its horizon, as recomputing would have; a vetoed one always is. A
-    measured lag has an error: it counts with the certainty of its side, `|2 P(cost >= horizon) - 1|`, so that an
-    ambiguous one counts for neither. Each class of intervals reaches from above the next shorter of
-    `INTERVALS_ITERATIONS` up to one of them. The share of useless recoveries cannot fall with longer intervals: an
-    isotonic regression pools the classes that seem to. A class is excluded, with all longer ones, if most recoveries of
-    its pool are useless with a probability of 95%, by a uniform prior.
-
-    Only the newest measurements count, as in the curve of the end cost: an excluded class returns as they age out.
-
-    Args:
-        longest_iterations: longest interval to predict from, by the prior and the kept history.
-        costs: of this run, oldest first; a vetoed one cost its horizon, without error.
-    """
-    counted = list(costs)[-OBSERVATIONS_MAX:]
-    if not counted:
-        return Predictable(longest_iterations, EXPECTED)
-    useless, useful = _sides(counted)
-    out = _first_excluded(useless, useful)
-    measured = (
-        f"of {len(counted)} measured recoveries about {useful.sum():.0f} cost less than recomputing and "
-        f"{useless.sum():.0f} did not"
-    )
-    below = [longest_iterations] if out is None else list(INTERVALS_ITERATIONS[:out])
-    if below and below[-1] >= longest_iterations:
-        return Predictable(longest_iterations, f"{EXPECTED}; {measured}, which does not lower it")
-    because = (
-        f"{measured}: from longer intervals most would not (at least {CONFIDENCE:.0%} sure); {EXPECTED} would allow "
-        f"{longest_iterations} iterations"
-    )
-    return Predictable(below[-1] if below else None, because)
-
-
-def _sides(costs: Sequence[CostObservation]) -> "numpy.ndarray[Any, numpy.dtype[numpy.float64]]":
-    """Weights of useless and of useful recoveries in each class; `(2, classes)`."""
-    sides = numpy.zeros((2, len(INTERVALS_ITERATIONS)))
-    for cost in costs:
-        place = min(bisect_left(INTERVALS_ITERATIONS, cost.interval_iterations), len(INTERVALS_ITERATIONS) - 1)
-        excess, error = cost.end_cost_iterations - cost.horizon_iterations, cost.standard_error_iterations
-        sure = math.erf(excess / (error * math.sqrt(2))) if error > 0 else 1.0 if excess >= 0 else -1.0
-        sides[0 if sure > 0 else 1, place] += abs(sure)
-    return sides
-
-
-def _first_excluded(
-    useless: "numpy.ndarray[Any, numpy.dtype[numpy.float64]]", useful: "numpy.ndarray[Any, numpy.dtype[numpy.float64]]"
-) -> int | None:
-    """The first class, in the first pool of useless recoveries, up to which they are surely so; None without one."""
-    # Imported by the planner's thread and not with this module: a restart does not wait for it.
-    from sklearn.isotonic import IsotonicRegression
-
-    weights = useless + useful
-    known = numpy.flatnonzero(weights > 0)
-    if not known.size:
-        return None
-    regression = IsotonicRegression().fit(known, useless[known] / weights[known], sample_weight=weights[known])
-    shares = regression.predict(known)
-    for _, members in groupby(range(len(known)), key=lambda place: float(shares[place])):
-        pool = known[list(members)]
-
-        def sure(places: "numpy.ndarray[Any, numpy.dtype[numpy.int64]]") -> bool:
-            """Whether P(share > 1/2) of a Beta(1 + useless, 1 + useful) is large enough."""
-            return bool(scipy.special.betainc(1 + useful[places].sum(), 1 + useless[places].sum(), 0.5) >= CONFIDENCE)
-
-        if sure(pool):
-            return int(next(place for count, place in enumerate(pool, 1) if sure(pool[:count])))
-    return None

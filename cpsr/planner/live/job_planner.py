@@ -2,8 +2,9 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,12 @@ from cpsr.config import CPSRConfig
 from cpsr.errors import JournalError
 from cpsr.fitter.failures import PRIOR_SHARES
 from cpsr.fitter.phases import Phase, PhaseDetector
-from cpsr.journal import FitRow, JournalReader, PhaseRow, PlanOverride, RankJournal, reported_failures
-from cpsr.planner.inputs import FailureClass, Limits, Origin, PhaseInputs, PlannerInputs
-from cpsr.planner.live.adoption import (
-    OverrideWatch,
-    bounded,
-    differs,
-    first_memory_interval,
-    first_plan,
-    memory_tier,
-    overridden,
-    override_message,
-    pinned_plan,
-)
-from cpsr.planner.live.expectations import (
-    Predictable,
-    expected_costs,
-    fit_curves,
-    predictable,
-    prior_curves,
-)
-from cpsr.planner.live.measurements import (
-    MEASURED,
-    RankCosts,
-    RankReport,
-    RankTimes,
-    costs_of_ranks,
-    second_moment_share,
-    slowest,
-)
-from cpsr.planner.plan import Plan, Situation, fixed_plan
-from cpsr.planner.planning import make_plan, with_memory
+from cpsr.journal import FitRow, JournalReader, PhaseRow, PlanOverride, RankJournal, latest_override, reported_failures
+from cpsr.planner.inputs import FailureClass, Limits, PhaseInputs, PlannerInputs
+from cpsr.planner.live.adoption import differs, first_plan, memory_tier, override_message, planned
+from cpsr.planner.live.expectations import expected_costs, fit_curves, prior_curves
+from cpsr.planner.live.measurements import RankCosts, RankTimes, costs_of_ranks, slowest
+from cpsr.planner.plan import Plan, Situation
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve
 from cpsr.predictor.watch import WATCH_ITERATIONS
 
@@ -65,12 +41,10 @@ class JobPlanner:
     phases, and fits the curves at the end of each. It proposes a plan if a phase has ended, or if the plan differs
     enough from the current one. Its errors never reach training: the last plan stays, and `failure` returns why.
 
-    Phases follow the mean second moment of all ranks. For the newest checkpoint rank 0 knows only its own mean. It
-    scales that by the ratio of the two means in the last checkpoint that it has read.
+    Phases follow the mean second moment of rank 0's gradients; the paper's terms have that of all ranks.
 
-    An override of the interval (`cpsr.journal.PlanOverride`) is seen within a second. The plan follows at once if the
-    run has measured its first checkpoint, or has a fixed interval. When the override expires, a plan without
-    it follows.
+    An override of the interval (`cpsr.journal.PlanOverride`) is seen within a second. The plan follows once the run has
+    measured a checkpoint. When the override expires, a plan without it follows.
 
     Args:
         config: of the run.
@@ -105,12 +79,11 @@ class JobPlanner:
         self._curves = prior_curves(0, config)
         self._path_straightness: float | None = None  # at the newest fit
         self._fitted = False
-        self._missing: tuple[str, ...] = ()
-        self._others: list[RankReport] = []
+        self._others: list[RankCosts] = []
         self._others_iteration: int | None = None  # when the costs of the others were read
-        self._share: float | None = None  # ratio of all ranks' second moment to this one's; None until read
         self._proposed: Plan | None = None  # the newest, taken or not
         self._waiting: Plan | None = None  # not taken yet
+        self._newest_override: PlanOverride | None = None  # that could be read
         self._override: PlanOverride | None = None  # in force
         self._planned_override: PlanOverride | None = None  # in force at the newest proposal
         self._failure: str | None = None
@@ -145,9 +118,6 @@ class JobPlanner:
     def note_memory(self, stall_seconds: float) -> None:
         """A snapshot went to host memory alone, and training waited so long for it."""
         self.times.snapshot(stall_seconds)
-        # A long fixed interval may have no checkpoint for hours; the interval in memory does not wait for one.
-        if self.times.snapshots == MEASURED and self._plans_memory_alone and self._thread is not None:
-            self._wake.set()
 
     def note_window(self, iterations: int | None) -> None:
         """Windows of snapshots have so many iterations now, the same on all ranks; None: none are taken."""
@@ -174,10 +144,11 @@ class JobPlanner:
     def state_dict(self, plan: Plan) -> dict[str, Any]:
         """State for this rank's part of a checkpoint: its costs, the phases, and the current intervals."""
         with self._lock:
-            followed = {"phases": self._phases.state_dict(), "second_moment_share": self._share}
+            phases = self._phases.state_dict()
+        costs = self.times.costs()
         return {
-            **self.times.to_tree(),
-            **followed,
+            "costs": None if costs is None else asdict(costs),
+            "phases": phases,
             "interval_iterations": plan.interval_iterations,
             "memory_interval_iterations": plan.memory_interval_iterations,
             "mode": plan.mode,
@@ -195,10 +166,9 @@ class JobPlanner:
             ValueError: it is no such state.
         """
         if state:
-            self.times.restore(state, replicates=replicates)
+            self.times.restore(state["costs"], replicates=replicates)
             with self._lock:
                 self._phases.load_state_dict(state["phases"])
-                self._share = state.get("second_moment_share")
 
     def close(self) -> None:
         """Stop after the computation under way, and join the thread."""
@@ -212,18 +182,15 @@ class JobPlanner:
     # On the planner's thread
 
     def _run(self, run_dir: Path, world_size: int, journal: RankJournal) -> None:
-        overrides = OverrideWatch(run_dir)
         try:
             while True:
                 woken = self._wake.wait(OVERRIDE_POLL_SECONDS)
                 self._wake.clear()
                 if self._closing.is_set():  # checked after clearing, or an end in between would be missed
                     return
-                self._override = overrides.now()
-                if woken:
+                self._read_override(run_dir)
+                if woken or self._override != self._planned_override:
                     self._update(run_dir, world_size, journal)
-                if self._override != self._planned_override:
-                    self._replan_under_override(journal)
         except Exception as error:
             self._failure = (
                 f"the planner stopped for the rest of this life ({type(error).__name__}: {error}): it keeps the "
@@ -231,50 +198,37 @@ class JobPlanner:
             )
             logger.exception("planning failed")
 
+    def _read_override(self, run_dir: Path) -> None:
+        """Find the override in force; where it cannot be read now, the last one that was read holds while it lasts."""
+        try:
+            self._newest_override = latest_override(run_dir)
+        except JournalError as error:
+            logger.debug("overrides of the interval cannot be read now: %s", error)
+        newest = self._newest_override
+        self._override = newest if newest is not None and newest.holds(time.time()) else None
+
     def _update(self, run_dir: Path, world_size: int, journal: RankJournal) -> None:
         """End phases, fit at their ends, and propose."""
         with self._lock:
             situation, saves, self._saves = self._situation, self._saves, []
-        own = self._own_report()
-        if situation is not None:
-            self._read_other_ranks(situation.schedule.iteration, run_dir, world_size)
-        with self._lock:
-            ended = [phase for save in saves for phase in self._observe(save)]
-        for phase, number in ended:
-            journal.record(PhaseRow(life=journal.life, phase=number, **asdict(phase)))
+            ended = list[Phase]()
+            for save in saves:
+                # If the optimizer keeps no second moments, phases end by their length alone.
+                phase = self._phases.observe(save.iteration, save.mean_second_moment or 0.0) if save.iteration else None
+                if phase is not None:
+                    ended.append(phase)
+                    journal.record(PhaseRow(life=journal.life, phase=self._phases.ended - 1, **asdict(phase)))
+        own = self.times.costs()
         if situation is None or own is None:
             return
+        self._read_other_ranks(situation.schedule.iteration, run_dir, world_size)
         # Beside the ends of phases, also once in a life: the failure that began it is known now.
         if ended or not self._fitted:
-            self._fitted = self._fit(situation, [phase for phase, _ in ended], run_dir, journal)
-        if self._config.checkpoint.interval_iterations is None or self._plans_memory_alone:
-            anew = bool(ended) or self._override != self._planned_override
-            self._propose(situation, own, journal, anew=anew)
-
-    def _replan_under_override(self, journal: RankJournal) -> None:
-        """Replan because the override has changed; later if nothing is measured yet."""
-        situation, own = self._situation, self._own_report()
-        fixed = self._config.checkpoint.interval_iterations is not None
-        if (not fixed or self._plans_memory_alone) and situation is not None and own is not None:
-            self._propose(situation, own, journal, anew=True)
-        elif fixed:
-            plan = self._fixed_plan()
-            before = None if situation is None else situation.plan.memory_interval_iterations
-            every = first_memory_interval(self._config, before, plan.interval_iterations)
-            self._offer(replace(plan, memory_interval_iterations=every), situation, journal)
-
-    @property
-    def _plans_memory_alone(self) -> bool:
-        """Whether there are snapshots in memory beside a fixed interval of the disk."""
+            self._fitted = self._fit(situation, ended, run_dir, journal)
         checkpoint = self._config.checkpoint
-        return checkpoint.interval_iterations is not None and checkpoint.shared_memory
-
-    def _own_report(self) -> RankReport | None:
-        """This rank's costs; of no checkpoint, once snapshots in memory are known and these alone are planned."""
-        own = self.times.costs()
-        if own is None and self._plans_memory_alone and self.times.snapshots >= MEASURED:
-            own = RankCosts(0, 0, 0.0, 0.0, 0, None)
-        return None if own is None else RankReport(own, self.times.memory())
+        overridden = self._override != self._planned_override
+        if overridden or checkpoint.interval_iterations is None or checkpoint.shared_memory:
+            self._propose(situation, own, journal, anew=bool(ended) or overridden)
 
     def _read_other_ranks(self, iteration: int, run_dir: Path, world_size: int) -> None:
         """Read all ranks' costs from the newest checkpoint: at first, and then as often as a phase can end.
@@ -286,25 +240,8 @@ class JobPlanner:
         if world_size == 1 or recently:
             return
         costs = costs_of_ranks(run_dir / "checkpoints", world_size)
-        if not costs:
-            return
-        self._others, self._others_iteration = costs[1:], iteration
-        share = second_moment_share([report.costs for report in costs])
-        if share is None:
-            return
-        with self._lock:
-            if self._share is None:  # until now phases followed this rank's moments
-                self._phases.rescale(share)
-            self._share = share
-
-    def _observe(self, save: SaveOutcome) -> list[tuple[Phase, int]]:
-        """The phase that a checkpoint ends, with its number, if any."""
-        if save.iteration < 1:
-            return []
-        # If the optimizer keeps no second moments, phases end by their length alone.
-        moment = (save.mean_second_moment or 0.0) * (1.0 if self._share is None else self._share)
-        phase = self._phases.observe(save.iteration, moment)
-        return [] if phase is None else [(phase, self._phases.ended - 1)]
+        if costs:
+            self._others, self._others_iteration = costs[1:], iteration
 
     def _fit(self, situation: Situation, ended: Sequence[Phase], run_dir: Path, journal: RankJournal) -> bool:
         """Fit the curves to the journal; False if it cannot be read now: the old curves stay until the next update."""
@@ -323,74 +260,36 @@ class JobPlanner:
         self._curves = curves
         for kind, result in curves.to_rows():
             journal.record(FitRow(life=journal.life, iteration=curves.iteration, kind=kind, result=result))
-        if curves.missing and curves.missing != self._missing:
-            self._missing = curves.missing
-            self._report_missing(journal)
         return True
 
-    def _report_missing(self, journal: RankJournal) -> None:
-        """Report missing curves as an event only if the chosen policy needs them."""
-        missing, policy = "; ".join(self._missing), self._config.planner.policy
-        if policy == "theorem1" and self._config.checkpoint.interval_iterations is None:
-            message = f"policy {policy!r} cannot choose an interval yet, and the plan keeps to its limits: {missing}"
-            journal.event("not fitted", message, self._curves.iteration)
-        else:
-            logger.debug("not known yet, and not needed by the plan: %s", missing)
-
-    def _propose(self, situation: Situation, own: RankReport, journal: RankJournal, *, anew: bool) -> None:
+    def _propose(self, situation: Situation, own: RankCosts, journal: RankJournal, *, anew: bool) -> None:
         curve, longest = self._end_costs(situation)
-        job, limits = self._inputs(situation, own, curve), self._limits(longest)
         planner = self._config.planner
-        if self._config.checkpoint.interval_iterations is not None:
-            plan = with_memory(self._fixed_plan(), job, limits, self._config.mode)
-        else:
-            within = make_plan(job, bounded(limits, self._override), planner.policy, self._config.mode)
-            plan = overridden(within, self._override, limits)
+        limits = Limits(planner.interval_min_iterations, planner.interval_max_iterations, longest)
+        plan = planned(self._inputs(situation, own, curve), limits, self._config, self._override)
         # What the training thread has told may be older than the newest proposal.
-        if anew or differs(plan, self._proposed or situation.plan):
-            self._offer(plan, situation, journal)
-
-    def _offer(self, plan: Plan, situation: Situation | None, journal: RankJournal) -> None:
+        if not (anew or differs(plan, self._proposed or situation.plan)):
+            return
         with self._lock:
             self._waiting = self._proposed = plan
         if self._override != self._planned_override:
             self._planned_override = self._override
             kind = "override ended" if self._override is None else "override"
-            iteration = None if situation is None else situation.schedule.iteration
-            journal.event(kind, override_message(self._override), iteration)
+            journal.event(kind, override_message(self._override), situation.schedule.iteration)
 
-    def _fixed_plan(self) -> Plan:
-        """The fixed interval, under the override in force."""
-        fixed = self._config.checkpoint.interval_iterations
-        assert fixed is not None
-        plan = fixed_plan(fixed)
-        return plan if self._override is None else pinned_plan(plan, self._override, self._limits())
-
-    def _limits(self, longest: Predictable | None = None) -> Limits:
-        limits = Limits(self._config.planner.interval_min_iterations, self._config.planner.interval_max_iterations)
-        if longest is None:
-            return limits
-        return replace(
-            limits, predictable_interval_iterations=longest.interval_iterations, predictable_by=longest.because
-        )
-
-    def _end_costs(self, situation: Situation) -> tuple[EndCostCurve | None, Predictable | None]:
+    def _end_costs(self, situation: Situation) -> tuple[EndCostCurve | None, int | None]:
         """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
         curves = self._curves
         expected = expected_costs(situation.schedule, Retention(), self._path_straightness, curves.lost_share)
         if self._config.mode == "exact" or expected is None:
             return None, None
         curve, longest = expected
-        found = predictable(longest, curves.costs)
         for observation in curves.costs:
             curve = curve.with_observation(observation)
-        return (None if found.interval_iterations is None else curve), found
+        return curve, longest
 
-    def _inputs(self, situation: Situation, own: RankReport, recovery: EndCostCurve | None) -> PlannerInputs:
-        report, curves = slowest([own, *self._others]), self._curves
-        costs, seconds = report.costs, situation.iteration_seconds
-        memory = memory_tier(self._config, report.memory, seconds, costs.stall_seconds, self._window_iterations)
-        phase = self._phase(costs.parameters)
+    def _inputs(self, situation: Situation, own: RankCosts, recovery: EndCostCurve | None) -> PlannerInputs:
+        costs, curves, seconds = slowest([own, *self._others]), self._curves, situation.iteration_seconds
         failures = curves.failures
         return PlannerInputs(
             seconds,
@@ -401,26 +300,25 @@ class JobPlanner:
             predict_seconds=curves.predict_seconds,
             watch_iterations=WATCH_ITERATIONS,
             lead_after_iterations=LEAD_AFTER_ITERATIONS,
-            phase=phase,
-            origins=self._origins(
-                situation, costs, replicates=memory is not None and memory.replica_seconds is not None
-            ),
+            phase=self._phase(own, costs),
             classes={
                 scope: FailureClass(failures.share(scope), prior, failures.seen.get(scope, 0))
                 for scope, prior in PRIOR_SHARES.items()
             },
-            memory=memory,
-            load_seconds={place: seconds for place, (seconds, _) in curves.load_seconds.items()},
+            memory=memory_tier(self._config, costs, seconds, self._window_iterations),
+            load_seconds=curves.load_seconds,
             lost_share=curves.lost_share,
         )
 
-    def _phase(self, parameters: int) -> PhaseInputs | None:
+    def _phase(self, own: RankCosts, costs: RankCosts) -> PhaseInputs | None:
         """The paper's curves for the phase that has begun, assumed to be as long as the one before."""
         curves, xi, first, before = self._curves, self._phases.xi, self._phases.first_iteration, self._phases.phases
         if curves.loss is None or curves.accuracy is None or xi is None or first is None or not before:
             return None
         length = before[-1].last_iteration - before[-1].first_iteration
         loss, accuracy = curves.loss, curves.accuracy
+        # Adam's bias is the same on all ranks, and cancels in the ratio.
+        share = (costs.mean_second_moment or 1.0) / own.mean_second_moment if own.mean_second_moment else 1.0
         return PhaseInputs(
             first,
             first + length,
@@ -428,38 +326,6 @@ class JobPlanner:
             loss.alpha2,
             accuracy.tau1_per_checkpoint,
             accuracy.tau2,
-            xi,
-            parameters,
+            xi * share,
+            costs.parameters,
         )
-
-    def _origins(self, situation: Situation, costs: RankCosts, *, replicates: bool) -> Mapping[str, Origin]:
-        iteration, curves = situation.schedule.iteration, self._curves
-        saves = Origin.of_samples(costs.saves, max(0, iteration - costs.iteration))
-        fitted = max(0, iteration - curves.iteration)
-        failures = curves.failures.total
-        read_at = iteration if self._others_iteration is None else self._others_iteration
-        ranks = 1 if self._share is None else 1 + len(self._others)
-        samples = self.times.memory_samples()
-        origins = {
-            "iteration_seconds": Origin.of_samples(situation.timed_iterations, 0),
-            "stall_seconds": saves,
-            "persist_seconds": saves,
-            # Time without a failure lowers the rate; it only shows that the rate is not higher.
-            "failures_per_second": Origin.of_samples(round(failures.failures), fitted)
-            if failures.exposure_seconds
-            else Origin("configured"),
-            "recovery": Origin.of_samples(len(curves.costs), fitted),
-            "predict_seconds": Origin.of_samples(curves.predictions, fitted),
-            "lead_after_iterations": Origin("prior"),
-            "memory_stall_seconds": saves,
-            "replica_seconds": saves if replicates else Origin("prior"),
-            "xi": Origin("measured", ranks, max(0, iteration - read_at)),
-        }
-        if curves.loss is not None:
-            origins["phase"] = Origin.of_samples(curves.loss.points, fitted)
-        for place, (_, count) in curves.load_seconds.items():
-            origins[f"{place}_load_seconds"] = Origin.of_samples(count, fitted)
-        for name, measured in {"memory_stall_seconds": "stall_seconds", "replica_seconds": "replica_seconds"}.items():
-            if measured in samples:
-                origins[name] = Origin.of_samples(samples[measured], 0)
-        return origins

@@ -1,12 +1,11 @@
 """What checkpoints and snapshots cost each rank, measured on the training thread, and the slowest rank of the job."""
 
 import logging
-import math
 import statistics
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.errors import CheckpointError
 
-__all__ = ["MEASURED", "RankCosts", "RankReport", "RankTimes", "costs_of_ranks", "second_moment_share", "slowest"]
+__all__ = ["RankCosts", "RankTimes", "costs_of_ranks", "slowest"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,9 @@ class RankCosts:
         stall_seconds: extra time of the training thread.
         persist_seconds: from the snapshot to the rank's files being durable, and on rank 0 the commit.
         parameters: weights that the rank owns, or all ranks together.
-        mean_second_moment: of its gradients; None if the optimizer keeps none.
+        mean_second_moment: of its gradients, or of all ranks'; None if the optimizer keeps none.
+        memory: medians of its snapshots in host memory, by name: `stall_seconds` of those that went to memory alone,
+            `copy_seconds` of those of checkpoints, `replica_seconds` until a replica is whole on another machine.
     """
 
     iteration: int
@@ -43,19 +44,6 @@ class RankCosts:
     persist_seconds: float
     parameters: int
     mean_second_moment: float | None
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What a rank has measured.
-
-    Attributes:
-        costs: of its checkpoints.
-        memory: medians of its snapshots in host memory, by name: `stall_seconds` of those that went to memory alone,
-            `copy_seconds` of those of checkpoints, `replica_seconds` until a replica is whole on another machine.
-    """
-
-    costs: RankCosts
     memory: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -67,9 +55,6 @@ class RankTimes:
 
     Args:
         parameters: weights that the rank owns.
-
-    Attributes:
-        snapshots: how many went to host memory alone in this life.
     """
 
     def __init__(self, parameters: int) -> None:
@@ -81,9 +66,7 @@ class RankTimes:
         self._before: RankCosts | None = None
         names = ("stall_seconds", "copy_seconds", "replica_seconds")
         self._memory: dict[str, deque[float]] = {name: deque(maxlen=MEASURED) for name in names}
-        self._memory_before: dict[str, float] = {}
         self._lock = threading.Lock()
-        self.snapshots = 0
 
     def begun(self) -> None:
         """A checkpoint was begun."""
@@ -113,7 +96,6 @@ class RankTimes:
         with self._lock:
             self._snapshot_seconds += stall_seconds
             self._memory["stall_seconds"].append(stall_seconds)
-            self.snapshots += 1
 
     def replica(self, seconds: float) -> None:
         """A snapshot was whole on another machine so long after it was taken."""
@@ -123,9 +105,12 @@ class RankTimes:
     def costs(self) -> RankCosts | None:
         """Medians over the newest saves; before the first save those of the last life, None in the first life."""
         with self._lock:
-            saves = list(self._saves)
+            saves, before = list(self._saves), self._before
+            memory = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
+        if before is not None:
+            memory = {**before.memory, **memory}
         if not saves:
-            return self._before
+            return None if before is None else replace(before, memory=memory)
         newest = saves[-1][0]
         return RankCosts(
             newest.iteration,
@@ -134,38 +119,24 @@ class RankTimes:
             statistics.median(save.write_seconds + save.commit_seconds for save, _ in saves),
             self._parameters,
             newest.mean_second_moment,
+            memory,
         )
 
-    def memory(self) -> dict[str, float]:
-        """Medians of the snapshots, by name (`RankReport`)."""
-        with self._lock:
-            now = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
-        return self._memory_before | now
-
-    def memory_samples(self) -> dict[str, int]:
-        """How many of each were measured in this life."""
-        with self._lock:
-            return {name: len(seconds) for name, seconds in self._memory.items() if seconds}
-
-    def to_tree(self) -> dict[str, Any]:
-        """Plain data for this rank's part of the next checkpoint."""
-        costs = self.costs()
-        return {"costs": None if costs is None else asdict(costs), "memory": self.memory()}
-
-    def restore(self, tree: Mapping[str, Any], *, replicates: bool) -> None:
-        """Load what `to_tree` of the last life returned.
+    def restore(self, costs: Mapping[str, Any] | None, *, replicates: bool) -> None:
+        """Load the costs of the last life.
 
         Args:
-            tree: it may hold more. Each value is None where another number of ranks had measured it.
+            costs: as plain data; None where another number of ranks had measured them.
             replicates: whether other machines take replicas in this life; else those of the last life count no more.
         """
-        self._before = None if tree["costs"] is None else RankCosts(**tree["costs"])
-        self._memory_before = {name: float(value) for name, value in (tree["memory"] or {}).items()}
-        if not replicates:
-            self._memory_before.pop("replica_seconds", None)
+        before = None if costs is None else RankCosts(**costs)
+        if before is not None and not replicates:
+            memory = {name: value for name, value in before.memory.items() if name != "replica_seconds"}
+            before = replace(before, memory=memory)
+        self._before = before
 
 
-def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankReport]:
+def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankCosts]:
     """What every rank has reported in the newest checkpoint; empty if a rank has not yet, or it cannot be read.
 
     Args:
@@ -176,57 +147,41 @@ def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankReport]:
     if not committed:
         return []
     directory = committed[-1].directory
-    found: list[RankReport] = []
+    found: list[RankCosts] = []
     try:
         manifest = read_manifest(directory)
         for rank in range(world_size):
-            planning = read_rank_manifest(directory, manifest, rank).scalars["planning"]
-            if planning["costs"] is None:
+            costs = read_rank_manifest(directory, manifest, rank).scalars["planning"]["costs"]
+            if costs is None:
                 return []
-            found.append(RankReport(RankCosts(**planning["costs"]), planning["memory"]))
+            found.append(RankCosts(**costs))
     except (CheckpointError, OSError, KeyError, TypeError) as error:
         logger.warning("cannot read the other ranks' costs from %s, rank 0's are used for all: %s", directory, error)
         return []
     return found
 
 
-def second_moment_share(ranks: Sequence[RankCosts]) -> float | None:
-    """Ratio of all ranks' mean second moment to the first rank's; each rank counts by its weights.
+def slowest(ranks: Sequence[RankCosts]) -> RankCosts:
+    """The costs of ranks in lockstep: all wait for the slowest, and a predicted restart predicts the weights of all.
 
-    Ranks whose optimizer keeps none are left out. None if the first has none, or it is zero or not finite.
+    The second moment is the mean over all weights. Replicas count if every rank has them.
 
     Args:
-        ranks: at least one, of one checkpoint: Adam's bias is then equal in all, and cancels in the ratio.
+        ranks: at least one; the first is rank 0.
     """
     known = [(rank.parameters, rank.mean_second_moment) for rank in ranks if rank.mean_second_moment is not None]
     weights = sum(parameters for parameters, _ in known)
-    own = ranks[0].mean_second_moment
-    if not own or not weights:
-        return None
-    share = sum(parameters * moment for parameters, moment in known) / weights / own
-    return share if 0 < share < math.inf else None
-
-
-def slowest(reports: Sequence[RankReport]) -> RankReport:
-    """One report of ranks in lockstep: all wait for the slowest, and a predicted restart predicts the weights of all.
-
-    Replicas count if every rank has them.
-
-    Args:
-        reports: at least one; the first is rank 0's.
-    """
-    first = reports[0].costs
-    costs = RankCosts(
-        first.iteration,
-        first.saves,
-        max(one.costs.stall_seconds for one in reports),
-        max(one.costs.persist_seconds for one in reports),
-        sum(one.costs.parameters for one in reports),
-        first.mean_second_moment,
-    )
     # Copies of checkpoints stand for the snapshots of a rank that has taken none alone.
-    stalls = [one.memory.get("stall_seconds", one.memory.get("copy_seconds")) for one in reports]
+    stalls = [one.memory.get("stall_seconds", one.memory.get("copy_seconds")) for one in ranks]
     memory = {"stall_seconds": [one for one in stalls if one is not None]}
-    replicas = [one.memory["replica_seconds"] for one in reports if "replica_seconds" in one.memory]
-    memory["replica_seconds"] = replicas if len(replicas) == len(reports) else []
-    return RankReport(costs, {name: max(seconds) for name, seconds in memory.items() if seconds})
+    replicas = [one.memory["replica_seconds"] for one in ranks if "replica_seconds" in one.memory]
+    memory["replica_seconds"] = replicas if len(replicas) == len(ranks) else []
+    return RankCosts(
+        ranks[0].iteration,
+        ranks[0].saves,
+        max(one.stall_seconds for one in ranks),
+        max(one.persist_seconds for one in ranks),
+        sum(one.parameters for one in ranks),
+        sum(parameters * moment for parameters, moment in known) / weights if weights else None,
+        {name: max(seconds) for name, seconds in memory.items() if seconds},
+    )

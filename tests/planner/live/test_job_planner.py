@@ -3,7 +3,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from cpsr.journal import (
     override_plan,
 )
 from cpsr.planner.live import job_planner
-from cpsr.planner.live.expectations import EXPECTED
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.live.measurements import RankCosts
 from cpsr.planner.plan import Plan, Schedule, Situation
@@ -63,7 +61,7 @@ def saved(iteration: int, moment: float | None = 1.0, stall_seconds: float = 0.0
 
 
 def situation(iteration: int, plan: Plan) -> Situation:
-    return Situation(Schedule(iteration, 1e-3, 1e-3), 0.1, 50, plan)
+    return Situation(Schedule(iteration, 1e-3, 1e-3), 0.1, plan)
 
 
 def step(iteration: int) -> StepRow:
@@ -104,7 +102,7 @@ def test_it_plans_from_what_was_measured_and_at_the_end_of_each_phase(tmp_path: 
     assert plan is not None
     assert plan.interval_iterations > 10, "0.02 s of stall at 12 h between failures"
     assert plan.explanation["inputs"]["stall_seconds"] == 0.02
-    assert plan.explanation["origins"]["recovery"]["kind"] == "prior"
+    assert plan.explanation["inputs"]["recovery"]["source"].startswith("the offline prior")
     planner.note(saved(200, moment=1.2))
     planner.consider(situation(210, plan))
     again = proposed(planner)
@@ -173,6 +171,7 @@ def test_other_ranks_only_record_their_costs(tmp_path: Path, journal: RankJourna
         "persist_seconds": 0.2,
         "parameters": PARAMETERS,
         "mean_second_moment": 1.0,
+        "memory": {"copy_seconds": 0.02},
     }
 
 
@@ -209,30 +208,15 @@ def test_a_journal_that_cannot_be_read_now_is_read_later(tmp_path: Path, journal
     plan = proposed(planner)
     assert plan is not None, "planned with what was expected beforehand"
     assert planner.failure() is None
-    assert plan.explanation["origins"]["failures_per_second"]["kind"] == "configured"
     (tmp_path / "commands.db").unlink()
     planner.note(saved(120, stall_seconds=5.0))
     planner.note(saved(140, stall_seconds=5.0))
     planner.consider(situation(150, plan))
     later = proposed(planner)
     assert later is not None
-    rate = later.explanation["origins"]["failures_per_second"]
-    assert rate == {"kind": "prior", "samples": 0, "age_iterations": None}, "read now: it has not failed yet"
-    assert all(one["samples"] for one in later.explanation["origins"].values() if one["kind"] == "measured")
+    rates = [one.explanation["inputs"]["failures_per_second"] for one in (plan, later)]
+    assert rates[1] < rates[0], "read now: it has trained for a while, and has not failed yet"
     planner.close()
-
-
-def test_a_policy_reports_the_curves_that_it_lacks(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path, planner={"policy": "theorem1"}))
-    planner.start(tmp_path, 1, journal)
-    planner.note(saved(5))
-    planner.consider(situation(6, replace(planner.first_plan({}), interval_iterations=1000)))
-    assert proposed(planner) is not None
-    planner.close()
-    written(journal)
-    with JournalReader(tmp_path / "journal.db") as reader:
-        (message,) = [event.message for event in reader.events() if event.kind == "not fitted"]
-    assert "the predictor's accuracy is not known yet" in message
 
 
 def fitted(journal: RankJournal, run_dir: Path) -> set[str]:
@@ -274,8 +258,7 @@ def test_snapshots_in_memory_are_planned_by_what_they_cost(tmp_path: Path, journ
     planner.consider(situation(110, planner.first_plan({})))
     before = proposed(planner)
     assert before is not None
-    assert before.explanation["memory"]["stall_seconds"] == 2.0, "as long as the copy of a checkpoint, until measured"
-    assert before.explanation["origins"]["memory_stall_seconds"]["samples"] == 1
+    assert before.explanation["inputs"]["memory"]["stall_seconds"] == 2.0, "as long as a checkpoint's, until measured"
     for stall in (0.002, 0.002, 9.0):
         planner.note_memory(stall)
     planner.times.replica(1.5)
@@ -286,14 +269,13 @@ def test_snapshots_in_memory_are_planned_by_what_they_cost(tmp_path: Path, journ
     assert before.memory_interval_iterations is not None
     assert after.memory_interval_iterations < before.memory_interval_iterations
     assert after.memory_interval_iterations < after.interval_iterations
-    assert after.explanation["origins"]["memory_stall_seconds"]["samples"] == 3
     assert [one["back_to"] for one in after.explanation["classes"].values()] == ["memory", "replica", "disk"]
     state = planner.state_dict(after)
     planner.close()
     again = planner_of(configured(tmp_path))
     again.load_state_dict(state, replicates=True)
     assert again.first_plan(state).memory_interval_iterations == after.memory_interval_iterations
-    assert again.state_dict(after)["memory"] == {
+    assert again.state_dict(after)["costs"]["memory"] == {
         "stall_seconds": 0.002,
         "copy_seconds": 2.0,
         "replica_seconds": 1.5,
@@ -316,7 +298,6 @@ def test_windows_take_the_place_of_snapshots_and_restarts_know_the_prices(tmp_pa
     assert (plan.memory_interval_iterations, process["back_to"]) == (6, "window")
     assert process["loss_iterations"] == pytest.approx(9.0, rel=0.01)
     assert [process["ways"][place]["load_seconds"] for place in (0, -1)] == [3.0, 9.0]
-    assert plan.explanation["origins"]["memory_load_seconds"]["samples"] == 1
     state = planner.state_dict(plan)
     prices = Prices.of_tree(state["prices"])
     assert prices is not None
@@ -352,8 +333,8 @@ def test_a_kill_loses_no_more_than_a_percent_of_the_time_has_to_allow(
     config = configured(tmp_path, checkpoint={"interval_iterations": 840}, planner=limits)
     planner = planner_of(config)
     planner.start(tmp_path, 1, journal)
-    for _ in range(8):
-        planner.note_memory(stall_seconds)
+    planner.note_memory(stall_seconds)
+    planner.note(saved(10))
     planner.consider(situation(11, planner.first_plan({"memory_interval_iterations": 300})))
     found = proposed(planner)
     planner.close()
@@ -385,7 +366,7 @@ planner = JobPlanner(CPSRConfig.load({{"run_dir": run_dir}}), 0, 1, 0.0, list, l
 planner.start(run_dir, 1, journal)
 assert not {{"scipy.optimize", "sklearn"}} & set(sys.modules)  # the first step of a life would wait for it
 planner.note(SaveOutcome(100, "committed", "", 100, 0.1, 0.1, 0.02, 1.0))
-planner.consider(Situation(Schedule(400, 1e-3, 1e-3), 0.1, 50, planner.first_plan({{}})))
+planner.consider(Situation(Schedule(400, 1e-3, 1e-3), 0.1, planner.first_plan({{}})))
 until = time.monotonic() + {WAIT_SECONDS}
 while planner.proposal() is None and time.monotonic() < until:
     time.sleep(0.01)
@@ -402,15 +383,14 @@ def commit_costs(
     run_dir: Path,
     iteration: int,
     stalls: Sequence[float],
-    moments: Sequence[float] = (1.0, 1.0),
     memory: Sequence[dict[str, float]] = ({}, {}),
 ) -> None:
     """Commit a checkpoint in which every rank records what its own cost."""
     stores = [CheckpointStore(run_dir, rank, len(stalls), "run", 0) for rank in range(len(stalls))]
     stores[0].prepare()
-    for store, stall, moment, times in reversed(list(zip(stores, stalls, moments, memory, strict=True))):
-        costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, moment))
-        scalars = {"planning": {"costs": costs, "memory": times}}
+    for store, stall, times in reversed(list(zip(stores, stalls, memory, strict=True))):
+        costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, 1.0, times))
+        scalars = {"planning": {"costs": costs}}
         store.write(Snapshot(iteration, Shard({}), scalars))
     assert stores[0].commit(iteration, WAIT_SECONDS, threading.Event()).committed
 
@@ -433,18 +413,8 @@ def with_replicas(tmp_path: Path, journal: RankJournal, times: list[dict[str, fl
 def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, journal: RankJournal) -> None:
     times = [{"stall_seconds": 0.9, "replica_seconds": 9.0}, {"stall_seconds": 0.3, "replica_seconds": 0.5}]
     plan = with_replicas(tmp_path, journal, times)
-    shown, origins = plan.explanation["inputs"], plan.explanation["origins"]
-    assert (shown["memory_stall_seconds"], shown["replica_seconds"]) == (0.3, 2.0), "rank 0 knows its own better"
-    assert (origins["memory_stall_seconds"]["samples"], origins["replica_seconds"]["samples"]) == (1, 1)
-
-
-def looked(planner: JobPlanner, iteration: int, moment: float) -> None:
-    """Rank 0's part of a checkpoint is durable, and the thread has seen it."""
-    planner.note(saved(iteration, moment=moment))
-    planner.consider(situation(iteration + 10, Plan(50, "cpsr", {})))
-    until = time.monotonic() + WAIT_SECONDS
-    while newest(planner)[0] != iteration and time.monotonic() < until:
-        time.sleep(0.01)
+    shown = plan.explanation["inputs"]["memory"]
+    assert (shown["stall_seconds"], shown["replica_seconds"]) == (0.3, 2.0), "rank 0 knows its own better"
 
 
 def phases_of(planner: JobPlanner) -> dict[str, Any]:
@@ -452,95 +422,12 @@ def phases_of(planner: JobPlanner) -> dict[str, Any]:
     return found
 
 
-def newest(planner: JobPlanner) -> tuple[int, float]:
-    """Iteration and second moment that were observed last."""
-    iteration, moment = phases_of(planner)["newest"] or (0, 0.0)
-    return iteration, moment
-
-
-def xi(planner: JobPlanner) -> float:
-    """Mean second moment at the beginning of the phase."""
-    moment: float = phases_of(planner)["begun"][1]
-    return moment
-
-
-def test_phases_follow_the_second_moments_of_all_ranks(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path))
-    planner.start(tmp_path, 2, journal)
-    looked(planner, 50, 1.0)
-    assert xi(planner) == 1.0, "no rank has recorded anything yet: rank 0's own"
-    commit_costs(tmp_path, 100, [0.02, 0.02], moments=(1.0, 3.0))
-    looked(planner, 100, 1.0)
-    assert xi(planner) == 2.0, "of both, for the phase that had begun as well"
-    assert phases_of(planner)["ended"] == 0, "which is no change of the gradients"
-    commit_costs(tmp_path, 150, [0.02, 0.02], moments=(1.0, 3.0))
-    looked(planner, 150, 1.04)
-    assert newest(planner)[1] == pytest.approx(2.08), "rank 0's own, times what all were to it"
-    commit_costs(tmp_path, 200, [0.02, 0.02], moments=(1.0, 3.4))
-    looked(planner, 200, 1.0)
-    assert phases_of(planner)["ended"] == 1, "rank 1's gradients have changed, rank 0's have not"
-    state = planner.state_dict(Plan(50, "cpsr", {}))
-    planner.close()
-    written(journal)
-    with JournalReader(tmp_path / "journal.db") as reader:
-        (phase,) = reader.phases()
-    assert (phase.xi, phase.ended_by) == (2.0, "change")
-    assert phase.last_xi == pytest.approx(2.2)
-    after = planner_of(configured(tmp_path))
-    after.load_state_dict(state, replicates=True)
-    after.start(tmp_path, 2, journal)
-    looked(after, 220, 1.0)
-    assert newest(after)[1] == pytest.approx(2.2), "and not scaled once more"
-    after.close()
-
-
-def test_recoveries_of_this_run_move_the_longest_predictable_interval(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path, mode="predict", planner={"mtbf_hours": 10.0}))
-    planner.start(tmp_path, 1, journal)
-    planner.note(saved(2000, stall_seconds=1.0))
-    planner.consider(situation(2010, planner.first_plan({})))
-    before = proposed(planner)
-    assert before is not None
-    bounds = before.explanation["bounds"]
-    assert (before.mode, bounds["maximum_iterations"], bounds["maximum_by"]) == ("predict", 200, "predictor")
-    assert bounds["predictable_by"] == EXPECTED
-    assert before.interval_iterations > 75
-    context = {"context": {"interval_iterations": 90.0}}
-    for number in range(4):
-        journal.record(
-            RecoveryRow(
-                id=str(number),
-                life=0,
-                failure_iteration=2090,
-                checkpoint_iteration=2040,
-                restored_iteration=2040,
-                method="exact",
-                requested_mode="predict",
-                outcome="vetoed",
-                settings=context,
-            )
-        )
-    planner.note(saved(2210, moment=1.2))  # a phase has ended
-    planner.consider(situation(2220, before))
-    after = proposed(planner)
-    planner.close()
-    assert after is not None
-    bounds = after.explanation["bounds"]
-    assert bounds["predictable_interval_iterations"] == 75
-    assert bounds["predictable_by"].startswith("of 4 measured recoveries about 0 cost less than")
-    assert (after.mode, bounds["maximum_by"]) == ("predict", "predictor")
-    assert after.interval_iterations <= 75
-
-
 def pin(run_dir: Path, interval: int | None) -> None:
     """Override the interval for longer than any test; None withdraws that."""
     override_plan(
         run_dir,
         PlanOverride(
-            interval_min_iterations=interval,
-            interval_max_iterations=interval,
-            reason="x",
-            expires_unix_seconds=time.time() + 600.0,
+            interval_iterations=interval or 1, reason="x", expires_unix_seconds=time.time() + 600.0 if interval else 0.0
         ),
     )
 
@@ -570,14 +457,17 @@ def test_an_override_is_proposed_once_something_is_measured_and_taken_back(
         assert [event.kind for event in reader.events() if "override" in event.kind] == ["override", "override ended"]
 
 
-def test_a_fixed_interval_is_overridden_at_once(tmp_path: Path, journal: RankJournal) -> None:
-    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 50}))
+def test_a_fixed_interval_is_overridden_as_well(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 50, "shared_memory": False}))
     planner.start(tmp_path, 1, journal)
+    planner.note(saved(100))
+    planner.consider(situation(110, planner.first_plan({})))
     pin(tmp_path, 20)
     pinned = proposed(planner)
     assert pinned is not None
     assert (pinned.interval_iterations, pinned.origin) == (20, "override")
     pin(tmp_path, None)
     after = proposed(planner)
-    assert after == planner.first_plan({})
+    assert after is not None
+    assert (after.interval_iterations, after.origin) == (50, "fixed")
     planner.close()

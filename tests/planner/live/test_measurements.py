@@ -1,27 +1,17 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpsr.checkpoint.writer import SaveOutcome
-from cpsr.planner.live.measurements import RankCosts, RankTimes, second_moment_share
+from cpsr.planner.live.measurements import RankCosts, RankTimes, slowest
 
 COSTS = RankCosts(100, 3, 0.02, 0.2, 1000, 1e-6)
 
 
-@pytest.mark.parametrize("own", [None, 0.0, float("nan"), float("inf")])
-def test_there_is_no_share_of_what_the_first_rank_does_not_have(own: float | None) -> None:
-    assert second_moment_share([replace(COSTS, mean_second_moment=own), COSTS]) is None
-
-
-@given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-20, 1e20)), min_size=1, max_size=8))
-def test_the_first_ranks_own_times_the_share_is_the_mean_of_all(ranks: list[tuple[int, float]]) -> None:
-    costs = [replace(COSTS, parameters=parameters, mean_second_moment=moment) for parameters, moment in ranks]
-    share = second_moment_share(costs)
-    assert share is not None
-    moments = [moment for _, moment in ranks]
-    assert min(moments) * (1 - 1e-9) <= share * moments[0] <= max(moments) * (1 + 1e-9)
+def test_the_second_moment_is_the_mean_over_the_weights_of_all_ranks() -> None:
+    ranks = [replace(COSTS, parameters=parameters, mean_second_moment=at) for parameters, at in ((1, 4.0), (3, 8.0))]
+    found = slowest([*ranks, replace(COSTS, mean_second_moment=None)])
+    assert (found.mean_second_moment, found.parameters) == (7.0, 1004)
 
 
 def stall(meter: RankTimes, blocked_seconds: float) -> float:
