@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+# Python compiles what is imported, when it is: compiling all that torch brings takes longer than to unpack it.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo check docs pages pictures test test-slow test-wheel matrix test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
+.PHONY: demo check types docs pages pictures test test-slow matrix test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
 
 demo: $(STAMP)
 	$(BIN)/cpsr demo --run-dir runs/demo
@@ -25,9 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(MAKE) --no-print-directory docs
+	$(MAKE) --no-print-directory --jobs=2 types docs  # each takes one core, and a minute or two
+
+types: $(STAMP)
+	$(BIN)/mypy
 
 # The site in build/docs, without network; a warning is an error.
 docs: $(STAMP)
@@ -52,10 +55,6 @@ test-slow: $(STAMP)
 
 test-benchmarks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" benchmarks/tests
-
-# The tests against the built wheel, in an environment of its own and from another folder.
-test-wheel: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.packaging.wheel_suite -m "not slow" --numprocesses 2 --dist loadfile
 
 # By hand: each Python and torch of docs/versions.md, with what pip finds today. PYTHONS="/path/python3.12 ..."
 matrix: $(STAMP)

@@ -32,20 +32,23 @@ STARTS_RANKS = {
 }
 # They begin first, in this order, or workers wait at the end for what one of them has left.
 LONG = (
-    "engines/test_conformance.py",
-    "launch/test_machines.py",
-    "faults/test_campaign.py",
-    "launch/test_command.py",
-    "situations/test_lightning.py",
-    "situations/test_hugging_face.py",
     "replay/test_windows.py",
+    "faults/test_campaign.py",
+    "engines/test_conformance.py",
+    "launch/test_command.py",
+    "situations/test_hugging_face.py",
+    "launch/test_rehearse.py",
+    "situations/test_lightning.py",
+    "replay/test_localized.py",
+    "launch/test_machines.py",
+    "integrations/test_transformers.py",
+    "integrations/test_ranks.py",
+    "recovery/test_elastic.py",
+    "recovery/test_mixture_pipeline.py",
+    "situations/test_seeds_of_workers.py",
+    "test_readme.py",
     "hints/test_rewriting.py",
     "service/test_dashboard_browser.py",
-    "integrations/test_transformers.py",
-    "launch/test_rehearse.py",
-    "recovery/test_elastic.py",
-    "integrations/test_ranks.py",
-    "test_readme.py",
 )
 # Limits are for what hangs: ranks of two tests at once, and of other people's jobs, must not come near to it.
 RANKS_TIMEOUT_SECONDS = 900

@@ -5,14 +5,10 @@ from importlib import import_module
 
 import deepspeed
 
-# The product and what its planner needs; what deepspeed.initialize and the first optimizer import otherwise.
-for _module in (
-    "cpsr.recovery",
-    "cpsr.engines",
-    "scipy.optimize",
-    "deepspeed.runtime.zero.muon.original_muon",
-    "torch._dynamo",
-):
+import tests.imported_later  # noqa: F401 - for what it imports
+
+# What deepspeed.initialize and the first optimizer import.
+for _module in ("deepspeed.runtime.zero.muon.original_muon", "torch._dynamo", "cpsr.engines"):
     import_module(_module)
 
 COMPATIBLE_OPS = deepspeed.ops.__compatible_ops__  # DeepSpeed compiles and links a program to find it out

@@ -147,8 +147,6 @@ class StandInDevice:
 
     Attributes:
         at_once: whether work runs as soon as nothing before it hangs; else only in `complete`.
-        compute_seconds: that the work of default streams takes once the host waits.
-        copy_seconds: that of the other streams takes after it.
         trace: calls in order: what, on which stream or device, with what.
         random_states: by device.
         runtime: of pinned memory.
@@ -157,7 +155,6 @@ class StandInDevice:
     def __init__(self, count: int = 1) -> None:
         self.count = count
         self.at_once = True
-        self.compute_seconds = self.copy_seconds = 0.0
         self.trace: list[tuple[str, str | None, Any]] = []
         self.runtime = Runtime(self)
         self.random_states = [torch.tensor([index], dtype=torch.uint8) for index in range(count)]
@@ -181,9 +178,6 @@ class StandInDevice:
     def stream(self, name: str) -> StandInStream:
         """The stream that the trace calls so."""
         return next(stream for stream in self._streams if stream.name == name)
-
-    def new_stream(self, index: int = 0) -> StandInStream:
-        return StandInStream(index, of=self)
 
     def hang(self, stream: StandInStream | None = None) -> None:
         """Nothing behind this point of the stream (by default the first device's) ever runs."""
@@ -270,10 +264,6 @@ class StandInDevice:
         self.note("set_rng_state", None, str(wanted))
         self.random_states[wanted.index] = state.clone()
 
-    def check_error(self, status: int) -> None:
-        if int(status) != CUDA_SUCCESS:
-            raise RuntimeError(f"stand-in error {int(status)}")
-
     def fail(self, status: int) -> int:
         """CUDA keeps the status of a failed call until the next check of a launch raises it."""
         if status != CUDA_SUCCESS:
@@ -318,11 +308,6 @@ class StandInDevice:
 
     def wait_for(self, done: Callable[[], bool], what: str) -> None:
         """The host waits: the device runs meanwhile."""
-        time.sleep(self.compute_seconds)
-        with self._lock:
-            while any(map(self._step, self._defaults)):
-                pass
-        time.sleep(self.copy_seconds)
         self.complete()
         if not done():
             raise Hangs(f"the host waits for {what}, which never comes")
@@ -487,7 +472,6 @@ def stand_in_device(count: int = 1) -> Iterator[StandInDevice]:
         patch.setattr(torch.cuda, "get_rng_state", device.get_rng_state)
         patch.setattr(torch.cuda, "set_rng_state", device.set_rng_state)
         patch.setattr(torch.cuda, "cudart", lambda: device.runtime)
-        patch.setattr(torch.cuda, "check_error", device.check_error)
         patch.setattr(torch, "empty", device.empty(torch.empty))
         patch.setattr(torch, "empty_like", device.empty(torch.empty_like))
         patch.setattr(torch, "empty_strided", device.empty(torch.empty_strided))

@@ -1,13 +1,10 @@
 """Sparse checkpoints: each holds every operator, those of experts that it did not save as they were saved before."""
 
-import errno
-import os
 import re
 import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +13,11 @@ from hypothesis import strategies as st
 
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import Attempt, abandon
-from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines.moe.operators import MODULE_LIST, PatternNaming
-from cpsr.errors import CheckpointCorruptError, SaveError
+from cpsr.errors import SaveError
 from cpsr.experts.completeness import wrong_experts
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
@@ -68,15 +64,6 @@ def directory(store: CheckpointStore, iteration: int) -> Path:
     return store.directory / f"step-{iteration:010d}"
 
 
-def test_what_is_not_saved_is_carried_along_as_it_was(store: CheckpointStore, tmp_path: Path) -> None:
-    states = {10: write(store, 10, *EXPERTS), 20: write(store, 20, NAMES[2]), 30: write(store, 30, NAMES[3])}
-    ages = {NAMES[2]: 20, NAMES[4]: 10, NAMES[5]: 10}
-    found = loaded(store, 30)
-    assert_same_bits(found, mixed(states, 30, ages))
-    assert {name: one.iteration for name, one in found.operators.items()} == dict.fromkeys(NAMES, 30) | ages
-    assert verify_run(tmp_path) == []
-
-
 def test_carried_experts_take_no_more_room_and_outlive_the_checkpoint_that_saved_them(store: CheckpointStore) -> None:
     write(store, 10, *EXPERTS)
     name = "rank-00000.experts-0000000010.moments.safetensors"
@@ -90,32 +77,6 @@ def test_carried_experts_take_no_more_room_and_outlive_the_checkpoint_that_saved
     store.retain(Retention(full_checkpoints=2, history_span_iterations=0, history_min_checkpoints=2))
     assert [info.iteration for info in store.catalogue()] == [20, 30]
     assert_same_bits(loaded(store, 20), state)
-
-
-def test_a_file_goes_once_each_expert_in_it_was_saved_again(store: CheckpointStore) -> None:
-    write(store, 10, *EXPERTS)
-    write(store, 20, *NAMES[2:4])
-    write(store, 30, *NAMES[4:])
-    ages = sorted({path.name.split(".")[1] for path in directory(store, 30).glob("*.experts-*")})
-    assert ages == ["experts-0000000020", "experts-0000000030"]
-
-
-@pytest.mark.parametrize("error", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
-def test_without_links_a_copy_is_made(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(error, os.strerror(error))
-
-    states = {10: write(store, 10, *EXPERTS)}
-    monkeypatch.setattr(os, "link", refuse)
-    states[20] = write(store, 20, NAMES[2])
-    assert_same_bits(loaded(store, 20), mixed(states, 20, dict.fromkeys(EXPERTS - {NAMES[2]}, 10)))
-    name = "rank-00000.experts-0000000010.params.safetensors"
-    own, copied = directory(store, 10) / name, directory(store, 20) / name
-    assert not own.samefile(copied)
-    copied.write_bytes(own.read_bytes()[:-1] + b"x")
-    with pytest.raises(SaveError, match="differs from what was written"):
-        store.write(sparse_snapshot(30, NAMES[3]))
-    assert list(directory(store, 30).iterdir()) == []
 
 
 def test_the_first_of_a_life_or_attempt_must_save_all(store: CheckpointStore, tmp_path: Path) -> None:
@@ -140,37 +101,6 @@ def test_what_an_abandoned_checkpoint_saved_is_carried_from_the_one_before(store
     states[30] = write(store, 30, NAMES[3])
     ages = dict.fromkeys(EXPERTS - {NAMES[3]}, 10)
     assert_same_bits(loaded(store, 30), mixed(states, 30, ages))
-
-
-def test_the_history_has_each_expert_at_the_iteration_it_was_saved(store: CheckpointStore) -> None:
-    states = {10: write(store, 10, *EXPERTS), 20: write(store, 20, NAMES[2]), 30: write(store, 30, NAMES[3])}
-    store.retain(Retention(full_checkpoints=2, history_span_iterations=100))  # the weights alone of 10
-    history = DiskHistory(store.directory, 0)
-    assert history.excluded == {}
-    assert set(history.operators) == set(NAMES)
-    ages = {NAMES[0]: [10, 20, 30], NAMES[2]: [10, 20, 20], NAMES[3]: [10, 10, 30], NAMES[5]: [10, 10, 10]}
-    for name, taken in ages.items():
-        assert [history.taken_at(name, entry) for entry in range(3)] == taken
-        for entry, iteration in enumerate(taken):
-            read = history.read(name, entry, 0, history.numel(name))
-            assert torch.equal(read, states[iteration].operators[name].parameter.values)
-    history.close()
-
-
-@pytest.mark.parametrize("kind", ["params", "moments"])
-def test_damage_in_a_carried_file_is_damage_of_each_checkpoint_that_holds_it(
-    store: CheckpointStore, tmp_path: Path, kind: str
-) -> None:
-    write(store, 10, *EXPERTS)
-    write(store, 20, NAMES[2])
-    path = directory(store, 20) / f"rank-00000.experts-0000000010.{kind}.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
-    for iteration in (10, 20):
-        with pytest.raises(CheckpointCorruptError, match=f"experts-0000000010.{kind}"):
-            store.load(iteration, make_shard(999, SIZES))
-    assert {problem.iteration for problem in verify_run(tmp_path)} == {10, 20}
 
 
 @pytest.mark.parametrize(

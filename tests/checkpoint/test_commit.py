@@ -1,9 +1,5 @@
 """The ranks' agreement through files: real threads for the ranks, each with a store of its own."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,24 +12,6 @@ from cpsr.errors import SaveError
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
 
 NEVER = threading.Event()
-ROOT = Path(__file__).parents[2]
-RANK_ONE = """
-import os, signal, sys
-from pathlib import Path
-import cpsr.checkpoint.files as files
-from cpsr.checkpoint.store import CheckpointStore
-from tests.checkpoint.conftest import make_snapshot
-store = CheckpointStore(Path(sys.argv[1]), 1, 2, "run", 3)
-store.write(make_snapshot(10))
-store.write(make_snapshot(20))
-real = files.write_piece
-def killed_in_the_moments(descriptor, piece, path):
-    real(descriptor, piece, path)
-    if "moments" in path.name:
-        os.kill(os.getpid(), signal.SIGKILL)
-files.write_piece = killed_in_the_moments
-store.write(make_snapshot(30))
-"""
 
 
 @pytest.fixture
@@ -60,25 +38,6 @@ def test_two_ranks_commit(stores: tuple[CheckpointStore, CheckpointStore], tmp_p
         shard = make_shard(99)
         assert stores[rank].load(20, shard)["step"] == 20
         assert_same_bits(shard, make_shard(20 + rank))
-    assert verify_run(tmp_path) == []
-
-
-def test_a_rank_process_that_is_killed_while_writing(
-    stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path
-) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    rank_one = subprocess.Popen([sys.executable, "-c", RANK_ONE, str(tmp_path)], env=environment)
-    for iteration in (10, 20):
-        stores[0].write(make_snapshot(iteration))
-        assert stores[0].commit(iteration, 60.0, NEVER).committed
-    stores[0].write(make_snapshot(30))
-    assert rank_one.wait(60) == -signal.SIGKILL
-    assert "ranks [1]" in stores[0].commit(30, 0.1, NEVER).reason
-    next_life = CheckpointStore(tmp_path, 1, 2, "run", 4)
-    assert [info.iteration for info in next_life.catalogue()] == [10, 20]
-    shard = make_shard()
-    next_life.load(20, shard)
-    assert_same_bits(shard, make_shard(20))
     assert verify_run(tmp_path) == []
 
 
@@ -153,12 +112,3 @@ def test_after_a_roll_back_the_same_iterations_can_be_saved(stores: tuple[Checkp
     shard = make_shard()
     stores[1].load(30, shard)
     assert_same_bits(shard, make_shard(530))
-
-
-def test_a_torn_rank_manifest_is_an_error_and_not_a_wait(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
-    for store in stores:
-        store.write(make_snapshot(10))
-    path = stores[0].directory / "step-0000000010" / "rank-00001.json"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(SaveError, match="could not be committed"):
-        stores[0].commit(10, 60.0, NEVER)

@@ -1,4 +1,4 @@
-"""Snapshots and dumps of state on a GPU: what is ordered before what, and that nothing waits for what hangs."""
+"""Snapshots and dumps of state on a GPU: their order, that nothing waits for what hangs, and memory that is pinned."""
 
 import threading
 import time
@@ -10,18 +10,20 @@ import torch
 
 from cpsr.checkpoint import boundary as boundaries
 from cpsr.checkpoint import snapshot as snapshots
-from cpsr.checkpoint.boundary import EarlierStep
+from cpsr.checkpoint.boundary import EarlierStep, WriteWatch
+from cpsr.checkpoint.device_copy import Pinning
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state
-from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import DeviceNumber
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
-from tests.stand_in_device import StandInDevice, StandInEvent, stand_in_device
+from tests.stand_in_device import OUT_OF_MEMORY, StandInDevice, StandInEvent, stand_in_device
 
 WAITS = ("synchronize",)  # calls in which the host waits for the device
+CUDA = torch.device("cuda", 1)
 
 
 @pytest.fixture
@@ -286,3 +288,59 @@ def test_after_a_kernel_has_failed_a_dump_says_so(
         pool.dump(lambda: shard, 20, dict)
     pool.close()
     assert device.calls(*WAITS) == []
+
+
+def test_a_refusal_leaves_no_error_for_the_next_kernel(device: StandInDevice) -> None:
+    device.runtime.refuse = OUT_OF_MEMORY
+    with pytest.raises(SaveError, match=r"4096 bytes of shared memory could not be pinned \(CUDA error 2\)"):
+        Pinning(torch.zeros(4096, dtype=torch.uint8), CUDA)
+    device.tensor(torch.ones(3)).mul_(2)
+    assert {stream for _, stream, _ in device.calls("launch")} == {"default:1", "default:0"}, "the error is the state's"
+
+
+def test_a_registration_that_outlived_its_mapping_gives_way(device: StandInDevice) -> None:
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    device.runtime.registered[memory.data_ptr()] = 8192  # of pages that were unmapped: not these
+    Pinning(memory, CUDA)
+    assert device.runtime.registered == {memory.data_ptr(): 4096}
+    device.tensor(torch.ones(3)).mul_(2)
+
+
+def test_each_pool_of_a_process_registers_its_own_and_lets_it_go(device: StandInDevice, run_id: str) -> None:
+    shard = shard_on(device)
+    for life in range(3):
+        pool = SnapshotPool(shard, memory=SharedMemory(run_id, 0, life))
+        assert pool.shared_memory_problem is None
+        assert len(device.runtime.registered) == 3
+        assert all(size > 0 for size in device.runtime.registered.values())
+        pool.close(remove=False)
+        assert device.runtime.registered == {}
+    assert len(device.calls("register")) == len(device.calls("unregister")) == 9
+
+
+def test_where_it_is_refused_the_buffers_are_pinned_memory_of_the_process(device: StandInDevice, run_id: str) -> None:
+    shard = shard_on(device)
+    device.runtime.refuse = OUT_OF_MEMORY
+    pool = SnapshotPool(shard, memory=SharedMemory(run_id, 0, 0))
+    assert pool.shared_memory_problem is not None
+    assert "could not be pinned" in pool.shared_memory_problem
+    assert list(SHARED_MEMORY.glob(f"cpsr-{run_id}*")) == [], "what holds nothing takes no memory"
+    assert len(device.calls("pin")) == 3
+    device.tensor(torch.ones(3)).mul_(2)
+    assert pool.begin(shard, 7, {}) is not None
+    assert pool.finish() is not None
+    pool.close()
+
+
+def test_a_device_is_not_waited_for_before_the_copy_must_be_complete() -> None:
+    with stand_in_device() as device:
+        weights = device.tensor(torch.zeros(64))
+        shard = Shard({"w": OperatorState("w", ParamSlice(weights, (64,)), {}, 0)})
+        watch = WriteWatch()
+        device.at_once = False
+        watch.begin("a snapshot", shard, thorough=True)
+        for undone in (1.0, -1.0):
+            weights.data.add_(undone)
+            assert not watch.look()
+        assert not [call for call in device.trace if call[0] == "synchronize"]
+        assert watch.look(forward=False)

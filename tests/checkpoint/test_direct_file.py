@@ -1,6 +1,5 @@
 """Transfers past the page cache: their pieces, and file systems that refuse, fail, or transfer less than asked."""
 
-import errno
 import fcntl
 import os
 import subprocess
@@ -100,28 +99,6 @@ def test_a_file_system_that_refuses_is_stated_once_and_takes_the_page_cache(
         assert read(refusing_disk / name) == memory(3 * BLOCK_BYTES + 5).tobytes()
     (record,) = caplog.records
     assert f"the file system of {refusing_disk} refuses direct I/O" in record.getMessage()
-
-
-def only_through_cache(call: Callable[..., int]) -> Callable[..., int]:
-    """A call as file systems refuse it that accept `O_DIRECT` at the open."""
-
-    def refusing(descriptor: int, data: object) -> int:
-        if is_direct(descriptor):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return call(descriptor, data)
-
-    return refusing
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_refusal_at_the_first_transfer_takes_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    monkeypatch.setattr(os, "write", only_through_cache(os.write))
-    monkeypatch.setattr(os, "readv", only_through_cache(os.readv))
-    run = memory(size)
-    write_runs(tmp_path / "file", run)
-    assert read(tmp_path / "file") == run.tobytes()
 
 
 @pytest.mark.parametrize("most", [1, 512, BLOCK_BYTES, 3 * BLOCK_BYTES - 1])

@@ -107,30 +107,6 @@ print("through", flush=True)
     assert [next_line(process) for process in processes] == ["through"] * 3
 
 
-def test_it_is_taken_without_a_trace_and_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        FileLock(path)
-    with pytest.raises(FileInUseError, match="which is this one"):
-        held_twice(path)
-    path.touch()
-    FileLock(path).release()
-    assert list(tmp_path.iterdir()) == [path]
-    link = tmp_path / "link"
-    link.symlink_to(path)
-    with pytest.raises(OSError, match="Too many levels"):
-        FileLock(link)
-    FileLock(path).remove()
-    assert list(tmp_path.iterdir()) == [link]
-
-
-def held_twice(path: Path) -> None:
-    lock = FileLock(path, create=True)
-    try:
-        FileLock(path, create=True)
-    finally:
-        lock.release()
-
-
 def test_whoever_has_lost_the_file_leaves_the_next_ones_lock(path: Path, start: Start) -> None:
     """A command frees all files of a run, locks included, and a job begins before the command has ended."""
     lock = FileLock(path, create=True)

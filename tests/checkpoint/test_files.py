@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cpsr.checkpoint import files
-from cpsr.checkpoint.direct_file import DIRECT, HASHED_PIECE_BYTES
+from cpsr.checkpoint.direct_file import DIRECT
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import SaveError
 from tests.checkpoint.conftest import make_snapshot
@@ -132,30 +132,3 @@ def test_reading_back_asks_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "open", recording)
     files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)})
     assert flags == {"tensors": [DIRECT, DIRECT]}
-
-
-def test_a_file_is_its_owners_until_it_has_the_mode_of_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes = []
-    chmod = os.chmod
-
-    def recording(path: Any, mode: int, **options: Any) -> None:
-        modes.append(path.stat().st_mode & 0o777)
-        chmod(path, mode, **options)
-
-    monkeypatch.setattr(os, "chmod", recording)
-    files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)})
-    assert modes == [0o600]
-
-
-def test_pieces_are_hashed_while_they_are_written(tmp_path: Path) -> None:
-    """The header moves the tensors' bytes against the pieces, which also end within a transfer."""
-    tensors = {"a": torch.arange(HASHED_PIECE_BYTES), "b": torch.arange(7.0)}
-    digest = files.write_tensors(tmp_path / "tensors", tensors)
-    read = files.hash_file(tmp_path / "tensors", pieces=True)
-    assert digest == read
-    assert read.pieces is not None
-    assert digest.pieces == read.pieces
-    assert len(read.pieces) == 9 * 16  # 8 MiB, the header and the small tensor
-    assert files.hash_file(tmp_path / "tensors").pieces is None

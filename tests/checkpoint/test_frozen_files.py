@@ -1,8 +1,6 @@
 """Files of the parameters outside the optimizer, on the disk and at a target."""
 
-import errno
 import json
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.checkpoint import frozen_files
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
@@ -105,17 +102,6 @@ def test_another_life_writes_anew_what_is_damaged(run: Run, tmp_path: Path) -> N
     assert {problem.iteration for problem in verify_run(tmp_path)} == {10}
 
 
-def test_without_links_they_are_copied(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", refuse)
-    run.save(10)
-    run.save(20)
-    assert run.inodes(10) != run.inodes(20)
-    assert verify_run(run.store.directory.parent) == []
-
-
 def test_they_outlive_the_checkpoint_that_wrote_them_and_count_once(run: Run, tmp_path: Path) -> None:
     costs = [run.save(iteration) for iteration in (10, 20, 30, 40)]
     kept = Retention(
@@ -130,26 +116,6 @@ def test_they_outlive_the_checkpoint_that_wrote_them_and_count_once(run: Run, tm
     again = Run(tmp_path, base_weights(1), life=2)
     again.load(30)
     assert same(again.weights, base_weights())
-
-
-def test_one_that_was_changed_is_in_the_small_state_and_then_in_a_file_of_its_own(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frozen_files, "FILE_BYTES", 300)
-    run.save(10)
-    assert len(run.files(10)) == 3, "each file has at most so many bytes, or one parameter"
-    run.weights["layers.0"].add_(1)
-    expected = {name: values.clone() for name, values in run.weights.items()}
-    for iteration in (20, 30, 40):
-        run.save(iteration)
-    assert run.files(20).keys() < run.files(10).keys(), "its values are with the small state"
-    assert run.files(30).keys() > run.files(20).keys(), "it has rested"
-    assert run.inodes(40) == run.inodes(30)
-    for iteration in (20, 30, 40):
-        again = Run(tmp_path, base_weights(1), life=2)
-        again.load(iteration)
-        assert same(again.weights, expected), iteration
-    assert verify_run(tmp_path) == []
 
 
 @cpu_only("of a GPU's weights a copy is written")
@@ -285,19 +251,3 @@ def test_a_dump_has_what_moves_as_it_was_at_the_boundary(run_id: str) -> None:
     assert list(left["frozen"]["moved"]) == ["embed"]
     assert torch.equal(left["frozen"]["moved"]["embed"], expected)
     pool.close()
-
-
-def test_a_run_that_has_grown_is_copied_beside_copies_of_its_smaller_self(tmp_path: Path) -> None:
-    place = open_place(f"file://{tmp_path / 'target'}")
-    (tmp_path / "run.json").write_text(json.dumps({"run_id": RUN}))
-    alone = Run(tmp_path, base_weights())
-    alone.save(10)
-    upload(place, alone.store.directory / step_name(10), scan(place, RUN).usable)
-    grown = [Run(tmp_path, base_weights(), life=2, rank=rank, ranks=2) for rank in range(2)]
-    agree(grown)
-    for one in grown:
-        one.store.write(one.snapshot(20))
-    assert grown[0].commit(20).committed
-    assert any(name.startswith("rank-00001") for name in grown[0].files(20))
-    upload(place, grown[0].store.directory / step_name(20), scan(place, RUN).usable)
-    assert verify(place) == []

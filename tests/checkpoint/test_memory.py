@@ -15,7 +15,6 @@ import torch
 
 from cpsr.checkpoint.buffers import HostBuffer
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_owners import bytes_in_memory, remove_memory_states, remove_unused
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -41,28 +40,6 @@ def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> Memor
     pool.close(remove=False)
     (state,) = memory_states(run_id)
     return state
-
-
-def test_the_memory_of_a_killed_process_is_found_bit_for_bit(run_id: str) -> None:
-    program = f"""
-        import os, signal, torch
-        from tests.checkpoint.conftest import live_shard
-        from cpsr.checkpoint.memory import SharedMemory
-        from cpsr.checkpoint.snapshot import SnapshotPool
-        pool = SnapshotPool(live_shard(0), memory=SharedMemory({run_id!r}, 2, 4))
-        pool.begin(live_shard(3, iteration=7), 7, {{"rng": torch.arange(5)}})
-        pool.finish()
-        pool.settle()
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=Path.cwd(), check=False)
-    assert ended.returncode == -signal.SIGKILL
-    (state,) = memory_states(run_id)
-    assert (state.rank, state.iteration, state.life, state.kind) == (2, 7, 4, "snapshot")
-    into = make_shard(0)
-    scalars = load_memory_state(state, into)
-    assert_same_bits(into, make_shard(3))
-    assert scalars["rng"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,16 +227,6 @@ def test_too_little_shared_memory_leaves_the_process_its_own(run_id: str) -> Non
         pool.dump(lambda: live_shard(1, sizes=(10_000, 10_000)), 2, lambda: SCALARS)
 
 
-def test_others_runs_and_ranks_are_left_alone(run_id: str) -> None:
-    hold(run_id)
-    other = f"{run_id}-other"
-    hold(other)
-    assert remove_memory_states(run_id) > 0
-    assert memory_states(run_id) == []
-    assert len(memory_states(other)) == 1
-    remove_memory_states(other)
-
-
 def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
     run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,24 +245,6 @@ def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
     assert [state.iteration for state in memory_states(run_id)] == [1]
     assert "iteration 2 is not held in shared memory: [Errno 27] File too large" in caplog.text
     pool.close()
-
-
-def test_what_belongs_to_a_run_is_counted_and_removed_by_its_kind(run_id: str) -> None:
-    slots = ("00000-0", "00000-small-0", "00001-0", "00001-small-0", "00001-replica-00000-0", "00000-fetched-0")
-    for slot in (*slots, "00001-window-0"):
-        (SHARED_MEMORY / f"cpsr-{run_id}-rank-{slot}").write_bytes(bytes(8192))
-    assert bytes_in_memory(run_id, (0,)) == 8192
-    assert bytes_in_memory(run_id, (0, 1)) == 2 * 8192
-    assert [bytes_in_memory(run_id, (rank,), prefix="window-") for rank in (0, 1)] == [0, 8192]
-    pool = pool_of(run_id)  # of rank 0: three buffers
-    remove_unused(run_id, replicas=False)
-    left = sorted(path.name.partition("-rank-")[2] for path in SHARED_MEMORY.glob(f"cpsr-{run_id}*"))
-    assert left == ["00000-0", "00000-1", "00000-2", "00001-replica-00000-0"]
-    remove_unused(run_id)
-    assert len(list(SHARED_MEMORY.glob(f"cpsr-{run_id}*"))) == 3
-    pool.close(remove=False)
-    remove_memory_states(run_id)
-    assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
 
 
 def test_one_word_distinguishes_weights_moments_and_slices_and_is_that_of_the_file(run_id: str) -> None:

@@ -19,16 +19,6 @@ def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) ->
     return taken[1]
 
 
-def test_where_only_the_newest_is_free_a_snapshot_in_memory_is_skipped_and_a_checkpoint_is_not() -> None:
-    occupancy = Occupancy(3, {}, name)
-    sealed(occupancy, 1)
-    sealed(occupancy, 2)
-    occupancy.release(sealed(occupancy, 3))
-    assert occupancy.take(4, keep_newest=True) is None
-    assert occupancy.sealed_iterations == [1, 2, 3]
-    assert occupancy.take(4) is not None
-
-
 def test_a_state_that_is_sent_is_overwritten_last() -> None:
     occupancy = Occupancy(3, {}, name)
     for iteration in (1, 2, 3):
@@ -57,18 +47,6 @@ def test_the_state_that_other_machines_have_is_there_until_they_have_the_next() 
         occupancy.release(sealed(occupancy, iteration))
     assert 3 in occupancy.sealed_iterations
     assert 1 not in occupancy.sealed_iterations
-
-
-def test_a_buffer_is_not_overwritten_while_its_state_is_sealed() -> None:
-    occupancy = Occupancy(2, {}, name)
-    first = occupancy.take(1)
-    assert first is not None
-    index = occupancy.begin_seal(first[1])
-    occupancy.release(first[1])
-    assert occupancy.take(2) is not None
-    assert occupancy.take(3) is None
-    occupancy.end_seal(index, first[1], sealed=False)
-    assert occupancy.take(3) is not None
 
 
 def test_a_state_of_an_earlier_process_is_kept_in_place_of_no_newer_one() -> None:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpsr.checkpoint import copying
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import memory_states
-from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Split, bytes_in_waits
+from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Split
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
@@ -120,18 +118,6 @@ def copied_bytes(shard: Shard) -> int:
 
 
 TOTAL = copied_bytes(make_shard(0, SIZES))
-
-
-@given(st.integers(0, 10**12), st.floats(0, 1e3), st.floats(0, 1e3))
-def test_the_share_of_the_waits_is_what_fits_into_them(total: int, copy_seconds: float, waits_seconds: float) -> None:
-    found = bytes_in_waits(total, copy_seconds, waits_seconds)
-    if copy_seconds < waits_seconds:
-        assert found == total
-    elif waits_seconds == 0:
-        assert found == 0
-    else:
-        assert 0 <= found <= total
-        assert found == int(total * waits_seconds / copy_seconds)
 
 
 def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:

@@ -2,14 +2,11 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.history import DiskHistory
@@ -20,7 +17,6 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointCorruptError, SaveError
-from cpsr.peers.alike import committed_words
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
 
@@ -29,8 +25,6 @@ SIZES = (5, 0, 300, 7, 7, 9)
 NAMES = [f"layers.{index}/weight é" for index in range(len(SIZES))]
 # Each is written by the rank of its turn; the last two are experts.
 WRITERS = {name: index % 2 for index, name in enumerate(NAMES)}
-EXPERTS = frozenset(NAMES[4:])
-
 Ranks = tuple[CheckpointStore, CheckpointStore]
 
 
@@ -78,20 +72,6 @@ def test_each_rank_comes_back_whole_from_what_both_wrote(ranks: Ranks, tmp_path:
     assert verify_run(tmp_path) == []
 
 
-def test_each_operator_is_written_once(ranks: Ranks) -> None:
-    assert commit(ranks, 10).committed
-    expected = {"param/" + name for name in NAMES}
-    for kind in ("params", "moments"):
-        paths = [directory(ranks[0], 10) / f"rank-0000{rank}.{kind}.safetensors" for rank in range(2)]
-        written = sum(tensor.nbytes for path in paths for tensor in load_file(path).values())
-        assert written == sum(4 * size for size in SIZES) * (1 if kind == "params" else 2)
-    record = RankManifest.parse((directory(ranks[0], 10) / rank_manifest_name(1)).read_bytes())
-    assert {"param/" + name for name in record.operators} == expected
-    assert {name: one.saved_by for name, one in record.operators.items()} == {
-        name: None if writer == 1 else 0 for name, writer in WRITERS.items()
-    }
-
-
 @pytest.mark.parametrize("kind", ["params", "moments"])
 @pytest.mark.parametrize("reader", [0, 1])
 def test_damage_in_a_file_is_damage_for_each_rank_that_needs_it(ranks: Ranks, kind: str, reader: int) -> None:
@@ -104,23 +84,6 @@ def test_damage_in_a_file_is_damage_for_each_rank_that_needs_it(ranks: Ranks, ki
         ranks[reader].load(10, make_shard(999, SIZES))
     excluded = DiskHistory(ranks[reader].directory, reader).excluded
     assert (10 in excluded) == (kind == "params")
-
-
-def test_nothing_is_committed_where_ranks_differ(ranks: Ranks) -> None:
-    """A rank that trained on by itself, or whose memory changed, must not be restored from another's state."""
-
-    def of_two_models(rank: int) -> Snapshot:
-        found = snapshot(20, rank)
-        if rank == 1:
-            found.shard.operators[NAMES[2]].moments["exp_avg"][299] += 1e-7
-        return found
-
-    assert commit(ranks, 10).committed
-    with pytest.raises(SaveError, match=r"ranks 0 and 1 .*layers\.2/weight"):
-        commit(ranks, 20, of_two_models)
-    assert ranks[0].drifted is not None
-    assert (ranks[0].drifted.operator, ranks[0].drifted.iteration) == (NAMES[2], 20)
-    assert [info.iteration for info in ranks[0].catalogue()] == [10]
 
 
 def test_nothing_is_committed_that_nobody_wrote(ranks: Ranks) -> None:
@@ -152,39 +115,3 @@ def sealed_again(folder: Path, record: RankManifest) -> None:
     data = manifest.model_copy(update={"ranks": {**manifest.ranks, record.rank: resealed}}).to_bytes()
     (folder / MANIFEST).write_bytes(data)
     (folder / "COMMIT").write_bytes(commit_record(data))
-
-
-def test_experts_that_both_ranks_hold_are_carried_by_the_one_that_writes_them(ranks: Ranks, tmp_path: Path) -> None:
-    states = {iteration: make_shard(iteration, SIZES) for iteration in (10, 20, 30)}
-    for iteration, saved in {10: NAMES[4:], 20: [NAMES[4]], 30: [NAMES[5]]}.items():
-        assert commit(ranks, iteration, partial(sparse, iteration, saved)).committed
-    ages = {NAMES[4]: 20, NAMES[5]: 30}
-    for store in ranks:
-        found = loaded(store, 30)
-        assert {name: one.iteration for name, one in found.operators.items()} == dict.fromkeys(NAMES, 30) | ages
-        operators = {name: states[ages.get(name, 30)].operators[name] for name in NAMES}
-        assert_same_bits(found, Shard(operators, states[30].others))
-        history = DiskHistory(store.directory, store.rank)
-        assert history.excluded == {}
-        for name, taken in {NAMES[4]: [10, 20, 20], NAMES[5]: [10, 10, 30]}.items():
-            assert [history.taken_at(name, entry) for entry in range(3)] == taken
-            read = [history.read(name, entry, 0, history.numel(name)) for entry in range(3)]
-            assert all(
-                torch.equal(values, states[at].operators[name].parameter.values)
-                for values, at in zip(read, taken, strict=True)
-            )
-        history.close()
-    assert verify_run(tmp_path) == []
-
-
-def sparse(iteration: int, saved: Collection[str], rank: int) -> Snapshot:
-    found = make_snapshot(iteration, sizes=SIZES)
-    found.contents = replicated(rank, Contents.sparse(EXPERTS, frozenset(saved)))
-    return found
-
-
-def test_ranks_that_say_all_hashes_are_known_as_twins(ranks: Ranks) -> None:
-    assert commit(ranks, 10).committed
-    words = committed_words(ranks[0].directory, 0, 1)
-    assert words is not None
-    assert words[0] == words[1]

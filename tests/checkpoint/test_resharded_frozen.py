@@ -14,7 +14,7 @@ from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.resharding import load_resharded_frozen, read_small_state
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointCorruptError, RunMismatchError
-from cpsr.state.frozen import FrozenPlace, word_of
+from cpsr.state.frozen import word_of
 from tests.checkpoint.frozen_ranks import CUTS, Life, base, cut, split_life
 
 
@@ -67,28 +67,6 @@ def test_every_rank_gets_its_part_bit_for_bit(
         new.frozen[rank].settle()
         left = {name: one for name, one in new.frozen[rank].hashes.items() if name not in state["moved"]}
         assert state["word"] == word_of(left)
-
-
-def test_blocks_of_columns_are_taken_as_they_are_and_no_others(tmp_path: Path) -> None:
-    weights = base()["embed"]
-
-    def columns(ranks: int, number: int, *, fill: bool) -> Life:
-        width = 4 // ranks
-        blocks = [weights[:, width * one : width * (one + 1)].contiguous() for one in range(ranks)]
-        parts = [{"embed": block if fill else torch.zeros_like(block)} for block in blocks]
-        places = [{"embed": FrozenPlace((20, 4), width * one, (20, width))} for one in range(ranks)]
-        # Twice: another dimension of the mesh has the same blocks.
-        return Life(tmp_path, parts * number, number, places * number)
-
-    old = columns(2, 1, fill=True)
-    old.save(10, shared=False)
-    new = columns(2, 2, fill=False)
-    for rank in range(4):
-        taken(new, rank, 10)
-        assert torch.equal(new.weights[rank]["embed"], weights[:, rank % 2 * 2 : rank % 2 * 2 + 2])
-    other = columns(4, 1, fill=False)
-    with pytest.raises(RunMismatchError, match="no rank has saved elements 0 to 20 of the parameter embed outside"):
-        taken(other, 0, 10)
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])

@@ -1,7 +1,6 @@
 """What stays and what goes, as rules and over random sequences of saves, roll-backs and damage."""
 
 import datetime
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -150,15 +149,3 @@ def test_what_was_set_aside_goes_after_two_more_commits(store: CheckpointStore) 
     save(store, 30)
     store.retain(config)
     assert aside() == []
-
-
-def test_an_interrupted_thinning_is_completed(store: CheckpointStore) -> None:
-    for iteration in (10, 20, 30):
-        save(store, iteration)
-    moments = store.directory / "step-0000000010" / "rank-00000.moments.safetensors"
-    shutil.copy(moments, store.directory.parent / "kept")
-    store.retain(Retention())
-    shutil.move(store.directory.parent / "kept", moments)
-    assert verify_run(store.directory.parent) == []
-    store.retain(Retention())
-    assert not moments.exists()

@@ -31,16 +31,6 @@ def test_a_snapshot_is_bitwise_and_isolated_from_later_changes() -> None:
     pool.close()
 
 
-def test_a_shard_that_moved_in_memory_is_read_from_its_new_place() -> None:
-    pool = SnapshotPool(live_shard(0))
-    for seed in (1, 2, 3, 4):
-        pool.begin(live_shard(seed), seed, None)
-        snapshot = pool.finish()
-        assert snapshot is not None
-        assert_same_bits(snapshot.shard, make_shard(seed))
-        pool.release(snapshot)
-
-
 def test_mixed_types_strides_and_empty_tensors() -> None:
     flat, half, count = torch.randn(64).to(DEVICE), torch.randn(3).half().to(DEVICE), torch.arange(3).to(DEVICE)
     operators = {
@@ -55,49 +45,6 @@ def test_mixed_types_strides_and_empty_tensors() -> None:
     snapshot = pool.finish()
     assert snapshot is not None
     assert_same_bits(snapshot.shard, shard)
-
-
-def test_no_free_buffer_is_none_and_does_not_block() -> None:
-    shard, pool = live_shard(), SnapshotPool(live_shard(), buffers=2)
-    taken = []
-    for iteration in (1, 2):
-        assert pool.begin(shard, iteration, None) is not None
-        taken.append(pool.finish())
-    assert pool.begin(shard, 3, None) is None
-    assert pool.finish() is None
-    assert pool.acquire(3) is None
-    assert taken[0] is not None
-    pool.release(taken[0])
-    assert pool.begin(shard, 4, None) is not None
-
-
-def test_keep_moves_the_recovery_state_and_pin_holds_it() -> None:
-    shard, pool = live_shard(), SnapshotPool(live_shard())
-    first, second, third = (pool.acquire(iteration) for iteration in (1, 2, 3))
-    assert first is not None
-    assert second is not None
-    assert third is not None
-    pool.keep(first)
-    assert pool.recovery is first
-    pool.keep(second)
-    assert pool.recovery is second
-    assert pool.begin(shard, 4, None) is not None  # the first one's buffer is free again
-    fourth = pool.finish()
-    pool.occupancy.pin()
-    pool.keep(third)
-    assert pool.recovery is second
-    with pytest.raises(ValueError, match="pinned"):
-        pool.release(second)
-    with pytest.raises(ValueError, match="holds no buffer"):
-        pool.release(third)  # keep() freed it
-    pool.occupancy.unpin()
-    assert fourth is not None
-    pool.keep(fourth)
-    assert pool.recovery is fourth
-    pool.release(fourth)
-    assert pool.recovery is None
-    with pytest.raises(ValueError, match=r"without pin\(\)"):
-        pool.occupancy.unpin()
 
 
 @pytest.mark.parametrize("change", ["missing", "new", "shape", "dtype"])

@@ -1,15 +1,11 @@
 """Snapshots in host memory that leave out experts: what they hold of these is of the snapshot before, and says so."""
 
-from collections.abc import Collection
-
-import pytest
 import torch
 
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
-from cpsr.checkpoint.parts import REST, Held
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import make_shard
@@ -81,28 +77,4 @@ def test_each_snapshot_holds_the_newest_of_every_expert_whatever_buffer_it_takes
         assert training.newest.oldest_iteration == min(at.values())
     training.snapshot(12)
     assert set(ages(training.loaded()).values()) == {12}
-    training.pool.close()
-
-
-def test_an_expert_is_copied_from_the_buffer_before_only_where_this_one_has_an_older_one(
-    run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training(run_id)
-    overwritten: list[set[str]] = []
-    overwrite = Held.overwrite
-
-    def noting(held: Held, names: Collection[str]) -> None:
-        overwritten.append(set(names))
-        overwrite(held, names)
-
-    first, second, third = sorted(EXPERTS)
-    for iteration in (1, 2, 3):
-        training.snapshot(iteration)
-    training.snapshot(4, only(first))  # into the buffer of 1: it gets all others of 3
-    training.snapshot(5, only(first))
-    training.snapshot(6, only(second))
-    monkeypatch.setattr(Held, "overwrite", noting)
-    training.snapshot(7, only(second))  # into the buffer of 4
-    assert overwritten == [{REST, UNITS[second]}, {UNITS[first]}], "the last one is carried over"
-    assert ages(training.loaded()) == {NAMES[0]: 7, first: 5, second: 7, third: 3}
     training.pool.close()

@@ -2,12 +2,11 @@
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.memory_states import Kind
-from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
+from cpsr.checkpoint.tiers import Entry, Source, decide
 
 NODES = ("one", "two", "three")
 
@@ -123,50 +122,11 @@ def whole_there(entries: list[Entry], rank: int, iteration: int) -> bool:
     )
 
 
-def test_only_the_lost_rank_is_predicted() -> None:
-    decision = decide(["one", "one"], [entry(0, 14, "departure")], 12, 14, alike=[0, 1])
-    assert decision == Decision(
-        (Source(0, "disk", 12), Source(1, "disk", 12)),
-        (Source(0, "departure", 14, entry(0, 14, "departure")), Source(1, "predicted", 14)),
-    )
-    assert not decision.complete
-
-
-def test_a_rank_of_a_pipeline_takes_what_another_of_its_stage_has_left() -> None:
-    left = [entry(0, 14, "departure"), entry(3, 14, "departure")]  # stages of ranks 0 and 1, and of 2 and 3
-    decision = decide(["one"] * 4, left, 12, 14, alike=[0, 0, 2, 2])
-    assert decision.complete
-    assert [source.entry for source in decision.departed] == [left[0], left[0], left[1], left[1]]
-    decision = decide(["one"] * 4, left[:1], 12, 14, alike=[0, 0, 2, 2])
-    assert [source.tier for source in decision.departed] == ["departure", "departure", "predicted", "predicted"]
-
-
 def test_a_state_that_one_rank_left_a_step_later_than_the_others_does_not_count_against_theirs() -> None:
     entries = [entry(0, 14, "departure"), entry(1, 14, "departure"), entry(2, 15, "departure")]
     decision = decide(["one"] * 4, entries, 12, 14, alike=range(4))
     assert [source.tier for source in decision.departed] == ["departure", "departure", "predicted", "predicted"]
     assert decision.departed[0].iteration == 14
-
-
-@pytest.mark.parametrize("published", [5, 12, 13])
-def test_what_the_others_left_counts_where_the_lost_rank_had_published_less(published: int) -> None:
-    """Its device had completed the step, and it was killed before it looked; 12 is the checkpoint."""
-    entries = [entry(0, 14, "departure"), entry(2, 14, "departure")]
-    decision = decide(["one"] * 3, entries, 12, published, alike=range(3))
-    assert [source.tier for source in decision.departed] == ["departure", "predicted", "departure"]
-    assert {source.iteration for source in decision.departed} == {decision.failure_after(published)} == {14}
-    assert decision.exact_iteration == 12
-
-
-def test_a_small_state_and_another_ranks_weights_are_enough_where_these_belong_to_it() -> None:
-    mine, small = entry(0, 14, owned="these"), entry(1, 14, "small", "one", "1", "these")
-    decision = decide(["one", "two"], [mine, small], 12, 14, alike=[0, 1], remote=True)
-    assert decision.exact == (Source(0, "memory", 14, mine), Source(1, "memory", 14, mine, small))
-    others = entry(1, 14, "small", "one", "1", "those")
-    assert decide(["one", "two"], [mine, others], 12, 14, alike=[0, 0], remote=True).exact_iteration == 12
-    whole = entry(1, 14, node="three")
-    decision = decide(["one", "two"], [mine, small, whole], 12, 14, alike=[0, 1], remote=True)
-    assert decision.exact[1] == Source(1, "memory", 14, whole), "one file is less to bring than two"
 
 
 def test_a_state_in_memory_goes_before_a_checkpoint_of_the_same_iteration_with_older_experts() -> None:

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.direct_file import DIRECT
 from cpsr.checkpoint.manifest import commit_record
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.errors import CheckpointCorruptError, CheckpointError
-from tests.checkpoint.conftest import assert_same_bits, make_shard, save
+from tests.checkpoint.conftest import save
 
 FILES = (
     "COMMIT",
@@ -39,40 +37,6 @@ def committed(store: CheckpointStore) -> Path:
     return store.directory
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    "damage", ["first", "middle", "last", "quarter", "truncated", "half", "empty", "longer", "gone"]
-)
-def test_damage_is_found_named_and_survived(store: CheckpointStore, committed: Path, name: str, damage: str) -> None:
-    path = committed / "step-0000000020" / name
-    size = path.stat().st_size
-    if damage in ("first", "quarter", "middle", "last"):
-        flip(path, {"first": 0, "quarter": size // 4, "middle": size // 2, "last": size - 1}[damage])
-    elif damage == "gone":
-        path.unlink()
-    elif damage == "longer":
-        path.write_bytes(path.read_bytes() + b"\0")
-    else:
-        path.write_bytes(path.read_bytes()[: {"truncated": size - 1, "half": size // 2, "empty": 0}[damage]])
-    if (name, damage) == ("COMMIT", "gone"):
-        # Without its commit record it is no checkpoint, like one whose save was cut off.
-        assert [info.iteration for info in store.catalogue()] == [10]
-        return
-    problems = verify_run(committed.parent)
-    assert [problem.iteration for problem in problems] == [20]
-    blamed = ("COMMIT", "manifest.json") if name == "manifest.json" else (name,)
-    assert problems[0].file.name in blamed
-    assert store.verify(10) == []
-    shard = make_shard(77)
-    with pytest.raises(CheckpointCorruptError, match=r"step-0000000020/(" + "|".join(blamed) + "): "):
-        store.load(20, shard)
-    assert store.load(10, shard)["step"] == 10
-    assert_same_bits(shard, make_shard(10))
-    assert store.quarantine(20, "damaged") is not None
-    save(store, 20)
-    assert verify_run(committed.parent) == []
-
-
 def test_every_byte_of_the_small_files_and_every_7th_of_the_large(committed: Path) -> None:
     directory = committed / "step-0000000020"
     for name in FILES:
@@ -86,25 +50,6 @@ def test_every_byte_of_the_small_files_and_every_7th_of_the_large(committed: Pat
             assert len(verify_run(committed.parent)) == 1, (name, offset)
             path.write_bytes(original)
     assert verify_run(committed.parent) == []
-
-
-def test_thinned_checkpoints_are_whole_and_their_marker_is_guarded(store: CheckpointStore) -> None:
-    for iteration in (10, 20, 30):
-        save(store, iteration)
-    store.retain(Retention())
-    assert [info.full for info in store.catalogue()] == [False, True, True]
-    assert verify_run(store.directory.parent) == []
-    with pytest.raises(CheckpointError, match="weights only"):
-        store.load(10, make_shard())
-    marker = store.directory / "step-0000000010" / "THINNED"
-    original = marker.read_bytes()
-    for offset in range(len(original)):
-        flip(marker, offset)
-        assert [problem.file.name for problem in verify_run(store.directory.parent)] == ["THINNED"]
-        marker.write_bytes(original)
-    marker.unlink()
-    missing = [(problem.file.name, problem.what) for problem in verify_run(store.directory.parent)]
-    assert missing == [("rank-00000.extra.safetensors", "is missing"), ("rank-00000.moments.safetensors", "is missing")]
 
 
 def test_a_directory_without_checkpoints_is_a_problem_and_an_empty_run_is_not(tmp_path: Path) -> None:

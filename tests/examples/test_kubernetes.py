@@ -111,14 +111,6 @@ def test_each_field_is_one_of_its_schema(manifest: Any) -> None:
         kubernetes.validate(manifest, version, strict=True)
 
 
-def test_an_unknown_field_is_seen() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install -e '.[dev]'")
-    manifest = manifest_of("jobset.yaml", "JobSet")
-    job_of(manifest)["spec"]["template"]["spec"]["terminationGracePeriod"] = 1
-    known = models.JobsetV1alpha2JobSet.from_dict(manifest).to_dict()
-    assert [place.rpartition(".")[2] for place in absent(manifest, known, "")] == ["terminationGracePeriod"]
-
-
 @pytest.mark.parametrize(("name", "kind"), [("jobset.yaml", "JobSet"), ("trainjob.yaml", "TrainingRuntime")])
 def test_the_pods_of_a_job_are_what_recovery_needs(name: str, kind: str) -> None:
     job = job_of(manifest_of(name, kind))["spec"]

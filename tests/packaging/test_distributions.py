@@ -10,22 +10,10 @@ import pytest
 
 from tests.packaging.distributions import ROOT, build, copy_tests, install, tracked
 
-# Fast, and of every room that does not need ranks: some of its tests, and with `make test-slow` all but the slow ones.
-# `make test-wheel` runs the whole suite.
+# They import most rooms, read a file that the wheel brings, and run whole lives of a job.
 SOME = [
-    "tests/state/test_loader.py",
     "tests/predictor/test_line.py",
-    "tests/predictor/test_guard.py",
-    "tests/fitter/test_phases.py",
-    "tests/planner/test_cost.py",
-    "tests/recovery/test_faults.py::test_exact_mode_is_bitwise_the_uninterrupted_run",  # whole lives of a job
-]
-ROOMS = [
-    "tests/state/test_loader.py",
-    "tests/predictor",
-    "tests/fitter",
-    "tests/planner",
-    "tests/recovery/test_faults.py",
+    "tests/recovery/test_faults.py::test_exact_mode_is_bitwise_the_uninterrupted_run",
 ]
 
 
@@ -57,13 +45,7 @@ def test_the_wheel_holds_every_room_and_nothing_else(distributions: tuple[Path, 
     assert {"cpsr/predictor/prior_table.json", "cpsr/predictor/vitp_weights.safetensors"} <= names
 
 
-@pytest.mark.timeout(1800)  # for what hangs
-@pytest.mark.parametrize(
-    "tests", [pytest.param(SOME, id="some"), pytest.param(ROOMS, id="rooms", marks=pytest.mark.slow)]
-)
-def test_the_installed_wheel_passes_from_another_folder(
-    distributions: tuple[Path, Path], tmp_path: Path, tests: list[str]
-) -> None:
+def test_the_installed_wheel_passes_from_another_folder(distributions: tuple[Path, Path], tmp_path: Path) -> None:
     python = install(distributions[1], tmp_path / "environment")
     copy_tests(tmp_path / "elsewhere", [*tracked("tests"), *tracked("docs")])  # some read what a page prints
     # As a user's shell, which knows neither this source tree nor a worker of this pytest.
@@ -73,7 +55,7 @@ def test_the_installed_wheel_passes_from_another_folder(
     )
     assert str(tmp_path / "environment") in where
     ended = subprocess.run(
-        [python, "-m", "pytest", "-m", "not slow", *tests],
+        [python, "-m", "pytest", "-m", "not slow", *SOME],
         cwd=tmp_path / "elsewhere",
         env=env,
         capture_output=True,

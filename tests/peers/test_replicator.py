@@ -185,16 +185,28 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_dropped_and_the_older_repl
         assert [(kind, iteration) for kind, _, iteration, _ in found["events"]] == [("replica dropped", 20)]
 
 
+# What waits for the link may still be overwritten, if its thread is not given the processor: no snapshot is taken then.
 FASTER = """
+import threading
 states = States(memory, rank)
 slow_down(3_000_000)
 replicator = opened(states, replicas=1)
+sending, begin, end = threading.Event(), states.occupancy.begin_sending, states.occupancy.end_sending
+def begin_sending(name):
+    reserved = begin(name)
+    sending.set()
+    return reserved
+def end_sending(name):
+    sending.clear()
+    end(name)
+states.occupancy.begin_sending, states.occupancy.end_sending = begin_sending, end_sending
 seconds = []
 replicator.follow(seconds.append)
 arrived, iteration = set(), 0
 while not group.all(len(arrived) >= 4):
     iteration += 1
     replicator.offer(*states.seal_where_free(iteration))
+    assert sending.wait(20)
     time.sleep(0.02)  # of the 0.2 s that it takes
     arrived |= set(replicated(1 - rank))
 group.barrier()
@@ -213,27 +225,6 @@ def test_a_state_that_is_sent_is_not_overwritten_by_snapshots_that_come_faster(t
         assert found["events"] == [], "none was dropped"
         assert all(found["right"])
         assert all(seconds > 0.1 for seconds in found["seconds"])
-
-
-ONE_NODE = """
-states = States(memory, rank)
-replicator = opened(states)
-replicator.offer(*states.seal(10))
-replicator.forget_after(5)
-replicator.close(remove=True)
-group.barrier()
-found["states"] = len(memory_states(RUN_ID, memory))
-leave()
-"""
-
-
-def test_on_one_node_there_is_nothing_to_do_and_that_is_reported_once(tmp_path: Path) -> None:
-    first, second = run(ONE_NODE, tmp_path, ["a", "a"])
-    (event,) = first["events"]
-    assert event[0] == "replicas"
-    assert "the job runs on one node" in event[1]
-    assert event[3] == logging.DEBUG  # there is nothing to do about it
-    assert second == {"events": [], "states": 2}
 
 
 STAGES = """
@@ -350,31 +341,6 @@ def test_ranks_that_were_taken_for_alike_and_are_not_are_sent_whole_states(tmp_p
         assert event[0] == "not alike"
         assert event[1].startswith(f"ranks {rank} and {1 - rank} are of one data-parallel group and have committed")
         assert found["sizes"], "the next life knows it from the start"
-
-
-NO_ROOM = """
-import cpsr.peers.replicator as module
-states = States(memory, rank)
-whole = states.template.state_bytes
-if rank == 1:  # the machine has memory for one replica's slots and a half
-    module.available_host_bytes = lambda: 3 * whole
-replicator = opened(states, replicas=2)
-found["holders"] = replicator.placement.holders[rank]
-replicator.offer(*states.seal(10))
-until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
-group.barrier()
-replicator.close(remove=True)
-leave()
-"""
-
-
-def test_a_machine_with_too_little_memory_is_spared_and_that_is_reported_once(tmp_path: Path) -> None:
-    first, *others = run(NO_ROOM, tmp_path, ["a", "b", "c"])
-    assert [len(found["holders"]) for found in (first, *others)] == [1, 1, 1]
-    ((kind, message, _, level),) = first["events"]
-    assert (kind, level) == ("replicas", logging.WARNING)
-    assert "there is memory for 1: with 2 the machine b would hold" in message
-    assert [found["events"] for found in others] == [[], []]
 
 
 WINDOWS = """

@@ -1,13 +1,7 @@
 """Messages and bytes between two real gloo ranks."""
 
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from cpsr.checkpoint.memory_states import PAGE_BYTES
-from cpsr.peers import transport
-from cpsr.peers.transport import Kind, Message, receive_state
 from tests.peers.ranks import run
 
 TALK = """
@@ -73,14 +67,3 @@ def test_a_state_arrives_as_it_was_sent_or_not_at_all(tmp_path: Path) -> None:
     assert all("CheckpointError: rank 0 sent no message of this version" in one for one in receiver["refused"])
     assert "symbolic links" in receiver["link"]
     assert receiver["after the link"]
-
-
-def test_a_state_that_the_memory_does_not_hold_is_refused_before_it_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transport, "available_host_bytes", lambda: 5000)
-    first = Message(Kind.PIECE, 10, 60_000, PAGE_BYTES, 5000)
-    never: Any = None  # nothing is received
-    with pytest.raises(OSError, match="bytes of memory are missing, 5000 are available"):
-        receive_state(never, first, tmp_path / "target")
-    assert (tmp_path / "target").stat().st_blocks * 512 < 5000  # but for its first page

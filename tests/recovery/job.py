@@ -36,6 +36,15 @@ class Ended:
         assert found is not None, self.output[rank][-3000:]
         return found
 
+    def require_rest_of(self, whole: "Ended", begun_at: int, micro_batches: int = 1) -> None:
+        """It began there and went on, bit for bit, as the run that nothing happened to; all ranks ended well."""
+        assert set(self.statuses) == {0}, self.output[0][-3000:]
+        for rank in range(len(self.statuses)):
+            mine, expected = self.result(rank), whole.result(rank)
+            assert mine["started"]["iteration"] == begun_at
+            assert mine["batches"] == expected["batches"][begun_at * micro_batches :]
+            assert {**mine, **OF_THE_START} == {**expected, **OF_THE_START}
+
 
 @dataclass(frozen=True)
 class LifeOptions:

@@ -157,18 +157,15 @@ def test_after_a_kill_the_last_checkpoint_goes_on_with_the_ranks_that_are_left(j
     assert sorted(samples(back, range(5, 9))) == list(range(ITEMS))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "limits", "message"),
-    [
+def test_a_forbidden_number_of_ranks_is_refused(job: Job) -> None:
+    launch(job, 2, 2)
+    for ranks, limits, message in (
         (3, {}, "elastic.min_ranks (not set) does not allow"),
         (1, {"min_ranks": 2}, "elastic.min_ranks (2) does not allow"),
-    ],
-)
-def test_a_forbidden_number_of_ranks_is_refused(job: Job, ranks: int, limits: dict[str, int], message: str) -> None:
-    launch(job, 2, 2)
-    refused = job.launch(ranks=ranks, iterations=4, worker=WORKER, settings={"elastic": limits})
-    assert 0 not in refused.statuses
-    assert message in refused.output[0]
+    ):
+        refused = job.launch(ranks=ranks, iterations=4, worker=WORKER, settings={"elastic": limits})
+        assert 0 not in refused.statuses
+        assert message in refused.output[0]
     assert launch(job, 2, 3).result()["started"]["iteration"] == 2
 
 

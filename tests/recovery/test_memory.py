@@ -90,21 +90,12 @@ def test_memory_that_is_gone_tells_of_the_failure_where_states_were_in_it(
         assert [failure.scope for failure in reader.failures()] == [scope]
 
 
-@pytest.mark.parametrize("fault", ["persist:0:12", "commit:0:12"])
-def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(
-    job: Job, uninterrupted: Uninterrupted, fault: str
-) -> None:
-    killed = job.launch(fault=fault, committed=8, in_memory=12, settings=IN_MEMORY)
+def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(job: Job, uninterrupted: Uninterrupted) -> None:
+    killed = job.launch(fault="persist:0:12", committed=8, in_memory=12, settings=IN_MEMORY)
     assert KILLED in killed.statuses
     back = job.launch(settings=IN_MEMORY)
-    assert back.statuses == [0, 0], back.output[0][-3000:]
+    back.require_rest_of(uninterrupted(), 12)
     assert (sources(job), scopes(job)) == ([("memory", 12)] * 2, ["process"])
-    for rank in range(2):
-        mine, reference = back.result(rank), uninterrupted().result(rank)
-        assert mine["started"]["iteration"] == 12
-        assert {key: mine[key] for key in ("state", "rng", "counters")} == {
-            key: reference[key] for key in ("state", "rng", "counters")
-        }
     assert list(SHARED_MEMORY.glob(f"*{run_id(job)}*")) == []  # a clean end leaves nothing
 
 
@@ -135,13 +126,7 @@ def test_when_all_processes_are_killed_as_many_iterations_are_lost_at_most(
         failure = reader.recoveries()[-1].failure_iteration
     assert failure is not None
     assert failure - at <= interval_iterations
-    for rank in range(2):
-        mine, reference = back.result(rank), uninterrupted().result(rank)
-        assert mine["started"]["iteration"] == at
-        assert mine["batches"] == reference["batches"][at:]
-        assert {key: mine[key] for key in ("state", "rng", "counters")} == {
-            key: reference[key] for key in ("state", "rng", "counters")
-        }
+    back.require_rest_of(uninterrupted(), at)
 
 
 def test_of_one_lost_rank_only_its_shard_is_predicted(job: Job, uninterrupted: Uninterrupted) -> None:
@@ -180,11 +165,11 @@ def test_where_all_ranks_hold_the_same_a_survivor_serves_all(job: Job, uninterru
     assert (plan.newest_checkpoint["origin"], plan.descends_from_predicted) == ("trained", False)
 
 
-@pytest.mark.parametrize("late", [4])
 def test_what_others_left_is_taken_also_after_the_newest_step_that_the_lost_rank_published(
-    job: Job, uninterrupted: Uninterrupted, late: int
+    job: Job, uninterrupted: Uninterrupted
 ) -> None:
     """On a GPU it may have completed more; by four steps what it published is older than the checkpoint."""
+    late = 4
     killed = job.launch("auto", fault="step:1:23", committed=20, settings=IN_MEMORY, zero=0, late=(1, late))
     assert killed.statuses[1] == KILLED
     progress = read_progress(job.run_dir, 2)

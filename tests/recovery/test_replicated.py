@@ -9,7 +9,7 @@ from cpsr.checkpoint.manifest import COMMIT, RankManifest, rank_manifest_name, s
 from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader
 from tests.recovery.conftest import Uninterrupted
-from tests.recovery.job import INTERVAL, OF_THE_START, RANKS, Job
+from tests.recovery.job import INTERVAL, RANKS, Job
 
 CHECKPOINT, FAILURE, END = 20, 22, 30
 MIXTURE: dict[str, Any] = {"experts": {"policy": "sequential", "experts_per_layer": 1}}
@@ -39,11 +39,7 @@ def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted) -> None:
     assert first == second
     assert set(first) == {0, 1}
     back = job.launch(**options)
-    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
-    for rank in range(RANKS):
-        mine, reference = back.result(rank), uninterrupted(**options).result(rank)
-        assert mine["started"]["iteration"] == CHECKPOINT
-        assert {**mine, **OF_THE_START} == {**reference, **OF_THE_START}
+    back.require_rest_of(uninterrupted(**options), CHECKPOINT)
     assert verify_run(job.run_dir) == []
 
 

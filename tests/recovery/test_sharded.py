@@ -66,7 +66,7 @@ def assert_as_if_nothing_had_happened(back: Ended, reference: Ended, at: int, pa
         assert mine["final"] == wanted["final"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "tp"))])
 def test_all_ranks_are_killed_and_return_from_the_disk_bit_for_bit(job: Job, reference: Reference, kind: str) -> None:
     parts = 2 if "accumulating" in KINDS[kind] else 1
     phase = "micro" if parts == 2 else "step"  # between two batches of a step, whose gradients are lost
@@ -77,7 +77,7 @@ def test_all_ranks_are_killed_and_return_from_the_disk_bit_for_bit(job: Job, ref
     assert_as_if_nothing_had_happened(back, reference(kind), CHECKPOINT, parts)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "tp"])
+@pytest.mark.parametrize("kind", ["tp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_all_ranks_are_killed_and_return_from_memory_bit_for_bit(job: Job, reference: Reference, kind: str) -> None:
     """The snapshot of the iteration was not written yet."""
     options: dict[str, Any] = {**KINDS[kind], **WORKER}
@@ -112,7 +112,7 @@ def test_a_dead_ranks_slices_are_predicted_beside_the_dump_of_the_other(job: Job
     assert back.result()["final"]["iteration"] == ITERATIONS
 
 
-@pytest.mark.parametrize("victims", ["all", "1"])
+@pytest.mark.parametrize("victims", ["1", pytest.param("all", marks=pytest.mark.slow)])
 def test_what_ranks_hold_alike_is_predicted_alike(job: Job, victims: str) -> None:
     """Of tensor parallelism: blocks on one rank each, and whole parameters on both, which one dump would set apart."""
     options: dict[str, Any] = {"mode": "predict", "settings": IN_MEMORY, **KINDS["tp"], **WORKER}

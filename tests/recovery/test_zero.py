@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.recovery.conftest import Uninterrupted
-from tests.recovery.job import ITERATIONS, OF_THE_START, RANKS, Job
+from tests.recovery.job import ITERATIONS, RANKS, Job
 
 CHECKPOINT, FAILURE = 20, 22
 
@@ -33,7 +33,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+# The conformance of the engines restores each of them; which one a kill meets makes no difference to it.
+EACH_CHANGE = ("zero 3", "accumulating")
+
+
+@pytest.mark.parametrize(
+    "engine", [one if one in EACH_CHANGE else pytest.param(one, marks=pytest.mark.slow) for one in ENGINES]
+)
 def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, engine: str) -> None:
     options = ENGINES[engine]
     # Where a step has two batches, the rank dies between them.
@@ -41,12 +47,7 @@ def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted, engine: str) -
     killed = job.launch(fault=f"{phase}:1:{FAILURE}", committed=CHECKPOINT, **options)
     assert killed.statuses[1] == -9, killed.output
     back = job.launch(**options)
-    assert back.statuses == [0, 0], back.output[0][-3000:]
-    for rank in range(RANKS):
-        mine, reference = back.result(rank), uninterrupted(**options).result(rank)
-        assert mine["started"]["iteration"] == CHECKPOINT
-        assert mine["batches"] == reference["batches"][CHECKPOINT * options.get("micro_batches", 1) :]
-        assert {**mine, **OF_THE_START} == {**reference, **OF_THE_START}
+    back.require_rest_of(uninterrupted(**options), CHECKPOINT, options.get("micro_batches", 1))
 
 
 def test_prediction_continues_with_the_next_micro_batch(job: Job, uninterrupted: Uninterrupted) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import tests.imported_later  # noqa: F401 - for what it imports
 from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states

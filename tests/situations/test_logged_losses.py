@@ -1,6 +1,5 @@
 """A loop whose model returns no loss reports it itself; the journal then has the loss of each step."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.journal import JournalReader
-from tests.situations.lives import Life, alone_and_cut, backward, digest, live
+from tests.situations.lives import Life, backward, digest, live
 
 STEPS = 32
 
@@ -76,11 +75,6 @@ def test_each_step_has_the_loss_that_the_script_reports(options: dict[str, Any],
     assert found.keys() == expected.keys()
     assert {at: value for at, value in found.items() if value is not None} == pytest.approx(expected)
     assert events(tmp_path / "run", "no loss") == []
-
-
-def test_a_reported_loss_changes_nothing_that_a_restart_restores(tmp_path: Path) -> None:
-    alone, cut = alone_and_cut(reporting, tmp_path, at=13, how=signal.SIGKILL, when="before")
-    assert cut.result["weights"] == alone.result["weights"]
 
 
 def test_a_run_without_a_loss_says_so_once_in_a_life(tmp_path: Path) -> None:

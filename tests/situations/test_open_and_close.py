@@ -13,6 +13,7 @@ from cpsr.journal import JournalReader
 SCRIPT = """
 import os
 import sys
+import tests.imported_later
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from cpsr import CPSRRecovery, TorchAdapter
@@ -76,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all scripts have left: each was cut short at iteration 13, and started again."""
     folder = tmp_path_factory.mktemp("scripts")
     (folder / "train.py").write_text(SCRIPT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "train.py", *ENDS], cwd=folder, env=environment, timeout=300, check=True)
     return folder
 

@@ -48,8 +48,8 @@ def with_workers(life: Life) -> Any:
 
 # Every pair of the three: persistent workers, a generator of the loader's own, a new loader for every pass.
 WORKERS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
-# Iterations of kills, of lives one after the other: inside the first pass and later ones, and at their ends.
-KILLS = [(6, 22), (16, 29), (17,)]
+# Iterations of kills, of lives one after the other: inside a pass, and at the end of one.
+KILLS = [(6, 22), (16,)]
 
 
 def all_of(life: Life) -> list[Any]:

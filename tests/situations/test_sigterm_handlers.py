@@ -94,8 +94,10 @@ def calls(directory: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def alone(directory: Path) -> Any:
-    return live(loop, Life(directory / "alone", options={"where": "nowhere", "handler": "tells"})).result
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """How the loop ends that nothing happens to."""
+    return live(loop, Life(tmp_path_factory.mktemp("alone"), options={"where": "nowhere", "handler": "tells"})).result
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def alone(directory: Path) -> Any:
     ],
 )
 def test_the_state_is_committed_and_the_handler_called(
-    handler: str, where: str, status: int, called: int, tmp_path: Path
+    handler: str, where: str, status: int, called: int, tmp_path: Path, alone: Any
 ) -> None:
     options = {"handler": handler, "where": where}
     left = live(loop, Life(tmp_path / "cut", AT, signal.SIGTERM, options=options))
@@ -117,7 +119,7 @@ def test_the_state_is_committed_and_the_handler_called(
     assert committed(tmp_path / "cut") == AT + 1
     assert "its state is committed" in left.output
     again = live(loop, Life(tmp_path / "cut", number=1, options=options))
-    assert again.result == alone(tmp_path)
+    assert again.result == alone
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_the_state_is_committed_and_the_handler_called(
     [("raises", "preempted", AT + 1, "before"), ("flags", "by itself", AT, "block")],
 )
 def test_the_code_of_the_script_after_its_handler_runs(
-    handler: str, ending: str, last: int, where: str, tmp_path: Path
+    handler: str, ending: str, last: int, where: str, tmp_path: Path, alone: Any
 ) -> None:
     options = {"handler": handler, "where": where}
     left = live(loop, Life(tmp_path / "cut", AT, signal.SIGTERM, options=options))
@@ -133,7 +135,7 @@ def test_the_code_of_the_script_after_its_handler_runs(
     assert calls(tmp_path / "cut") == 1
     assert committed(tmp_path / "cut") == last
     again = live(loop, Life(tmp_path / "cut", number=1, options=options))
-    assert again.result == alone(tmp_path)
+    assert again.result == alone
 
 
 def test_a_script_that_ignores_sigterm_is_not_left(tmp_path: Path) -> None:

@@ -144,12 +144,6 @@ def test_batches_drawn_before_the_forward(source: str, depth: int, how: signal.S
     assert cut.result == alone.result
 
 
-@pytest.mark.parametrize("source", ["function", "loader"])
-def test_a_plain_loop_over_any_source(source: str, tmp_path: Path) -> None:
-    alone, cut = alone_and_cut(in_a_plain_loop, tmp_path, at=13, source=source)
-    assert cut.result == alone.result
-
-
 @pytest.mark.parametrize(("source", "ranks"), [("function", 1), ("loader", 2)])
 def test_a_loop_that_draws_a_batch_and_leaves(source: str, ranks: int, tmp_path: Path) -> None:
     alone = live(in_a_plain_loop, Life(tmp_path / "alone", ranks=ranks, options={"source": source}))

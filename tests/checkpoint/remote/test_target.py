@@ -1,7 +1,6 @@
 """`checkpoint.target` through one life after another, and the thread that copies, which never stands in the way."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,6 @@ from cpsr.ranks.group import Group
 from tests.checkpoint.remote.conftest import (
     RUN,
     FaultySystem,
-    assert_whole,
     commit,
     committed_at,
     fetched,
@@ -72,19 +70,6 @@ def test_every_checkpoint_is_copied_and_the_newest_stay(tmp_path: Path, faulty: 
     assert committed_at(run.place) == [20, 30]
     assert {level for _, _, level in run.events} == {logging.DEBUG}  # nothing that people must read
     assert fetched(run.place, tmp_path / "new") == 30
-
-
-def test_an_end_after_an_error_copies_nothing_more(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    run = Copied(tmp_path / "run")
-    faulty.arm(None, hangs_at=8)
-    run.commit(10)
-    wait_until(lambda: not faulty.answers.is_set())
-    threading.Timer(0.2, faulty.answers.set).start()
-    started = time.monotonic()
-    run.copier.close(0.0)
-    assert time.monotonic() - started < 2.0
-    assert [kind for kind, _, _ in run.events] == ["target copy stopped"]
-    assert committed_at(run.place) == []
 
 
 def test_a_slow_target_holds_nothing_up_and_the_newest_is_next(tmp_path: Path, faulty: type[FaultySystem]) -> None:
@@ -160,35 +145,16 @@ def test_two_runs_at_one_target(tmp_path: Path, faulty: type[FaultySystem]) -> N
     assert [copy.manifest.run_id for copy in scan(run.place).usable] == ["ab" * 16]
 
 
-# One life after another
-
-
-def life(run_dir: Path, url: str, iterations: tuple[int, ...], life: int) -> tuple[int | None, list[str]]:
-    """One life of a run of one rank: what it fetched when it began, and the kinds of what it reported."""
-    target = CheckpointTarget(CheckpointConfig(target=url), run_dir, Group())
-    target.adopt_run()
-    if not (run_dir / "run.json").exists():
-        new_run(run_dir)
-    store = CheckpointStore(run_dir, 0, 1, RUN, life)
-    store.prepare()
-    fetched = target.fetch(store, ())
-    whole = [info.iteration for info in store.catalogue() if info.full]
-    if whole:
-        assert_whole(store, whole[-1])
-    target.start(store)
-    target.notify(whole[-1] if whole else None)
-    for iteration in iterations:
-        commit([store], iteration)
-        target.notify(iteration)
-        target.notify(iteration)  # as at every step
-    target.close(PATIENCE_SECONDS)
-    return fetched, [report.kind for report in target.reports() if report.level >= logging.WARNING]
-
-
 def test_a_checkpoint_that_no_life_had_time_to_copy_is_copied_by_the_next(tmp_path: Path, url: str) -> None:
     run = tmp_path / "run"
     commit(new_run(run), 10)
-    assert life(run, url, (), 1) == (None, [])
+    target = CheckpointTarget(CheckpointConfig(target=url), run, Group())
+    target.adopt_run()
+    store = CheckpointStore(run, 0, 1, RUN, 2)
+    assert target.fetch(store, ()) is None
+    target.start(store)
+    target.notify(10)
+    target.close(PATIENCE_SECONDS)
     assert committed_at(open_place(url)) == [10]
 
 

@@ -1,36 +1,57 @@
-"""Runs copies to a local target, and fetches from it, that are SIGKILLed at a step, each in a fork of this process.
+"""Copies to a local target and fetches from it, SIGKILLed at each step: what is committed stays.
 
-Usage: kill_driver.py copy|fetch <directory> <one of so many steps of each kind>
-Prints the number of kills and the names of the steps at which they happened. Started by test_durability.py.
+`python -m tests.checkpoint.remote.test_kills copy|fetch <directory>` does it, each time in a fork of its own, and
+prints the number of kills and the names of the steps at which they happened.
 """
 
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import traceback
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from cpsr.checkpoint.remote.copies import remove_old, scan, set_aside, verify
 from cpsr.checkpoint.remote.place import Place, open_place
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from tests.checkpoint.remote.conftest import RUN, assert_whole, commit, committed_at, fetched, new_run, send, target_at
 
+ROOT = Path(__file__).parents[3]
 STEPS = ("open", "write", "fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "chmod", "link", "sendfile")
+WRITES = {"fsync", "mkdir", "open", "replace", "rmdir", "sendfile", "unlink", "write"}
+
+
+@pytest.mark.slow  # of campaigns like this one each change runs those of tests/faults
+@pytest.mark.parametrize(("what", "steps"), [("copy", WRITES), ("fetch", WRITES | {"rename"})])
+def test_killed_at_every_file_system_step(tmp_path: Path, what: str, steps: set[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.remote.test_kills", what, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    kills, *met = done.stdout.split()
+    assert set(met) == steps  # all primitives were met: the injection really is in the way of the code under test
+    assert int(kills) > 75
 
 
 def main() -> None:
-    mode, base, one_of = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    mode, base = sys.argv[1], Path(sys.argv[2])
     prepare, work, check = CAMPAIGNS[mode]
     prepare(base / "base")
     assert _run(base, None, work, check) == 0, "the work itself failed"
-    names: list[str] = []
-    for count in chosen_steps((base / "steps").read_text().split(), one_of):
+    names = (base / "steps").read_text().split()
+    for count in range(1, len(names) + 1):
         assert os.WIFSIGNALED(_run(base, count, work, check)), f"the work ended before step {count}"
-        names.append((base / "step").read_text())
     sys.stdout.write(f"{len(names)} {' '.join(sorted(set(names)))}\n")
 
 
@@ -133,7 +154,6 @@ def _until(count: int | None, case: Path, work: Callable[[Path], None]) -> None:
         def armed(*args: Any, **kwargs: Any) -> Any:
             names.append(name)
             if len(names) == count:
-                (case.parent / "step").write_text(name)
                 if name == "write":
                     real_write(args[0], bytes(args[1])[: len(args[1]) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -146,17 +166,6 @@ def _until(count: int | None, case: Path, work: Callable[[Path], None]) -> None:
         setattr(os, name, arm(name, getattr(os, name)))
     work(case)
     (case.parent / "steps").write_text(" ".join(names))
-
-
-def chosen_steps(names: Sequence[str], one_of: int) -> list[int]:
-    """Numbers, from 1 on, of every so many of the steps of each name; the first of each is among them."""
-    seen: Counter[str] = Counter()
-    chosen = []
-    for number, name in enumerate(names, start=1):
-        if seen[name] % one_of == 0:
-            chosen.append(number)
-        seen[name] += 1
-    return chosen
 
 
 def _in_child(action: Callable[[], None]) -> int:
