@@ -24,8 +24,8 @@ class Stopped(Exception):  # noqa: N818 - a failure of the machine, not an error
 
 def killed_and_back(name: str, folder: Path) -> None:
     """Run an example without a failure, and in two lives in another folder, which end with the same words."""
-    lives = [[folder / "whole"], [folder / "killed", "--kill-at", "17"], [folder / "killed"]]
-    options = [word for life in lives for word in ("--", "--folder", *map(str, life))]
+    lives = (("whole",), ("killed", "--kill-at", "17"), ("killed",))
+    options = [word for place, *more in lives for word in ("--", "--folder", str(folder / place), *more)]
     ended = subprocess.run(
         [sys.executable, "-m", "tests.integrations.lives", ROOT / "examples" / name, folder / "log", *options],
         cwd=ROOT,
@@ -45,8 +45,8 @@ def _main(example: Path, log: Path, lives: Sequence[Sequence[str]]) -> None:
     import tests.imported_later  # noqa: F401 - for what it imports
 
     program = ast.parse(example.read_text())
-    imports = [one for one in program.body if isinstance(one, ast.Import | ast.ImportFrom)]
-    exec(compile(ast.Module(imports, []), str(example), "exec"), {})
+    program.body = [one for one in program.body if isinstance(one, ast.Import | ast.ImportFrom)]
+    exec(compile(program, str(example), "exec"), {})
     for number, options in enumerate(lives):
         if not (child := os.fork()):
             for descriptor in (1, 2):
