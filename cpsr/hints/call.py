@@ -1,40 +1,23 @@
 """One call of a resumable function: what the rewritten function asks at its loops and hints."""
 
 import builtins
-import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
 
 from cpsr.errors import NotResumableError
-from cpsr.hints.pace import Pace
+from cpsr.hints.placement import Pace
 from cpsr.hints.source import FunctionSource
-from cpsr.hints.values import Arguments, Encoder, decoded, is_stateful
+from cpsr.hints.values import Arguments, Encoder, is_stateful, restored
 from cpsr.state.scalars import capture_host_rng, restore_host_rng
 
-__all__ = ["Call", "Keeper"]
+__all__ = ["Call"]
 
 _SEQUENCES = (list, tuple, range, str, bytes, numpy.ndarray, torch.Tensor)
-_SETTINGS: dict[str, Callable[[], Any]] = {  # of the process, which no checkpoint has
-    "torch's default dtype": torch.get_default_dtype,
-    "torch's default device": lambda: str(torch.get_default_device()),
-    "torch's grad mode": torch.is_grad_enabled,
-    "torch's threads": torch.get_num_threads,
-    "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled,
-    "numpy's treatment of errors": lambda: dict(numpy.geterr()),
-    "the working directory": os.getcwd,
-}
-
-
-class Keeper(Protocol):
-    """Keeps checkpoints."""
-
-    def save(self, content: Any) -> bool:
-        """Keep one more; whether it is safe now."""
 
 
 class Loop:
@@ -50,26 +33,26 @@ class Loop:
 
     @property
     def length(self) -> int | None:
-        """Items in all, as far as they are known."""
+        """Items in all; None for a loader."""
         return None if is_stateful(self.source) else len(self.source)
 
     def __iter__(self) -> Iterator[Any]:
-        loaded = iter(self.source) if is_stateful(self.source) else None  # may draw random numbers, now
-        return self._items() if loaded is None else self._counted(loaded)
+        if self.length is None:
+            return map(self._passed, iter(self.source))  # which may draw random numbers, now
+        return self._by_position()
 
-    def _counted(self, loaded: Iterator[Any]) -> Iterator[Any]:
-        for item in loaded:
-            self.position += 1
-            yield item
+    def _passed(self, item: Any) -> Any:
+        self.position += 1
+        return item
 
-    def _items(self) -> Iterator[Any]:
+    def _by_position(self) -> Iterator[Any]:
+        """The items of a sequence, which may change meanwhile."""
         while True:
             try:
                 item = self.source[self.position]
             except IndexError:
                 return
-            self.position += 1
-            yield item
+            yield self._passed(item)
 
 
 class Call:
@@ -78,9 +61,8 @@ class Call:
     Args:
         source: of the function.
         arguments: of the call.
-        keeper: of its checkpoints.
+        save: keeps one more checkpoint.
         pace: which hints are checkpoints.
-        identity: of code and arguments, for the checkpoints.
         saved: content of the checkpoint to go on from; None: from the begin.
 
     Attributes:
@@ -93,21 +75,19 @@ class Call:
         self,
         source: FunctionSource,
         arguments: Arguments,
-        keeper: Keeper,
+        save: Callable[[Any], object],
         pace: Pace,
-        identity: Mapping[str, Any],
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        self._source, self._arguments, self._keeper, self._pace = source, arguments, keeper, pace
-        self._identity, self._saved = identity, saved
+        self._source, self._arguments, self._save, self._pace = source, arguments, save, pace
+        self._saved = saved
         self._checked: set[int] = set()
-        self._settings = {name: read() for name, read in _SETTINGS.items()}
         self._loops: dict[int, Loop] = {}
         self._wanted = False
         self._variables: dict[str, Any] = {}
         self.target = 0 if saved is None else int(saved["hint"])
         if saved is not None:
-            value = decoded(saved["nodes"], saved["changes"], arguments)
+            value = restored(saved["graph"], arguments)
             self._variables = {name: value(one) for name, one in saved["variables"].items()}
             self._loops = {number: Loop(value(source), position) for number, source, position in saved["loops"]}
             pace.learn(saved["cost_seconds"])
@@ -127,7 +107,7 @@ class Call:
             NotResumableError: it cannot be begun in the middle; names its line and what it goes over.
         """
         goes_on = is_stateful(source) and not isinstance(source, torch.nn.Module)  # a module's state has no position
-        if not isinstance(source, _SEQUENCES) and not (goes_on and id(source) in self._arguments.places):
+        if not isinstance(source, _SEQUENCES) and not (goes_on and id(source) in self._arguments.numbers):
             raise NotResumableError(
                 f"{self._place(self._source.loops[number - 1])}: the loop over a {type(source).__qualname__} cannot "
                 "begin in the middle; nothing was saved. Make a list of it, as with list(enumerate(...)); or go over "
@@ -141,8 +121,7 @@ class Call:
         loop = self._loops[number]
         if not first <= self.target <= last:
             return iter(loop)
-        items = iter(loop)
-        return chain((None,), items)
+        return chain((None,), iter(loop))
 
     def due(self, hint: int) -> bool:
         """Whether `save` is to be called at this hint."""
@@ -179,14 +158,11 @@ class Call:
         finally:
             variables.clear()  # Python keeps it with the function, and everything in it
         if self._wanted:
-            self._keeper.save(content)
+            self._save(content)
         self._checked.add(hint)
         self._pace.took(perf_counter() - started, checkpoint=self._wanted)
 
     def _content(self, hint: int, variables: Mapping[str, Any]) -> dict[str, Any]:
-        for name, read in _SETTINGS.items():
-            if read() != self._settings[name]:
-                raise NotResumableError(f"the call has changed {name}: set it before the call")
         encoder = Encoder(self._arguments)
         names = sorted(self._source.live[hint] & variables.keys())
         roots = {name: encoder.add(variables[name], f"the variable '{name}'") for name in names}
@@ -194,15 +170,12 @@ class Call:
         for number in self._source.loops_around(hint):
             loop, line = self._loops[number], self._source.loops[number - 1].lineno
             loops.append([number, encoder.add(loop.source, f"what the loop in line {line} goes over"), loop.position])
-        changes = self._arguments.changes(encoder)
         return {
             "hint": hint,
             "variables": roots,
             "loops": loops,
-            "changes": changes,
-            "nodes": encoder.nodes,
+            "graph": encoder.graph(),
             "random": capture_host_rng(),
-            "identity": dict(self._identity),
             "cost_seconds": self._pace.recent_seconds(),
         }
 

@@ -10,7 +10,7 @@ import math
 import platform
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -20,10 +20,10 @@ import numpy
 import torch
 from torch import nn
 
-from cpsr.errors import ConfigError, NotResumableError, RunMismatchError
+from cpsr.errors import ConfigError, NotResumableError
 from cpsr.hints.call import Call
 from cpsr.hints.kept import KeptCheckpoints
-from cpsr.hints.pace import Pace
+from cpsr.hints.placement import Pace
 from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import FunctionSource, read_source
 from cpsr.hints.values import Arguments
@@ -97,13 +97,10 @@ class Resumable(Generic[Parameters, Result]):
     def _call(self, bound: inspect.BoundArguments) -> Result:
         name = f"{self._source.function.__module__}.{self._source.function.__qualname__}"
         arguments = Arguments(bound.arguments)
-        identity = _identity(name, self._source, arguments)
-        kept = KeptCheckpoints(self._run_dir, name, functools.partial(self._refuse_other, identity))
+        kept = KeptCheckpoints(self._run_dir, name, _identity(name, self._source, arguments))
         number, saved = kept.newest() or (None, None)
-        if saved is not None:  # perhaps an older one than that whose identity was looked at before
-            self._refuse_other(identity, saved["identity"])
         pace = Pace(self._source, self._allowance, kept.first_seconds)
-        call = Call(self._source, arguments, kept, pace, identity, saved)
+        call = Call(self._source, arguments, kept.save, pace, saved)
         if saved is not None:
             line = self._source.hints[call.target - 1].lineno
             _log.info("%s goes on from checkpoint %d, at the hint in line %d", name, number, line)
@@ -113,15 +110,6 @@ class Resumable(Generic[Parameters, Result]):
             self.report = Report(number, pace.own_seconds(), pace.spent_seconds, tuple(pace.taken_seconds))
         kept.clear()
         return result
-
-    def _refuse_other(self, identity: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        differing = [key for key in identity if saved.get(key) != identity[key]]
-        if differing:
-            raise RunMismatchError(
-                f"{self._run_dir} holds a checkpoint of {identity['function']}, but this differs: "
-                f"{', '.join(differing)}. No checkpoint was changed. Call it as before to go on, or remove the "
-                "directory or use another run_dir to begin anew"
-            )
 
 
 def resumable(
@@ -165,7 +153,6 @@ def _used(function: FunctionType, known: dict[str, str]) -> list[str]:
         value = function.__globals__.get(name)
         if name in known or value is None:
             continue
-        known[name] = ""
         if isinstance(value, _CHANGEABLE):
             raise NotResumableError(
                 f"{function.__code__.co_filename}: {function.__qualname__} uses the global '{name}', a "

@@ -5,7 +5,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +37,22 @@ class KeptCheckpoints:
 
     Args:
         run_dir: the directory; made if it is not there.
-        name: of the function, which no other one shares it with.
-        refuse: raises where the identity that was saved with the newest checkpoint is not the caller's.
+        name: of the function.
+        identity: what must be the same for a call to go on from a checkpoint; keys are words of a message.
 
     Attributes:
         first_seconds: what the first checkpoint may take, from the time for a small file.
 
     Raises:
-        RunMismatchError: it is of another function, or of a training; nothing was changed.
+        RunMismatchError: it is of another function, of a training, or of another call; nothing was changed.
         RunDirectoryError: it cannot be written, or another call has begun at the same time.
         CheckpointError: the file system cannot read a checkpoint now.
     """
 
-    def __init__(self, run_dir: Path, name: str, refuse: Callable[[Any], None]) -> None:
+    def __init__(self, run_dir: Path, name: str, identity: Mapping[str, Any]) -> None:
+        self._identity = dict(identity)
         try:
-            _require_own(run_dir, name)
-            # Before another call, which may still run, is told that this one has begun.
-            if (identity := _newest_identity(run_dir)) is not None:
-                refuse(identity)
+            self._require_same_call(run_dir)  # before another call, which may still run, is told that this one has begun
             make_directory(run_dir)
             life = newest_claim(run_dir) + 1
             claims = HeartbeatFiles(run_dir, life)
@@ -76,11 +74,28 @@ class KeptCheckpoints:
             ) from error
         self._next = 1
 
+    def _require_same_call(self, run_dir: Path) -> None:
+        """Compare the call with that of the newest checkpoint that can be read; all of a directory are of one."""
+        if (run_dir / "run.json").exists():
+            raise RunMismatchError(f"{run_dir} is the run directory of a training; nothing was changed: use another one")
+        for info in reversed(scan(run_dir / "checkpoints").checkpoints):
+            try:
+                saved = load_branch(info.directory, read_manifest(info.directory), 0, ["identity"])
+            except CheckpointCorruptError:
+                continue  # `newest` says so
+            differing = [key for key, value in self._identity.items() if saved.get(key) != value]
+            if differing:
+                raise RunMismatchError(
+                    f"{run_dir} holds a checkpoint of {saved['function']}, but this differs: {', '.join(differing)}. No "
+                    "checkpoint was changed. Call it as before to go on, or remove the directory or use another run_dir "
+                    "to begin anew"
+                )
+            return
+
     def newest(self) -> tuple[int, Any] | None:
         """Number and content of the newest checkpoint that is whole; damaged ones are set aside.
 
         Raises:
-            RunMismatchError: the checkpoints are of another function.
             CheckpointError: the file system cannot read one now.
         """
         found = self._store.catalogue()
@@ -97,14 +112,11 @@ class KeptCheckpoints:
             _log.error("no checkpoint of %s is whole; the function begins anew", self._store.directory)
         return None
 
-    def save(self, content: Any) -> bool:
+    def save(self, content: Mapping[str, Any]) -> None:
         """Commit one more checkpoint; where that fails a line says so, and the earlier ones stay.
 
         Args:
             content: plain data and arrays, for the codec.
-
-        Returns:
-            Whether it is committed.
 
         Raises:
             SupersededError: a newer call has begun in this directory.
@@ -112,7 +124,7 @@ class KeptCheckpoints:
         number = self._next
         self._next += 1
         try:
-            self._store.write(Snapshot(number, Shard({}), content))
+            self._store.write(Snapshot(number, Shard({}), {**content, "identity": self._identity}))
             result = self._store.commit(number, _COMMIT_SECONDS, threading.Event())
             if result.committed:
                 self._remove(_KEPT)
@@ -122,8 +134,6 @@ class KeptCheckpoints:
             raise
         except (OSError, CheckpointError) as error:
             _log.warning("checkpoint %d failed (%s); the ones before it stay, and the function goes on", number, error)
-            return False
-        return result.committed
 
     def clear(self) -> None:
         """Remove all checkpoints, the newest last: the function has returned, and its next call begins anew."""
@@ -140,39 +150,11 @@ class KeptCheckpoints:
 
     def _remove(self, kept: int) -> None:
         found = self._store.catalogue()
-        for info in found[: len(found) - kept] if kept else found:
+        for info in found[: len(found) - kept]:
             remove_tree(info.directory, first=COMMIT)
-
-
-def _require_own(run_dir: Path, name: str) -> None:
-    try:
-        known = json.loads((run_dir / _NAME).read_bytes())["function"]
-    except FileNotFoundError:
-        if not (run_dir / "checkpoints").exists() and not (run_dir / "run.json").exists():
-            return
-        known = "a training"
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunMismatchError(
-            f"{run_dir / _NAME} is damaged ({error}); nothing was changed. Remove this file if the checkpoints are of "
-            f"{name}, or use another run_dir"
-        ) from error
-    if known != name:
-        raise RunMismatchError(
-            f"{run_dir} holds checkpoints of {known}, not of {name}; nothing was changed. Give each its own run_dir"
-        )
 
 
 def _seconds_to_write(path: Path, name: str) -> float:
     started = time.perf_counter()
     write_bytes(path, json.dumps({"function": name}).encode())
     return time.perf_counter() - started
-
-
-def _newest_identity(run_dir: Path) -> Any:
-    """What was saved as `identity` with the newest checkpoint that can be read; None without one. Changes nothing."""
-    for info in reversed(scan(run_dir / "checkpoints").checkpoints):
-        try:
-            return load_branch(info.directory, read_manifest(info.directory), 0, ["identity"])
-        except CheckpointCorruptError:
-            continue  # `newest` says so
-    return None

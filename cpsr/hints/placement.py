@@ -1,16 +1,15 @@
-"""Which hints become checkpoints, after Wong and Zhang: CheckHint: User-assisted Static Checkpointing for ML.
+"""Which hints become checkpoints, while the function runs.
 
-The paper's recurrence (section 2.2) places l checkpoints among n hints, so that the expected time to repeat work after
-failures is least; loops are unrolled. It takes O(l n^2). Here a price on checkpoints leads to the same optimum in
-O(n log n) for each price tried. Let `w(i, j)` be the expected recovery time of a block from hint i to j. It is convex
-in the block's length, so `w(i, j) + w(i', j') <= w(i, j') + w(i', j)` for `i < i' <= j < j'`. It follows:
+All checkpoints so far and the next one together may take no more than the allowed fraction of the function's own time.
+The next one may take twice as long as the longest of the last few, since a disk's time varies.
 
-- For a given price the best predecessor of a checkpoint never moves back. A queue of candidates finds all of them.
-- The least recovery time is convex in the number of checkpoints. So at some price both a schedule of fewer and one of
-  more checkpoints than allowed are the cheapest. One that follows the first, and from some place on the second, is then
-  the optimum (Aggarwal, Schieber and Tokuyama, 1994: Finding a minimum-weight k-link path in graphs with the concave
-  Monge property).
+In loops of known length, once each of their hints was reached, the optimum of the paper chooses among the hints to come,
+by the times measured so far. It places again after twice as many hints, since the first times are the least certain.
+One that is chosen before the allowance allows it is taken at the next hint. Elsewhere, as in `while` loops, a hint is a
+checkpoint as soon as the allowance allows it.
 
+Source: Wong and Zhang, CheckHint: User-assisted Static Checkpointing for ML. Its recurrence (section 2.2) places l
+checkpoints among n hints, so that the expected time to repeat work after failures is least; loops are unrolled.
 Where the paper is wrong or silent, this module takes:
 
 - Times need not be integers: failures have a rate, and `1 - exp(-rate)` is the paper's p.
@@ -22,292 +21,214 @@ Where the paper is wrong or silent, this module takes:
 - Every checkpoint costs the same. The paper leaves other costs open (section 5.1.1).
 """
 
+import ast
+import itertools
 import math
-from bisect import bisect_left
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsr.errors import ConfigError
+from cpsr.hints.source import FunctionSource
 
-__all__ = ["HINTS_MAX", "Placement", "Task", "place"]
+__all__ = ["Pace", "place"]
 
-HINTS_MAX = 200_000
-"""Most hints of an unrolled program; more are refused. The placement of so many takes seconds."""
-ROUNDING = 1e-12  # relative; of sums of floats
-EXPONENT_MAX = 700.0  # a float holds no larger power of e; a block this long never ends
-PRICES_MAX = 100  # that are tried; ten are usual
-_DOUBLINGS_MAX = 20  # of the first guess, in either direction
-Floats = NDArray[np.float64]
-Integers = NDArray[np.int64]
+_RECENT = 8  # measured costs of checkpoints that count
+_SURPRISE = 2.0  # times the longest cost that the next one may take
+_HINTS_MAX = 200_000  # of an unrolled loop
+_CANDIDATES_MAX = 1000  # hints that are placed among; of more, every so manieth
+_RARE = 1e3  # mean time between failures, in lengths of the program: failures are rare, and the places are the same
+_EXPONENT_MAX = 600.0  # of e, in a float; a block this long never ends
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task, or a loop over a body of tasks.
-
-    Attributes:
-        seconds: of one repetition; counts only if there is no body.
-        hint: whether there is one after each repetition.
-        repetitions: of the task or the whole body.
-        body: tasks of the loop, in order; empty: it is no loop.
-    """
-
-    seconds: float = 0.0
-    hint: bool = False
-    repetitions: int = 1
-    body: tuple["Task", ...] = ()
-
-    @property
-    def once_seconds(self) -> float:
-        """Of one repetition."""
-        return math.fsum(task.total_seconds for task in self.body) if self.body else self.seconds
-
-    @property
-    def total_seconds(self) -> float:
-        """Of all repetitions."""
-        return self.repetitions * self.once_seconds
-
-    @property
-    def arrivals(self) -> int:
-        """How often the program comes to a hint of this task."""
-        return self.repetitions * (sum(one.arrivals for one in self.body) + self.hint)
-
-    @property
-    def hints(self) -> int:
-        """Hints of the task and its body, each once."""
-        return sum(one.hints for one in self.body) + self.hint
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The chosen checkpoints, and the expected seconds to repeat work in the whole program.
-
-    Attributes:
-        checkpoints: in the order of the program, pairs of a hint and the arrival there that is a checkpoint, from 1.
-            Hints have the places of their tasks, bodies before their loops, from 0.
-        recovery_seconds: with these checkpoints.
-        unprotected_recovery_seconds: without any.
-    """
-
-    checkpoints: tuple[tuple[int, int], ...]
-    recovery_seconds: float
-    unprotected_recovery_seconds: float
-
-
-def place(tasks: Sequence[Task], checkpoints_max: int, mtbf_seconds: float) -> Placement:
+def place(at_seconds: Sequence[float], end_seconds: float, checkpoints_max: int, mtbf_seconds: float) -> list[int]:
     """The hints that should be checkpoints, where the expected recovery time is least (CheckHint).
 
+    A thousand hints take some milliseconds for each checkpoint.
+
     Args:
-        tasks: the program, in order.
+        at_seconds: when the program comes to each hint; ascending.
+        end_seconds: when it ends. Hints at that time are of no use.
         checkpoints_max: so many are taken, as far as there are hints. The paper takes `ceil(o * sum t / t_c)` for an
             allowance of o and checkpoints of t_c seconds.
         mtbf_seconds: mean time between failures.
 
-    Raises:
-        ConfigError: a number is negative, zero or not finite where it cannot be, and the message names it; there are
-            too many hints; or a block would be 700 mean times between failures long, so that it never ends.
+    Returns:
+        Their places in `at_seconds`, ascending.
     """
-    _require("mtbf_seconds", mtbf_seconds, mtbf_seconds > 0, "above 0")
-    _require_tasks(tasks)
-    _require("the number of hints", count := sum(one.arrivals for one in tasks), count <= HINTS_MAX, f"<= {HINTS_MAX}")
-    seconds = math.fsum(task.total_seconds for task in tasks)
-    at, hints = _unrolled(tasks)
-    inside = at < seconds * (1 - ROUNDING)
-    arrivals = np.zeros_like(hints)
-    for hint in np.unique(hints):
-        arrivals[hints == hint] = np.arange(1, (hints == hint).sum() + 1)
-    program = _Program(at[inside], seconds, 1 / mtbf_seconds)
-    chosen = program.best(checkpoints_max)
-    if (longest := float(program.blocks(chosen).max())) / mtbf_seconds >= EXPONENT_MAX:
-        raise ConfigError(
-            f"{longest:.4g} s pass between two checkpoints, and the mean time between failures is {mtbf_seconds:.4g} "
-            "s: the program would never end. Nothing was placed; take more checkpoints, or give longer tasks hints "
-            "inside"
-        )
-    return Placement(
-        tuple(zip(hints[inside][chosen].tolist(), arrivals[inside][chosen].tolist(), strict=True)),
-        program.recovery(chosen),
-        program.recovery(np.zeros(0, np.int64)),
-    )
+    hints = [at for at in at_seconds if at < end_seconds]
+    if len(hints) <= checkpoints_max:
+        return list(range(len(hints)))
+    costs = _block_costs(np.array([0.0, *hints, end_seconds]), 1 / mtbf_seconds)
+    least = costs[0]  # until each hint, and until the end, with so many checkpoints before
+    before = []  # the last of these
+    for _ in range(checkpoints_max):
+        totals = least[:, None] + costs
+        before.append(totals.argmin(axis=0))
+        least = totals.min(axis=0)
+    chosen, at = [], len(hints) + 1
+    for last in reversed(before):
+        at = int(last[at])
+        chosen.append(at - 1)
+    return chosen[::-1]
 
 
-def _require(name: str, value: float, fits: bool, wanted: str) -> None:
-    if not fits:
-        raise ConfigError(f"{name} is {value}, and has to be {wanted}. Nothing was placed")
+def _block_costs(times: NDArray[np.float64], failures_per_second: float) -> NDArray[np.float64]:
+    """Expected seconds to repeat work in the block from each time (row) to each later one (column); else infinite."""
+    blocks = times[None, :] - times[:, None]
+    costs = 0.5 * blocks * np.expm1(np.minimum(failures_per_second * blocks, _EXPONENT_MAX))
+    return np.where(np.triu(np.ones(blocks.shape, bool), 1), costs, np.inf)
 
 
-def _require_tasks(tasks: Sequence[Task]) -> None:
-    for task in tasks:
-        _require("seconds of a task", task.seconds, 0 <= task.seconds < math.inf, "finite, 0 or larger")
-        _require("repetitions of a task", task.repetitions, task.repetitions >= 1, "at least 1")
-        _require_tasks(task.body)
+@dataclass
+class _Hint:
+    """What was measured at one hint: arrivals, and the function's own seconds since the hint before."""
+
+    arrivals: int = 0
+    seconds: float = 0.0
 
 
-def _unrolled(tasks: Sequence[Task], first_hint: int = 0) -> tuple[Floats, Integers]:
-    """Of every arrival at a hint: seconds from the start, and the hint's place."""
-    at, hints, start = [np.zeros(0)], [np.zeros(0, np.int64)], 0.0
-    for task in tasks:
-        once, hint = _unrolled(task.body, first_hint)
-        first_hint += task.hints
-        if task.hint:
-            once, hint = np.append(once, task.once_seconds), np.append(hint, first_hint - 1)
-        offsets = start + task.once_seconds * np.arange(task.repetitions)
-        at.append((offsets[:, None] + once).ravel())
-        hints.append(np.tile(hint, task.repetitions))
-        start += task.total_seconds
-    return np.concatenate(at), np.concatenate(hints)
-
-
-@dataclass(frozen=True)
-class _Program:
-    """Hints in order; a schedule is an array of their places.
+@dataclass
+class _Plan:
+    """A placement in one loop.
 
     Attributes:
-        at_seconds: from the start.
-        seconds: of the whole program.
-        rate: failures per second.
+        chosen: which arrivals at its hints are checkpoints; that of the placement is number 0.
+        hints: of the loop.
+        begun: repetitions of the loop until then.
+        passed: number of the last arrival.
+        is_pending: whether a chosen one could not be afforded yet.
     """
 
-    at_seconds: Floats
-    seconds: float
-    rate: float
+    chosen: set[int]
+    hints: range
+    begun: int
+    passed: int = -1
+    is_pending: bool = False
 
-    def blocks(self, chosen: Integers) -> Floats:
-        """Seconds from the start to the first checkpoint, between checkpoints, and to the end."""
-        return np.diff(np.concatenate([[0.0], self.at_seconds[chosen], [self.seconds]]))
 
-    def costs(self, blocks_seconds: Floats) -> Floats:
-        """Expected seconds to repeat work in each block."""
-        found: Floats = 0.5 * blocks_seconds * np.expm1(np.minimum(self.rate * blocks_seconds, EXPONENT_MAX))
-        return found
+class Pace:
+    """Decides at each hint.
 
-    def recovery(self, chosen: Integers) -> float:
-        return float(self.costs(self.blocks(chosen)).sum())
+    Args:
+        source: of the function.
+        allowance: time for checkpoints as a fraction of the function's own; infinite: every hint is one.
+        first_seconds: what the first checkpoint may take.
+        clock: in seconds.
 
-    def best(self, count: int) -> Integers:
-        """The schedule of least expected recovery time with at most so many checkpoints."""
-        within, beyond = np.zeros(0, np.int64), self.cheapest_at(0.0)
-        if len(beyond) <= count:
-            return beyond
-        # What one more of evenly spaced checkpoints saves.
-        exponent = min(self.rate * self.seconds / (count + 1), EXPONENT_MAX)
-        price = 0.5 * exponent * exponent * math.exp(exponent) / self.rate
-        cheap = dear = False  # whether a price was seen that buys too many, and one that does not
-        for step in range(PRICES_MAX):
-            found = self.cheapest_at(price)
-            total = self.recovery(found) + price * len(found)
-            if cheap and dear and total >= (self.recovery(within) + price * len(within)) * (1 - ROUNDING):
-                break  # within and beyond are both the cheapest at this price
-            if len(found) <= count:
-                within, dear = found, True
-            else:
-                beyond, cheap = found, True
-            if (cheap and dear) or step >= _DOUBLINGS_MAX:
-                cheap = dear = True
-                price = (self.recovery(within) - self.recovery(beyond)) / (len(beyond) - len(within))
-            else:
-                price *= 2.0 if cheap else 0.5
-            if price <= 0:
-                break  # what is beyond saves nothing
-        return self._mixed(within, beyond, count)
+    Attributes:
+        taken_seconds: the function's own time at each checkpoint.
+        spent_seconds: for checkpoints.
+    """
 
-    def cheapest_at(self, price: float) -> Integers:
-        """The schedule of least expected recovery time and price of its checkpoints.
+    def __init__(
+        self,
+        source: FunctionSource,
+        allowance: float,
+        first_seconds: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._source, self._allowance, self._first, self._clock = source, allowance, first_seconds, clock
+        self._hints = {number: _Hint() for number in range(1, len(source.hints) + 1)}
+        self._costs: deque[float] = deque(maxlen=_RECENT)
+        self._lengths: dict[int, int] = {}
+        self._plan: _Plan | None = None
+        self._place_at = 0  # arrivals in all
+        self.taken_seconds: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """The function begins, or goes on, now."""
+        self._began = self._mark = self._clock()
+        self.spent_seconds = 0.0
+
+    def recent_seconds(self) -> list[float]:
+        """The last measured costs of checkpoints, for a call that goes on."""
+        return list(self._costs)
+
+    def learn(self, costs_seconds: Sequence[float]) -> None:
+        """Take the costs of the call before."""
+        self._costs.extend(costs_seconds)
+
+    def own_seconds(self) -> float:
+        """The function's own time, without checkpoints."""
+        return self._clock() - self._began - self.spent_seconds
+
+    def due(self, number: int, loops: Sequence[tuple[int, int | None]]) -> bool:
+        """Whether this hint, at which the function has arrived, is a checkpoint.
 
         Args:
-            price: expected seconds of recovery that a checkpoint has to save.
+            number: of the hint.
+            loops: around it, outer ones first: how many repetitions have begun, and how many there are if known.
         """
-        at = self.at_seconds.tolist()
-        candidates = _Candidates([*at, self.seconds], self.rate)
-        before = []
-        for target, end in enumerate(at):
-            chosen, total = candidates.best(target)
-            before.append(chosen)
-            candidates.add(end, total + price, target + 1)
-        path = []
-        place, _ = candidates.best(len(at))
-        while place > 0:
-            path.append(place - 1)
-            place = before[place - 1]
-        return np.array(path[::-1], np.int64)
+        now, hint = self._clock(), self._hints[number]
+        hint.arrivals, hint.seconds = hint.arrivals + 1, hint.seconds + now - self._mark
+        self._mark = now
+        if math.isinf(self._allowance):
+            return True
+        for loop, (_, length) in zip(self._source.loops_around(number), loops, strict=True):
+            self._lengths[loop] = length or 0
+        expected = _SURPRISE * max(self._costs, default=self._first / _SURPRISE)
+        affordable = self.spent_seconds + expected <= self._allowance * self.own_seconds()
+        if sum(one.arrivals for one in self._hints.values()) >= self._place_at:
+            self._place(number, loops)
+        plan = self._plan
+        if plan is None or number not in plan.hints or loops[0][0] < plan.begun:  # the last: the loop begins again
+            return affordable
+        plan.passed += 1
+        plan.is_pending |= plan.passed in plan.chosen
+        if plan.is_pending and affordable:
+            plan.is_pending = False
+            return True
+        return False
 
-    def _mixed(self, within: Integers, beyond: Integers, count: int) -> Integers:
-        """The best schedule of at most so many that follows one of both, and from some place on the other."""
-        best, chosen = self.recovery(within), within
-        for first, second in ((within, beyond), (beyond, within)):
-            blocks, later = self.costs(self.blocks(first))[:-1], self.costs(self.blocks(second))[1:]
-            heads = np.concatenate([[0.0], np.cumsum(blocks)])  # by how many of the first are taken
-            tails = np.concatenate([np.cumsum(later[::-1])[::-1], [0.0]])  # behind each of the second
-            after = np.searchsorted(second, np.concatenate([[-1], first]), side="right")
-            begins = np.concatenate([[0.0], self.at_seconds[first]])
-            ends = np.concatenate([self.at_seconds[second], [self.seconds]])[after]
-            taken = np.arange(len(first) + 1) + len(second) - after
-            totals = np.where(taken <= count, heads + self.costs(ends - begins) + tails[after], np.inf)
-            if totals[at := int(totals.argmin())] < best:
-                best, chosen = float(totals[at]), np.concatenate([first[:at], second[after[at] :]])
-        return chosen
+    def took(self, seconds: float, *, checkpoint: bool) -> None:
+        """A checkpoint, or the first look at a hint, has taken so long."""
+        self.spent_seconds += seconds
+        self._mark = self._clock()
+        if checkpoint:
+            self._costs.append(seconds)
+            self.taken_seconds.append(self.own_seconds())
 
-
-class _Candidates:
-    """Where the block before a target may begin; the first one is the start of the program.
-
-    Targets are asked for in rising order, and candidates end in rising order. Once a later candidate is better than an
-    earlier one, it stays better. So the queue holds each candidate with the first target that it is the best for.
-    """
-
-    def __init__(self, begins: Sequence[float], failures_per_second: float) -> None:
-        self._begins = begins
-        self._rate = failures_per_second
-        self._ends = [0.0]
-        self._totals = [0.0]
-        self._queue = [0]
-        self._since = [0]
-        self._head = 0
-
-    def best(self, target: int) -> tuple[int, float]:
-        """The candidate of least total, and the total with its block."""
-        since, head = self._since, self._head
-        while head + 1 < len(since) and since[head + 1] <= target:
-            head += 1
-        self._head = head
-        return self._queue[head], self._total(self._queue[head], target)
-
-    def add(self, end_seconds: float, total_seconds: float, target: int) -> None:
-        """A candidate that may come before this target and later ones."""
-        new, queue, since = len(self._ends), self._queue, self._since
-        self._ends.append(end_seconds)
-        self._totals.append(total_seconds)
-        while len(queue) > self._head and self._is_better(new, queue[-1], max(since[-1], target)):
-            queue.pop()
-            since.pop()
-        if len(queue) == self._head:
-            queue.append(new)
-            since.append(target)
+    def _place(self, number: int, loops: Sequence[tuple[int, int | None]]) -> None:
+        """Choose among the hints to come, where a repetition of an outermost loop ends and all about it is known."""
+        if not loops or not self._costs or any(begun != length for begun, length in loops[1:]):
             return
-        last = len(self._begins) - 1
-        low, step = max(since[-1], target), 1
-        while low + step <= last and not self._is_better(new, queue[-1], low + step):
-            low, step = low + step, 2 * step
-        first = bisect_left(
-            range(low + 1, min(low + step, last + 1)), True, key=lambda one: self._is_better(new, queue[-1], one)
-        )
-        if low + 1 + first <= last:
-            since.append(low + 1 + first)
-            queue.append(new)
+        outer = self._source.loops[self._source.loops_around(number)[0] - 1]
+        numbers, (begun, length) = self._source.numbers([outer]), loops[0]
+        if number != numbers[-1] or length is None or begun >= length:
+            return
+        self._place_at = 2 * sum(one.arrivals for one in self._hints.values())
+        at = list(itertools.accumulate(self._unrolled(outer.body, length - begun)))
+        if not at or not at[-1]:
+            return
+        allowed = self._allowance * (self.own_seconds() + at[-1]) - self.spent_seconds
+        cost = max(sum(self._costs) / len(self._costs), 1e-9)
+        count = math.ceil(max(0.0, min(allowed, at[-1])) / cost)
+        nth = -(-len(at) // _CANDIDATES_MAX)
+        chosen = place(at[nth - 1 :: nth], at[-1], count, _RARE * at[-1])
+        self._plan = _Plan({nth * (one + 1) for one in chosen}, numbers, begun)
 
-    def _is_better(self, new: int, old: int, target: int) -> bool:
-        # Written out: it is most of the work.
-        begin, rate, ends, totals = self._begins[target], self._rate, self._ends, self._totals
-        length, other = begin - ends[new], begin - ends[old]
-        exponent = rate * other  # the longer one
-        if exponent > EXPONENT_MAX:
-            return self._total(new, target) < self._total(old, target)
-        expm1 = math.expm1
-        return totals[new] + 0.5 * length * expm1(rate * length) < totals[old] + 0.5 * other * expm1(exponent)
+    def _unrolled(self, statements: Sequence[ast.stmt], repetitions: int) -> list[float]:
+        """Seconds before each hint that a loop will come to; none if something in it is not known.
 
-    def _total(self, candidate: int, target: int) -> float:
-        length = self._begins[target] - self._ends[candidate]
-        return self._totals[candidate] + 0.5 * length * math.expm1(min(self._rate * length, EXPONENT_MAX))
+        That may be a branch, a `while` loop, or a length or a time that was not measured.
+        """
+        found: list[float] = []
+        for statement in statements:
+            numbers = self._source.numbers([statement])
+            if statement in self._source.hints:
+                hint = self._hints[numbers[0]]
+                inside = [hint.seconds / hint.arrivals] if hint.arrivals else []
+            elif isinstance(statement, ast.For) and numbers:
+                length = self._lengths.get(self._source.loops.index(statement) + 1, 0)
+                inside = self._unrolled(statement.body, length)
+            else:
+                inside = []
+            if numbers and not inside:
+                return []
+            found += inside
+        return found * repetitions if len(found) * repetitions <= _HINTS_MAX else []

@@ -18,7 +18,7 @@ import torch
 
 from cpsr.errors import NotResumableError
 from cpsr.hints.call import Call
-from cpsr.hints.pace import Pace
+from cpsr.hints.placement import Pace
 from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import read_source
 from cpsr.hints.values import Arguments
@@ -68,7 +68,7 @@ class InMemory:
         self.kill_after, self.count = kill_after, 0
         self.text, self.tensors = "", {}  # type: ignore[var-annotated]
 
-    def save(self, content: Any) -> bool:
+    def save(self, content: Any) -> None:
         if self.killed:  # a `finally` has put another exception, or a return, in the place of the kill
             raise Killed
         data, self.tensors = encode(content)
@@ -76,7 +76,6 @@ class InMemory:
         self.count += 1
         if self.killed:
             raise Killed
-        return True
 
     @property
     def killed(self) -> bool:
@@ -96,7 +95,7 @@ class Program:
         self.written = rewritten(self.source)
 
     def call(self, arguments: dict[str, Any], keeper: InMemory, saved: Any = None) -> Any:
-        call = Call(self.source, Arguments(arguments), keeper, Pace(self.source, math.inf, 0.0), {}, saved)
+        call = Call(self.source, Arguments(arguments), keeper.save, Pace(self.source, math.inf, 0.0), saved)
         return self.written(call, **arguments)
 
     def interrupted(self, given: Callable[[], dict[str, Any]]) -> int:

@@ -224,15 +224,16 @@ def test_a_directory_of_another_function_is_refused(made: Made, tmp_path: Path) 
     killed_at(made(), 4, 6, [])
     other = made()
     other.f.__wrapped__.__module__ = "another"
-    with pytest.raises(RunMismatchError, match=r"holds checkpoints of program\.f, not of another\.f"):
+    with pytest.raises(RunMismatchError, match=r"holds a checkpoint of program\.f, but this differs: function"):
         other.f(6, [])
 
 
 def test_a_directory_of_a_training_is_refused(made: Made, tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(RunMismatchError, match="holds checkpoints of a training"):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(RunMismatchError, match="run directory of a training"):
         made().f(6, [])
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
 
 
 def test_a_newer_call_ends_the_older_one(made: Made, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from cpsr.errors import NotResumableError
-from cpsr.hints.values import Arguments
 from tests.hints.programs import Program, module_of
 
 SIMPLE = [
@@ -206,22 +205,21 @@ def test_parts_of_arguments_stay_themselves_wherever_the_call_moves_them(tmp_pat
     assert run(tmp_path, text, rows="[[1], [2], [3], [4]]", table="{'a': [[7]], 'b': []}") == 3
 
 
-def test_tensors_and_arrays_come_back_as_they_lie_in_memory(tmp_path: Path) -> None:
+def test_tensors_and_arrays_come_back_with_their_gradients(tmp_path: Path) -> None:
     text = """
     def f(rows, table):
-        turned, none = torch.arange(6.0).view(2, 3).t(), torch.empty(0, 3)
+        none = torch.empty(0, 3)
         weights = [torch.ones(2, requires_grad=True)] * 2
         halves = numpy.array_split(numpy.arange(7), 2)
-        columns, empty = numpy.asfortranarray(numpy.ones((2, 3))), numpy.zeros((0, 2), numpy.int16)
+        empty = numpy.zeros((0, 2), numpy.int16)
         seen = []
         for half in halves:
             weights[0].sum().backward()
             half[0] = 9
             rows[0] += 1
             table[1] = len(seen)
-            turned += 1
             hint()
-            seen.append((turned.stride(), turned.tolist(), columns.flags.f_contiguous, len(none), str(empty.dtype)))
+            seen.append((len(none), str(empty.dtype)))
         return seen, halves, rows, table, weights, weights[0] is weights[1], weights[0].grad
     """
     assert run(tmp_path, text, rows="torch.zeros(2, 2)", table="numpy.zeros(3)") == 2
@@ -266,57 +264,35 @@ REFUSED = {
     "over a dict": "for x in {1: 2}:\n    hint()",
     "is a set": "x = {1}\nhint()\nprint(x)",
     "is a function": "x = lambda: 1\nhint()\nx()",
-    "holds itself": "x = []\nx.append(x)\nhint()\nprint(x)",
     "graph of a backward": "x = torch.ones(2, requires_grad=True) * 2\nhint()\nprint(x)",
     "array of object": "x = numpy.array([[], 1], object)\nhint()\nprint(x)",
-    "view of a larger memory": "x = torch.ones(4)[::2]\nhint()\nprint(x)",
-    "turned around": "x = numpy.arange(4)[::-1]\nhint()\nprint(x)",
+    "in the order of its elements": "x = torch.ones(4)[::2]\nhint()\nprint(x)",
+    "lie in memory": "x = numpy.arange(4)[::-1]\nhint()\nprint(x)",
     "shares memory with": "x = torch.ones(4)\ny = x.view(2, 2)\nhint()\nprint(x, y)",
     "is a Linear": "x = torch.nn.Linear(2, 2)\nhint()\nprint(x)",
-    "torch's threads": "torch.set_num_threads(3 - torch.get_num_threads())\nhint()",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_go_on_is_refused_by_line_and_name(tmp_path: Path, words: str) -> None:
     module = module_of(tmp_path, f"def f(xs):\n{block(REFUSED[words].splitlines())}\n")
-    before = module.torch.get_num_threads()
-    try:
-        with pytest.raises(NotResumableError, match=words) as refused:
-            Program(module.f).interrupted(lambda: {"xs": [1]})
-        assert str(module.__file__) in str(refused.value)
-    finally:
-        module.torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    "change", ["model.count += 1", "model.register_forward_hook(print)", "model.extra = torch.nn.Linear(1, 1)"]
-)
-def test_a_module_that_is_changed_beside_its_state_is_refused(tmp_path: Path, change: str) -> None:
-    module = module_of(tmp_path, f"def f(model):\n    {change}\n    hint()\n")
-
-    def given() -> dict[str, object]:
-        model = module.torch.nn.Linear(1, 1)
-        model.count = 0
-        return {"model": model}
-
-    with pytest.raises(NotResumableError, match="the argument 'model'"):
-        Program(module.f).interrupted(given)
+    with pytest.raises(NotResumableError, match=words) as refused:
+        Program(module.f).interrupted(lambda: {"xs": [1]})
+    assert str(module.__file__) in str(refused.value)
 
 
 # What a checkpoint would part from its owner, or the owner's would not come back.
 PARTED = {
     "kept by the argument 'optimizer'": "group = optimizer.param_groups[0]\nhint()\ngroup['lr'] = 1",
     "the loop in line": "for group in optimizer.param_groups:\n    group['lr'] = 1\n    hint()",
-    "variable 'grad' is kept by": "grad = x.grad\nhint()\ngrad.zero_()",
-    "variable 'part' shares memory with the argument": "part = x.grad[:1]\nhint()\npart.zero_()",
-    "been given another shape": "x.data = torch.ones(4)\nhint()",
+    "variable 'grad' shares memory with the gradient of": "grad = x.grad\nhint()\ngrad.zero_()",
+    "variable 'part' shares memory with the gradient of the argument": "part = x.grad[:1]\nhint()\npart.zero_()",
+    "been given another type or shape": "x.data = torch.ones(4)\nhint()",
     "in place": "array.shape = (2, 2)\nhint()",
-    "changed the argument 'model'": "model.seen.add_(1)\nhint()",
     "'log' is kept by the argument 'model'": "log = model.log\nhint()\nlog.append(1)",
     "'weight' is kept by": "weight = model.weight\nhint()\nweight.zero_()",
     "'row' shares memory with": "row = model.weight.data[0]\nhint()\nrow.zero_()",
-    "'step' is kept by": "step = model.bias.grad\nhint()\nstep.zero_()",
+    "'step' shares memory with": "step = model.bias.grad\nhint()\nstep.zero_()",
     "'same' is kept by": "same = [model]\nsame.append(next(model.children()))\nhint()\nprint(same)",
     "shares memory with the variable": "whole = numpy.arange(4.0)\ntail = torch.from_numpy(whole[1:])\nhint()\n"
     "print(whole, tail)",
@@ -359,14 +335,6 @@ def test_tensors_that_an_optimizer_changes_are_arguments_too(tmp_path: Path) -> 
         Program(module.f).interrupted(
             lambda: {"optimizer": module.torch.optim.SGD(module.torch.nn.Linear(1, 1).parameters(), lr=0.1)}
         )
-
-
-def test_arguments_that_share_memory_are_others_than_those_that_do_not() -> None:
-    whole = torch.zeros(6)
-    given = [{"x": whole[:2], "y": one} for one in (whole[:2], whole[1:3], whole[2:4], torch.zeros(2))]
-    one, shifted, apart, other = (Arguments(values).identity["y"] for values in given)
-    assert apart == other
-    assert len({one, shifted, apart}) == 3
 
 
 @pytest.mark.parametrize("value", ["object()", "{1}", "open('/dev/null')", "lambda: xs", "iter([])"])
