@@ -1,8 +1,7 @@
 """Which experts a checkpoint saves: the policies of PEC; that of MOETION is in `cpsr.experts.moetion`."""
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,8 +17,6 @@ __all__ = ["Budget", "DynamicK", "Load", "LoadAware", "Policy", "Sequential", "o
 # An expert that was in no checkpoint for so many rounds goes first, whatever its load; a round saves all experts of
 # its layer once. So at most about a sixteenth of the places go to such experts.
 OVERDUE_ROUNDS = 16
-
-Numbers = NDArray[numpy.int64]  # experts saved of each layer on each rank, `(layers, ranks)`
 
 
 @dataclass(frozen=True)
@@ -57,19 +54,10 @@ class Budget:
     Attributes:
         snapshot_bytes: that one rank can write.
         experts_per_layer: K, which overrides bytes; None: as many as the bytes hold.
-
-    Raises:
-        ConfigError: a number is not usable.
     """
 
     snapshot_bytes: float = math.inf
     experts_per_layer: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.snapshot_bytes > 0:
-            raise ConfigError(f"a snapshot needs a positive number of bytes, not {self.snapshot_bytes}")
-        if self.experts_per_layer is not None and self.experts_per_layer < 1:
-            raise ConfigError(f"experts_per_layer must be at least 1, not {self.experts_per_layer}")
 
     def experts_in_each(self, layers: Sequence[ExpertLayer]) -> int:
         """K: experts to save of each layer, over all ranks; at most those of the largest layer.
@@ -122,12 +110,11 @@ class Sequential:
 
 
 class LoadAware:
-    """The K experts of every layer with the most unsaved tokens, under the same limit for every rank.
+    """The K experts of every layer with the most unsaved tokens, equally many on each rank where that is possible.
 
     Experts are taken by unsaved tokens over all layers, while their layer needs more and their rank has room. A rank's
-    room is its equal part of all saved experts, rounded up. The greedy choice may leave a layer short whose other
-    experts are all on full ranks. Then other layers give up their least loaded experts there, along the shortest
-    chain. So every layer saves K, and no rank more than its part.
+    room is its equal part of all saved experts, rounded up. A layer that is then short, because its other experts are
+    all on full ranks, takes the first of these.
 
     Before all of them, the oldest expert of each layer that is `overdue` is taken, older ones first: the paper's rule
     alone never saves an expert again to which nothing is routed, though the optimizer moves it all the same.
@@ -150,24 +137,30 @@ class LoadAware:
             )
         self._layers = layers
         self._ranks = max(sizes, default=1)
+        self._experts = [Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)]
 
     def select(self, step: int, load: Load, budget: Budget) -> tuple[Expert, ...]:
         """K experts of each layer, or all of a smaller one, over all ranks."""
         count = budget.experts_in_each(self._layers)
         wanted = [min(count, layer.experts) for layer in self._layers]
-        limit = -(-sum(wanted) // self._ranks)
-        late, others = self._in_order(load, wanted)
-        numbers = numpy.zeros((len(self._layers), self._ranks), dtype=numpy.int64)
-        self._take(late, numbers, wanted, limit)
-        kept = numbers.copy()
-        self._take(others, numbers, wanted, limit)
-        owned = numpy.array([layer.experts_per_rank for layer in self._layers])
-        for layer, want in enumerate(wanted):
-            while numbers[layer].sum() < want:
-                _make_room(numbers, kept, layer, owned, limit)
-        return tuple(self._first([*late, *others], numbers))
+        ordered = self._in_order(load, wanted)
+        room = [-(-sum(wanted) // self._ranks)] * self._ranks
+        chosen, others = list[Expert](), list[Expert]()
+        for expert in ordered:
+            rank = self._layers[expert.layer].owner(expert.index)
+            if wanted[expert.layer] and room[rank]:
+                wanted[expert.layer] -= 1
+                room[rank] -= 1
+                chosen.append(expert)
+            else:
+                others.append(expert)
+        for expert in others if any(wanted) else ():
+            if wanted[expert.layer]:
+                wanted[expert.layer] -= 1
+                chosen.append(expert)
+        return tuple(sorted(chosen, key=lambda expert: expert.layer))
 
-    def _in_order(self, load: Load, wanted: Sequence[int]) -> tuple[list[Expert], list[Expert]]:
+    def _in_order(self, load: Load, wanted: Sequence[int]) -> list[Expert]:
         """All experts in order of selection: overdue ones, then the others."""
         tokens, ages = load.at_risk(self._layers)
         marks = [
@@ -175,69 +168,8 @@ class LoadAware:
             for layer, want, old in zip(self._layers, wanted, load.ages, strict=True)
         ]
         late = numpy.concatenate([*marks, numpy.zeros(0, dtype=bool)])
-        experts = [Expert(place, index) for place, layer in enumerate(self._layers) for index in range(layer.experts)]
         order = numpy.lexsort((-ages, numpy.where(late, 0.0, -tokens), ~late))
-        ordered = [experts[place] for place in order]
-        return ordered[: late.sum()], ordered[late.sum() :]
-
-    def _take(self, experts: Iterable[Expert], numbers: Numbers, wanted: Sequence[int], limit: int) -> None:
-        """Take experts, in place, while their layer lacks some and their rank has room."""
-        of_layer = [want - int(has) for want, has in zip(wanted, numbers.sum(axis=1), strict=True)]
-        of_rank = [limit - int(has) for has in numbers.sum(axis=0)]
-        for expert in experts:
-            rank = self._layers[expert.layer].owner(expert.index)
-            if of_layer[expert.layer] and of_rank[rank]:
-                of_layer[expert.layer] -= 1
-                of_rank[rank] -= 1
-                numbers[expert.layer, rank] += 1
-
-    def _first(self, ordered: Iterable[Expert], numbers: Numbers) -> list[Expert]:
-        """So many of each layer and rank, the first of them, layer by layer."""
-        left = numbers.tolist()
-        found: list[Expert] = []
-        for expert in ordered:
-            rank = self._layers[expert.layer].owner(expert.index)
-            if left[expert.layer][rank]:
-                left[expert.layer][rank] -= 1
-                found.append(expert)
-        return sorted(found, key=lambda expert: expert.layer)
-
-
-def _make_room(numbers: Numbers, kept: Numbers, short: int, owned: Numbers, limit: int) -> None:
-    """One more expert for the layer `short`, in place: breadth first from it to a rank that has room.
-
-    Args:
-        numbers: `(layers, ranks)`.
-        kept: of them, which no layer gives up.
-        short: a layer that lacks an expert.
-        owned: experts that each rank has of each layer, `(layers,)`.
-        limit: of each rank.
-    """
-    load = numbers.sum(axis=0)
-    # Layer -> (the layer that takes its place, the rank on which it does).
-    gives: dict[int, tuple[int, int] | None] = {short: None}
-    queue = deque([short])
-    while queue:
-        layer = queue.popleft()
-        for rank in map(int, numpy.flatnonzero(numbers[layer] < owned[layer])):
-            if load[rank] < limit:
-                _shift(numbers, gives, layer, rank)
-                return
-            for other in map(int, numpy.flatnonzero(numbers[:, rank] > kept[:, rank])):
-                if other not in gives:
-                    gives[other] = (layer, rank)
-                    queue.append(other)
-    raise AssertionError("equal parts of what all layers want always have room for it")
-
-
-def _shift(numbers: Numbers, gives: dict[int, tuple[int, int] | None], layer: int, rank: int) -> None:
-    """`layer` takes one more on `rank`, and the chain back to the layer that was short moves up."""
-    numbers[layer, rank] += 1
-    while (given := gives[layer]) is not None:
-        taker, place = given
-        numbers[layer, place] -= 1
-        numbers[taker, place] += 1
-        layer = taker
+        return [self._experts[place] for place in order]
 
 
 class DynamicK:
@@ -254,20 +186,12 @@ class DynamicK:
         experts_per_layer: K of the start.
         limit: portion of lost tokens (`Loss.portion`), the paper's 5% by default.
 
-    Raises:
-        ConfigError: K or the limit is not usable.
-
     Source: pec, section 3.1, "Dynamic-K", and Eq. 4.
     """
 
     def __init__(
         self, layers: Sequence[ExpertLayer], policy: Policy, experts_per_layer: int = 1, limit: float = 0.05
     ) -> None:
-        if experts_per_layer < 1 or not 0 <= limit <= 1:
-            raise ConfigError(
-                "Dynamic-K needs at least 1 expert per layer and a limit between 0 and 1, "
-                f"not {experts_per_layer} and {limit}"
-            )
         self._policy = policy
         self._limit = limit
         self._most = max((layer.experts for layer in layers), default=1)
@@ -291,12 +215,7 @@ class DynamicK:
         Args:
             lost: tokens, of all experts, by this recovery.
             assigned: in the whole run up to now, in all layers: what `Loss.portion` compares with.
-
-        Raises:
-            ValueError: more was lost than assigned, or a number is negative or not finite; nothing was charged.
         """
-        if not 0 <= lost <= assigned < math.inf:
-            raise ValueError(f"lost tokens are part of those assigned, and {lost} of {assigned} cannot be")
         self._lost += lost
         self._assigned = assigned
         if self.charged > self._limit and self._count < self._most:

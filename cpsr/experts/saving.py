@@ -20,7 +20,7 @@ from cpsr.experts.account import ExpertAccount, Loss
 from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.experts.moetion import Moetion
 from cpsr.experts.policies import Budget, DynamicK, Load, LoadAware, Policy, Sequential
-from cpsr.experts.tokens import SavedExperts
+from cpsr.experts.tokens import TokenHistory
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 
@@ -35,9 +35,9 @@ class ExpertSaving:
 
     Every checkpoint holds everything but experts whole; experts are chosen one by one (*units*). For a checkpoint::
 
-        units = saving.choose(newest_committed, whole=False)     # all ranks
-        ...                                                      # its small state has saving.state_dict()
-        saving.began(iteration)                                  # unless it was skipped
+        units = saving.choose(whole=False)     # all ranks
+        ...                                    # its small state has saving.state_dict()
+        saving.began(iteration)                # unless it was skipped
 
     A life that begins with a checkpoint passes its state to `load_state_dict`, then calls `restored`. A roll-back does
     the same after `forget`. Each life counts popularity from zero.
@@ -72,10 +72,9 @@ class ExpertSaving:
         self.in_memory = MemoryTurns(self.units, sizes, self._non_expert_bytes)
         self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
         self._tokens = zeros(self._layers)  # routed in this life
-        self._saved = SavedExperts(self._layers, adapter.iteration)
+        self._history = TokenHistory(self._layers, adapter.iteration)
         self._account = ExpertAccount(mixture, self._layers, config.recovering_capacity_fraction)
         self._chosen: frozenset[Expert] | None = None  # of a checkpoint that has not begun yet
-        self._again: deque[frozenset[Expert]] = deque()  # selections that were not committed
         self._step = 0
         self._iteration = adapter.iteration
         self._writes: deque[float] = deque(maxlen=MEASURED_SAVES)  # bytes per second
@@ -118,41 +117,31 @@ class ExpertSaving:
 
     # On every checkpoint
 
-    def choose(self, committed_iteration: int | None, *, whole: bool) -> frozenset[str] | None:
+    def choose(self, *, whole: bool) -> frozenset[str] | None:
         """Units of all ranks that a checkpoint of this iteration saves; a collective that gives all ranks the same.
 
         Args:
-            committed_iteration: newest committed checkpoint; only rank 0's value counts. What was chosen for
-                an older one that was not seen here as the newest is given back, and counts as not saved.
-            whole: all must be saved: the first checkpoint of a life or an attempt, the last one, one that is asked for.
-                One rank that asks for it is enough.
+            whole: all must be saved: the first checkpoint of a life or an attempt, the last one, one that is asked for,
+                and the one after a checkpoint that failed. One rank that asks for it is enough.
 
         Returns:
             None for all of them.
         """
-        own = [committed_iteration, self._bytes_in_an_interval(), whole, self.in_memory.wanted_rounds()]
-        gathered = self._group.gather(own)
-        self.in_memory.agree(max(part[3] for part in gathered))
+        gathered = self._group.gather([self._bytes_in_an_interval(), whole, self.in_memory.wanted_rounds()])
+        self.in_memory.agree(max(part[2] for part in gathered))
         self._take()
-        given_back = self._saved.settle(gathered[0][0])
-        if self._config.policy == "sequential":  # a turn that was not committed is repeated
-            # The caller that asked for a whole one ensures that it exists.
-            self._again += [one for one in given_back if len(one) < len(self._saved.experts)]
-        if any(part[2] for part in gathered):
-            self._again.clear()
-            self._chosen = frozenset(self._saved.experts)
+        if any(part[1] for part in gathered):
+            self._chosen = frozenset(self._history.experts)
             return None
-        self._chosen = self._again[0] if self._again else self._selected([part[1] for part in gathered])
+        load = Load(self._history.unsaved_tokens, self._history.ages)
+        self._chosen = frozenset(self._policy.select(self._step, load, self._budget([part[0] for part in gathered])))
         return frozenset(map(unit_name, self._chosen))
 
     def began(self, iteration: int) -> None:
         """The checkpoint of this iteration has begun, with what was chosen last."""
         assert self._chosen is not None, "began() without choose()"
-        self._saved.begun(iteration, self._chosen)
-        if self._again and self._again[0] == self._chosen:
-            self._again.popleft()
-        else:
-            self._step += 1
+        self._history.begun(iteration, self._chosen)
+        self._step += 1
         self._chosen = None
 
     def note_saved(self, saved_bytes: int, write_seconds: float, interval_seconds: float) -> None:
@@ -173,9 +162,8 @@ class ExpertSaving:
         """The weights were rewound or replaced: drop pending selections and checkpoints under way."""
         self._counts.forget()
         self._iteration = self._adapter.iteration
-        self._saved.history.reach(self._iteration)
-        self._saved.undone()
-        self._again.clear()
+        self._history.reach(self._iteration)
+        self._history.undone()
         self._chosen = None
 
     def restored(self, taken_at: Mapping[str, int], iteration: int) -> dict[str, Any]:
@@ -191,18 +179,18 @@ class ExpertSaving:
             layers one by one.
         """
         ages = self._oldest(self._group.gather(dict(taken_at)), iteration)
-        loss = Loss(*self._saved.restored(ages, iteration))
+        loss = Loss(*self._history.restored(ages, iteration))
         self._account.restored(loss)
         if isinstance(self._policy, DynamicK):
             self._policy.recovered(loss.missed, sum(loss.assigned))
-        report = self._account.report(loss, self._saved.history.split(ages), iteration)
+        report = self._account.report(loss, self._history.split(ages), iteration)
         return {**report, "experts_per_layer": self._experts_per_layer}
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, accounts and recovering experts, for the chosen checkpoint: plain data."""
         dynamic = self._policy.state_dict() if isinstance(self._policy, DynamicK) else None
         return {
-            "saved": self._saved.state_dict(),
+            "tokens": self._history.state_dict(),
             "dynamic_k": dynamic,
             "step": self._step,
             **self._account.state_dict(),
@@ -215,11 +203,11 @@ class ExpertSaving:
             ValueError: it is of a model with other layers of experts.
         """
         self.forget()
-        saved = SavedExperts(self._layers, self._iteration)
+        history = TokenHistory(self._layers, self._iteration)
         if state:
-            saved.load_state_dict(state["saved"])
+            history.load_state_dict(state["tokens"])
         self._account.load_state_dict(state)
-        self._saved = saved
+        self._history = history
         if state:
             if isinstance(self._policy, DynamicK) and state["dynamic_k"] is not None:
                 self._policy.load_state_dict(state["dynamic_k"])
@@ -231,7 +219,7 @@ class ExpertSaving:
         tokens = numpy.concatenate(self._tokens).tolist()
         if not any(tokens):
             return {}
-        of_units = dict(zip(map(unit_name, self._saved.experts), tokens, strict=True))
+        of_units = dict(zip(map(unit_name, self._history.experts), tokens, strict=True))
         return {name: of_units[unit] for name, unit in self.units.items()}
 
     def close(self) -> None:
@@ -245,14 +233,10 @@ class ExpertSaving:
         """Add tokens routed since the last checkpoint; a collective, and the host waits for the device."""
         for counted in self._counts.take():
             self._tokens = tuple(sums + new for sums, new in zip(self._tokens, counted.tokens, strict=True))
-            self._saved.history.count(counted.tokens)
+            self._history.count(counted.tokens)
             self._account.observe(counted.tokens)
-        self._saved.history.reach(self._iteration)
+        self._history.reach(self._iteration)
         self._account.set_capacities()
-
-    def _selected(self, budgets: Sequence[float | None]) -> frozenset[Expert]:
-        load = Load(self._saved.unsaved_tokens, self._saved.ages)
-        return frozenset(self._policy.select(self._step, load, self._budget(budgets)))
 
     def _budget(self, measured: Sequence[float | None]) -> Budget:
         """The budget, equal on all ranks: by bytes, that of the rank that can save least."""
@@ -278,7 +262,7 @@ class ExpertSaving:
         for ages in taken_at:
             for unit, age in ages.items():
                 oldest[unit] = min(age, oldest.get(unit, age))
-        names = [unit_name(expert) for expert in self._saved.experts]
+        names = [unit_name(expert) for expert in self._history.experts]
         if unknown := oldest.keys() - set(names):
             raise ValueError(f"the model has no expert {min(unknown)}: it has {names[0]} to {names[-1]}")
         return numpy.array([oldest.get(name, iteration) for name in names])

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,11 +54,7 @@ def test_a_parameter_that_no_rank_has_of_an_expert_that_some_have() -> None:
     trained = [*weights("a", 0, 1), "a.experts.0.bias", "a.experts.1.bias"]
     parts = {0: whole(*weights("a", 0), "a.experts.0.bias"), 1: whole(*weights("a", 1)), 2: whole(*weights("a", 1))}
     message = wrong_experts(parts, {}, MODULE_LIST, trained)
-    assert message is not None
-    assert message.startswith(
-        "no rank has 'a.experts.1.bias' of expert 1 of layer 'a', whose other parameters ranks 1, 2"
-    )
-    assert message.endswith("(keep in the optimizers all that they trained when this life of the run began)")
+    assert message == "no rank has 'a.experts.1.bias' (expert 1 of layer 'a')"
     assert wrong_experts({**parts, 2: whole("a.experts.1.bias")}, {}, MODULE_LIST, trained) is None
     message = wrong_experts({0: parts[0]}, {}, MODULE_LIST, trained)
     assert message == "no rank has expert 1 of layer 'a'", "its parameters are not counted one by one"
@@ -76,18 +71,6 @@ def test_replicas_of_different_shapes() -> None:
     assert wrong_experts(parts, {}, MODULE_LIST, []) is None, "a buffer may be of any size on each rank"
     assert (
         wrong_experts({1: {"norm.weight": (SHAPE, 0, 12)}, 2: {"norm.weight": ((2,), 0, 2)}}, {}, MODULE_LIST) is None
-    )
-
-
-@pytest.mark.parametrize(("first", "count"), [(8, 5), (12, 1), (0, 13), (-1, 5)])
-def test_slices_beyond_the_parameter(first: int, count: int) -> None:
-    name = "a.experts.0.weight"
-    parts: dict[int, dict[str, SavedSlice]] = {0: {name: (SHAPE, 0, 12)}, 1: {name: (SHAPE, first, count)}}
-    message = wrong_experts(parts, {}, MODULE_LIST, [name])
-    assert message is not None
-    assert message.startswith(
-        f"rank 1 has elements {first} to {first + count - 1} of '{name}' (expert 0 of layer 'a'), "
-        "whose shape (4, 3) has 12: "
     )
 
 

@@ -105,11 +105,16 @@ class Job:
         self.optimizer.step()
         return self.adapter.iteration
 
-    def save(self, committed: int | None, *, whole: bool = False) -> list[str] | None:
+    def save(self, *, whole: bool = False) -> list[str] | None:
         """A checkpoint of the present iteration begins."""
-        units = self.saving.choose(committed, whole=whole)
+        units = self.saving.choose(whole=whole)
         self.saving.began(self.adapter.iteration)
         return None if units is None else sorted(units)
+
+    def saved_after(self, *numbers: Sequence[int]) -> list[str] | None:
+        """One more step, and a checkpoint."""
+        self.train(*numbers)
+        return self.save()
 
 
 def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
@@ -150,17 +155,17 @@ class TestUnits:
 class TestChoosing:
     def test_sequential_goes_round(self) -> None:
         job = Job((3, 2))
-        assert job.save(None, whole=True) is None
-        chosen = [job.save(job.train([2, 1, 1], [2, 2]) - 1) for _ in range(6)]
+        assert job.save(whole=True) is None
+        chosen = [job.saved_after([2, 1, 1], [2, 2]) for _ in range(6)]
         assert [units[0] for units in chosen if units] == [f"00000-0000{index}" for index in (1, 2, 0, 1, 2, 0)]
         assert [units[1] for units in chosen if units] == [f"00001-0000{index}" for index in (0, 1, 0, 1, 0, 1)]
 
     def test_load_aware_takes_what_most_is_at_risk_of(self) -> None:
         job = Job((3, 2), policy="load_aware")
-        job.save(None, whole=True)
-        assert job.save(job.train([1, 3, 2], [4, 2]) - 1) == ["00000-00001", "00001-00000"]
-        assert job.save(job.train([1, 1, 4], [1, 5]) - 1) == ["00000-00002", "00001-00001"]
-        assert job.save(job.train([3, 2, 1], [2, 4]) - 1) == ["00000-00000", "00001-00001"]  # 5, 3, 1 and 3, 4 unsaved
+        job.save(whole=True)
+        assert job.saved_after([1, 3, 2], [4, 2]) == ["00000-00001", "00001-00000"]
+        assert job.saved_after([1, 1, 4], [1, 5]) == ["00000-00002", "00001-00001"]
+        assert job.saved_after([3, 2, 1], [2, 4]) == ["00000-00000", "00001-00001"]  # 5, 3, 1 and 3, 4 unsaved
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_each_expert_has_its_turn_where_no_token_was_routed(self, policy: str) -> None:
@@ -168,33 +173,22 @@ class TestChoosing:
         seen: set[str] = set()
         for iteration in range(1, 7):
             saving.end_iteration(iteration, applied=True)
-            seen.update(saving.choose(iteration - 1, whole=False) or ())
+            seen.update(saving.choose(whole=False) or ())
             saving.began(iteration)
         assert seen == set(saving.units.values())
-
-    def test_a_turn_that_was_not_committed_comes_again(self) -> None:
-        job = Job((4,))
-        job.save(None, whole=True)
-        chosen = []
-        for committed in (0, 0, 2, 3):  # 1 is under way when 2 begins, and never committed
-            job.train([1, 1, 1, 1])
-            chosen.append(job.save(committed))
-        first, second, third, fourth = chosen
-        assert third == first != second
-        assert fourth not in (first, second)
 
 
 class TestBudgets:
     def test_as_many_as_the_disk_takes_once_it_was_measured(self) -> None:
         job = Job((4,), policy="moetion")
-        job.save(None, whole=True)
+        job.save(whole=True)
         rest = job.adapter.shard().state_bytes - 4 * EXPERT_BYTES
-        assert len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) == 1  # K, until then
+        assert len(job.saved_after([1, 1, 1, 1]) or ()) == 1  # K, until then
         job.saving.note_saved(rest + 4 * EXPERT_BYTES, 2.0, 1.0)  # half of everything in an interval
         job.saving.note_saved(rest + 3 * EXPERT_BYTES, 1.0, 1.0)
         job.saving.note_saved(10**9, 0.1, 1.0)  # an outlier; the median holds
         job.saving.note_saved(0, 0.0, 1.0)  # nothing was written, and nothing measured
-        numbers = [len(job.save(job.train([1, 1, 1, 1]) - 1) or ()) for _ in range(5)]
+        numbers = [len(job.saved_after([1, 1, 1, 1]) or ()) for _ in range(5)]
         assert numbers == [3] * 5
 
 
@@ -203,9 +197,9 @@ class TestRecovery:
         """Three checkpoints: 1 of all, 2 of one expert of each layer, 3 of another one."""
         job = Job((3, 2), **settings)
         job.train([2, 2, 2], [3, 3])
-        job.save(None, whole=True)
+        job.save(whole=True)
         for numbers in ([1, 2, 3], [2, 4]), ([1, 1, 4], [3, 3]):
-            job.save(job.train(*numbers) - 1)
+            job.saved_after(*numbers)
         return job
 
     def test_what_was_lost_by_layer_and_in_all(self) -> None:
@@ -224,8 +218,8 @@ class TestRecovery:
     def test_failures_add_up_and_a_whole_checkpoint_comes_between(self) -> None:
         job = self.trained()
         assert job.saving.restored({"00000-00000": 2}, 3)["lost_portion_of_run"] == 1 / 36
-        job.save(None, whole=True)
-        job.save(job.train([6, 0, 0], [6, 0]) - 1)
+        job.save(whole=True)
+        job.saved_after([6, 0, 0], [6, 0])
         report = job.saving.restored({"00000-00000": 3}, 4)
         assert report["lost_portion"] == 6 / 48
         assert report["lost_portion_of_run"] == 7 / 48
@@ -233,11 +227,11 @@ class TestRecovery:
     def test_dynamic_k_doubles_and_the_next_life_goes_on_with_it(self) -> None:
         job = self.trained(policy="dynamic_k", lost_portion_limit=0.05)
         assert job.saving.restored({"00000-00000": 2}, 3)["experts_per_layer"] == 1  # 1 of 36 tokens
-        job.save(job.train([6, 0, 0], [6, 0]) - 1)
+        job.saved_after([6, 0, 0], [6, 0])
         assert job.saving.restored({"00000-00000": 3}, 4)["experts_per_layer"] == 2  # 6 of 48 more
         back = Job((3, 2), policy="dynamic_k")
         back.saving.load_state_dict(through_a_checkpoint(job.saving.state_dict()))
-        assert len(back.save(None) or ()) == 4
+        assert len(back.save() or ()) == 4
 
     def test_an_engine_without_a_limit_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
         job = self.trained()
@@ -278,8 +272,7 @@ SCRIPT = textwrap.dedent(
             optimizer.zero_grad()
             called([[3, 1, 0, 0], [4, 0]] if rank == 0 else [[0, 2, 0, 2], [0, 4]]).backward()
             optimizer.step()
-            # Rank 1 knows nothing of commits; its word must not count.
-            units = saving.choose(adapter.iteration - 1 if rank == 0 else 99, whole=step == 0)
+            units = saving.choose(whole=step == 0 and rank == 1)
             saving.began(adapter.iteration)
             chosen.append(units and sorted(units))
             rest = adapter.shard().state_bytes - 6 * EXPERT_BYTES
@@ -296,7 +289,7 @@ SCRIPT = textwrap.dedent(
 
 
 def test_ranks_choose_alike(tmp_path: Path) -> None:
-    """By the tokens of both, by rank 0's commits, and by the smaller of their budgets."""
+    """By the tokens of both, by what either asks for, and by the smaller of their budgets."""
     first, second = run(SCRIPT, tmp_path)
     assert first == second
     chosen, age, portion = first["load_aware"]
