@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,11 +16,12 @@ from cpsr.checkpoint.device_copy import DeviceCopy, Pinning, device_of
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import describe
 from cpsr.checkpoint.parts import Held
+from cpsr.experts.memory_turns import CopyBudget
 from cpsr.replay.schedule import WindowLayout
 from cpsr.state.codec import SmallState
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["FILES", "FILES_WITH_PEERS", "Copied", "OnSealed", "Recorder", "Window"]
+__all__ = ["FILES", "FILES_WITH_PEERS", "OnSealed", "Recorder", "Window"]
 
 # One is filled. The one before may not be complete on every rank yet. So the one before that must still be there.
 FILES = 3
@@ -32,21 +33,6 @@ CLOSE_SECONDS = 5.0  # for a copy that a device has still to make
 _left_alone: list["Recorder"] = []
 
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Copied:
-    """Cost of one snapshot.
-
-    Attributes:
-        bytes: that it copied.
-        seconds: that it kept the worker: the copy, and the hash of the one before.
-        overlap_seconds: from its begin until the optimizer needed it to be complete.
-    """
-
-    bytes: int
-    seconds: float
-    overlap_seconds: float
 
 
 @dataclass
@@ -83,11 +69,8 @@ class Window:
         return not (self.dropped or self.settled)
 
 
-class OnSealed(Protocol):
-    """Follows the windows that are sealed."""
-
-    def __call__(self, path: Path, iteration: int, /, *, send: bool) -> None:
-        """One is: its file, its first iteration, and whether it goes to the peers."""
+# Follows the windows that are sealed: the file, the first iteration, and as `send` whether it goes to the peers.
+OnSealed = Callable[..., None]
 
 
 @dataclass
@@ -126,6 +109,7 @@ class Recorder:
 
     Attributes:
         files: how many windows have memory.
+        copies: what the copies took.
         on_sealed: called for each window that is sealed; in the worker.
     """
 
@@ -139,7 +123,7 @@ class Recorder:
     ) -> None:
         self._memory, self._shard, self._report = memory, shard, report
         self._writes = WriteWatch() if writes is None else writes
-        self.files = files
+        self.files, self.copies = files, CopyBudget()
         self.on_sealed: OnSealed | None = None
         self._files: list[MemoryFile | None] = [None] * files
         self._firsts = [-1] * files  # first iteration of the window that each file holds, or is filled with
@@ -219,9 +203,8 @@ class Recorder:
         """
         self.finish()
         slot = self._free()
-        self._window = None
+        self._window, self._firsts[slot] = None, -1
         try:
-            self._firsts[slot] = -1
             file = self._open(slot, layout.bytes)
             file.unseal()
             layout.copy_others(self._shard(), file.bytes)
@@ -235,7 +218,7 @@ class Recorder:
     def _free(self) -> int:
         """The file to be overwritten next: never that of the window before, which may not be sealed everywhere."""
         kept = {self._replicated_at, self._sent_at} if len(self._files) >= FILES_WITH_PEERS else set()
-        before = None if self._window is None else self._window.slot
+        before = None if self._window is None or self._window.dropped else self._window.slot
         slots = (slot for slot in range(len(self._files)) if slot != before)
         return min(slots, key=lambda slot: (self._firsts[slot] in kept, self._firsts[slot]))
 
@@ -273,7 +256,7 @@ class Recorder:
                 work = copy.result
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._writes.end(self)
-            self._fail(window, iteration, error)
+            self._drop(window, f"the snapshot of iteration {iteration} failed: {error}")
             return None
         if send and step + 1 == len(window.layout.turns):
             window.sent, self._sent_at = True, window.first
@@ -292,19 +275,17 @@ class Recorder:
         if self._running is not None and self._writes.changed:
             self._spoil(self._running)
 
-    def finish(self) -> Copied | None:
+    def finish(self) -> None:
         """Wait for a running copy; call it before the optimizer changes the state."""
         running, self._running = self._running, None
         if running is None:
-            return None
-        overlap = time.perf_counter() - running.begun_at
+            return
+        overlap_seconds = time.perf_counter() - running.begun_at
         try:
-            copied = Copied(running.bytes, running.done.result() + self._hash_seconds, overlap)
+            self.copies.note(running.bytes, running.done.result() + self._hash_seconds, overlap_seconds)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
-            self._fail(running.window, running.window.first, error)
-            copied = None
+            self._drop(running.window, f"the snapshot of iteration {running.iteration} failed: {error}")
         self._confirm(running)
-        return copied
 
     def _confirm(self, running: _Running) -> None:
         """The copy is complete: if its sources have changed meanwhile, it does not count."""
@@ -322,11 +303,9 @@ class Recorder:
 
     def _spoil(self, running: _Running) -> None:
         """The loop has changed weights that were being copied: the window is not used, even if it is sealed."""
-        window = running.window
-        if not window.dropped:
-            self._drop(window)
-            self._report(f"the window of iterations from {window.first} on is dropped: {DISTURBED}")
-            self._worker.submit(window.file.unseal).result()  # after it was sealed, if it was
+        if not running.window.dropped:
+            self._drop(running.window, DISTURBED)
+            self._worker.submit(running.window.file.unseal).result()  # after it was sealed, if it was
 
     def forget(self) -> None:
         """The run has gone back: no window leads to its state."""
@@ -384,17 +363,12 @@ class Recorder:
             self._pinnings[slot] = Pinning(file.bytes, self._device)
         return file
 
-    def _drop(self, window: Window) -> None:
+    def _drop(self, window: Window, why: str | None = None) -> None:
         """Nothing of it counts, and its file is the next to be filled: the others have whole windows."""
-        window.dropped, self._window = True, None
+        known, window.dropped = window.dropped, True
         self._firsts[window.slot] = -1
-
-    def _fail(self, window: Window, iteration: int, error: Exception) -> None:
-        self._drop(window)
-        self._report(
-            f"the window of iterations from {window.first} on is dropped, since the snapshot of iteration {iteration} "
-            f"failed: {error}"
-        )
+        if why is not None and not known:
+            self._report(f"the window of iterations from {window.first} on is dropped: {why}")
 
     def _copied(self, pairs: _Pairs) -> float:
         started = time.perf_counter()
@@ -410,7 +384,7 @@ class Recorder:
             running.done.result()  # complete; nothing is sealed of a copy that has failed
             window.layout.taken(window.held, step, running.iteration)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
-            self._give_up(window, running.iteration, error)
+            self._drop(window, f"iteration {running.iteration} could not be hashed: {error}")
         self._hash_seconds = time.perf_counter() - started
 
     def _seal(self, window: Window, iteration: int) -> None:
@@ -430,11 +404,7 @@ class Recorder:
                 self.on_sealed(window.file.path, window.first, send=window.sent)
             window.settled = True
         except Exception as error:  # noqa: BLE001 - training goes on without this window
-            self._give_up(window, iteration, error)
-
-    def _give_up(self, window: Window, iteration: int, error: Exception) -> None:
-        window.dropped, self._firsts[window.slot] = True, -1
-        self._report(f"the window of iterations {window.first} to {iteration} could not be sealed: {error}")
+            self._drop(window, f"it could not be sealed: {error}")
 
 
 def _first_in(path: Path) -> int:

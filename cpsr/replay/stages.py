@@ -2,23 +2,21 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from cpsr.checkpoint.host_snapshot import Snapshot
-from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_reader import load_memory_state, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
-from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import CheckpointError
 from cpsr.job import Job
-from cpsr.replay.upstream import LoggedSteps, Upstream
+from cpsr.replay.stage_logs import StageLogs
 
-__all__ = ["Choice", "Kept", "Rest", "StageLogs", "choose", "rest_of"]
+__all__ = ["Kept", "Rest", "choose", "rest_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +40,8 @@ class Kept:
     problem: str | None = None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Who rests.
-
-    Attributes:
-        until: iteration of their states, at which all go on together.
-        stages: that rest, ascending.
-        ranks: of these stages.
-    """
-
-    until: int
-    stages: tuple[int, ...]
-    ranks: frozenset[int]
-
-
-def choose(kept: Sequence[Kept], last: int) -> Choice | None:
-    """The iteration at which most stages can go on from what all their ranks have left; of two, the newer.
+def choose(kept: Sequence[Kept], last: int) -> tuple[int, tuple[int, ...]] | None:
+    """Who rests: the stages that can go on from what all their ranks have left.
 
     Several lost stages compute together where they are neighbours, and each for itself where they are not.
 
@@ -67,48 +50,16 @@ def choose(kept: Sequence[Kept], last: int) -> Choice | None:
         last: of the window: before it no state is whole.
 
     Returns:
-        None where no stage can rest.
+        The iteration at which most stages can; of two, the newer. And these stages, ascending. None where none can.
     """
-    best: Choice | None = None
+    best: tuple[int, tuple[int, ...]] | None = None
     for until in sorted({one for rank in kept for one in rank.iterations if one >= last}):
         able = [until in rank.iterations and rank.logged >= until and rank.problem is None for rank in kept]
         lost = {rank.stage for rank, can in zip(kept, able, strict=True) if not can}
         stages = tuple(sorted({rank.stage for rank in kept} - lost))
-        if stages and (best is None or len(stages) >= len(best.stages)):
-            ranks = frozenset(number for number, rank in enumerate(kept) if rank.stage in stages)
-            best = Choice(until, stages, ranks)
+        if stages and (best is None or len(stages) >= len(best[1])):
+            best = until, stages
     return best
-
-
-def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _ByIteration, _ByIteration]:
-    """What this rank has, verified; and where its whole states and its logs lie.
-
-    Args:
-        job: of this rank.
-        window: that is replayed, as the life before left it.
-        obstacle: why steps of this pipeline cannot be repeated.
-    """
-    pipeline = job.adapter.pipeline
-    assert pipeline is not None
-    own = [
-        state
-        for state in memory_states(job.run.run_id)
-        if state.rank == job.group.rank
-        and (state.life, state.branch) == (window.life, window.branch)
-        and state.iteration > window.iteration
-        and state.place != "replica"
-        and verify_memory_state(state) is None
-    ]
-    states = {one.iteration: one for one in own if one.kind in ("departure", "snapshot") and _is_whole(one)}
-    logs = {one.iteration: one for one in own if one.kind == "upstream"}
-    logged = window.iteration
-    while logged + 1 in logs:
-        logged += 1
-    return Kept(pipeline.stage, tuple(sorted(states)), logged, obstacle), states, logs
-
-
-def _is_whole(state: MemoryState) -> bool:
-    return state.oldest_iteration == state.iteration
 
 
 @dataclass
@@ -116,19 +67,18 @@ class Rest:
     """The rest of this rank's stage, or that of others.
 
     Attributes:
-        choice: who rests.
+        until: iteration of their states, at which all go on together.
+        stages: that rest.
+        ranks: of these.
         logs: of this rank, by iteration; empty where it computes.
         snapshot: the state that it goes on with; None where it computes.
     """
 
-    choice: Choice
-    logs: dict[int, MemoryState]
-    snapshot: Snapshot | None
-
-    @property
-    def here(self) -> bool:
-        """Whether this rank rests."""
-        return self.snapshot is not None
+    until: int
+    stages: tuple[int, ...]
+    ranks: frozenset[int]
+    logs: _ByIteration = field(default_factory=dict)
+    snapshot: Snapshot | None = None
 
     def end(self, adapter: EngineAdapter, pool: SnapshotPool) -> None:
         """Give the engine the state that this rank had left; a collective of its stage."""
@@ -145,7 +95,7 @@ class Rest:
 
 
 def rest_of(
-    job: Job, pool: SnapshotPool, window: MemoryState, last: int, small: Mapping[str, Any], upstream: Upstream | None
+    job: Job, pool: SnapshotPool, window: MemoryState, last: int, small: Mapping[str, Any], stage_logs: StageLogs
 ) -> Rest | None:
     """Agree on who rests, and load what this rank goes on with; a collective.
 
@@ -155,35 +105,57 @@ def rest_of(
         window: that is replayed, as the life before left it.
         last: its last iteration.
         small: the small state of its first one.
-        upstream: keeps the logs for this life; None, on all ranks, where nothing is logged.
+        stage_logs: keeps the logs for this life.
 
     Returns:
         None where all stages replay; a warning then says why.
     """
-    kept, states, logged = _kept(job, window, _obstacle(job, small, upstream))
+    kept, states, logs = _kept(job, window, _obstacle(job, small))
     everyone = [Kept(**one) for one in job.group.gather(vars(kept))]
     choice = choose(everyone, last)
     if choice is None:
-        if job.group.rank == 0:
-            logger.warning("all stages replay the window: %s", _why(everyone, window.iteration))
+        reasons = [one.problem for one in everyone if one.problem is not None]
+        _all_replay(job, [*reasons, "no stage's ranks have all left a state and the logs up to it"][0])
         return None
-    snapshot, logs, problem = None, dict[int, MemoryState](), None
-    if job.group.rank in choice.ranks and upstream is not None:
+    until, stages = choice
+    rest = Rest(until, stages, frozenset(rank for rank, one in enumerate(everyone) if one.stage in stages))
+    problem = None
+    if job.group.rank in rest.ranks:
         try:
-            snapshot = _loaded(pool, states[choice.until])
-            logs = upstream.adopt([log for at, log in logged.items() if at <= choice.until])
+            rest.snapshot = _loaded(pool, states[until])
+            rest.logs = stage_logs.adopt([log for at, log in logs.items() if at <= until])
         except (CheckpointError, OSError) as error:
             problem = f"rank {job.group.rank}: {error}"
     problems = [one for one in job.group.gather(problem) if one is not None]
     if problems:
-        if snapshot is not None:
-            pool.release(snapshot)
-        if upstream is not None:
-            upstream.forget()  # also adopted ones: this life makes those iterations again
-        if job.group.rank == 0:
-            logger.warning("all stages replay the window: %s", "; ".join(problems))
+        if rest.snapshot is not None:
+            pool.release(rest.snapshot)
+        stage_logs.forget()  # also adopted ones: this life makes those iterations again
+        _all_replay(job, "; ".join(problems))
         return None
-    return Rest(choice, logs, snapshot)
+    return rest
+
+
+def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _ByIteration, _ByIteration]:
+    """What this rank has, verified; and where its whole states and its logs lie."""
+    pipeline = job.adapter.pipeline
+    assert pipeline is not None
+    own = [
+        state
+        for state in memory_states(job.run.run_id)
+        if state.rank == job.group.rank
+        and (state.life, state.branch) == (window.life, window.branch)
+        and state.iteration > window.iteration
+        and state.place != "replica"
+        and verify_memory_state(state) is None
+    ]
+    whole = (one for one in own if one.kind in ("departure", "snapshot") and one.oldest_iteration == one.iteration)
+    states = {one.iteration: one for one in whole}
+    logs = {one.iteration: one for one in own if one.kind == "upstream"}
+    logged = window.iteration
+    while logged + 1 in logs:
+        logged += 1
+    return Kept(pipeline.stage, tuple(sorted(states)), logged, obstacle), states, logs
 
 
 def _loaded(pool: SnapshotPool, state: MemoryState) -> Snapshot:
@@ -199,9 +171,8 @@ def _loaded(pool: SnapshotPool, state: MemoryState) -> Snapshot:
     return snapshot
 
 
-def _obstacle(job: Job, small: Mapping[str, Any], upstream: Upstream | None) -> str | None:
-    if upstream is None:
-        return "what its stages send is not logged"
+def _obstacle(job: Job, small: Mapping[str, Any]) -> str | None:
+    """Why no stage of this pipeline may rest."""
     if job.shard.frozen:
         return "it has parameters outside the optimizer"
     if small["registered"]:
@@ -209,82 +180,6 @@ def _obstacle(job: Job, small: Mapping[str, Any], upstream: Upstream | None) -> 
     return None
 
 
-def _why(kept: Sequence[Kept], first: int) -> str:
-    problem = next((rank.problem for rank in kept if rank.problem is not None), None)
-    if problem is not None:
-        return problem
-    parts = []
-    for number, rank in enumerate(kept):
-        left = f"the state of iteration {rank.iterations[-1]}" if rank.iterations else "no state"
-        logs = f"logs up to iteration {rank.logged}" if rank.logged > first else "no logs"
-        parts.append(f"rank {number} (stage {rank.stage}) has left {left} and {logs}")
-    return "; ".join(parts)
-
-
-class StageLogs:
-    """Does nothing without a pipeline of several stages.
-
-    Args:
-        job: this rank's.
-        memory: names and stamps of the files.
-        iterations: that are kept at first.
-
-    Attributes:
-        of_pipeline: whether there are several stages.
-        upstream: the logs; None where there are none, or nothing can be logged, on all ranks.
-    """
-
-    def __init__(self, job: Job, memory: SharedMemory, iterations: int) -> None:
-        pipeline = job.adapter.pipeline
-        self._job, self._traffic = job, None if pipeline is None else pipeline.traffic
-        self.of_pipeline = self._traffic is not None
-        self.upstream: Upstream | None = None
-        if self._traffic is None:
-            return
-        if self._traffic.obstacle is None:
-            self.upstream = Upstream(memory, job.adapter.device, self._report, self._room)
-            self.upstream.keep(iterations)
-            self._traffic.follow(self.upstream)
-        elif job.group.rank == 0:
-            self._report(f"a lost stage replays together with all others: {self._traffic.obstacle}", logging.WARNING)
-
-    def keep(self, iterations: int) -> None:
-        """Keep so many from now on."""
-        if self.upstream is not None:
-            self.upstream.keep(iterations)
-
-    def repeat(self, rest: Rest) -> None:
-        """From the next step on this rank repeats what it had logged."""
-        assert self._traffic is not None
-        self._traffic.repeat(LoggedSteps(rest.logs, rest.choice.ranks, self.forget))
-
-    def pause(self, *, paused: bool) -> None:
-        """Log nothing meanwhile."""
-        if self.upstream is not None:
-            self.upstream.paused = paused
-
-    def go_on(self) -> None:
-        """The next step is computed."""
-        if self._traffic is not None:
-            self._traffic.go_on()
-
-    def forget(self) -> None:
-        """No log leads to the run's state any more."""
-        if self.upstream is not None:
-            self.upstream.forget()
-
-    def close(self, *, remove: bool) -> None:
-        """The engine is as before, and the memory goes; see `MemoryFile.close`."""
-        if self._traffic is not None:
-            self._traffic.stop()
-        if self.upstream is not None:
-            self.upstream.close(remove=remove)
-
-    def _room(self) -> int:
-        """Bytes for this rank: half of what is left is for later windows, and for others."""
-        return min(available_host_bytes(), shared_memory_left()) // (2 * len(self._job.run.local_ranks))
-
-    def _report(self, message: str, level: int) -> None:
-        if level == logging.INFO and self._job.group.rank != self._job.adapter.data_parallel_ranks[0]:
-            return  # the first of each stage is enough
-        self._job.journal.event("stages logged", message, level=level)
+def _all_replay(job: Job, why: str) -> None:
+    if job.group.rank == 0:
+        logger.warning("all stages replay the window: %s", why)

@@ -14,12 +14,11 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.adapter import StepRepeater
 from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, SaveError
-from cpsr.experts.memory_turns import CopyBudget
 from cpsr.job import Job
-from cpsr.replay.conversion import Replaying
+from cpsr.replay.conversion import Conversion
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
 from cpsr.replay.schedule import WindowLayout, has_shifted, schedule, sparse_window, units_of
-from cpsr.replay.stages import StageLogs
+from cpsr.replay.stage_logs import stage_logs
 
 __all__ = ["Windows"]
 
@@ -47,19 +46,19 @@ class Windows:
         self._compute = job.adapter.compute_dtypes()
         self._popularity: Mapping[str, float] = {}
         self._order_units()
-        self._replaying: Replaying | None = None
+        self._replaying: Conversion | None = None
         self._steps = job.adapter.repeated_steps() if isinstance(job.adapter, StepRepeater) else None
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = PAGE_BYTES + self._layout.bytes
-        files = _files(job, self.file_bytes)
+        files = _files(job)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
         self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, self._report, files, pool.writes)
         self._off = self._without_place = False
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
-        self._copies = CopyBudget()
-        self._logs = StageLogs(job, memory, files * len(self._layout.turns))  # since the oldest window that is left
+        self._logs = stage_logs(job, memory)
+        self._keep_logs()
 
     def follow(self, on_sealed: OnSealed) -> None:
         """Call this for each window that is sealed; from another thread."""
@@ -85,15 +84,16 @@ class Windows:
         state = memory_state(path)
         if state is None or left is None:
             raise CheckpointError(f"{path} holds no window any more")
-        replaying = self._replaying = Replaying(self._job, self._pool, state, left, self._steps, self._logs)
+        forget = self._forget_windows
+        replaying = self._replaying = Conversion(self._job, self._pool, state, left, self._steps, self._logs, forget)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(replaying.last - replaying.first + 1)
             self._agreed = -1, len(self._layout.turns)
-            self._logs.keep(self._recorder.files * len(self._layout.turns))
+            self._keep_logs()
         return path
 
     def rest(self) -> None:
-        """See `Replaying.rest`; a collective, once all ranks have kept their windows."""
+        """See `Conversion.rest`; a collective, once all ranks have kept their windows."""
         if self._replaying is not None:
             self._replaying.rest()
 
@@ -135,14 +135,13 @@ class Windows:
 
     def before_update(self) -> None:
         """The optimizer is about to change the state."""
-        copied = None if self._recorder is None else self._recorder.finish()
-        if copied is not None:
-            self._copies.note(copied.bytes, copied.seconds, copied.overlap_seconds)
+        if self._recorder is not None:
+            self._recorder.finish()
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state."""
         if self._replaying is not None:
-            self._replaying.after_step(iteration, self._forget_windows)
+            self._replaying.after_step(iteration)
 
     def ends_after(self, iteration: int) -> bool:
         """Whether a window ends with this iteration; the same on all ranks, right after the step."""
@@ -168,7 +167,7 @@ class Windows:
         """
         replaying = self._replaying
         if replaying is not None:
-            if not replaying.check(iteration, self._forget_windows):
+            if not replaying.check(iteration):
                 return None
             self._end_replay()
         if self._recorder is None or self._off:
@@ -179,7 +178,7 @@ class Windows:
             return self._recorder.capture(step, iteration, outcome, send=send)
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
-            self._logs.keep(self._recorder.files * len(self._layout.turns))
+            self._keep_logs()
         self._first = iteration
         small = small_state if len(self._layout.turns) == 1 else partial(_complete, small_state)
         return self._recorder.begin_window(self._layout, iteration, small, send=send)
@@ -218,16 +217,24 @@ class Windows:
         self._end_replay()
         self._first = None
         self._forget_windows()
-        self._logs.forget()
+        if self._logs is not None:
+            self._logs.forget()
 
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""
         self._end_replay()
-        self._logs.close(remove=remove)
+        if self._logs is not None and self._job.adapter.pipeline is not None:
+            self._job.adapter.pipeline.traffic.stop()
+            self._logs.close(remove=remove)
         if self._steps is not None:
             self._steps.close()
         if self._recorder is not None:
             self._recorder.close(remove=remove)
+
+    def _keep_logs(self) -> None:
+        """Of what stages have sent since the oldest window that is left."""
+        if self._logs is not None and self._recorder is not None:
+            self._logs.keep(self._recorder.files * len(self._layout.turns))
 
     def _step(self, iteration: int) -> int:
         """Its place in the window that was begun last; 0 where the next one begins with it."""
@@ -261,7 +268,7 @@ class Windows:
 
     def _wanted_iterations(self) -> int:
         """The fewest that this rank's forward and backward hide; as now until a copy was measured."""
-        budget = self._copies.bytes
+        budget = None if self._recorder is None else self._recorder.copies.bytes
         if budget is None or not self._units:
             return len(self._layout.turns)
         frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
@@ -299,10 +306,7 @@ def _complete(small_state: Callable[[], Any]) -> Any:
     return small
 
 
-def _files(job: Job, file_bytes: int) -> int:
-    """How many windows have memory: with peers one more, for the one that they have, where all have room for it."""
-    ranks = job.run.local_ranks
-    if job.config.peers.replicas == 0 or len(ranks) == job.group.size:
-        return FILES
-    left = room_in_memory(job.run.run_id, ranks, prefix="window-")
-    return FILES_WITH_PEERS if job.group.all(FILES_WITH_PEERS * file_bytes * len(ranks) <= left) else FILES
+def _files(job: Job) -> int:
+    """How many windows have memory: with peers one more, for the one that they have."""
+    alone = job.config.peers.replicas == 0 or len(job.run.local_ranks) == job.group.size
+    return FILES if alone else FILES_WITH_PEERS

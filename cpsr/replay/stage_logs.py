@@ -17,16 +17,17 @@ import torch
 
 from cpsr.checkpoint.device_copy import Pinning, new_event
 from cpsr.checkpoint.loading import dtype_name
-from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_reader import OpenState
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.engines.adapter import Operation
 from cpsr.errors import CheckpointError, SaveError
+from cpsr.job import Job
 from cpsr.state.shard import Shard
 
-__all__ = ["SLOT", "LoggedSteps", "Upstream"]
+__all__ = ["LoggedSteps", "StageLogs", "stage_logs"]
 
-SLOT = "upstream-"
 LEAST = 2  # iterations; a failure loses at least as many
 _ALIGNED = 64
 _WHOLE = "all"
@@ -42,7 +43,31 @@ class _Slot:
     sealed: "Future[None] | None" = None
 
 
-class Upstream:
+def stage_logs(job: Job, memory: SharedMemory) -> "StageLogs | None":
+    """Log what this rank's stage sends; a collective. None without a pipeline of several stages, or with an obstacle."""
+    pipeline, group = job.adapter.pipeline, job.group
+    if pipeline is None:
+        return None
+
+    def report(message: str, level: int) -> None:
+        if level != logging.INFO or group.rank == job.adapter.data_parallel_ranks[0]:  # one of each stage is enough
+            job.journal.event("stages logged", message, level=level)
+
+    def room() -> int:
+        """Half of what is left is for later windows, and for others."""
+        return min(available_host_bytes(), shared_memory_left()) // (2 * len(job.run.local_ranks))
+
+    obstacles = [one for one in group.gather(pipeline.traffic.obstacle) if one is not None]
+    if obstacles:
+        if group.rank == 0:
+            report(f"a lost stage replays together with all others: {obstacles[0]}", logging.WARNING)
+        return None
+    logs = StageLogs(memory, job.adapter.device, report, room)
+    pipeline.traffic.follow(logs)
+    return logs
+
+
+class StageLogs:
     """A `TrafficLog`. An error ends the log of that iteration, never the training.
 
     Args:
@@ -52,8 +77,6 @@ class Upstream:
         room: bytes that they may take.
 
     Attributes:
-        iterations: as many are wanted.
-        bytes: of one iteration; 0 until the first was measured.
         paused: nothing is logged: norms are not what they were where gradients of repeated iterations are left out.
     """
 
@@ -61,13 +84,14 @@ class Upstream:
         self, memory: SharedMemory, device: torch.device, report: Callable[[str, int], None], room: Callable[[], int]
     ) -> None:
         self._memory, self._report, self._room = memory, report, room
-        self._fitting = 0
         self._device = device if device.type == "cuda" else None
         self._stream: Any = None
         if self._device is not None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call] # torch's stub has no types
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-upstream")
-        self.iterations, self.bytes, self.paused = 0, 0, False
+        self.paused = False
+        self._wanted = self._kept = 0  # iterations that windows need, and that there is memory for
+        self._bytes = 0  # of one iteration; 0 until the first was measured
         self._slots: list[_Slot] = []
         self._slot: _Slot | None = None  # that is filled
         self._off = self._dropped = False
@@ -78,10 +102,9 @@ class Upstream:
 
     def keep(self, iterations: int) -> None:
         """Keep so many from now on; without it nothing is logged."""
-        if iterations > self.iterations:
-            self.iterations = iterations
-            if self.bytes:
-                self._fit()
+        if iterations > self._wanted:
+            self._wanted = iterations
+            self._fit()
 
     # TrafficLog
 
@@ -96,8 +119,7 @@ class Upstream:
             slot.iteration = iteration
             slot.file.unseal()
         except (OSError, SaveError) as error:
-            self._off = self._dropped = True
-            self._say(f"no logs of what stages send are kept in this life: {error}. A failure then repeats all stages")
+            self._give_up(error)
 
     def add(self, operation: Operation, values: torch.Tensor | None, plain: Any = None) -> None:
         """See `TrafficLog.add`."""
@@ -117,9 +139,8 @@ class Upstream:
 
     def end(self, applied: bool, form: Any) -> None:
         """Seal it beside the training."""
-        if self._end > self.bytes:
-            self.bytes = -(-self._end // PAGE_BYTES) * PAGE_BYTES
-            self._fit()
+        if self._end > self._bytes:
+            self._fit(self._end)
         slot, self._slot = self._slot, None
         if slot is None or self._dropped:
             return
@@ -152,13 +173,12 @@ class Upstream:
             found = describe(log.path)
             if found is None:
                 raise OSError(f"{log.path} holds no log any more")
-            file = self._memory.file(f"{SLOT}{_number_in(log.path.name)}", found[3][0])
+            file = self._memory.file(f"upstream-{_number_in(log.path.name)}", found[3][0])
             self._slots.append(_Slot(file, None, log.iteration))
             file.restamp(self._memory.life, self._memory.branch)
-            self.bytes = max(self.bytes, found[3][0])
             kept[log.iteration] = replace(log, life=self._memory.life, branch=self._memory.branch)
-        if kept:
-            self._fit()
+        if self._slots:
+            self._fit(max(slot.file.bytes.numel() for slot in self._slots))
         return kept
 
     def forget(self) -> None:
@@ -180,28 +200,23 @@ class Upstream:
     def _next(self) -> _Slot:
         """The file of the oldest iteration, or one more."""
         if len(self._slots) < self._kept:
-            slot = _Slot(self._file(self._free_number()), None, -1)
+            taken = {_number_in(slot.file.path.name) for slot in self._slots}
+            number = next(number for number in range(len(taken) + 1) if number not in taken)
+            slot = _Slot(self._memory.file(f"upstream-{number}", self._bytes), None, -1)
             self._slots.append(slot)
         else:
             slot = min(self._slots, key=lambda one: one.iteration)
             if slot.sealed is not None:
                 slot.sealed.result()
-            if slot.file.bytes.numel() < self.bytes:
+            if slot.file.bytes.numel() < self._bytes:
                 number = _number_in(slot.file.path.name)
                 if slot.pinning is not None:
                     slot.pinning.undo()
                 slot.file.close(remove=True)
-                slot.file, slot.pinning = self._file(number), None
+                slot.file, slot.pinning = self._memory.file(f"upstream-{number}", self._bytes), None
         if self._device is not None and slot.pinning is None:
             slot.pinning = Pinning(slot.file.bytes, self._device)
         return slot
-
-    def _free_number(self) -> int:
-        taken = {_number_in(slot.file.path.name) for slot in self._slots}
-        return next(number for number in range(len(taken) + 1) if number not in taken)
-
-    def _file(self, number: int) -> MemoryFile:
-        return self._memory.file(f"{SLOT}{number}", self.bytes)
 
     def _keep(self, target: torch.Tensor, source: torch.Tensor) -> None:
         try:
@@ -231,32 +246,31 @@ class Upstream:
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
 
-    @property
-    def _kept(self) -> int:
-        """Iterations that have a file."""
-        return min(self.iterations, self._fitting)
-
-    def _fit(self) -> None:
-        """As many as there is memory for, now that the size of one is known."""
-        if not self.iterations:
+    def _fit(self, size: int = 0) -> None:
+        """As many as there is memory for, now that the size of one is known, or has grown."""
+        self._bytes = max(self._bytes, -(-size // PAGE_BYTES) * PAGE_BYTES)
+        if not self._bytes:
             return
         there = sum(slot.file.bytes.numel() for slot in self._slots)
         try:
-            self._fitting = (self._room() + there) // self.bytes
+            self._kept = min(self._wanted, (self._room() + there) // self._bytes)
         except OSError as error:
-            self._off = True
-            self._say(f"no logs of what stages send are kept in this life: {error}. A failure then repeats all stages")
+            self._give_up(error)
             return
-        each, total = self.bytes / 1e6, self._kept * self.bytes / 1e6
-        if self._kept < self.iterations:
+        each, total = self._bytes / 1e6, self._kept * self._bytes / 1e6
+        if self._kept < self._wanted:
             self._report(
-                f"of the {self.iterations} iterations since the oldest window, host memory takes what this stage sends "
-                f"to others ({each:.2f} MB) for {self._kept}: a failure after more of them repeats all stages",
+                f"of the {self._wanted} iterations since the oldest window, host memory takes what this stage sends to "
+                f"others ({each:.2f} MB) for {self._kept}: a failure after more of them repeats all stages",
                 logging.WARNING,
             )
         else:
             text = f"{each:.2f} MB an iteration, {self._kept} iterations, {total:.1f} MB of host memory"
             self._report(f"what this stage sends to others is logged: {text}", logging.INFO)
+
+    def _give_up(self, error: Exception) -> None:
+        self._off = self._dropped = True
+        self._say(f"no logs of what stages send are kept in this life: {error}. A failure then repeats all stages")
 
     def _say(self, message: str) -> None:
         kind = message.partition(":")[0].partition(" in iteration ")[0]

@@ -10,7 +10,7 @@ from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
 from cpsr.engines.adapter import Operation
 from cpsr.errors import CheckpointError
-from cpsr.replay.upstream import LoggedSteps, Upstream
+from cpsr.replay.stage_logs import LoggedSteps, StageLogs
 
 RUN = "0123456789abcdef"
 SENT = Operation("send", "1", "", (3, 4), "float32")
@@ -23,16 +23,16 @@ class Logs:
         self.directory, self.said = directory, list[str]()
         memory = SharedMemory(RUN, 0, life, directory, wait_seconds=0.1)
         report = lambda message, level: self.said.append(message)  # noqa: E731
-        self.upstream = Upstream(memory, torch.device("cpu"), report, lambda: room)
+        self.stage = StageLogs(memory, torch.device("cpu"), report, lambda: room)
 
     def train(self, iteration: int, values: torch.Tensor | None = None) -> None:
-        self.upstream.begin(iteration)
-        self.upstream.add(Operation("load"), None, {"states": iteration})
-        self.upstream.add(SENT, torch.full((3, 4), float(iteration)) if values is None else values)
-        self.upstream.end(iteration % 2 == 0, {"tuple": False, "tensors": [[[3, 4], "float32"]]})
+        self.stage.begin(iteration)
+        self.stage.add(Operation("load"), None, {"states": iteration})
+        self.stage.add(SENT, torch.full((3, 4), float(iteration)) if values is None else values)
+        self.stage.end(iteration % 2 == 0, {"tuple": False, "tensors": [[[3, 4], "float32"]]})
 
     def left(self) -> dict[int, MemoryState]:
-        self.upstream.close(remove=False)
+        self.stage.close(remove=False)
         return {state.iteration: state for state in memory_states(RUN, self.directory)}
 
 
@@ -40,11 +40,11 @@ class Logs:
 def logs(tmp_path: Path) -> Iterator[Logs]:
     made = Logs(tmp_path)
     yield made
-    made.upstream.close(remove=True)
+    made.stage.close(remove=True)
 
 
 def test_what_was_sent_comes_back_in_order_bit_for_bit(logs: Logs) -> None:
-    logs.upstream.keep(4)
+    logs.stage.keep(4)
     for iteration in range(1, 10):
         logs.train(iteration)
     left = logs.left()
@@ -62,7 +62,7 @@ def test_what_was_sent_comes_back_in_order_bit_for_bit(logs: Logs) -> None:
 
 
 def test_the_first_iteration_is_measured_and_what_grows_is_kept_from_the_next_on(logs: Logs) -> None:
-    logs.upstream.keep(8)
+    logs.stage.keep(8)
     for iteration in (1, 2):
         logs.train(iteration)
     for iteration in (3, 4, 5):
@@ -74,22 +74,22 @@ def test_the_first_iteration_is_measured_and_what_grows_is_kept_from_the_next_on
 
 def test_with_little_memory_fewer_iterations_are_kept_and_it_says_so(tmp_path: Path) -> None:
     logs = Logs(tmp_path, room=3 * 4096)
-    logs.upstream.keep(8)
+    logs.stage.keep(8)
     for iteration in range(1, 10):
         logs.train(iteration)
     assert sorted(logs.left()) == [7, 8, 9]
     assert "for 3: a failure after more of them repeats all stages" in logs.said[0]
-    logs.upstream.close(remove=True)
+    logs.stage.close(remove=True)
 
 
 def test_the_next_life_keeps_the_logs_and_overwrites_the_oldest(logs: Logs, tmp_path: Path) -> None:
-    logs.upstream.keep(4)
+    logs.stage.keep(4)
     for iteration in range(1, 6):
         logs.train(iteration)
     left = logs.left()
     later = Logs(tmp_path, life=2)
-    later.upstream.keep(5)
-    kept = later.upstream.adopt(list(left.values()))
+    later.stage.keep(5)
+    kept = later.stage.adopt(list(left.values()))
     assert sorted(kept) == [2, 3, 4, 5]
     assert {state.life for state in kept.values()} == {2}
     _, sent = LoggedSteps(kept, frozenset({0}), lambda: None).operations(3)
@@ -98,11 +98,11 @@ def test_the_next_life_keeps_the_logs_and_overwrites_the_oldest(logs: Logs, tmp_
     later.train(6)
     later.train(7)
     assert sorted(later.left()) == [3, 4, 5, 6, 7]  # there are five files now
-    later.upstream.close(remove=True)
+    later.stage.close(remove=True)
 
 
 def test_a_damaged_log_is_told(logs: Logs) -> None:
-    logs.upstream.keep(4)
+    logs.stage.keep(4)
     for iteration in range(1, 4):
         logs.train(iteration)
     left = logs.left()
