@@ -35,7 +35,9 @@ class TokenHistory:
 
     def __init__(self, layers: Sequence[ExpertLayer], iteration: int = 0) -> None:
         self._layers = tuple(layers)
-        self.experts = tuple(Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts))
+        self.experts = tuple(
+            Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)
+        )
         self._ends = numpy.cumsum([layer.experts for layer in layers])[:-1]
         self.iteration = iteration
         self._sums = numpy.zeros(len(self.experts))

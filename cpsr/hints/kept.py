@@ -52,7 +52,8 @@ class KeptCheckpoints:
     def __init__(self, run_dir: Path, name: str, identity: Mapping[str, Any]) -> None:
         self._identity = dict(identity)
         try:
-            self._require_same_call(run_dir)  # before another call, which may still run, is told that this one has begun
+            # Before another call, which may still run, is told that this one has begun.
+            self._require_same_call(run_dir)
             make_directory(run_dir)
             life = newest_claim(run_dir) + 1
             claims = HeartbeatFiles(run_dir, life)
@@ -77,7 +78,9 @@ class KeptCheckpoints:
     def _require_same_call(self, run_dir: Path) -> None:
         """Compare the call with that of the newest checkpoint that can be read; all of a directory are of one."""
         if (run_dir / "run.json").exists():
-            raise RunMismatchError(f"{run_dir} is the run directory of a training; nothing was changed: use another one")
+            raise RunMismatchError(
+                f"{run_dir} is the run directory of a training; nothing was changed: use another one"
+            )
         for info in reversed(scan(run_dir / "checkpoints").checkpoints):
             try:
                 saved = load_branch(info.directory, read_manifest(info.directory), 0, ["identity"])
@@ -86,9 +89,9 @@ class KeptCheckpoints:
             differing = [key for key, value in self._identity.items() if saved.get(key) != value]
             if differing:
                 raise RunMismatchError(
-                    f"{run_dir} holds a checkpoint of {saved['function']}, but this differs: {', '.join(differing)}. No "
-                    "checkpoint was changed. Call it as before to go on, or remove the directory or use another run_dir "
-                    "to begin anew"
+                    f"{run_dir} holds a checkpoint of {saved['function']}, but this differs: {', '.join(differing)}. "
+                    "No checkpoint was changed. Call it as before to go on, or remove the directory or use another "
+                    "run_dir to begin anew"
                 )
             return
 

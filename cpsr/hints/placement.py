@@ -3,10 +3,10 @@
 All checkpoints so far and the next one together may take no more than the allowed fraction of the function's own time.
 The next one may take twice as long as the longest of the last few, since a disk's time varies.
 
-In loops of known length, once each of their hints was reached, the optimum of the paper chooses among the hints to come,
-by the times measured so far. It places again after twice as many hints, since the first times are the least certain.
-One that is chosen before the allowance allows it is taken at the next hint. Elsewhere, as in `while` loops, a hint is a
-checkpoint as soon as the allowance allows it.
+In loops of known length, once each of their hints was reached, the optimum of the paper chooses among the hints to
+come, by the times measured so far. It places again after twice as many hints, since the first times are the least
+certain. One that is chosen before the allowance allows it is taken at the next hint. Elsewhere, as in `while` loops, a
+hint is a checkpoint as soon as the allowance allows it.
 
 Source: Wong and Zhang, CheckHint: User-assisted Static Checkpointing for ML. Its recurrence (section 2.2) places l
 checkpoints among n hints, so that the expected time to repeat work after failures is least; loops are unrolled.

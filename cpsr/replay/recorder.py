@@ -309,6 +309,8 @@ class Recorder:
 
     def forget(self) -> None:
         """The run has gone back: no window leads to its state."""
+        if not any(self._files):
+            return
         self.finish()
         if self._window is not None:
             self._drop(self._window)
@@ -335,10 +337,11 @@ class Recorder:
         if running is not None:
             self._confirm(running)
         self._worker.shutdown(wait=True)
-        for pinning in self._pinnings.values():
-            pinning.undo()
-        for file in self._files:
+        while self._pinnings:
+            self._pinnings.popitem()[1].undo()
+        for slot, file in enumerate(self._files):
             if file is not None:
+                self._files[slot] = None
                 file.close(remove=remove)
 
     def _pairs(self, window: Window, step: int, shard: Shard) -> _Pairs:

@@ -44,7 +44,7 @@ class _Slot:
 
 
 def stage_logs(job: Job, memory: SharedMemory) -> "StageLogs | None":
-    """Log what this rank's stage sends; a collective. None without a pipeline of several stages, or with an obstacle."""
+    """Log what this rank's stage sends; a collective. None where there are no stages, or steps cannot be repeated."""
     pipeline, group = job.adapter.pipeline, job.group
     if pipeline is None:
         return None

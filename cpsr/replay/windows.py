@@ -53,7 +53,7 @@ class Windows:
         files = _files(job)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
-        self._recorder: Recorder | None = Recorder(memory, job.adapter.shard, self._report, files, pool.writes)
+        self._recorder = Recorder(memory, job.adapter.shard, self._report, files, pool.writes)
         self._off = self._without_place = False
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
@@ -62,8 +62,7 @@ class Windows:
 
     def follow(self, on_sealed: OnSealed) -> None:
         """Call this for each window that is sealed; from another thread."""
-        if self._recorder is not None:
-            self._recorder.on_sealed = on_sealed
+        self._recorder.on_sealed = on_sealed
 
     def settle(self, path: Path) -> Path:
         """Keep the window that this life begins with, before the states of earlier lives are void.
@@ -78,13 +77,12 @@ class Windows:
             CheckpointError: it is damaged.
             OSError: it is not there any more, or another process has it.
         """
-        assert self._recorder is not None
         left = memory_state(path)
         path = self._recorder.adopt(path)
         state = memory_state(path)
         if state is None or left is None:
             raise CheckpointError(f"{path} holds no window any more")
-        forget = self._forget_windows
+        forget = self._recorder.forget
         replaying = self._replaying = Conversion(self._job, self._pool, state, left, self._steps, self._logs, forget)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(replaying.last - replaying.first + 1)
@@ -102,7 +100,6 @@ class Windows:
 
         A collective, after `settle`.
         """
-        assert self._recorder is not None
         if self._replaying is not None:
             self._replaying.start()
         problem = None
@@ -115,14 +112,13 @@ class Windows:
             self._off = True
             if self._replaying is None:
                 self._recorder.close(remove=True)
-                self._recorder = None
             message = "no windows are kept in this life, and a failure goes back to the newest checkpoint"
             self._report(f"{message}: {'; '.join(problems)}", once=True)
 
     @property
     def iterations(self) -> int | None:
         """Of windows that begin now, as agreed; None where none are taken."""
-        return None if self._off or self._recorder is None else self._agreed[1]
+        return None if self._off else self._agreed[1]
 
     def replays(self) -> bool | None:
         """Whether this rank computes the steps of a window that is replayed; None where none is, any more."""
@@ -130,13 +126,11 @@ class Windows:
 
     def look(self) -> None:
         """A forward begins; see `Recorder.look`."""
-        if self._recorder is not None:
-            self._recorder.look()
+        self._recorder.look()
 
     def before_update(self) -> None:
         """The optimizer is about to change the state."""
-        if self._recorder is not None:
-            self._recorder.finish()
+        self._recorder.finish()
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state."""
@@ -146,7 +140,7 @@ class Windows:
     def ends_after(self, iteration: int) -> bool:
         """Whether a window ends with this iteration; the same on all ranks, right after the step."""
         replaying = self._replaying is not None and iteration < self._replaying.until
-        if self._recorder is None or self._off or replaying:
+        if self._off or replaying:
             return False
         step = self._step(iteration)
         return self._iterations_from(iteration) == 1 if step == 0 else step + 1 == len(self._layout.turns)
@@ -170,7 +164,7 @@ class Windows:
             if not replaying.check(iteration):
                 return None
             self._end_replay()
-        if self._recorder is None or self._off:
+        if self._off:
             return None
         step = self._step(iteration)
         if step > 0:
@@ -195,8 +189,7 @@ class Windows:
 
     def replicated(self, iteration: int | None) -> None:
         """Other machines have this window of every rank; see `Recorder.replicated`."""
-        if self._recorder is not None:
-            self._recorder.replicated(iteration)
+        self._recorder.replicated(iteration)
 
     def agree(self, iteration: int) -> None:
         """Find the number of iterations anew from what was measured, for windows that begin later; a collective.
@@ -216,7 +209,7 @@ class Windows:
         """The run has gone back, or elsewhere: no window leads there."""
         self._end_replay()
         self._first = None
-        self._forget_windows()
+        self._recorder.forget()
         if self._logs is not None:
             self._logs.forget()
 
@@ -228,12 +221,11 @@ class Windows:
             self._logs.close(remove=remove)
         if self._steps is not None:
             self._steps.close()
-        if self._recorder is not None:
-            self._recorder.close(remove=remove)
+        self._recorder.close(remove=remove)
 
     def _keep_logs(self) -> None:
         """Of what stages have sent since the oldest window that is left."""
-        if self._logs is not None and self._recorder is not None:
+        if self._logs is not None:
             self._logs.keep(self._recorder.files * len(self._layout.turns))
 
     def _step(self, iteration: int) -> int:
@@ -245,10 +237,6 @@ class Windows:
         """Of a window that begins with this iteration."""
         agreed_at, iterations = self._agreed
         return iterations if iteration > agreed_at else len(self._layout.turns)
-
-    def _forget_windows(self) -> None:
-        if self._recorder is not None:
-            self._recorder.forget()
 
     def _end_replay(self) -> None:
         replaying, self._replaying = self._replaying, None
@@ -268,7 +256,7 @@ class Windows:
 
     def _wanted_iterations(self) -> int:
         """The fewest that this rank's forward and backward hide; as now until a copy was measured."""
-        budget = None if self._recorder is None else self._recorder.copies.bytes
+        budget = self._recorder.copies.bytes
         if budget is None or not self._units:
             return len(self._layout.turns)
         frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
@@ -278,7 +266,7 @@ class Windows:
         """So many, or fewer where this machine lacks the memory: later turns keep weights of more iterations."""
         ranks = self._job.run.local_ranks
         left = room_in_memory(self._job.run.run_id, ranks, prefix="window-")
-        room = left / (len(ranks) * (FILES if self._recorder is None else self._recorder.files))
+        room = left / (len(ranks) * self._recorder.files)
         while wanted > 1 and self._bytes_of(wanted) > room:
             wanted = wanted * 3 // 4
         return wanted

@@ -110,7 +110,7 @@ def count(one: torch.Tensor, other: torch.Tensor) -> int:
 
 
 def earliest(turns: Mapping[str, int]) -> dict[str, int]:
-    """Over all ranks, as `Replaying` agrees on them."""
+    """Over all ranks, as `Conversion` agrees on them."""
     every: list[Any] = [None] * deepspeed.comm.get_world_size()
     torch.distributed.all_gather_object(every, dict(turns))
     return {name: min(one[name] for one in every if name in one) for one in every for name in one}

@@ -65,7 +65,7 @@ def test_replicas_of_different_shapes() -> None:
     parts: dict[int, dict[str, SavedSlice]] = {0: {}, 1: {name: (SHAPE, 0, 12)}, 2: {name: ((3, 4), 0, 12)}}
     message = wrong_experts(parts, {}, MODULE_LIST)
     assert message is not None
-    assert message.startswith(f"rank 2 has '{name}' (expert 3 of layer 'a') in shape (3, 4), and rank 1 in (4, 3): ")
+    assert message.startswith(f"'{name}' (expert 3 of layer 'a') is (3, 4) on rank 2 and (4, 3) on rank 1: ")
     assert "number over all ranks" in message
     assert wrong_experts(parts, {}, MODULE_LIST, [name]) == message
     assert wrong_experts(parts, {}, MODULE_LIST, []) is None, "a buffer may be of any size on each rank"
