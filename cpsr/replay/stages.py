@@ -14,7 +14,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import CheckpointError
 from cpsr.job import Job
-from cpsr.replay.stage_logs import StageLogs
+from cpsr.replay.stage_traffic import StageLogs
 
 __all__ = ["Kept", "Rest", "choose", "rest_of"]
 

@@ -18,7 +18,7 @@ from cpsr.job import Job
 from cpsr.replay.conversion import Conversion
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
 from cpsr.replay.schedule import WindowLayout, has_shifted, schedule, sparse_window, units_of
-from cpsr.replay.stage_logs import stage_logs
+from cpsr.replay.stage_traffic import stage_logs
 
 __all__ = ["Windows"]
 
