@@ -1,6 +1,5 @@
 """How often the job fails, in all and in each class of failures: what was expected, corrected by what was seen."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,23 +38,12 @@ class FailureRate:
         prior_failures: weight of it, positive: as if so many failures had been seen before.
         failures: seen during the exposure; not whole where some count for this class in part.
         exposure_seconds: how long failures could have been seen; zero while nothing is known.
-
-    Raises:
-        ValueError: a number is not finite, negative, or zero where it must be positive.
     """
 
     prior_mtbf_hours: float
     prior_failures: float = 1.0
     failures: float = 0
     exposure_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("prior_mtbf_hours", "prior_failures"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, not {getattr(self, name)}")
-        for name in ("failures", "exposure_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, not {getattr(self, name)}")
 
     @property
     def shape(self) -> float:
@@ -78,13 +66,7 @@ class FailureRate:
         return 1 / (self.mean_per_second * SECONDS_PER_HOUR)
 
     def interval_per_second(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Central credible interval of lambda.
-
-        Raises:
-            ValueError: `confidence` does not lie between 0 and 1.
-        """
-        if not 0 < confidence < 1:
-            raise ValueError(f"confidence must lie between 0 and 1, not be {confidence}")
+        """Central credible interval of lambda; `confidence` lies between 0 and 1."""
         ends = (1 - confidence) / 2, (1 + confidence) / 2
         low, high = scipy.special.gammaincinv(self.shape, ends) / self.seconds
         return float(low), float(high)

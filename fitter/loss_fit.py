@@ -212,11 +212,10 @@ class LossFit:
         By Student's t, from the noise of single losses and what is unknown of the coefficients. Beyond the last
         iteration, how far the family strays from the run adds to it, in proportion to the distance.
 
-        Raises:
-            ValueError: `confidence` does not lie between 0 and 1.
+        Args:
+            iterations: where.
+            confidence: between 0 and 1.
         """
-        if not 0 < confidence < 1:
-            raise ValueError(f"confidence must lie between 0 and 1, not be {confidence}")
         places = numpy.asarray(iterations, dtype=numpy.float64)
         unknown = self._candidate.unknown(places.ravel()).reshape(places.shape) * self.noise_nats**2
         quantile = float(scipy.special.stdtrit(self.degrees_of_freedom, (1 + confidence) / 2))

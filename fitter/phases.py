@@ -53,9 +53,6 @@ class PhaseDetector:
         beta2: Adam's; moments that began as zeros are divided by `1 - beta2^updates`. Zero where the observed values
             are free of that bias already.
 
-    Raises:
-        ValueError: an argument does not lie in its range.
-
     Source: CPSR, sections V-A and V-C.
     """
 
@@ -66,11 +63,6 @@ class PhaseDetector:
         max_iterations: int = MAX_ITERATIONS,
         beta2: float = 0.999,
     ) -> None:
-        if not 0 < change_fraction < math.inf or not 1 <= min_iterations <= max_iterations or not 0 <= beta2 < 1:
-            raise ValueError(
-                "a phase needs a positive change_fraction, 1 <= min_iterations <= max_iterations and 0 <= beta2 < 1, "
-                f"not {change_fraction}, {min_iterations}, {max_iterations} and {beta2}"
-            )
         self.change_fraction = change_fraction
         self.min_iterations = min_iterations
         self.max_iterations = max_iterations

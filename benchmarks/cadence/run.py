@@ -36,10 +36,7 @@ class Size:
 def main(json_path: Path | None = None, size: Size | None = None, workdir: Path | None = None) -> None:
     """Measure, print the tables, and write the JSON file.
 
-    Args:
-        json_path: where the figures go.
-        size: how much is measured.
-        workdir: holds the runs' directories; by default a temporary one.
+    Arguments are the options of the command.
 
     Raises:
         CPSRError: a job failed.

@@ -41,11 +41,7 @@ def main(
 ) -> None:
     """Measure, print the table, and write the JSON file.
 
-    Args:
-        json_path: where the figures go.
-        rounds: of each way, in random order.
-        workdir: on the disk that is measured; by default the one for temporary files.
-        megabytes: sizes of the state.
+    Arguments are the options of the command. `megabytes`: sizes of the state.
 
     Raises:
         CPSRError: there is too little shared memory, or a checkpoint was not committed.

@@ -62,8 +62,7 @@ class SnapshotSize:
 def main(json_path: Path | None = None) -> None:
     """Compute, print the table, and write the JSON file.
 
-    Args:
-        json_path: where the figures go.
+    Arguments are the options of the command.
     """
     with measuring("experts", json_path) as call:
         found, busiest = sizes(), rank_bytes()

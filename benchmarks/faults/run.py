@@ -23,10 +23,7 @@ SHOWN_MAX = 20  # faults that were not survived; the JSON file has all
 def main(selection: Selection, json_path: Path | None = None, workdir: Path | None = None) -> None:
     """Inject everything, print the tables, and write the JSON file.
 
-    Args:
-        selection: what is injected.
-        json_path: where the figures go.
-        workdir: where the runs lie; by default the temporary directory.
+    Arguments are the options of the command.
 
     Raises:
         CPSRError: strace is absent; a fault was not survived, or there were fewer than there have to be (after

@@ -34,11 +34,7 @@ DEFAULT, FULL = Size(runs=2, pairs=40), Size(runs=4, pairs=120)
 def main(json_path: Path | None = None, size: Size = DEFAULT, workdir: Path | None = None, device: str = CPU) -> None:
     """Measure, print the table, and write the JSON file.
 
-    Args:
-        json_path: where the figures go.
-        size: how much is measured.
-        workdir: holds the runs' directories; by default a temporary one.
-        device: `cpu` or `cuda`, which the jobs train on.
+    Arguments are the options of the command.
 
     Raises:
         CPSRError: a job failed.

@@ -36,14 +36,7 @@ def main(
 ) -> None:
     """Train a few iterations, write the history, predict from it, print the table, and write the figures.
 
-    Args:
-        parameters: one of `sizes`.
-        methods: names of `METHODS`, comma-separated.
-        repeats: paired turns of reading and predicting, for each method.
-        workdir: holds the history, of 4 bytes a parameter and checkpoint.
-        json_path: where the figures go.
-        device: `cpu` or `cuda`, which the iterations train on; predictions are the CPU's.
-        sizes: name -> shape of the model.
+    Arguments are the options of the command. `sizes`: name -> shape of the model.
 
     Raises:
         ConfigError: an argument names nothing that there is.

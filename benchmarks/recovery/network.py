@@ -41,11 +41,7 @@ def main(
 ) -> None:
     """Pretrain a network on the runs of the prior, and write its weights.
 
-    Args:
-        weights: where they go.
-        cache: keeps the runs, which are trained where they are missing; None: `runs/bench-prior`.
-        workers: processes, of one thread each; None: up to two.
-        runs: that are trained on.
+    Arguments are the options of the command. `runs` are trained on.
 
     Raises:
         CPSRError: the cache is damaged.

@@ -46,7 +46,7 @@ from cpsr.predictor.series import path_positions, reach_factor, straightness, wi
 __all__ = ["CACHE", "RUNS", "PriorRun", "collect", "main"]
 
 CACHE = Path("runs/bench-prior")
-DATA = Path("benchmarks/results/2026-11-24-prior")
+DATA = Path("benchmarks/results/2026-11-24-prior")  # recoveries.jsonl, one failure a line, and worths.json
 SEED = 0  # of what is drawn
 # Of how failures are drawn and measured: raise it where that changes, and everything is measured anew.
 VERSION = 3
@@ -121,15 +121,7 @@ def main(
 ) -> None:
     """Measure, fit, print, and write the table where one is asked for.
 
-    Args:
-        failures: of each run; 0 only fits what is in `data`.
-        data: directory of `recoveries.jsonl`, one failure a line, and `worths.json`; written anew if something is
-            measured; None: those of the shipped table.
-        cache: keeps the fault-free runs and every measured failure, where an interrupted call goes on; None:
-            `runs/bench-prior`.
-        table_path: where the table goes; None: it is only shown.
-        json_path: where the figures go.
-        workers: processes, of one thread each; None: up to two.
+    Arguments are the options of the command.
 
     Raises:
         CPSRError: the trainings of a run do not show what an iteration is worth.

@@ -38,11 +38,7 @@ def main(
 ) -> None:
     """Train what is missing in the cache, measure what is missing of the points, print, draw and write.
 
-    Args:
-        selection: what to measure.
-        cache: keeps trajectories and measured points, where an interrupted call goes on; None: `runs/bench-recovery`.
-        json_path: where the figures go, with a picture beside them.
-        workers: processes, of one thread each; None: up to two. The results do not depend on how many.
+    Arguments are the options of the command.
 
     Raises:
         CPSRError: the cache is damaged, or the machine does not compute the same twice.

@@ -79,13 +79,7 @@ def main(
 ) -> None:
     """Sweep, print and write.
 
-    Args:
-        chosen: what to tune.
-        seeds: trainings at each rate.
-        cache: keeps every training, where an interrupted call goes on; None: `runs/bench-tune`.
-        json_path: where the figures go.
-        workers: processes, of one thread each; None: up to two.
-        device: `cpu` or `cuda`.
+    Arguments are the options of the command.
 
     Raises:
         CPSRError: the best rate of a setting lies at the limit of what is tried.

@@ -10,7 +10,7 @@ from cpsr.benchmarks.harness.intervals import median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring
 from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.replay.compared import RARELY, Plan, compare
-from cpsr.benchmarks.replay.ettr import Inputs, simulated
+from cpsr.benchmarks.replay.ettr import simulated
 from cpsr.benchmarks.replay.job import Shape, live, train_alone
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
@@ -49,15 +49,7 @@ def main(
 ) -> None:
     """Measure, print the tables, and write the JSON file.
 
-    Args:
-        json_path: where the figures go.
-        rounds: in each, every variant runs once.
-        steps: of a run.
-        windows: iterations of the windows whose cost is measured.
-        shape: of the model.
-        plan: of the comparison with dense checkpoints and stale experts.
-        workdir: holds the runs' directories.
-        parts: of `PARTS`, what is measured.
+    Arguments are the options of the command. `windows` are iterations of those whose cost is measured.
 
     Raises:
         CPSRError: a part that there is not; or a life came back with another state than the
@@ -73,7 +65,7 @@ def main(
             figures |= _costs(call, variants(windows), rounds, steps, shape)
         if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
-            figures["ettr"] = simulated(call, Inputs.of(figures["comparison"], figures.get("ratios")))
+            figures["ettr"] = simulated(call, figures["comparison"], figures.get("ratios"))
         call.leave(figures)
 
 

@@ -34,12 +34,7 @@ def main(
 ) -> None:
     """Measure, print the table, and write the JSON file.
 
-    Args:
-        json_path: where the figures go.
-        rounds: loads of each kind.
-        workdir: on the disk that is measured; by default the one for temporary files.
-        width: of the model.
-        layers: of it.
+    Arguments are the options of the command.
 
     Raises:
         CPSRError: a rank has loaded other values than were saved.

@@ -43,13 +43,7 @@ def main(
 ) -> None:
     """Measure, print the table, and write the JSON file.
 
-    Args:
-        json_path: where the figures go.
-        steps: rows of the journal, whose old ones are thinned out then.
-        checkpoints: rows of the journal.
-        clients: each asks once a second.
-        seconds: for which they do.
-        workdir: on the file system to be measured; by default the one for temporary files.
+    Arguments are the options of the command.
 
     Raises:
         CPSRError: the job or the service ended, or no request was answered.

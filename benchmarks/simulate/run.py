@@ -17,10 +17,7 @@ CASES_SHOWN = 12
 def main(spec_path: Path | None = None, trace_path: Path | None = None, json_path: Path | None = None) -> None:
     """Simulate, print the tables, and write the JSON file.
 
-    Args:
-        spec_path: the described job; None: the planner against brute force over a grid of jobs.
-        trace_path: recorded failures, which replace those of the description.
-        json_path: where the figures go.
+    Arguments are the options of the command.
 
     Raises:
         ConfigError: the description or the trace is not usable.

@@ -32,13 +32,8 @@ def main(
 ) -> None:
     """Measure, print the tables, and write the JSON file.
 
-    Args:
-        json_path: where the figures go.
-        pairs: checkpoints per method and size.
-        workdir: on the file system to be measured; by default the one for temporary files.
-        sizes: the training jobs.
-        roster: the methods; those whose packages are not installed are left out, which is reported.
-        device: `cpu` or `cuda`, which the jobs train on.
+    Arguments are the options of the command. `sizes` are of the jobs; of `roster` what is not installed is left
+    out, and reported.
 
     Raises:
         CPSRError: a save failed or was skipped while it was timed, or CPSR itself could not be run; nothing is

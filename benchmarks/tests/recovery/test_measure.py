@@ -8,23 +8,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery import measure, tune
 from cpsr.benchmarks.recovery.ending import final_loss, worths
-from cpsr.benchmarks.recovery.grid import Point, points
+from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.lost import lost_part
 from cpsr.benchmarks.recovery.measure import Outcome, outcomes_at
-from cpsr.benchmarks.recovery.methods import PREDICTORS, Failure, Method, form
+from cpsr.benchmarks.recovery.methods import Failure, form
 from cpsr.benchmarks.recovery.run import main
 from cpsr.benchmarks.recovery.selection import FULL, QUICK, selection
 from cpsr.benchmarks.recovery.trainer import Trainer
@@ -34,7 +30,6 @@ from cpsr.benchmarks.tests.recovery.tiny import METHODS, SELECTION, TINY, TinyTa
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError, CPSRError
 from cpsr.fitter.end_cost import IterationWorth
-from cpsr.predictor.line import LinePredictor
 
 POINT = Point(interval=50, fraction=0.5, checkpoint=450, failure=488)
 WORTH = IterationWorth(2e-5, 1e-6, TINY.iterations)
@@ -117,16 +112,6 @@ def test_a_recovery_is_trained_to_the_end_and_costs_what_is_missing_there(run: T
     assert found.end_cost_iterations == pytest.approx(found.final_gap_nats / WORTH.nats)
 
 
-def test_controls_end_elsewhere_and_a_twin_is_the_run_on_other_batches(run: Trajectory) -> None:
-    gaps = {name: outcome(run, name).final_gap_nats for name in ("twin", "doubled", "placebo", "line-x2")}
-    assert len({gap for gap in gaps.values() if gap is not None}) == 4
-    trainer = run.trainer()
-    trainer.load(run.at(POINT.checkpoint).state())
-    for _ in range(POINT.horizon):
-        trainer.step(batches_of=1000)
-    assert gaps["twin"] == end_gap(run, trainer)
-
-
 def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run: Trajectory) -> None:
     failure = Failure(run, POINT)
     line, moved = form("line", failure).state, form("recompute-moved", failure).state
@@ -144,16 +129,6 @@ def test_a_method_that_advises_against_itself_costs_the_horizon(run: Trajectory)
     early = Point(interval=50, fraction=0.25, checkpoint=100, failure=148)  # two checkpoints
     found = outcome(run, "line", early)
     assert (found.formed, found.end_cost_iterations) == (False, 48.0)
-
-
-def test_a_diverged_recovery_has_no_cost(run: Trajectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wild(LinePredictor):
-        def predict(self, history: Any, forecast: Any) -> Any:
-            return ((name, start, values * 1e20) for name, start, values in super().predict(history, forecast))
-
-    monkeypatch.setitem(PREDICTORS, "wild", Method(partial(Wild, 300, 1.0)))
-    found = outcome(run, "wild")
-    assert (found.formed, found.final_gap_nats, found.end_cost_iterations) == (True, None, None)
 
 
 def test_weights_that_differ_from_the_cached_run_stop_the_benchmark(tmp_path: Path) -> None:
@@ -186,16 +161,6 @@ def test_survivors_keep_their_exact_state_and_only_what_was_lost_is_formed(run: 
     outcomes = {one.method: one for one in outcomes_at(run, point, ("stale", "line", "oracle"), WORTH)}
     assert outcomes["stale"].final_gap_nats == end_gap(run, trainer)
     assert outcomes["oracle"].end_cost_iterations == 0.0
-
-
-@given(st.sampled_from([20, 50, 100]), st.sampled_from([0.25, 0.5, 0.75]), st.integers(1, 12))
-def test_failure_points_lie_between_two_checkpoints_and_stay(interval: int, fraction: float, count: int) -> None:
-    chosen = points(3000, interval, fraction, count)
-    assert len(set(chosen)) == count
-    assert points(3000, interval, fraction, count + 1)[:count] == chosen
-    for point in chosen:
-        assert point.checkpoint % interval == 0
-        assert 0.68 * interval < point.horizon < interval
 
 
 def test_options_change_the_quick_and_the_full_selection() -> None:

@@ -70,12 +70,6 @@ def test_each_group_is_judged_without_itself() -> None:
     assert strange[0] != others[0], "the run beside it in the group must not help"
 
 
-def test_two_runs_do_not_show_how_runs_differ() -> None:
-    recoveries, _ = drawn(runs=2, failures=3, settings=3, noise=1.0)
-    with pytest.raises(ValueError, match="2 runs"):
-        fit(recoveries, {})
-
-
 def test_collecting_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prior, "INTERVALS", (20, 50))
     monkeypatch.setattr(prior, "SHARD_EVERY", 2)

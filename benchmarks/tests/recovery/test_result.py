@@ -55,15 +55,6 @@ def test_two_seeds_give_no_interval() -> None:
         mean_of([])
 
 
-def test_cells_of_a_grid_count_alike_and_share_the_luck_of_their_run() -> None:
-    few = samples([0.0, 1.0, 2.0])
-    both, alone = mean_of(samples([1.0, 2.0, 3.0], Cell("tiny", 20, 0.5), often=30) + few), mean_of(few)
-    assert both.value == pytest.approx(1.5)
-    assert both.high is not None
-    assert alone.high is not None
-    assert both.high - both.value == pytest.approx(alone.high - alone.value)  # not narrower: the same three runs
-
-
 @given(st.lists(st.floats(-5, 5), min_size=3, max_size=6), st.lists(st.floats(-5, 5), min_size=3, max_size=6))
 def test_an_interval_over_workloads_lies_around_its_mean(one: list[float], two: list[float]) -> None:
     both = mean_of(samples(one) + samples(two, Cell("other", 50, 0.5)))

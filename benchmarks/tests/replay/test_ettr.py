@@ -6,7 +6,7 @@ import pytest
 
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WINDOW, WINDOWS
-from cpsr.benchmarks.replay.ettr import Inputs, simulated
+from cpsr.benchmarks.replay.ettr import simulated, windows_of
 
 RESTART = 4.0
 
@@ -23,14 +23,15 @@ def comparison() -> dict[str, object]:
 
 
 def test_windows_lose_one_and_a_half_of_their_length_a_failure(tmp_path: Path) -> None:
-    inputs = Inputs.of(comparison(), {"alone": {"value": 1.0}, "windows of 8": {"value": 0.99}})
-    assert inputs.windows == {WINDOWS: (WINDOW, pytest.approx(0.02)), "windows of 8, one process": (8, 0.0)}
+    ratios = {"alone": {"value": 1.0}, "windows of 8": {"value": 0.99}}
+    windows = windows_of(comparison(), ratios)
+    assert windows == {WINDOWS: (WINDOW, pytest.approx(0.02)), "windows of 8, one process": (8, 0.0)}
     with measuring("replay", None, tmp_path, timed=False) as call:
-        found = simulated(call, inputs)
+        found = simulated(call, comparison(), ratios)
     for one in found:
-        if one["system"] not in inputs.windows:
+        if one["system"] not in windows:
             continue
-        length, overhead = inputs.windows[one["system"]]
+        length, overhead = windows[one["system"]]
         recovery = one["restart_seconds"] + 1.5 * length * 0.1
         expected = 1 / (1 + overhead) / (1 + recovery / (60.0 * one["mtbf_minutes"]))
         assert one["ettr"] == pytest.approx(expected, abs=0.005)

@@ -3,11 +3,8 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from cpsr.benchmarks.replay.job import Shape
 from cpsr.benchmarks.replay.run import main, variants
-from cpsr.errors import CPSRError
 
 
 def test_every_variant_is_measured(tmp_path: Path) -> None:
@@ -15,8 +12,3 @@ def test_every_variant_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "replay.json"
     main(path, rounds=1, steps=6, windows=(2,), shape=shape, workdir=tmp_path, parts=["windows"])
     assert set(json.loads(path.read_text())["ratios"]) == {"alone", *variants((2,))}
-
-
-def test_a_part_that_there_is_not_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CPSRError, match="no part speed"):
-        main(parts=["windows", "speed"], workdir=tmp_path)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.benchmarks.simulate import planner_grid
-from cpsr.benchmarks.simulate.failures import Weibull, poisson
+from cpsr.benchmarks.simulate.failures import poisson
 from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
     Job,
@@ -102,21 +102,6 @@ def test_planner_simulation_and_a_walk_through_every_event_agree(
     walked = numpy.array([walk.cost(wall, seed) for seed in range(60)])
     spread = float(walked.std(ddof=1) / numpy.sqrt(walked.size))
     assert mean == pytest.approx(walked.mean(), rel=0.005, abs=STANDARD_ERRORS * math.hypot(error, spread))
-
-
-def test_training_waits_for_the_storage() -> None:
-    waiting = outcome(Checkpoints(10, 1.0, persist_seconds=90.0), runs=20, mtbf_seconds=1e12)
-    three = outcome(Checkpoints(10, 1.0, 90.0, slots=3), runs=1, mtbf_seconds=1e12)
-    # Every 91 s 30 s are trained.
-    assert waiting.ettr.mean() == pytest.approx(30 / 91, rel=1e-4)
-    assert three.ettr.mean() == pytest.approx(30 / 31, rel=1e-4)
-
-
-def test_bursts_are_kinder_than_poisson_failures_at_the_same_rate() -> None:
-    job, system = Job(3.0, 54 * DAY_SECONDS), System("x", Checkpoints(100, 5.0), Recovery())
-    memoryless, bursts = (simulate(job, system, Weibull(HOUR_SECONDS, shape), 300) for shape in (1.0, 0.5))
-    assert (bursts.lost_seconds / bursts.failures).mean() < 0.9 * (memoryless.lost_seconds / memoryless.failures).mean()
-    assert bursts.failures.mean() == pytest.approx(54 * 24, rel=0.02)
 
 
 @settings(max_examples=40, deadline=None)
