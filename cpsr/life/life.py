@@ -10,11 +10,11 @@ import torch
 from cpsr.config import CPSRConfig
 from cpsr.errors import NotRestoredError
 from cpsr.job import Ending, Job, Rewind
-from cpsr.life.boundary import Boundary
 from cpsr.life.leaving import Leave, Leaving, StopRequest
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.opening import adopt, open_life
 from cpsr.life.probation import Probation
+from cpsr.life.publication import Boundary
 from cpsr.life.rehearsed import Rehearsed
 from cpsr.life.saver import Saver
 from cpsr.life.witnessing import Witnessing
@@ -41,26 +41,9 @@ class Life:
 
     A `StepObserver` of the engine. `after_step` is the script of a step.
 
-    Args:
-        loop: the training.
-        config: as given by the user.
-
     Attributes:
-        job: this rank's.
-        ending: how the life ends; final when it closes.
-        stop: the request to leave.
         restored: the state that this life began with, or the one after a roll-back.
-        restorer: brings the run back to its checkpoint.
-        memory: host buffers, which outlive the process.
         experts: chooses the experts that a checkpoint saves; None: all of them.
-        steps: times and records finished steps.
-        witnessing: compares repeated steps.
-        boundary: publishes each finished step.
-        probation: watches a predicted state.
-        planner: of the interval.
-        saver: saves the state when it is due.
-        leaving: commits the last state after SIGTERM.
-        votes: of all ranks at a step boundary.
         rehearsed: cuts short a life that `cpsr rehearse` watches; None: nobody watches it.
 
     Raises:

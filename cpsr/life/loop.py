@@ -15,7 +15,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.optimizer_state import learning_rate
 from cpsr.job import Job
 from cpsr.journal import RankJournal, StepRow
-from cpsr.life.draws import DrawWarnings
+from cpsr.life.drawn_batches import DrawWarnings
 from cpsr.life.events import EventCallbacks
 from cpsr.life.run_state import RunState
 from cpsr.planner.plan import Plan, Schedule, Situation
@@ -48,7 +48,6 @@ class LoopTail:
     stages wait for them. Its iteration ends when `train_batch` is called.
 
     Args:
-        group: all ranks.
         state: keeps random states and position from before the next batch is drawn.
         pipeline: whether the engine requests the batches.
 
@@ -144,7 +143,6 @@ class Loop:
 
     Args:
         adapter: the engine.
-        config: the run's configuration.
         loss_fn: the user's loss of a batch; None if the module returns it.
         probe_batches: the user's held-out batches; None keeps recent inputs.
 

@@ -4,7 +4,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
@@ -113,12 +112,8 @@ class MemorySnapshots:
     All of it runs on the training thread, which waits neither for the disk nor for other ranks.
 
     Args:
-        job: this rank's.
         memory: the host buffers; its windows, if it has any, take the place of whole snapshots and of their replicas.
-        planner: receives their costs.
         experts: chooses the experts that a snapshot copies; None: all of them.
-        capture: captures the small state.
-        iteration: start of the count.
 
     Attributes:
         turns: which of them all ranks take and send.
@@ -144,7 +139,6 @@ class MemorySnapshots:
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
         self._failed = False
-        self._sealed: tuple[int, Future[bool]] | None = None  # of the newest one
         self._ended = 0
         planner.note_window(None if self._windows is None else self._windows.iterations)
 
@@ -215,7 +209,6 @@ class MemorySnapshots:
 
     def _begin(self, contents: Contents, replicate: bool) -> None:
         started, iteration = time.perf_counter(), self._job.adapter.iteration  # later than due where a batch repeats
-        self._check_sealed()
         try:
             shard = self._job.adapter.shard()
             snapshot = self._pool.begin(shard, iteration, self._capture(), contents, disk=False, replicate=replicate)
@@ -238,8 +231,6 @@ class MemorySnapshots:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""
         self.taken += 1
         self.stalls_seconds.append(snapshot.stall_seconds)
-        if snapshot.sealed is not None:
-            self._sealed = snapshot.iteration, snapshot.sealed
         self._planner.note_memory(snapshot.stall_seconds)
         self._pool.release(snapshot)
 
@@ -262,12 +253,6 @@ class MemorySnapshots:
                 logging.INFO if self._job.group.rank == 0 else logging.DEBUG,
             )
 
-    def _check_sealed(self) -> None:
-        """Report the first one that could not be sealed."""
-        sealed, self._sealed = self._sealed, None
-        if sealed is not None and sealed[1].done() and not sealed[1].result():
-            self.failed(sealed[0], SaveError("it could not be sealed; this rank's log has the reason"))
-
     def failed(self, iteration: int, error: Exception) -> None:
         """Report the first failure; checkpoints, which copy the same state, report theirs."""
         if not self._failed:
@@ -279,7 +264,3 @@ class MemorySnapshots:
                 iteration,
                 logging.ERROR,
             )
-
-    def close(self) -> None:
-        """Report the newest one if it could not be sealed."""
-        self._check_sealed()

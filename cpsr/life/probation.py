@@ -55,11 +55,6 @@ class Probation:
     with an error of some 27 iterations: planner and predictor weigh it so when they choose after the next failure.
 
     Args:
-        job: this rank's.
-        restored: how this life began.
-        losses: of this rank.
-        pool: keeps the checkpoint.
-        learner: gets the measurements for the predictor.
         cause: how the last life ended, as a clause; None if it ended in good order.
     """
 

@@ -18,7 +18,7 @@ from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.torch_support import refuse_known
 from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Rewind
-from cpsr.life.draws import Draw, Draws
+from cpsr.life.drawn_batches import Draw, Draws
 from cpsr.life.hyperparameters import Hyperparameters
 from cpsr.restart.prediction import Probes
 from cpsr.restart.restore import Restored

@@ -17,7 +17,7 @@ from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Ending, Job, Rewind
-from cpsr.journal import Beginning, CheckpointRow, RankJournal
+from cpsr.journal import CheckpointRow, RankJournal
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.memory_snapshots import MemorySnapshots
 from cpsr.peers.host_memory import HostMemory
@@ -48,14 +48,7 @@ class Saver:
     interval changes only by agreement.
 
     Args:
-        job: this rank's.
         store: its attempt rises when an iteration is saved again.
-        memory: the host buffers, and their replicas.
-        target: copies committed checkpoints.
-        planner: gives the first plan of a life, and receives the result of every save.
-        restored: the state that this life begins with.
-        loop: its small state is part of every snapshot.
-        steps: whose losses that have arrived belong into the small state.
         experts: chooses the experts that a checkpoint saves; None: all of them.
         writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
         exact: whether a state that cannot be saved ends the job; otherwise each checkpoint reports it.
@@ -63,9 +56,6 @@ class Saver:
     Attributes:
         saved_iteration: newest checkpoint; on ranks other than 0 it may be abandoned.
         plan: the interval, agreed on by all ranks.
-        store: the run's checkpoints.
-        pool: the host buffers.
-        memory: snapshots between checkpoints.
     """
 
     def __init__(
@@ -103,11 +93,6 @@ class Saver:
         self._experts = experts
         self._writes = writes
         self._all_experts = True  # until a checkpoint of this attempt has them, none can be left out
-        self._sparse_iterations: set[int] = set()  # since the last with all experts of its own iteration
-        in_memory = any(source.tier == "memory" for source in restored.sources)
-        if experts is not None and (in_memory or restored.beginning is Beginning.OLDER_EXPERTS):
-            # The engine may have younger experts than the checkpoint of its iteration, if there is one.
-            self._sparse_iterations.add(restored.restored_iteration)
         self.memory = MemorySnapshots(job, memory, planner, experts, self._small, restored.restored_iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two checkpoints that were begun
@@ -163,10 +148,6 @@ class Saver:
         chosen = self._experts.choose(whole=whole or self._all_experts)
         self._experts.began(iteration)
         self._all_experts = False
-        if chosen is None:
-            self._sparse_iterations.clear()
-        else:
-            self._sparse_iterations.add(iteration)
         return chosen
 
     def _contents(self, chosen: frozenset[str] | None) -> Contents:
@@ -273,11 +254,11 @@ class Saver:
     def save_now(self, iteration: int) -> bool:
         """Wait until this iteration is committed as a whole, saving it first if necessary; a collective."""
         self.finish()
-        standing = self._committed_at(iteration)
-        if standing == "whole":
+        committed = self._is_committed(iteration)
+        if committed and self._experts is None:
             return True
         self.store.attempt += 1  # a save of this iteration may have been abandoned just now
-        if standing == "sparse":
+        if committed:  # perhaps with older experts
             self.store.abandon_after(iteration - 1, "a whole checkpoint replaces it")
             self._group.barrier()
         if self._save_whole(iteration):
@@ -292,17 +273,13 @@ class Saver:
         self.count_from(iteration)
         self.begin_checkpoint(iteration, whole=True)
         self.finish()
-        return self._committed_at(iteration) == "whole"
+        return self._is_committed(iteration)
 
-    def _committed_at(self, iteration: int) -> Literal["whole", "sparse", "nothing"]:
+    def _is_committed(self, iteration: int) -> bool:
         """Whether this iteration is committed, according to rank 0, once no rank is writing."""
         self._writer.drain(self._config.checkpoint.save_timeout_seconds)
         self.surface()
-        standing: Literal["whole", "sparse", "nothing"] = "nothing"
-        if self.saved_iteration == iteration:
-            standing = "sparse" if iteration in self._sparse_iterations else "whole"
-        agreed: Literal["whole", "sparse", "nothing"] = self._group.broadcast(standing)
-        return agreed
+        return bool(self._group.broadcast(self.saved_iteration == iteration))
 
     def surface(self) -> None:
         """Log and record how saves ended since the last call."""
@@ -356,7 +333,6 @@ class Saver:
 
     def close(self, ending: Ending) -> None:
         """Wait for running writes and copy the last checkpoint: only briefly after an error, when a restart waits."""
-        self.memory.close()
         timeout = self._config.checkpoint.save_timeout_seconds
         try:
             self._writer.close(timeout if ending.in_order else EXIT_GRACE_SECONDS)

@@ -87,9 +87,6 @@ class Witnessing:
     are compared if the run had the same number of ranks and the same history of predicted and loaded states.
 
     Args:
-        job: this rank's.
-        state: tells the position in the data, and where the state comes from.
-        losses: of this rank.
         published: newest step that the device has completed; asked only where weights are on a GPU.
         replays: None where all weights are trained. Else a window is replayed, which checks the weights itself: whether
             this rank computes the step.

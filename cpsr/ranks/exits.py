@@ -47,7 +47,7 @@ SIGTERM_STATUS = 128 + signal.SIGTERM
 # Messages of gloo, NCCL, torch and CPSR in a rank whose peer is gone.
 _LOST_ANOTHER = re.compile(
     r"gloo|nccl(?! built in)|connection (closed|reset|refused)|broken pipe|timed out|wait timeout|failed to recv|"
-    r"\bpeer\b|given up rank|left its loop",
+    r"\bpeer\b|given up rank|process of rank \d+ has ended|left its loop",
     re.IGNORECASE,
 )
 _NAME = re.compile(r"life-(\d+)-rank-(\d+)-(launcher|rank)\.json")

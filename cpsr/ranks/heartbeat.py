@@ -1,13 +1,17 @@
-"""Heartbeats: a small file for each rank, which shows the others whether it is stopped or hangs.
+"""Heartbeats: small files of each rank, which show the others whether it is stopped, hangs, or has ended.
 
 ::
 
-    <run_dir>/progress/life-00003/rank-00001    five little-endian unsigned 64-bit words, written anew at every beat
-    <run_dir>/progress/life-00003/job           names the launchers that have begun this life; see `cpsr.ranks.link`
+    <run_dir>/progress/life-00003/rank-00001       its heartbeat as JSON, written anew at every beat
+    <run_dir>/progress/life-00003/process-00001    is locked while the process of rank 1 lives
+    <run_dir>/progress/life-00003/job              names the launchers that have begun this life; see `cpsr.ranks.link`
 
-The words are counts and marks, never times: a watcher checks, by its own clock, whether a heartbeat still changes. Rank
-0 watches all ranks, the others watch rank 0: a beat costs each a small write and a small read, and rank 0 one read per
+It has counts and marks, never times: a watcher checks, by its own clock, whether a heartbeat still changes. Rank 0
+watches all ranks, the others watch rank 0: a beat costs each a small write and a small read, and rank 0 one read per
 rank. A rank that gives another one up marks that in its own heartbeat, and all leave together within a beat.
+
+The kernel unlocks the file of a process that ends. A process that is only stopped keeps its lock, and a child that it
+has forked does not have it. Where a file system has no locks, heartbeats decide.
 
 The file is opened and closed for each write and each read instead of being mapped: on network file systems that is when
 it reaches the other machines. Each life has a directory of its own. A process of an earlier life that was stopped and
@@ -15,17 +19,18 @@ resumes cannot disturb the next life, and notices that its own file is gone.
 """
 
 import enum
+import fcntl
+import json
 import logging
 import math
 import os
 import re
 import shutil
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cpsr.config import RanksConfig
@@ -34,8 +39,7 @@ __all__ = ["GivenUp", "Heartbeat", "HeartbeatFiles", "Liveness", "Phase", "newes
 
 logger = logging.getLogger(__name__)
 
-_LAYOUT = struct.Struct("<5Q")
-_NONE = (1 << 64) - 1
+_BYTES = 256  # of a heartbeat, padded: one beat overwrites the last
 _JOB = "job"
 _LIFE = re.compile(r"life-(\d+)")
 
@@ -73,19 +77,14 @@ class Heartbeat:
         return -1 if self.iteration is None else self.iteration, self.signs
 
     def to_bytes(self) -> bytes:
-        """The five words."""
-        iteration = _NONE if self.iteration is None else self.iteration
-        lost_rank = _NONE if self.lost_rank is None else self.lost_rank
-        return _LAYOUT.pack(self.beats, iteration, self.signs, self.phase, lost_rank)
+        """As its file has it."""
+        return json.dumps(asdict(self)).ljust(_BYTES).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> "Heartbeat":
-        """Read the five words; ValueError where they are no heartbeat (half of one, say)."""
-        if len(data) != _LAYOUT.size:
-            raise ValueError(f"{len(data)} bytes, not {_LAYOUT.size}")
-        beats, *optional, signs, phase, lost = _LAYOUT.unpack(data)
-        iteration, lost_rank = (None if word == _NONE else word for word in (*optional, lost))
-        return Heartbeat(beats, iteration, signs, Phase(phase), lost_rank)
+        """Back from `to_bytes`; ValueError where that is no heartbeat (half of one, say)."""
+        fields = json.loads(data)
+        return Heartbeat(**fields | {"phase": Phase(fields["phase"])})
 
 
 class HeartbeatFiles:
@@ -123,14 +122,21 @@ class HeartbeatFiles:
         except OSError:
             return ""
 
-    def create(self, rank: int, heartbeat: Heartbeat) -> None:
-        """Create this rank's file, in the directory of its life; OSError if the file system refuses."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._write(rank, heartbeat, os.O_CREAT)
+    def write(self, rank: int, heartbeat: Heartbeat, *, first: bool = False) -> None:
+        """Write one more beat, or the first one, which makes the file and the directory of the life.
 
-    def write(self, rank: int, heartbeat: Heartbeat) -> None:
-        """Write one more beat; OSError if the file system refuses, FileNotFoundError if the file was removed."""
-        self._write(rank, heartbeat)
+        Raises:
+            FileNotFoundError: the file was removed.
+            OSError: the file system refuses.
+        """
+        if first:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if first else 0)
+        descriptor = os.open(self._path("rank", rank), flags, 0o666)
+        try:
+            os.pwrite(descriptor, heartbeat.to_bytes(), 0)
+        finally:
+            os.close(descriptor)
 
     def read(self, rank: int) -> Heartbeat | None:
         """The newest beat of a rank; None if there is none, or an incomplete one.
@@ -139,15 +145,48 @@ class HeartbeatFiles:
             OSError: the file cannot be read.
         """
         try:
-            descriptor = os.open(self._path(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(self._path("rank", rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         try:
-            return Heartbeat.from_bytes(os.read(descriptor, _LAYOUT.size))
+            return Heartbeat.from_bytes(os.read(descriptor, _BYTES))
         except ValueError:
             return None
         finally:
             os.close(descriptor)
+
+    def hold(self, rank: int) -> int:
+        """Show for the life of this process, or until the descriptor is closed, that the rank lives.
+
+        Returns:
+            The descriptor: no other one of this file may be opened in this process, since closing it would unlock it.
+
+        Raises:
+            OSError: the file system refuses, or has no locks.
+        """
+        path = self._path("process", rank)
+        descriptor = os.open(f"{path}.tmp", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(f"{path}.tmp").rename(path)  # nobody sees it without its lock
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank that held its file is gone; False where that cannot be known."""
+        try:
+            descriptor = os.open(self._path("process", rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
 
     def remove_earlier(self) -> None:
         """Remove the heartbeats of earlier lives (rank 0); OSError if the file system refuses."""
@@ -160,15 +199,8 @@ class HeartbeatFiles:
         newest = max((life for life, _ in _lives(self._progress)), default=self._life)
         return newest if newest > self._life else None
 
-    def _path(self, rank: int) -> str:
-        return f"{self._directory}/rank-{rank:05d}"
-
-    def _write(self, rank: int, heartbeat: Heartbeat, flags: int = 0) -> None:
-        descriptor = os.open(self._path(rank), os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o666)
-        try:
-            os.pwrite(descriptor, heartbeat.to_bytes(), 0)
-        finally:
-            os.close(descriptor)
+    def _path(self, what: str, rank: int) -> str:
+        return f"{self._directory}/{what}-{rank:05d}"
 
 
 def newest_claim(run_dir: Path) -> int:
@@ -211,10 +243,6 @@ class _Stillness:
             self._seconds += min(elapsed_seconds, self._timeout_seconds / CHECKS_MIN)
         return self._seconds >= self._timeout_seconds
 
-    def reset(self) -> None:
-        """Count from 0 again."""
-        self._seconds = 0.0
-
 
 @dataclass(frozen=True)
 class GivenUp:
@@ -232,9 +260,6 @@ class Liveness:
     Args:
         run_dir: on storage that every rank shares.
         life: of the run; no two have the same number.
-        rank: this process.
-        size: number of ranks.
-        config: the timeouts.
         leave: ends this process, with the reason as a clause; the watching thread calls it once.
         report: records an event: its kind, one sentence, the iteration and the logging level.
     """
@@ -260,26 +285,30 @@ class Liveness:
         self._silence = {other: _Stillness(self._heartbeat_seconds) for other in watched}
         self._hang = _Stillness(self._step_seconds)
         self._known: dict[int, Heartbeat] = {}  # the newest of each watched rank
+        self._ended: dict[int, float] = {}  # ranks whose process is gone, and since when that is known
         self._reported: set[str] = set()
         self._beats = self._signs = self._busy = 0
         self._iteration: int | None = None
         self._checked = time.monotonic()
-        self._paused = False
+        self._paused = self._settled = False
         self._closing = threading.Event()
-        self._settled = threading.Event()
-        self._given_up: GivenUp | None = None
-        self._leaving = threading.Lock()  # taken once, by the thread that leaves
+        self._held: int | None = None  # shows the others that this process lives
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to beat and to watch; if the file system refuses, report it and train on unwatched."""
         try:
-            self._files.create(self._rank, self._heartbeat(Phase.TRAINING))
+            self._files.write(self._rank, self._heartbeat(Phase.TRAINING), first=True)
         except OSError as error:
             self._report_once(
                 "not watched", f"rank {self._rank} cannot write its heartbeat and watches no ranks: {error}"
             )
             return
+        if self._silence and self._heartbeat_seconds is not None:
+            try:
+                self._held = self._files.hold(self._rank)
+            except OSError as error:
+                logger.warning("should this process end, only its heartbeat shows it: %s", error)
         if self._rank == 0:
             try:
                 self._files.remove_earlier()
@@ -313,11 +342,11 @@ class Liveness:
     def finish(self) -> None:
         """All ranks are done, or have agreed to leave: no further step is expected."""
         self._busy += 1
-        self._settled.set()
+        self._settled = True
 
     def settle(self) -> None:
         """The training thread has noticed a failure by itself, and ends this process."""
-        self._settled.set()
+        self._settled = True
 
     def obstacle(self) -> str | None:
         """Why this process must not dump for the next life; None if it may; on any thread."""
@@ -330,42 +359,23 @@ class Liveness:
         return None
 
     def close(self, *, ended: bool) -> None:
-        """Stop watching.
+        """Stop watching; a second call has no effect.
 
         Args:
             ended: in good order, so that no rank waits for this one; after an error the others must notice it.
         """
-        self._settled.set()
+        self._settled = True
         self._closing.set()
-        if self._thread is None:
-            return
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
-            logger.warning("the heartbeat's thread did not end within %g s; it is abandoned", CLOSE_SECONDS)
-        elif ended:
-            self._beat(Phase.ENDED)
-
-    # Called by another thread
-
-    def lost(self, rank: int, reason: str) -> None:
-        """The process of another rank has ended: leave, unless the training thread notices that by itself.
-
-        Args:
-            rank: whose process.
-            reason: as a clause.
-        """
-        if self._settled.wait(NOTICE_SECONDS):
-            return
-        self._given_up = GivenUp(f"{reason}, and the training thread has not noticed", rank)
-        # In a thread of its own: a file system that hangs must not delay the exit.
-        marking = threading.Thread(target=self._beat, args=(Phase.LEAVING, rank), daemon=True)
-        marking.start()
-        marking.join(BEAT_SECONDS)
-        self._leave_once(self._given_up.reason)
-
-    def _leave_once(self, reason: str) -> None:
-        if self._leaving.acquire(blocking=False):
-            self._leave(reason)
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the heartbeat's thread did not end within %g s; it is abandoned", CLOSE_SECONDS)
+                return
+            if ended:
+                self._beat(Phase.ENDED)
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     # The thread
 
@@ -379,7 +389,7 @@ class Liveness:
                 given_up = self.check(elapsed_seconds)
                 if given_up is not None:
                     self._beat(Phase.LEAVING, given_up.lost_rank)
-                    self._leave_once(given_up.reason)
+                    self._leave(given_up.reason)
                     return
         except Exception as error:
             logger.exception("watching the other ranks failed")
@@ -403,7 +413,7 @@ class Liveness:
         return self._hanging(elapsed_seconds) if self._rank == 0 else None
 
     def _check_rank(self, rank: int, elapsed_seconds: float, written: bool) -> GivenUp | None:
-        heartbeat = self._read(rank)
+        heartbeat, before = self._read(rank), self._known.get(rank)
         if heartbeat is not None and heartbeat.phase is Phase.LEAVING:
             lost = heartbeat.lost_rank
             whom = "the training" if lost is None else "this rank" if lost == self._rank else f"rank {lost}"
@@ -414,6 +424,8 @@ class Liveness:
             return None
         if heartbeat is not None:
             self._known[rank] = heartbeat
+        if heartbeat == before and self._is_gone(rank):
+            return GivenUp(f"the process of rank {rank} has ended, and the training thread has not noticed", rank)
         # If this rank's own beats fail too, the file system may be the cause, and not the other rank.
         beats = heartbeat.beats if heartbeat is not None and written else None
         if not self._silence[rank].check(beats, elapsed_seconds):
@@ -423,12 +435,19 @@ class Liveness:
             rank,
         )
 
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank has ended, and this training thread has had time to notice that by itself."""
+        if self._settled or self._heartbeat_seconds is None or not self._files.has_ended(rank):
+            return False
+        now = time.monotonic()
+        return now - self._ended.setdefault(rank, now) >= NOTICE_SECONDS
+
     def _hanging(self, elapsed_seconds: float) -> GivenUp | None:
         """Whether no rank makes progress although it should (rank 0)."""
         known = {self._rank: self._heartbeat(Phase.BUSY if self._busy else Phase.TRAINING), **self._known}
         begun = any(heartbeat.iteration is not None for heartbeat in known.values())
         if not begun or any(heartbeat.phase is Phase.BUSY for heartbeat in known.values()):
-            self._hang.reset()
+            self._hang = _Stillness(self._step_seconds)
             return None
         places = {rank: heartbeat.place for rank, heartbeat in known.items()}
         if not self._hang.check(places, elapsed_seconds):
@@ -450,8 +469,6 @@ class Liveness:
     def _beat(self, phase: Phase, lost_rank: int | None = None) -> bool:
         """Whether it could be written."""
         self._beats += 1
-        if self._given_up is not None:  # by another thread
-            phase, lost_rank = Phase.LEAVING, self._given_up.lost_rank
         try:
             self._files.write(self._rank, self._heartbeat(phase, lost_rank))
         except OSError as error:

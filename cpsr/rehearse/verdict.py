@@ -13,7 +13,7 @@ from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.loading import SCALARS, decoded_scalars
 from cpsr.checkpoint.verify import open_tensors, read_manifest, read_rank_manifest
 from cpsr.errors import CPSRError
-from cpsr.life.draws import NO_BATCHES
+from cpsr.life.drawn_batches import NO_BATCHES
 from cpsr.life.witnessing import likely_causes
 from cpsr.rehearse.jobs import PlannedCut, Ran
 from cpsr.state.codec import same

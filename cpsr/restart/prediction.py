@@ -4,7 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +14,15 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import UnsupportedEngineError
 from cpsr.job import Job
+from cpsr.journal import Beginning
 from cpsr.predictor.calibration import of_part
 from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
 from cpsr.predictor.protocol import Forecast, StatePredictor, Target
-from cpsr.restart.restored import Recomputes, Refusal, RefusedError
+from cpsr.restart.restored import Recomputes, Refusal, RefusedError, Restored
 from cpsr.state import codec
 from cpsr.state.scalars import Scalars
 
-__all__ = ["LossFunction", "Prediction", "PredictionSettings", "Probes", "StatePrediction"]
+__all__ = ["LossFunction", "Probes", "StatePrediction"]
 
 logger = logging.getLogger(__name__)
 
@@ -120,42 +121,6 @@ class Probes:
         return {"args": tuple(batch) if isinstance(batch, list | tuple) else (batch,), "kwargs": {}}
 
 
-@dataclass(frozen=True)
-class PredictionSettings:
-    """Limits of a prediction.
-
-    Attributes:
-        recomputed_iterations: refuse where the expected end cost and its uncertainty are not below these, which an
-            exact restart recomputes; None predicts at any expected cost.
-        lost_share: of the state, that is predicted; the rest is exact. The expected end cost is that share of the cost
-            of a whole prediction.
-    """
-
-    recomputed_iterations: int | None = None
-    lost_share: float = 1.0
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A predicted state that the engine holds.
-
-    Attributes:
-        reason: one sentence for the user.
-        forecast: how the predictor forms the state.
-        target: iteration, and place on the predictor's time axis.
-        guard: the guard's numbers, for the journal.
-        predict_seconds: reading the history, forming the weights and writing them into the engine's master weights.
-        inject_seconds: pushing them down and evaluating the probes.
-    """
-
-    reason: str
-    forecast: Forecast
-    target: Target
-    guard: dict[str, Any]
-    predict_seconds: float = 0.0
-    inject_seconds: float = 0.0
-
-
 class StatePrediction:
     """Predicts on all ranks together; every method is a collective."""
 
@@ -169,25 +134,34 @@ class StatePrediction:
 
     def attempt(
         self,
-        scalars: Scalars,
+        exact: Restored,
         failure_iteration: int,
-        settings: PredictionSettings,
-        take_dump: Callable[[], bool] | None = None,
-    ) -> Prediction:
+        take_dump: Callable[[], bool] | None,
+        *,
+        recomputed_iterations: int | None,
+        lost_share: float,
+    ) -> Restored:
         """Predict the state at the failure, write it into the engine and judge it.
 
         Args:
-            scalars: the checkpoint's small state.
+            exact: how the life would begin at the checkpoint, which the engine holds.
             failure_iteration: f.
-            settings: of the attempt.
             take_dump: loads this rank's emergency dump into the engine, and returns whether there was one, so that
-                nothing is predicted here; a collective.
+                nothing is predicted here; a collective. None: no rank has left one.
+            recomputed_iterations: refuse where the expected end cost and its uncertainty are not below these, which an
+                exact restart recomputes; None predicts at any expected cost.
+            lost_share: of the state, that is predicted; the rest is exact. The expected end cost is that share of the
+                cost of a whole prediction.
+
+        Returns:
+            How the life begins, without sources.
 
         Raises:
             RefusedError: nothing can be predicted, it would cost more than recomputing, or the guard refuses it. The
                 engine's counters and perhaps its weights have been changed.
         """
-        started = time.perf_counter()
+        started, scalars = time.perf_counter(), exact.scalars
+        assert scalars is not None
         ahead = failure_iteration - scalars.iteration
         history = self._history(scalars)
         try:
@@ -199,8 +173,8 @@ class StatePrediction:
                 max([scalars.peak_learning_rate, *rates]),
             )
             forecast = self.predictor.forecast(history, target)
-            charged = of_part(forecast, settings.lost_share)
-            refusal = _refusal(charged, settings)
+            charged = of_part(forecast, lost_share)
+            refusal = _refusal(charged, recomputed_iterations)
             if not self._group.all(refusal is None):
                 raise _refused(refusal or "another rank cannot predict its part", charged, {})
             limited, guard = self._limit(history, forecast)
@@ -211,10 +185,20 @@ class StatePrediction:
             if take_dump is not None and not self.finite():
                 raise _refused("what a rank left is not finite", charged, guard)
             tried, reason, seconds = self._write_and_judge(scalars, history, limited, loss_checkpoint, guard, lost)
-            charged, seconds = of_part(tried, settings.lost_share), (decided + seconds[0], seconds[1])
+            charged, seconds = of_part(tried, lost_share), (decided + seconds[0], seconds[1])
             if not guard["loss"]["accepted"]:
                 raise _refused(reason, charged, guard, *seconds)
-            return Prediction(reason, charged, target, guard, *seconds)
+            return replace(
+                exact,
+                beginning=Beginning.PREDICTED,
+                restored_iteration=failure_iteration,
+                reason=reason,
+                forecast=charged,
+                guard=guard,
+                cumulative_learning_rate=target.time,
+                predict_seconds=seconds[0],
+                inject_seconds=exact.inject_seconds + seconds[1],
+            )
         finally:
             history.close()
 
@@ -334,11 +318,11 @@ def _refused(
     return RefusedError(Refusal(why, reason, forecast, guard, predict_seconds, inject_seconds))
 
 
-def _refusal(forecast: Forecast, settings: PredictionSettings) -> str | None:
+def _refusal(forecast: Forecast, recomputed: int | None) -> str | None:
     """Why nothing is predicted, by the expected end cost of what is lost; None where it may be."""
     if not forecast.feasible:
         return f"prediction is not feasible: {forecast.reason}"
-    expected, recomputed = forecast.expected_end_cost_iterations, settings.recomputed_iterations
+    expected = forecast.expected_end_cost_iterations
     deviation = forecast.expected_deviation_iterations
     if recomputed is not None and expected + deviation >= recomputed:
         return (

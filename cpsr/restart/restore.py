@@ -15,7 +15,6 @@ from cpsr.job import Job
 from cpsr.journal import Beginning
 from cpsr.planner.ways import Prices
 from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose
-from cpsr.restart.engine_state import EngineState
 from cpsr.restart.experts import (
     OlderExperts,
     differing_operator,
@@ -23,8 +22,8 @@ from cpsr.restart.experts import (
     older_experts,
     older_operators,
 )
-from cpsr.restart.near_failure import NearFailure
-from cpsr.restart.prediction import PredictionSettings, StatePrediction
+from cpsr.restart.injection import Injection
+from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restored import Refusal, RefusedError, Restored
 from cpsr.restart.sources import MemorySources, NewestCheckpoint
 from cpsr.state.scalars import Scalars
@@ -65,12 +64,8 @@ class Restorer:
     """Restores one run into one engine; every method is a collective of all ranks.
 
     Args:
-        job: of this life.
-        store: the run's checkpoints.
         target: where copies of checkpoints may come from.
         pool: the host buffers; the restored checkpoint stays in its recovery buffer.
-        memory: states in host memory.
-        prediction: predicts the state at the failure.
         inexact: whether a checkpoint is acceptable with experts that were saved before it; False where the user asked
             for mode `exact`.
     """
@@ -90,9 +85,8 @@ class Restorer:
         self._pool = pool
         self._memory = memory
         self._inexact = inexact
-        self._engine = EngineState(job.adapter, prediction.predictor, store.frozen)
+        self._injection = Injection(job, memory, prediction, store.frozen)
         self._newest = NewestCheckpoint(job.group, store, target, pool, memory)
-        self._near = NearFailure(job, memory, prediction, self._engine)
 
     @property
     def damaged(self) -> list[str]:
@@ -143,8 +137,8 @@ class Restorer:
         known = replace(known, prices=Prices.of_tree(prices))
         if mode == "exact":
             return known
-        failures, last_failure = self._near.failures.since(checkpoint.iteration)
-        dumps, _ = self._near.dumps.since(checkpoint.iteration)
+        failures, last_failure = self._injection.failures.since(checkpoint.iteration)
+        dumps, _ = self._injection.dumps.since(checkpoint.iteration)
         return replace(
             known,
             planned=planned,
@@ -175,10 +169,10 @@ class Restorer:
             except CheckpointError as error:
                 logger.warning("%s cannot be used, and the next state is tried: %s", _place(candidate), error)
         c = restart.checkpoint_iteration
+        place = "no checkpoint" if c is None else f"checkpoint {c}"
         raise RecoveryError(
-            f"the state in memory could not be read, and {'no checkpoint' if c is None else f'checkpoint {c}'} holds "
-            "experts that are older than it is, which mode 'exact' does not take. Nothing was changed: start again, "
-            "which looks for an older checkpoint; or with mode 'auto'"
+            f"the state in memory could not be read, and {place} holds experts that are older than it is, which mode "
+            "'exact' does not take. Nothing was changed: start again, or with mode 'auto'"
         )
 
     def _load(self, candidate: Candidate, restart: _Restart) -> Restored:
@@ -201,12 +195,10 @@ class Restorer:
         """The checkpoint first, then dumps or a prediction."""
         at = checkpoint.iteration
         sources = all_from("disk", at, len(candidate.parts))
-        exact = self._engine.restore(checkpoint, sources, at, restart.failure_iteration, restart.load_seconds)
-        exact = replace(exact, data=self._near.data_at(exact, restart.progress, candidate.iteration))
+        exact = self._injection.restore(checkpoint, sources, at, restart.failure_iteration, restart.load_seconds)
+        exact = replace(exact, data=self._injection.data_at(exact, restart.progress, candidate.iteration))
         recomputed = candidate.iteration - (restart.exact_iteration or 0) if restart.mode == "auto" else None
-        share = candidate.lost_ranks / self._job.group.size
-        settings = PredictionSettings(recomputed, share)
-        return self._near.advance(exact, candidate, checkpoint, settings)
+        return self._injection.advance(exact, candidate, checkpoint, recomputed)
 
     def _from_checkpoint(self, candidate: Candidate, restart: _Restart, checkpoint: Snapshot) -> Restored:
         """The newest checkpoint, with older experts from memory where that has nearer ones."""
@@ -266,7 +258,7 @@ class Restorer:
         """
         problem = None
         try:
-            self._engine.load_frozen(snapshot.scalars)
+            self._injection.load_frozen(snapshot.scalars)
         except CheckpointError as error:
             problem = f"rank {self._job.group.rank}: {error}"
         problems = "; ".join(part for part in self._job.group.gather(problem) if part is not None)
@@ -282,7 +274,7 @@ class Restorer:
     def _whole(self, candidate: Candidate, restart: _Restart, snapshot: Snapshot, load_seconds: float) -> Restored:
         """Load a whole state into the engine, and state the reason for it."""
         c, f = restart.checkpoint_iteration, restart.failure_iteration
-        restored = self._engine.restore(snapshot, candidate.parts, c, f, load_seconds)
+        restored = self._injection.restore(snapshot, candidate.parts, c, f, load_seconds)
         place, lost = _place(candidate), restored.lost_iterations
         whole = f"exactly at {place}; nothing is lost" if candidate.beginning is Beginning.EXACT else f"at {place}"
         return replace(restored, reason=f"{lost} iterations are recomputed from {place}" if lost else whole)
@@ -302,7 +294,7 @@ class Restorer:
                 f"checkpoint {restored.checkpoint_iteration} is no longer in memory; restart the job with mode 'exact' "
                 "to recompute from it"
             )
-        self._engine.inject(snapshot)
+        self._injection.inject(snapshot)
         older = older_experts(snapshot, self._job.group)
         aside = ""
         if older is not None:

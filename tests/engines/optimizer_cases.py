@@ -4,6 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from torch.nn import functional
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines import TorchAdapter
-from cpsr.predictor.line import LinePredictor
 from cpsr.qualify.conformance import Recorder, seed
-from cpsr.restart.engine_state import EngineState
+from cpsr.restart.injection import Injection
 from tests.device import DEVICE
 from tests.engines.torch_cases import lay_out
 
@@ -145,7 +145,9 @@ class Job:
         snapshot = self.pool.acquire(iteration)
         assert snapshot is not None
         snapshot.scalars = store.load(iteration, snapshot.shard)
-        EngineState(self.adapter, LinePredictor()).inject(snapshot)
+        job: Any = SimpleNamespace(adapter=self.adapter, group=None, config=SimpleNamespace(run_dir=Path()))
+        unused: Any = None
+        Injection(job, unused, unused, None).inject(snapshot)
         self.pool.release(snapshot)
 
     def state(self) -> list[Any]:

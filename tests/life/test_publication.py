@@ -11,8 +11,7 @@ import torch
 
 from cpsr.checkpoint.device_copy import EVENTS, StepEvents
 from cpsr.checkpoint.progress import ProgressCounter, RankProgress, progress_path, read_progress
-from cpsr.life import boundary as publications
-from cpsr.life.boundary import Publication
+from cpsr.life.publication import Publication
 from cpsr.state.device_values import DeviceNumber
 from tests.stand_in_device import StandInDevice, StandInEvent, stand_in_device
 
@@ -180,20 +179,6 @@ def test_the_training_thread_waits_for_no_answer_of_the_device(
     answer.set()
     first.join()
     assert training.published.slots == {0: 0}
-
-
-def test_a_step_is_published_while_the_training_thread_does_nothing(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(publications, "BESIDE_SECONDS", 0.01)
-    training.publication.start()
-    training.launch()
-    training.complete(1)
-    deadline = time.monotonic() + 60
-    while training.published.iteration < 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert training.published.slots == {0: 0, 1: 3}
-    training.publication.close(0.0)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -21,9 +21,7 @@ from typing import Any
 
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import EmergencyDump
-from cpsr.ranks.group import Group
 from cpsr.ranks.heartbeat import Liveness
-from cpsr.ranks.neighbour import Neighbour
 
 WAIT_SECONDS = 120.0  # for what comes within two; the machine may be busy
 
@@ -37,7 +35,6 @@ class Options:
         size: number of ranks.
         life: of the run.
         gloo: every step has a collective.
-        neighbours: each rank watches the process of the next.
         liveness: configuration.
         step_seconds: pause in every step.
         update_until: every update waits until this kind of event is reported.
@@ -51,7 +48,6 @@ class Options:
     size: int = 2
     life: int = 0
     gloo: bool = False
-    neighbours: bool = False
     liveness: dict[str, Any] = field(default_factory=dict)
     step_seconds: float = 0.02
     update_until: str = ""
@@ -135,7 +131,7 @@ def status_path(options: Options, rank: int) -> Path:
 
 def launch(options: Options) -> None:
     """Fork the ranks, so that what they need is imported once, and note how each ends."""
-    if options.gloo or options.neighbours:
+    if options.gloo:
         import torch.distributed as dist  # noqa: F401
     forked = multiprocessing.get_context("fork")
     processes = [forked.Process(target=Rank(options, rank).run) for rank in range(options.size)]
@@ -190,13 +186,11 @@ class Rank:
         )
         signal.signal(signal.SIGTERM, self.on_sigterm)
         emergency.watch_sigterm()
-        neighbour: Neighbour | None = None
-        if options.gloo or options.neighbours:
+        if options.gloo:
             import torch.distributed as dist
 
             meeting = f"file://{options.directory}/meeting-{options.life}"
             dist.init_process_group("gloo", init_method=meeting, rank=self.rank, world_size=options.size)
-            neighbour = Neighbour(Group(), liveness.lost) if options.neighbours else None
         liveness.start()
         emergency.end_update(0)
         self.note("began", pid=os.getpid())
@@ -206,15 +200,11 @@ class Rank:
             liveness.settle()
             emergency.dump(f"the loop was left by {type(error).__name__}")
             liveness.close(ended=False)
-            if neighbour is not None:
-                neighbour.close(ended=False)
             emergency.close()
             raise
         liveness.finish()
         self.note("ended")
         liveness.close(ended=True)
-        if neighbour is not None:
-            neighbour.close(ended=True)
         emergency.close()
 
     def train(self, emergency: EmergencyDump, liveness: Liveness) -> None:

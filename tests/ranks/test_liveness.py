@@ -1,20 +1,22 @@
-"""Stopped and hanging ranks are noticed, all leave, and nothing healthy is."""
+"""Ranks that are stopped, hang, or have ended are noticed, all leave, and nothing healthy is."""
 
+import os
 import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
-from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Liveness, Phase
+from cpsr.ranks.heartbeat import NOTICE_SECONDS, Heartbeat, HeartbeatFiles, Liveness, Phase
 from tests.ranks.dumping_ranks import Ranks, ranks
 
 HEARTBEAT_SECONDS = 1.5
 STEP_SECONDS = 1.0
 # From the end of a timeout to that of the process, on a busy machine; the timeout itself must have passed.
-LATE_SECONDS = 3.0
+LATE_SECONDS = 5.0
 HEARD = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
 MOVING = {"heartbeat_timeout_seconds": 10.0, "step_timeout_seconds": STEP_SECONDS}
 
@@ -92,6 +94,50 @@ def test_no_alarm_where_nothing_is_wrong(tmp_path: Path) -> None:
         assert job.running(1)
 
 
+def test_who_hangs_when_another_is_killed_dumps_and_leaves(tmp_path: Path) -> None:
+    with ranks(tmp_path, size=3, faults=dict.fromkeys("012", "hangs")) as job:
+        for rank in range(3):
+            job.wait_for(rank, "hangs")
+        killed = time.monotonic()
+        job.signal(1, signal.SIGKILL)
+        for rank in (0, 2):
+            left(job, rank)
+            assert [note["iteration"] for note in job.notes(rank, "dump")] == [5]
+            assert job.notes(rank, "dump")[0]["at"] - killed < NOTICE_SECONDS + LATE_SECONDS
+        # Rank 0 has noticed it by itself, and a third one has read that in its heartbeat.
+        assert "the process of rank 1 has ended" in left(job, 0)
+        assert "rank 0 has given up rank 1" in left(job, 2)
+
+
+def test_a_child_that_outlives_a_rank_does_not_hide_its_end(tmp_path: Path) -> None:
+    with ranks(tmp_path, faults={"0": "waits", "1": "forks"}) as job:
+        job.wait_for(0, "waits")
+        child = job.wait_for(1, "forked")["pid"]
+        try:
+            job.signal(1, signal.SIGKILL)
+            assert "the process of rank 1 has ended" in left(job, 0)
+            assert [note["iteration"] for note in job.notes(0, "dump")] == [5]
+            assert psutil.pid_exists(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_training_thread_that_raises_dumps_once_and_by_itself(tmp_path: Path) -> None:
+    with ranks(tmp_path, gloo=True, faults={"1": "hangs"}, dump_seconds=NOTICE_SECONDS + 2.0) as job:
+        job.wait_for(1, "hangs")
+        job.signal(1, signal.SIGKILL)
+        assert job.status(0) == 1
+        assert [note["iteration"] for note in job.notes(0, "dump")] == [5]
+        assert job.notes(0, "left") == []
+
+
+def test_ranks_that_end_in_good_order_at_different_times_cause_no_alarm(tmp_path: Path) -> None:
+    faults = {"0": "ends", "1": "saves", "2": "ends"}
+    with ranks(tmp_path, size=4, faults=faults, iterations=100) as job:
+        assert [job.status(rank) for rank in range(4)] == [0] * 4
+        assert all(job.notes(rank, "left") == job.notes(rank, "dump") == [] for rank in range(4))
+
+
 # The watch itself, without processes
 
 
@@ -110,7 +156,7 @@ class Watch:
         ]
         self.files = HeartbeatFiles(directory, life)
         for rank in range(size):
-            self.files.create(rank, Heartbeat(0, None, 0, Phase.TRAINING))
+            self.files.write(rank, Heartbeat(0, None, 0, Phase.TRAINING), first=True)
 
     def look(self, rank: int, elapsed_seconds: float) -> str | None:
         given_up = self.ranks[rank].check(elapsed_seconds)

@@ -1,5 +1,6 @@
-"""From the checkpoint to the failure: emergency dumps, and a prediction of the ranks without one."""
+"""Puts states into the engine: a whole snapshot; from there to the failure emergency dumps, or a prediction."""
 
+import copy
 import json
 import logging
 import time
@@ -8,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cpsr.checkpoint.files import write_bytes
+from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.progress import Progress
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tiers import Source
@@ -18,14 +22,13 @@ from cpsr.journal import Beginning
 from cpsr.ranks.exits import ranks_named
 from cpsr.ranks.group import Group
 from cpsr.restart.choice import ATTEMPTS, Candidate
-from cpsr.restart.engine_state import EngineState
 from cpsr.restart.experts import older_operators
-from cpsr.restart.prediction import PredictionSettings, StatePrediction
+from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restored import Recomputes, Refusal, RefusedError, Restored
 from cpsr.restart.sources import MemorySources
-from cpsr.state.scalars import DataPosition
+from cpsr.state.scalars import DataPosition, Scalars
 
-__all__ = ["Attempts", "NearFailure"]
+__all__ = ["Attempts", "Injection"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +60,8 @@ class Attempts:
         """
         before = self._read()
         same = before.get("checkpoint_iteration") == checkpoint_iteration
-        attempt = {
-            "checkpoint_iteration": checkpoint_iteration,
-            "rank": self._group.rank,
-            "error": error,
-            "tries": int(before.get("tries", 1)) + 1 if same else 1,
-        }
+        tries = int(before.get("tries", 1)) if same else 0
+        attempt = {"checkpoint_iteration": checkpoint_iteration, "error": error, "tries": tries + 1}
         write_bytes(self._path, json.dumps(attempt).encode("ascii"))
 
     def _read(self) -> dict[str, Any]:
@@ -76,24 +75,102 @@ class Attempts:
         return record if isinstance(record, dict) else {}
 
 
-class NearFailure:
-    """Advances an engine from its exact checkpoint to the failure; every method is a collective.
+class Injection:
+    """Brings an engine to a snapshot, and from its checkpoint to the failure; every method is a collective.
 
     Attributes:
-        failures: attempts that have raised an error.
+        failures: attempts to go on from the checkpoint that have raised an error.
         dumps: lives that have continued from an emergency dump.
     """
 
-    def __init__(self, job: Job, memory: MemorySources, prediction: StatePrediction, engine: EngineState) -> None:
-        self._job = job
-        self._engine = engine
+    def __init__(
+        self, job: Job, memory: MemorySources, prediction: StatePrediction, frozen: FrozenFiles | None
+    ) -> None:
+        self._job, self._adapter = job, job.adapter
         self._memory = memory
         self._prediction = prediction
+        self._frozen = frozen
         self.failures = Attempts(job.config.run_dir / FAILED_PREDICTION, job.group)
         self.dumps = Attempts(job.config.run_dir / DUMPS, job.group)
 
+    # Whole snapshots
+
+    def load_frozen(self, scalars: dict[str, Any]) -> None:
+        """Give the engine the parameters outside the optimizer that go with a snapshot, or with an emergency dump.
+
+        Those that had moved are in a dump. Of the others it has a hash, by which they are looked for in checkpoints.
+
+        Raises:
+            CheckpointError: neither it nor a checkpoint has them; the engine's are as they were.
+        """
+        if self._frozen is not None:
+            self._frozen.bring(scalars.get("frozen", {}))
+
+    def inject(self, snapshot: Snapshot) -> None:
+        """Put a snapshot's tensors and the engine's scalars back, exactly.
+
+        Raises:
+            CheckpointError: as `load_frozen`; nothing was changed.
+        """
+        self.load_frozen(snapshot.scalars)
+        live = dict(self._adapter.shard(to_fill=True).tensors())
+        with torch.no_grad():
+            for key, values in snapshot.shard.tensors():
+                live[key].copy_(values)
+        # A copy: schedulers keep their argument and change it in place.
+        self._adapter.load_scalars(copy.deepcopy(snapshot.scalars["engine"]))
+        self._adapter.push_down()
+
+    def restore(
+        self,
+        snapshot: Snapshot,
+        sources: tuple[Source, ...],
+        checkpoint_iteration: int | None,
+        failure_iteration: int | None,
+        load_seconds: float,
+    ) -> Restored:
+        """Continue exactly at a snapshot, with what the predictor had learned by then.
+
+        Args:
+            snapshot: of this rank.
+            sources: where each rank's snapshot comes from.
+            checkpoint_iteration: c, the newest checkpoint on the disk; None without one.
+            failure_iteration: f.
+            load_seconds: wall time that loading has taken.
+
+        Returns:
+            How the life begins, without the reason, which the caller sets.
+        """
+        started = time.perf_counter()
+        scalars = Scalars.from_tree(snapshot.scalars)
+        self.inject(snapshot)
+        try:
+            if scalars.learned:
+                self._prediction.predictor.load_state_dict(scalars.learned)
+        except ValueError as error:  # another kind or version wrote it
+            logger.warning("what the predictor had learned cannot be taken over (%s): it begins anew", error)
+        return Restored(
+            beginning=Beginning.EXACT,
+            restored_iteration=snapshot.iteration,
+            checkpoint_iteration=checkpoint_iteration,
+            failure_iteration=failure_iteration,
+            reason="",
+            scalars=scalars,
+            data=scalars.data,
+            sources=sources,
+            cumulative_learning_rate=scalars.cumulative_learning_rate,
+            load_seconds=load_seconds,
+            inject_seconds=time.perf_counter() - started,
+        )
+
+    # From the checkpoint to the failure
+
     def advance(
-        self, exact: Restored, candidate: Candidate, snapshot: Snapshot, settings: PredictionSettings
+        self,
+        exact: Restored,
+        candidate: Candidate,
+        snapshot: Snapshot,
+        recomputed_iterations: int | None,
     ) -> Restored:
         """Continue from emergency dumps, or from a prediction.
 
@@ -101,7 +178,7 @@ class NearFailure:
             exact: how the life would begin at the checkpoint, which the engine holds.
             candidate: the state near the failure.
             snapshot: this rank's part of the checkpoint.
-            settings: of a prediction.
+            recomputed_iterations: as in `StatePrediction.attempt`.
 
         Raises:
             RecoveryError: the attempt failed on this rank, and others may wait for it.
@@ -112,11 +189,24 @@ class NearFailure:
                 self.dumps.record(snapshot.iteration, f"from iteration {candidate.iteration}")
             if candidate.lost_ranks == 0:
                 return self._load_dump(exact, candidate.parts)
-            return self._predict(exact, candidate.parts, snapshot, settings)
+            lineages: list[Any] = []
+            prediction = self._prediction.attempt(
+                exact,
+                candidate.iteration,
+                (lambda: self._load_part(candidate.parts, lineages)) if candidate.dumped else None,
+                recomputed_iterations=recomputed_iterations,
+                lost_share=candidate.lost_ranks / self._job.group.size,
+            )
         except RefusedError:
             raise
         except Exception as error:  # any error: the checkpoint is whole, and the run must restart
             raise RefusedError(self._failed(snapshot.iteration, error)) from error
+        predicted = replace(prediction, sources=candidate.parts, taken_at=older_operators(snapshot))
+        if not candidate.dumped:
+            return predicted
+        assert exact.scalars is not None
+        scalars = replace(exact.scalars, lineage=lineages[0])
+        return replace(predicted, reason=f"{_summary(candidate.parts)}; {prediction.reason}", scalars=scalars)
 
     def data_at(self, exact: Restored, progress: Progress | None, iteration: int) -> DataPosition:
         """This rank's position in the data at an iteration.
@@ -135,7 +225,7 @@ class NearFailure:
         nearest = min(known, key=lambda one: abs(one - iteration))
         if not known[nearest]:  # this rank is dealt no batches
             return exact.data
-        since = (iteration - nearest) * self._job.adapter.micro_batches_per_iteration
+        since = (iteration - nearest) * self._adapter.micro_batches_per_iteration
         return exact.data.advanced(max(known[nearest] + since - exact.data.batches, 0))
 
     def _failed(self, checkpoint_iteration: int, error: Exception) -> Refusal:
@@ -160,13 +250,12 @@ class NearFailure:
         """
         started = time.perf_counter()
         assert exact.scalars is not None
-        adapter, at = self._job.adapter, sources[0].iteration
         loss_checkpoint = self._prediction.probe_loss(exact.scalars.probes)
         self._memory.fetch(sources)
-        left = self._memory.load(sources[self._job.group.rank], adapter.shard(to_fill=True))
-        self._engine.load_frozen(left)
-        adapter.load_scalars(left["engine"])
-        adapter.push_down()
+        left = self._memory.load(sources[self._job.group.rank], self._adapter.shard(to_fill=True))
+        self.load_frozen(left)
+        self._adapter.load_scalars(left["engine"])
+        self._adapter.push_down()
         guard: dict[str, Any] = {}
         accepted, reason = False, "some values are not finite"
         if self._prediction.finite():
@@ -174,7 +263,7 @@ class NearFailure:
         if not accepted:
             why = f"what the ranks left when the group broke was refused: {reason}"
             raise RefusedError(Refusal(Recomputes.DUMP_REFUSED, why, guard=guard))
-        small = {name: left[name] for name in ("lineage", "peak_learning_rate")}
+        at, small = sources[0].iteration, {name: left[name] for name in ("lineage", "peak_learning_rate")}
         return replace(
             exact,
             beginning=Beginning.EMERGENCY_DUMP,
@@ -188,42 +277,6 @@ class NearFailure:
             inject_seconds=exact.inject_seconds + time.perf_counter() - started,
         )
 
-    def _predict(
-        self,
-        exact: Restored,
-        sources: tuple[Source, ...],
-        snapshot: Snapshot,
-        settings: PredictionSettings,
-    ) -> Restored:
-        """Predict the state of the ranks without an emergency dump.
-
-        Raises:
-            RefusedError: nothing can be predicted, it would cost more than recomputing, or the guard refuses it.
-        """
-        assert exact.scalars is not None
-        dumped = any(source.tier == "departure" for source in sources)
-        lineages: list[Any] = []
-        prediction = self._prediction.attempt(
-            exact.scalars,
-            sources[0].iteration,
-            settings,
-            (lambda: self._load_part(sources, lineages)) if dumped else None,
-        )
-        return replace(
-            exact,
-            beginning=Beginning.PREDICTED,
-            restored_iteration=sources[0].iteration,
-            reason=f"{_summary(sources)}; {prediction.reason}" if dumped else prediction.reason,
-            scalars=replace(exact.scalars, lineage=lineages[0]) if lineages else exact.scalars,
-            forecast=prediction.forecast,
-            guard=prediction.guard,
-            sources=sources,
-            cumulative_learning_rate=prediction.target.time,
-            taken_at=older_operators(snapshot),
-            predict_seconds=prediction.predict_seconds,
-            inject_seconds=exact.inject_seconds + prediction.inject_seconds,
-        )
-
     def _load_part(self, sources: tuple[Source, ...], lineages: list[Any]) -> bool:
         """Load this rank's emergency dump into the engine; False where there is none.
 
@@ -231,9 +284,9 @@ class NearFailure:
         """
         group, own = self._job.group, sources[self._job.group.rank]
         self._memory.fetch(sources)
-        left = self._memory.load(own, self._job.adapter.shard(to_fill=True))
+        left = self._memory.load(own, self._adapter.shard(to_fill=True))
         if left is not None:
-            self._engine.load_frozen(left)
+            self.load_frozen(left)
         lineages += [one for one in group.gather(None if left is None else left["lineage"]) if one is not None]
         return own.entry is not None
 

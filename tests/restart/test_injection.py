@@ -9,7 +9,7 @@ import pytest
 from cpsr.checkpoint.progress import Progress, RankProgress
 from cpsr.journal import Beginning
 from cpsr.ranks.group import Group
-from cpsr.restart.near_failure import NearFailure
+from cpsr.restart.injection import Injection
 from cpsr.restart.restored import Restored
 from cpsr.state.scalars import DataPosition
 
@@ -18,12 +18,12 @@ CHECKPOINT = Restored(
 )
 
 
-def near_failure(run_dir: Path) -> NearFailure:
+def injection(run_dir: Path) -> Injection:
     """Of a rank that takes two batches a step, and once took three."""
     unused: Any = None
     adapter = SimpleNamespace(micro_batches_per_iteration=2)
     job: Any = SimpleNamespace(adapter=adapter, group=Group(), config=SimpleNamespace(run_dir=run_dir))
-    return NearFailure(job, unused, unused, unused)
+    return Injection(job, unused, unused, unused)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_data_goes_with_the_iteration(
     tmp_path: Path, published: dict[int, int], iteration: int, batches: int
 ) -> None:
     progress = Progress({0: RankProgress(published)}, {})
-    data = near_failure(tmp_path).data_at(CHECKPOINT, progress, iteration)
+    data = injection(tmp_path).data_at(CHECKPOINT, progress, iteration)
     assert data == CHECKPOINT.data.advanced(batches - 41)
 
 
@@ -50,10 +50,10 @@ def test_the_data_goes_with_the_iteration(
 def test_without_a_counter_the_usual_number_of_batches_is_counted_from_the_checkpoint(
     tmp_path: Path, progress: Progress | None
 ) -> None:
-    assert near_failure(tmp_path).data_at(CHECKPOINT, progress, 25).batches == 51
+    assert injection(tmp_path).data_at(CHECKPOINT, progress, 25).batches == 51
 
 
 def test_a_rank_that_is_dealt_no_batches_counts_none(tmp_path: Path) -> None:
     nothing = Restored(Beginning.EXACT, 20, 20, 25, "")
     progress = Progress({0: RankProgress({22: 0, 23: 0})}, {})
-    assert near_failure(tmp_path).data_at(nothing, progress, 25) == DataPosition()
+    assert injection(tmp_path).data_at(nothing, progress, 25) == DataPosition()

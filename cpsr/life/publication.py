@@ -25,7 +25,6 @@ from cpsr.life.run_state import RunState
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
 from cpsr.ranks.heartbeat import Liveness
-from cpsr.ranks.neighbour import Neighbour
 from cpsr.state.codec import host_copy
 
 __all__ = ["Boundary", "Publication"]
@@ -35,9 +34,6 @@ logger = logging.getLogger(__name__)
 # At the end of a life, for a device that still has steps in its queue.
 DEVICE_SECONDS = 10.0
 POLL_SECONDS = 0.01  # at the end of a life
-THREAD_NAME = "cpsr-publication"
-BESIDE_SECONDS = 1.0  # between two looks beside the training thread
-CLOSE_SECONDS = 5.0  # the thread ends at once, unless the driver does not answer
 
 
 class Boundary:
@@ -76,10 +72,7 @@ class Boundary:
             self._give_up,
             job.journal.event,
         )
-        watching = config.ranks.heartbeat_timeout_seconds is not None
-        self._neighbour = Neighbour(job.group, self.liveness.lost) if watching else None
         self.liveness.start()
-        self._publication.start()
 
     @property
     def published(self) -> int:
@@ -162,7 +155,6 @@ class Boundary:
         named = _one_line(error) if isinstance(error, SystemExit) else type(error).__name__
         self.emergency_dump.dump(f"the training loop was left with {named}")
         self.liveness.close(ended=False)
-        self._close_neighbour(ended=False)
 
     def close(self, ending: Ending) -> None:
         """Close the counter, which keeps its value; the heartbeat shows how this rank has ended."""
@@ -170,12 +162,7 @@ class Boundary:
             # Last, since a dump publishes. Only at an error may the device hang.
             closing.callback(self._publication.close, DEVICE_SECONDS if ending.in_order else 0.0)
             closing.callback(self.emergency_dump.close)
-            closing.callback(lambda: self._close_neighbour(ended=ending.in_order))
             closing.callback(lambda: self.liveness.close(ended=ending.in_order))
-
-    def _close_neighbour(self, *, ended: bool) -> None:
-        if self._neighbour is not None:
-            self._neighbour.close(ended=ended)
 
     def _give_up(self, reason: str) -> None:
         """Another rank is gone, or training hangs: end this process, from another thread."""
@@ -258,25 +245,6 @@ class Publication:
         self._begun: torch.cuda.Event | None = None  # of the update under way
         self._polling = threading.Lock()  # around the device's answers, for which no other thread waits
         self._changing = threading.Lock()  # around the steps and the counter, for a few lines
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Also look once a second: the training thread may wait long for its data, or hang.
-
-        On a thread of its own, since the driver may let it wait while the training thread's launches do.
-        """
-        if self._events is not None:
-            self._thread = threading.Thread(target=self._look, name=THREAD_NAME, daemon=True)
-            self._thread.start()
-
-    def _look(self) -> None:
-        while not self._closing.wait(BESIDE_SECONDS):
-            try:
-                self.poll()
-            except RuntimeError as error:  # the training thread meets it, too, and reports it
-                logger.debug("the device does not answer: %s", error)
-                return
 
     def step(self, iteration: int, batches: int, event: torch.cuda.Event | None) -> None:
         """Publish this iteration once its event is complete.
@@ -371,9 +339,6 @@ class Publication:
     def close(self, wait_seconds: float) -> None:
         """Publish what the device completes within this time, and close the counter, which keeps its value."""
         deadline = time.monotonic() + wait_seconds
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
         try:
             self.poll()
             while self._pending and time.monotonic() < deadline:
