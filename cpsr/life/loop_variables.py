@@ -108,7 +108,8 @@ class _Search:
         hashed = xxhash.xxh3_64(json.dumps(tree).encode())
         for key, tensor in tensors.items():
             hashed.update(f"{key}{tensor.dtype}{tuple(tensor.shape)}".encode())
-            hashed.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+            packed = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)  # of a stride that is known
+            hashed.update(packed.view(torch.uint8).numpy().tobytes())
         return hashed.hexdigest()
 
 
