@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from cpsr.job import Ending, Job
 from cpsr.life.loop import Loop
-from cpsr.life.publication import Boundary
 from cpsr.life.saver import Saver
+from cpsr.life.step_boundary import Boundary
 from cpsr.life.witnessing import Witnessing
 from cpsr.ranks.exits import Exit, note_exit
 

@@ -14,9 +14,9 @@ from cpsr.life.leaving import Leave, Leaving, StopRequest
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.opening import adopt, open_life
 from cpsr.life.probation import Probation
-from cpsr.life.publication import Boundary
 from cpsr.life.rehearsed import Rehearsed
 from cpsr.life.saver import Saver
+from cpsr.life.step_boundary import Boundary
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.plan import Plan

@@ -30,13 +30,13 @@ from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.optimizer_state import second_moment_decay
 from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
-from cpsr.life.announcement import announce, cause_of_failure
 from cpsr.life.leaving import Leaving
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.probation import Probation
-from cpsr.life.publication import Boundary
+from cpsr.life.recovery_message import announce, cause_of_failure
 from cpsr.life.rehearsed import Rehearsed, rehearsed
 from cpsr.life.saver import Saver, disk_bytes
+from cpsr.life.step_boundary import Boundary
 from cpsr.life.unsaved import Unsaved
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory

@@ -11,7 +11,7 @@ import torch
 
 from cpsr.checkpoint.device_copy import EVENTS, StepEvents
 from cpsr.checkpoint.progress import ProgressCounter, RankProgress, progress_path, read_progress
-from cpsr.life.publication import Publication
+from cpsr.life.step_boundary import Publication
 from cpsr.state.device_values import DeviceNumber
 from tests.stand_in_device import StandInDevice, StandInEvent, stand_in_device
 

@@ -7,7 +7,7 @@ import pytest
 
 from cpsr.checkpoint.tiers import Source, Tier
 from cpsr.journal import Beginning
-from cpsr.life.announcement import recovery_message
+from cpsr.life.recovery_message import recovery_message
 from cpsr.predictor.protocol import Forecast
 from cpsr.restart.restored import Recomputes, Restored
 
