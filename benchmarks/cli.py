@@ -104,10 +104,10 @@ def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
     steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
-    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,comparison",
+    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,repeated,comparison",
     workdir: Workdir = None,
 ) -> None:
-    """What sparse windows of snapshots cost each step, and the same kills with them and with other checkpoints."""
+    """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""
     from cpsr.benchmarks.replay.run import main as run_replay
 
     run_replay(json_path, rounds, steps, workdir=workdir, parts=parts.split(","))

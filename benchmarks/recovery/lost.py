@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from cpsr.benchmarks.recovery.trainer import State, Tensors
 from cpsr.errors import ConfigError
 
-__all__ = ["PART_NAMES", "LostPart", "PartName", "lost_part", "lost_spans"]
+__all__ = ["BLOCK", "PART_NAMES", "LostPart", "PartName", "lost_part", "lost_spans"]
 
 # `1/4` is one of four equal shards of all elements in the order of the parameters, as ZeRO cuts them. `stage` is the
 # middle transformer block.

@@ -1,4 +1,4 @@
-"""`cpsr bench replay`: what windows of sparse snapshots cost each step, and the same kills beside other checkpoints."""
+"""`cpsr bench replay`: what windows cost each step, what a restart repeats, and both beside other checkpoints."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
@@ -12,15 +12,17 @@ from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.replay.compared import RARELY, Plan, compare
 from cpsr.benchmarks.replay.ettr import simulated
 from cpsr.benchmarks.replay.job import Shape, live, train_alone
+from cpsr.benchmarks.replay.repeated_step import KINDS, WHOLE, repeated_seconds
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 
 __all__ = ["PARTS", "main", "variants"]
 
-PARTS = ("windows", "comparison")
+PARTS = ("windows", "repeated", "comparison")
 AIM = 1.03  # of a step without CPSR
 SETTLED = 0.5  # of a run's steps are left out at its begin
+TOKENS = 1024  # of a repeated step
 DEFAULT = Shape()
 COMPARISON = Plan()
 
@@ -63,6 +65,8 @@ def main(
     with measuring("replay", json_path, workdir) as call:
         if "windows" in parts:
             figures |= _costs(call, variants(windows), rounds, steps, shape)
+        if "repeated" in parts:
+            figures["repeated"] = {"tokens": TOKENS, **_repeated(call, steps)}
         if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
             figures["ettr"] = simulated(call, figures["comparison"], figures.get("ratios"))
@@ -95,3 +99,19 @@ def _costs(
             call.judge(f"{name}: {ratio.value:.3f} of a step, aim {AIM:g}", ratio.value < AIM)
     plain = {name: asdict(ratio) for name, ratio in ratios.items()}
     return {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": found, "ratios": plain}
+
+
+def _repeated(call: Measurement, steps: int) -> dict[str, Any]:
+    """What steps cost that leave weight gradients out, by model and by what is frozen, over whole ones of the same."""
+    found, rows = dict[str, Any](), []
+    advance = call.bar("models", len(KINDS))
+    for kind in KINDS:
+        seconds = in_own_process(repeated_seconds, kind, steps, TOKENS)
+        found[kind] = {name: {"step_seconds": median(one)} for name, one in seconds.items()}
+        for name, one in seconds.items():
+            ratio = median_ratio_interval(one, seconds[WHOLE])
+            found[kind][name] |= asdict(ratio)
+            rows.append((kind, name, f"{1e3 * median(one):.0f}", interval_text(ratio, digits=3)))
+        advance()
+    call.table("a repeated step, over a whole one", ("model", "weights", "step, ms", "ratio"), rows)
+    return found

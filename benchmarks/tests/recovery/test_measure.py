@@ -158,9 +158,34 @@ def test_survivors_keep_their_exact_state_and_only_what_was_lost_is_formed(run: 
     assert 0 < changed <= -(-sum(values.numel() for values in failure.weights.values()) // 4)
     trainer = run.trainer()
     trainer.load(state)
-    outcomes = {one.method: one for one in outcomes_at(run, point, ("stale", "line", "oracle"), WORTH)}
+    outcomes = {one.method: one for one in outcomes_at(run, point, ("stale", "line", "scar", "oracle"), WORTH)}
     assert outcomes["stale"].final_gap_nats == end_gap(run, trainer)
     assert outcomes["oracle"].end_cost_iterations == 0.0
+
+
+def test_a_running_checkpoint_is_made_of_recent_parts(run: Trajectory) -> None:
+    saved = form("scar", Failure(run, POINT)).state
+    assert saved is not None
+    recent = {at: run.at(at).state() for at in range(350, 488, 10)}
+    ages = set()
+    for name, values in saved.weights.items():
+        matches = [at for at, state in recent.items() if torch.equal(state.weights[name], values)]
+        assert matches, f"{name} is no part of a recent state"
+        ages.update(matches)
+    assert max(ages) == 480
+    assert len(ages) > 1
+
+
+def test_a_lost_block_is_the_mean_of_its_neighbours(tmp_path: Path) -> None:
+    run = Run(SMALL, 0, tmp_path).trajectory()
+    stage = Point(interval=20, fraction=0.5, checkpoint=40, failure=53, lost="stage")
+    formed = form("checkfree", Failure(run, stage)).state
+    assert formed is not None
+    one, two, three = (formed.weights[f"blocks.{place}.mlp.0.weight"] for place in range(3))
+    share = float(((two - three) / (one - three)).median())
+    assert 0 < share < 1
+    torch.testing.assert_close(two, share * one + (1 - share) * three, rtol=1e-3, atol=1e-5)
+    assert form("checkfree", Failure(run, dataclasses.replace(stage, lost="1/2"))).state is None
 
 
 def test_options_change_the_quick_and_the_full_selection() -> None:
