@@ -66,11 +66,7 @@ class GlobalBatch:
 
 def _way_out(wanted: int, ranks: int, batch_size: int) -> str:
     if wanted % ranks:
-        fitting = [number for number in range(1, wanted + 1) if wanted % number == 0]
-        fewer = max(number for number in fitting if number < ranks or number == 1)
-        more = min((number for number in fitting if number > ranks), default=None)
-        nearest = f"{fewer} or {more}" if more is not None else f"{fewer}"
-        return f"{wanted} samples do not divide by {ranks} ranks: start with {nearest} ranks"
+        return f"{wanted} samples do not divide by {ranks} ranks: start with another number"
     own = wanted // ranks
     fitting_batch = max(number for number in range(1, min(batch_size, own) + 1) if own % number == 0)
     return f"On {ranks} ranks take batches of {fitting_batch} and {own // fitting_batch} accumulation steps"

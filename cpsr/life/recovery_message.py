@@ -15,16 +15,6 @@ __all__ = ["announce", "cause_of_failure", "recovery_message"]
 
 logger = logging.getLogger(__name__)
 
-WHY_RECOMPUTED = {
-    Recomputes.FAILED_BEFORE: "; an earlier attempt to continue near the failure failed",
-    Recomputes.IN_MEMORY: "; newer states were not exact",
-    Recomputes.PLANNED: "; a prediction would cost more",
-    Recomputes.CHEAPER: "; a prediction would cost more",
-    Recomputes.DUMP_REFUSED: "; the state that the ranks left in memory failed its check",
-    Recomputes.PREDICTION_REFUSED: "; the predicted state failed its check",
-    Recomputes.FAILED: "; the attempt to continue near the failure failed",
-}
-
 
 def cause_of_failure(job: Job) -> str | None:
     """How the last life ended, if it failed (rank 0); also removes its exit records."""
@@ -166,9 +156,10 @@ def _cost(restored: Restored) -> str:
 
 def _why_recomputed(restored: Restored) -> str:
     """Why nothing near the failure was taken, where the mode would have allowed it."""
-    if restored.recomputes is Recomputes.INFEASIBLE and restored.forecast is not None:
-        return f"; nothing can be predicted ({restored.forecast.reason})"
-    return "" if restored.recomputes is None else WHY_RECOMPUTED.get(restored.recomputes, "")
+    why, forecast = restored.recomputes, restored.forecast
+    if why is None:
+        return ""
+    return f"; {why.value}{f' ({forecast.reason})' if why is Recomputes.INFEASIBLE and forecast is not None else ''}"
 
 
 def _check(restored: Restored) -> str:

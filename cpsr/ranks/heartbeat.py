@@ -278,7 +278,6 @@ class Liveness:
         self._life, self._rank = life, rank
         self._heartbeat_seconds, self._step_seconds = config.heartbeat_timeout_seconds, config.step_timeout_seconds
         timeouts = [seconds for seconds in (self._heartbeat_seconds, self._step_seconds) if seconds is not None]
-        self._watching = bool(timeouts)
         self._beat_seconds = min([BEAT_SECONDS, *(seconds / BEATS_MIN for seconds in timeouts)])
         self._leave, self._report = leave, report
         watched = range(1, size) if rank == 0 else range(1)
@@ -314,7 +313,7 @@ class Liveness:
                 self._files.remove_earlier()
             except OSError as error:
                 logger.warning("cannot remove heartbeats of earlier lives, which does no harm: %s", error)
-        if self._watching:
+        if self._heartbeat_seconds is not None or self._step_seconds is not None:
             self._checked = time.monotonic()
             self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
             self._thread.start()

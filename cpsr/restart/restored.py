@@ -16,16 +16,16 @@ __all__ = ["Recomputes", "Refusal", "RefusedError", "Restored", "report_recovery
 
 
 class Recomputes(enum.Enum):
-    """Why iterations are recomputed although the mode allows to continue near the failure."""
+    """Why iterations are recomputed although the mode allows to continue near the failure, for people."""
 
-    FAILED_BEFORE = enum.auto()  #: earlier attempts to continue near the failure have failed
-    IN_MEMORY = enum.auto()  #: an exact snapshot in host memory loses no more than these are apart
-    PLANNED = enum.auto()  #: the plan expects recomputing to cost less than a prediction
-    CHEAPER = enum.auto()  #: the forecast expects no smaller end cost than what is recomputed
-    INFEASIBLE = enum.auto()  #: the predictor has no forecast
-    DUMP_REFUSED = enum.auto()  #: the guard refused what all ranks had left
-    PREDICTION_REFUSED = enum.auto()  #: the guard refused what was predicted
-    FAILED = enum.auto()  #: the attempt raised an error
+    FAILED_BEFORE = "an earlier attempt to continue near the failure failed"
+    IN_MEMORY = "newer states were not exact"
+    PLANNED = "the plan expects a prediction to cost more"
+    CHEAPER = "a prediction would cost more"
+    INFEASIBLE = "nothing can be predicted"
+    DUMP_REFUSED = "the state that the ranks left in memory failed its check"
+    PREDICTION_REFUSED = "the predicted state failed its check"
+    FAILED = "the attempt to continue near the failure failed"
 
 
 @dataclass(frozen=True)

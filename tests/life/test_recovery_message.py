@@ -91,7 +91,7 @@ def test_every_reason_to_recompute_is_explained() -> None:
     plain = recovery_message(EXACT, None, "")
     assert plain.endswith("Exact: 11 iterations later.")
     assert all(line.startswith(plain[:-1] + "; ") for line in lines.values())
-    assert len(set(lines.values())) == len(Recomputes) - 1  # by plan or by forecast, recomputing is cheaper
+    assert len(set(lines.values())) == len(Recomputes)
 
 
 @pytest.mark.parametrize("restored", [EXACT, replace(EXACT, restored_iteration=91)])
