@@ -1,38 +1,47 @@
-"""The interface through which CPSR sees a training engine, and the protocols of what only some engines have.
+"""The interface through which CPSR sees a training engine, and what all engines have in common.
 
-`DeepSpeedAdapter` and `TorchAdapter` implement it; `tests/engines/test_conformance.py` holds both to the same rules.
+`DeepSpeedAdapter` and `TorchAdapter` derive from it; `tests/engines/test_conformance.py` holds both to the same rules.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.operators import ModelOperators, Naming
 from cpsr.engines.moe.token_counts import HookedTokenCounts
+from cpsr.engines.naming import Rename, module_identity, named_buffers, parameter_names, plain_name, tensor_identity
+from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
+from cpsr.engines.optimizer_state import (
+    OptimizerState,
+    Updated,
+    hyperparameters,
+    learning_rate,
+    load_hyperparameters,
+)
+from cpsr.engines.schedules import Schedules
+from cpsr.engines.sharded import local
 from cpsr.state.frozen import FrozenPlace
-from cpsr.state.shard import Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
+
+if TYPE_CHECKING:  # they import DeepSpeed
+    from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps
+    from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 
 __all__ = [
     "SAMPLED_ELEMENTS",
     "EngineAdapter",
-    "GradientClipper",
     "Mixture",
     "Operation",
     "Pipeline",
-    "PredictedState",
-    "RandomStateKeeper",
-    "RepeatedSteps",
     "Repeats",
-    "SavedState",
-    "StageTraffic",
     "StepObserver",
-    "StepRepeater",
     "TrafficLog",
     "Verb",
-    "WatchedLoop",
 ]
 
 
@@ -187,87 +196,6 @@ class Repeats(Protocol):
         """No start may repeat from the logs again."""
 
 
-class StageTraffic(Protocol):
-    """Of one rank of a pipeline; on the training thread."""
-
-    @property
-    def obstacle(self) -> str | None:
-        """Why steps of this pipeline cannot be repeated from logs; None where they can."""
-
-    def follow(self, log: TrafficLog) -> None:
-        """Let this take every training step from now on."""
-
-    def repeat(self, repeats: Repeats) -> None:
-        """From now on this rank repeats only what crosses the boundaries, until `go_on`."""
-
-    def go_on(self) -> None:
-        """The next step is computed."""
-
-    def stop(self) -> None:
-        """Follow no more."""
-
-
-class RepeatedSteps(Protocol):
-    """Steps of a replay, which leave out gradients of weights that nobody will use.
-
-    What depends on the gradients of all weights, as their norm and an overflow, is noted in every step. When the step
-    is repeated, it comes from there.
-    """
-
-    @property
-    def left_out(self) -> int:
-        """Calls of layers, so far, whose weights got no gradient."""
-
-    def outcome(self) -> dict[str, Any]:
-        """What was noted of the last step: numbers, and tensors that nobody changes."""
-
-    def repeat(self, outcome: Mapping[str, Any] | None, without: Collection[str] = ()) -> None:
-        """The next step is a repetition; all ranks call it for the same step, and name the same operators.
-
-        Args:
-            outcome: of the first time; None: the next step is no repetition.
-            without: operators, of any rank, whose update nobody will use.
-        """
-
-    def close(self) -> None:
-        """The engine is as before: nothing is noted any more."""
-
-
-@runtime_checkable
-class StepRepeater(Protocol):
-    """An engine that may repeat steps without all gradients."""
-
-    def repeated_steps(self) -> RepeatedSteps | None:
-        """Begin to note what steps come to; None where a replay has to compute every gradient."""
-
-
-@runtime_checkable
-class GradientClipper(Protocol):
-    """An engine that clips gradients itself; elsewhere the loop does."""
-
-    @property
-    def gradient_clipping(self) -> float:
-        """The norm at which it clips; 0 is off."""
-
-    def clip_gradients(self, norm: float) -> None:
-        """Clip gradients at this norm from now on."""
-
-
-@runtime_checkable
-class RandomStateKeeper(Protocol):
-    """An engine that keeps random states beside torch's generators."""
-
-    def random_states(self) -> dict[str, Any]:
-        """They, as plain data; empty where none are in use."""
-
-    def load_random_states(self, states: dict[str, Any]) -> str | None:
-        """Put back what `random_states()` returned.
-
-        Returns:
-            What could not be restored, for people; None if all was.
-        """
-
-
 @dataclass(frozen=True)
 class Pipeline:
     """This rank's place in a pipeline of several stages.
@@ -280,23 +208,111 @@ class Pipeline:
 
     stage: int
     stages: int
-    traffic: StageTraffic
+    traffic: "DeepSpeedTraffic"
 
 
-class SavedState(Protocol):
-    """What a rank saves of its engine, and how it comes back."""
+class Loop(Protocol):
+    """Watches the user's loop over an engine."""
+
+    gives_loss: bool
+
+    def attach(self, observer: StepObserver) -> None:
+        """Install the hooks; the engine's own methods keep their signatures and results.
+
+        Raises:
+            RuntimeError: an observer is attached already.
+        """
+
+    def detach(self) -> None:
+        """Remove every hook; without any it does nothing. A step that is not complete by then is not reported."""
+
+    def forget_step(self) -> None:
+        """Drop what was seen of the step in progress."""
+
+
+class EngineAdapter(ABC):
+    """One rank of a training engine.
+
+    Args:
+        module: see `module`.
+        optimizers: see `optimizers`.
+        schedulers: the engine's learning-rate schedulers.
+        rename: gives the names that the module's tensors are saved by.
+
+    Attributes:
+        rank, world_size: of this process among all.
+        device: where forward and backward run.
+        data_parallel_ranks: ranks among which the batch is split, this one included. They train the same parameters,
+            but for the experts that expert-parallel ranks share among themselves.
+        module: whose forward is called for training, inside any wrapper; on a pipeline, this rank's stage.
+        optimizers: torch's own, inside of the engine's wrapper: hooks around their steps see the weights of `shard()`
+            change. What a hook writes into them is what training goes on with. An engine may call one several times in
+            a step, each time with some of its parameter groups.
+        optimizer: the last of them.
+        loop_parts: objects of the user's loop whose state `scalars()` holds: schedules and the gradient scaler, if any.
+        mixture: the layers of experts; None for a model without any.
+        pipeline: this rank's place in it; None where there is none, or one of a single stage, which waits for nobody.
+        gradient_clipping: the norm at which the engine clips gradients, 0 is off; None: the loop clips.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    data_parallel_ranks: list[int]
+    mixture: Mixture | None = None
+    pipeline: Pipeline | None = None
+    gradient_clipping: float | None = None
+    _loop: Loop
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[Any],
+        rename: Rename = plain_name,
+    ) -> None:
+        self.module = module
+        self.optimizers = list(optimizers)
+        self.optimizer = self.optimizers[-1]
+        self.loop_parts: list[Any] = list(schedulers)
+        self._schedule = Schedules(schedulers)
+        self._rename = rename
+        self._names = parameter_names(module, rename)
+        # Of FSDP2's modules the sharded ones, in whose place they have gathered ones at times.
+        self._parameters = list(module.parameters())
+        self._absent: frozenset[int] = frozenset()  # ids of the parameters of which this rank holds nothing
+        self._state = OptimizerState(self.optimizers)
+        self._module_state = ModuleState(module, rename)
+
+    # What a rank saves of its engine, and how it comes back
 
     def describe(self) -> dict[str, Any]:
         """Identity of what is trained, as plain data.
 
-        Keys: `engine`, `zero_stage` (int or None), `precision` (`fp32`, `bf16`, `fp16`), `optimizer` (class name),
+        Keys: `engine`, `zero_stage` (int or None), `precision` (`fp32`, `bf16`, `fp16`), `optimizer` (class names),
         `tensors` (name -> {`shape`: global shape, `dtype`, `offset`, `numel`: this rank's slice, and `layout`: how a
-        mesh of ranks splits a distributed tensor}), `module` (how its own state dict differs: see
-        `cpsr.engines.naming.module_identity`).
+        mesh of ranks splits a distributed tensor}, also of frozen parameters and buffers), `module` (how its own state
+        dict differs: see `cpsr.engines.naming.module_identity`).
         """
+        outside = dict(self._outside())
+        tensors = {
+            name: tensor_identity(one.master, place, None if owned.stop is None else owned.stop - owned.start)
+            for name, one, owned, place in self._owned()
+        }
+        buffers = named_buffers(self.module, self._rename)
+        tensors |= {name: tensor_identity(one) for name, one in buffers.items()}
+        tensors |= {name: tensor_identity(self._held(one), self._place(one)) for name, one in outside.items()}
+        return {
+            **self._kind(),
+            "optimizer": "+".join(type(one).__name__ for one in self.optimizers),
+            "tensors": tensors,
+            "module": module_identity(self.module, set(outside), tensors, self._rename),
+        }
 
     def shard(self, to_fill: bool = False) -> Shard:
         """Views of this rank's state. State that an optimizer has still to create is zeros, which cannot be written.
+
+        Take them anew after the optimizer has loaded a state dict, or the user's own `load_checkpoint` has run.
 
         Args:
             to_fill: for a restart: memory in the place of absent state. `load_scalars` then makes it the optimizer's
@@ -305,16 +321,27 @@ class SavedState(Protocol):
         Raises:
             UnsupportedEngineError: an optimizer, offload or wrapper keeps state out of sight; the message names it.
         """
+        iteration, operators = self.iteration, {}
+        for name, updated, owned, place in self._owned():
+            if id(updated.master) not in self._absent:
+                values, moments = self._state.views(name, updated, owned, to_fill=to_fill)
+                operators[name] = OperatorState(name, ParamSlice(values, *place), moments, iteration)
+        return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
 
     def frozen(self) -> dict[str, torch.Tensor]:
-        """Views of the parameters outside the optimizer, as in `shard()`, without looking at anything else."""
+        """Views of this rank's parts of the parameters outside the optimizers, without looking at anything else."""
+        return {name: local(self._held(one)) for name, one in self._outside() if id(one) not in self._absent}
 
     def frozen_places(self) -> dict[str, FrozenPlace]:
         """Where those of `frozen()` lie that are split over ranks."""
+        places = {name: self._place(one) for name, one in self._outside() if id(one) not in self._absent}
+        return {name: place for name, place in places.items() if place is not None}
 
     def compute_dtypes(self) -> dict[str, torch.dtype]:
         """By operator, the dtype of the weights of forward and backward; that of the master where none is named."""
+        return {}
 
+    @abstractmethod
     def push_down(self) -> None:
         """Derive everything that depends on the master weights after the views of `shard()` were written."""
 
@@ -324,6 +351,13 @@ class SavedState(Protocol):
         Args:
             on_device: leave numbers of a CUDA device there, as `DeviceNumber`s: reading them waits for all queued work.
         """
+        return {
+            **self._counters(on_device=on_device),
+            **self._state.scalars(self._updated(), on_device=on_device),
+            "param_groups": [group for one in self.optimizers for group in hyperparameters(one)],
+            "schedule": self._schedule.state(),
+            "module": self._module_state.state(),
+        }
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """`scalars()` for this rank, made of those that a rank saved where the run had another number of ranks.
@@ -331,57 +365,74 @@ class SavedState(Protocol):
         Raises:
             UnsupportedEngineError: they cannot be dealt to this number of ranks; the message says why.
         """
+        return {**scalars, **reshard_optimizers(scalars, self._updated())}
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Put back what `scalars()` returned, learning rates in the parameter groups included.
+        """Put back what `scalars()` returned; the rates last, since schedulers overwrite them when they load.
 
         Raises:
             UnsupportedEngineError: of other optimizers, groups or parts; the message names the first difference.
         """
+        self._require_same_parts(scalars)
+        groups = list(scalars["param_groups"])
+        restore_optimizers(self._state, self._updated(), scalars)
+        self._schedule.load(scalars["schedule"], [group.get("lr") for group in groups])
+        for one in self.optimizers:
+            own = groups if one is self.optimizer else groups[: len(one.param_groups)]
+            load_hyperparameters(one, own)
+            groups = groups[len(own) :]
+        self._load_counters(scalars)
+        self._module_state.load(scalars.get("module"), self.device)
+        self._loop.forget_step()
 
+    def random_states(self) -> dict[str, Any]:
+        """Those that the engine keeps beside torch's generators, as plain data; empty where none are in use."""
+        return {}
 
-class WatchedLoop(Protocol):
-    """The user's loop over the engine."""
+    def load_random_states(self, states: dict[str, Any]) -> str | None:
+        """Put back what `random_states()` returned.
+
+        Returns:
+            What could not be restored, for people; None if all was.
+        """
+        return None
+
+    # The user's loop over the engine
 
     @property
+    @abstractmethod
     def iteration(self) -> int:
         """Optimizer steps so far, skipped ones included."""
 
     @property
+    @abstractmethod
     def micro_batches_per_iteration(self) -> int:
         """Batches of the data loader that one optimizer step consumes on this rank."""
 
-    @property
-    def module(self) -> torch.nn.Module:
-        """Whose forward is called for training; on a pipeline, this rank's stage."""
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Torch's own, inside of the engine's wrapper: hooks around their steps see the weights of `shard()` change.
-
-        What a hook writes into them is what training goes on with. An engine may call one several times in a step, each
-        time with some of its parameter groups.
-        """
-
-    @property
-    def loop_parts(self) -> list[Any]:
-        """Objects of the user's loop whose state `scalars()` holds: the schedule and the gradient scaler, if any."""
-
     def attach(self, observer: StepObserver) -> None:
-        """Install the hooks; the engine's own methods keep their signatures and results."""
+        """Let the observer see the loop: see `Loop.attach`."""
+        self._loop.attach(observer)
 
     def detach(self) -> None:
-        """Remove every hook that `attach` installed."""
+        """Remove every hook that `attach` installed; without any it does nothing."""
+        self._loop.detach()
 
+    def clip_gradients(self, norm: float) -> None:
+        """Clip gradients at this norm from now on; of an engine that clips itself."""
+        raise NotImplementedError(f"the loop clips, not {type(self).__name__}")
 
-class PredictedState(Protocol):
-    """What a prediction, and its check, need of an engine."""
+    def repeated_steps(self) -> "DeepSpeedRepeatedSteps | None":
+        """Begin to note what steps come to; None where a replay has to compute every gradient."""
+        return None
+
+    # What a prediction, and its check, need
 
     def prediction_obstacle(self) -> str | None:
         """Why no later state can be predicted, one clause for people; None where one can.
 
         Weights must be moved by steps, and beside weights and moments only counts of steps may change.
         """
+        return self._state.obstacle(self._updated())
 
     def skip_ahead(self, iterations: int) -> list[float]:
         """Move counters, optimizer step counts and schedule forward as if that many steps had been applied.
@@ -389,38 +440,79 @@ class PredictedState(Protocol):
         Returns:
             The learning rate (`optimizer_state.learning_rate`) each of the skipped updates would have used, in order.
         """
+        rates = []
+        for _ in range(iterations):
+            rates.append(learning_rate(self.optimizers))
+            self._schedule.advance()
+        updated = self._updated()
+        self._state.advance(updated, iterations)
+        self._advance_counters(iterations, len(updated))
+        self._loop.forget_step()
+        return rates
 
     @property
     def can_evaluate(self) -> bool:
         """Whether `evaluate` can give a loss; known after the first training forward at the latest."""
+        return self._loop.gives_loss
 
+    @abstractmethod
     def evaluation(self) -> AbstractContextManager[None]:
-        """Evaluation mode without gradients; training mode and every random state are as before on exit."""
+        """Evaluation mode without gradients; modes, buffers and every random state are as before on exit."""
 
+    @abstractmethod
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Loss of one recorded forward input inside `evaluation()`: a detached scalar, no side effects on training."""
+        """Loss of one recorded forward input inside `evaluation()`: a detached scalar, no side effects on training.
 
-
-@runtime_checkable
-class EngineAdapter(SavedState, WatchedLoop, PredictedState, Protocol):
-    """One rank of a training engine.
-
-    Attributes:
-        rank, world_size: of this process among all.
-        device: where forward and backward run.
-        mixture: the layers of experts; None for a model without any.
-        pipeline: this rank's place in it; None where there is none, or one of a single stage, which waits for nobody.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    mixture: Mixture | None
-    pipeline: Pipeline | None
-
-    @property
-    def data_parallel_ranks(self) -> list[int]:
-        """Ranks among which the batch is split, this one included.
-
-        They train the same parameters, but for the experts that expert-parallel ranks share among themselves.
+        Raises:
+            UnsupportedEngineError: the module gave no loss.
         """
+
+    # What each engine has of its own
+
+    @abstractmethod
+    def _kind(self) -> dict[str, Any]:
+        """`engine`, `zero_stage` and `precision` of `describe()`."""
+
+    @abstractmethod
+    def _updated(self) -> list[Updated]:
+        """Every tensor that the optimizers update on this rank, in a fixed order."""
+
+    @abstractmethod
+    def _owned(self) -> Iterable[tuple[str, Updated, slice, FrozenPlace]]:
+        """Each operator's name, the tensor that is updated, which elements of it are the operator's, and their place.
+
+        Those of which this rank holds nothing are among them.
+        """
+
+    @abstractmethod
+    def _trained(self) -> Iterable[torch.Tensor]:
+        """The module's parameters that the optimizers move."""
+
+    def _outside(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The other ones, with their names."""
+        trained = {id(parameter) for parameter in self._trained()}
+        return ((self._names[id(one)], one) for one in self._parameters if id(one) not in trained)
+
+    @abstractmethod
+    def _held(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What this rank has of such a parameter; a distributed tensor as it is."""
+
+    @abstractmethod
+    def _place(self, parameter: torch.nn.Parameter) -> FrozenPlace | None:
+        """Where that lies in the parameter; None where it is the whole."""
+
+    @abstractmethod
+    def _counters(self, *, on_device: bool) -> dict[str, Any]:
+        """What `scalars()` has of the engine alone."""
+
+    @abstractmethod
+    def _require_same_parts(self, scalars: dict[str, Any]) -> None:
+        """Raise UnsupportedEngineError where the saved engine had other parts; nothing is changed."""
+
+    @abstractmethod
+    def _load_counters(self, scalars: dict[str, Any]) -> None:
+        """Put `_counters()` back."""
+
+    @abstractmethod
+    def _advance_counters(self, iterations: int, tensors: int) -> None:
+        """Count so many applied steps, each of an optimizer that updates so many tensors on this rank."""

@@ -1,7 +1,7 @@
 """DeepSpeed engines: ZeRO 0 to 3 in fp32, bf16 and fp16, pipelines at ZeRO 0 and 1, MoE layers at ZeRO 0 to 2."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -10,12 +10,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
-from cpsr.engines import optimizer_state
 from cpsr.engines.adam_kernels import renew_powers
-from cpsr.engines.adapter import Mixture, Pipeline, StepObserver
+from cpsr.engines.adapter import EngineAdapter, Pipeline
 from cpsr.engines.deepspeed_loop import (
     DeepSpeedLoop,
-    EngineScalars,
     load_tracked_states,
     preserved_tracked_states,
     tracked_states,
@@ -23,6 +21,7 @@ from cpsr.engines.deepspeed_loop import (
 )
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
+    advance_loss_scale,
     frozen_place,
     master_slices,
     masters,
@@ -35,25 +34,20 @@ from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps, can_leave_ou
 from cpsr.engines.deepspeed_support import UNMANAGED, require_supported, warn_of_kept_gradients
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import preserved_training_state, required_loss
-from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.deepspeed import EngineMixture, expert_names
-from cpsr.engines.naming import (
-    module_identity,
-    named_buffers,
-    parameter_names,
-    tensor_identity,
-)
-from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
-from cpsr.engines.optimizer_state import OptimizerState, Updated
-from cpsr.engines.schedules import Schedules
+from cpsr.engines.optimizer_state import Updated
+from cpsr.engines.schedules import advance_scaler, autocast_scaler, scaler_state
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.frozen import FrozenPlace
-from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["DeepSpeedAdapter"]
 
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+# DeepSpeed's names for the running values of its two kinds of dynamic loss scaler; the rest is configuration.
+_LOSS_SCALE_VALUES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-class DeepSpeedAdapter:
+
+class DeepSpeedAdapter(EngineAdapter):
     """One rank of a `DeepSpeedEngine` or `PipelineEngine`.
 
     The loop stays as it is: `engine(batch)`, `engine.backward(loss)`, `engine.step()`, or `engine.train_batch()`.
@@ -77,33 +71,26 @@ class DeepSpeedAdapter:
     def __init__(self, engine: Any) -> None:
         require_supported(engine)
         masters(engine.optimizer)
-        self.rank: int = deepspeed.comm.get_rank()
-        self.world_size: int = deepspeed.comm.get_world_size()
-        self.device: torch.device = torch.device(engine.device)
+        schedulers = [] if engine.lr_scheduler is None else [engine.lr_scheduler]
+        super().__init__(engine.module, [torch_optimizer(engine)], schedulers, expert_names(engine.module))
+        self.rank = deepspeed.comm.get_rank()
+        self.world_size = deepspeed.comm.get_world_size()
+        self.device = torch.device(engine.device)
+        self.data_parallel_ranks = torch.distributed.get_process_group_ranks(engine.data_parallel_group)
         self._engine = engine
         self._pipeline = isinstance(engine, deepspeed.PipelineEngine)
-        self._schedule = Schedules([] if engine.lr_scheduler is None else [engine.lr_scheduler])
-        self._scalars = EngineScalars(engine, pipeline=self._pipeline)
-        self._rename = expert_names(engine.module)
-        self._names = parameter_names(engine.module, self._rename)
-        self._module_state = ModuleState(engine.module, self._rename)
-        renew_powers(torch_optimizer(engine))
-        warn_of_kept_gradients(engine.optimizer, torch_optimizer(engine))
-        self._state = OptimizerState([torch_optimizer(engine)])
-        self._masters: list[torch.Tensor] = []  # that `_named` is of
-        self._named: list[tuple[str, MasterSlice]] = []
+        self._scaler = autocast_scaler(engine)  # of `torch_autocast` with float16
+        self.loop_parts += [] if self._scaler is None else [self._scaler]
+        renew_powers(self.optimizer)
+        warn_of_kept_gradients(engine.optimizer, self.optimizer)
+        self._masters: list[torch.Tensor] = []  # that `_slices` are of
+        self._slices: list[tuple[str, MasterSlice, FrozenPlace]] = []
         self._whole: dict[int, str] = {}  # by the id of a master that is one parameter
-        self._loop = DeepSpeedLoop(engine, self._pipeline)
+        self._loop: DeepSpeedLoop = DeepSpeedLoop(engine, self._pipeline)
         mixture = EngineMixture(engine, self._names.values())
-        self.mixture: Mixture | None = mixture if mixture.found else None
-        self.pipeline: Pipeline | None = None
+        self.mixture = mixture if mixture.found else None
         if self._pipeline and engine.num_stages > 1:
             self.pipeline = Pipeline(int(engine.stage_id), int(engine.num_stages), DeepSpeedTraffic(engine, self))
-
-    @property
-    def data_parallel_ranks(self) -> list[int]:
-        """Of the engine's data-parallel group; of its stage, in a pipeline."""
-        return torch.distributed.get_process_group_ranks(self._engine.data_parallel_group)
 
     @property
     def iteration(self) -> int:
@@ -116,28 +103,7 @@ class DeepSpeedAdapter:
         return int(self._engine.gradient_accumulation_steps())
 
     @property
-    def module(self) -> torch.nn.Module:
-        """The engine's module."""
-        module: torch.nn.Module = self._engine.module
-        return module
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Torch's own; ZeRO 1 and 2 step it once for each parameter group."""
-        return [torch_optimizer(self._engine)]
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The only one."""
-        return torch_optimizer(self._engine)
-
-    @property
-    def loop_parts(self) -> list[Any]:
-        """The engine's schedule and gradient scaler."""
-        return [one for one in (self._engine.lr_scheduler, self._scalars.scaler) if one is not None]
-
-    @property
-    def gradient_clipping(self) -> float:
+    def gradient_clipping(self) -> float:  # type: ignore[override]  # the engine's own
         """`gradient_clipping` of the engine's configuration; 0 is off."""
         return float(self._engine.gradient_clipping())
 
@@ -152,72 +118,48 @@ class DeepSpeedAdapter:
         """Whether a training forward gave a loss; never for a pipeline, whose loss exists on its last stage only."""
         return self._loop.gives_loss and not self._pipeline
 
-    def describe(self) -> dict[str, Any]:
-        """Identity of what is trained; see `EngineAdapter.describe`. Frozen parameters and buffers are listed too."""
+    def _kind(self) -> dict[str, Any]:
         engine = self._engine
-        tensors = {
-            self._name(piece): tensor_identity(piece.master, piece.global_shape, piece.offset, piece.numel)
-            for piece in master_slices(engine.optimizer)
-        }
-        places = self.frozen_places()
-        for name, value in (self.frozen() | named_buffers(engine.module, self._rename)).items():
-            place = places.get(name, FrozenPlace(tuple(value.shape)))
-            tensors[name] = tensor_identity(value, place.global_shape, place.offset)
         return {
             "engine": type(engine).__name__,
             "zero_stage": int(engine.zero_optimization_stage()),
             "precision": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
-            "optimizer": type(torch_optimizer(engine)).__name__,
-            "tensors": tensors,
-            "module": module_identity(engine.module, {name for _, name in self._outside()}, tensors, self._rename),
         }
 
-    def shard(self, to_fill: bool = False) -> Shard:
-        """Views of this rank's masters and moments; take them anew after the user's own `load_checkpoint`."""
-        iteration, updated = self.iteration, {id(one.master): one for one in self._updated()}
-        operators = {}
-        for name, piece in self._named:
-            owned = slice(piece.start, piece.start + piece.numel)
-            values, moments = self._state.views(name, updated[id(piece.master)], owned, to_fill=to_fill)
-            parameter = ParamSlice(values, piece.global_shape, piece.offset)
-            operators[name] = OperatorState(name, parameter, moments, iteration)
-        return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
+    def _owned(self) -> Iterator[tuple[str, Updated, slice, FrozenPlace]]:
+        updated = {id(one.master): one for one in self._updated()}
+        for name, piece, place in self._slices:
+            yield name, updated[id(piece.master)], slice(piece.start, piece.start + piece.numel), place
 
     def _updated(self) -> list[Updated]:
         """What the optimizer updates on this rank; names and slices are looked up where it is not as last time."""
         found = masters(self._engine.optimizer)
         now = [master for _, master in found]
         if len(now) != len(self._masters) or any(map(operator.is_not, now, self._masters)):
-            self._named = [(self._name(piece), piece) for piece in master_slices(self._engine.optimizer)]
+            self._slices = [
+                (self._name(piece), piece, FrozenPlace(piece.global_shape, piece.offset))
+                for piece in master_slices(self._engine.optimizer)
+            ]
             self._masters = now
-            self._whole = {id(piece.master): name for name, piece in self._named if piece.is_whole}
-        optimizer = torch_optimizer(self._engine)
-        groups = optimizer.param_groups
-        return [Updated(optimizer, groups[i], one, self._whole.get(id(one), "")) for i, one in found]
+            self._whole = {id(piece.master): name for name, piece, _ in self._slices if piece.is_whole}
+        groups = self.optimizer.param_groups
+        return [Updated(self.optimizer, groups[i], one, self._whole.get(id(one), "")) for i, one in found]
 
-    def frozen(self) -> dict[str, torch.Tensor]:
-        """Views of what this rank keeps of the parameters outside the optimizer; under ZeRO-3 a partition of each."""
-        return {name: owned_frozen(self._engine.optimizer, parameter) for parameter, name in self._outside()}
-
-    def frozen_places(self) -> dict[str, FrozenPlace]:
-        """See `EngineAdapter.frozen_places`; under ZeRO-3 partitions are flat, and so all have one."""
-        places = {name: frozen_place(self._engine.optimizer, parameter) for parameter, name in self._outside()}
-        return {name: place for name, place in places.items() if place is not None}
-
-    def _outside(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Parameters that the optimizer does not move, with their names."""
-        trained = {id(parameter) for parameter in self._trained_parameters()}
-        for parameter in self._engine.module.parameters():
-            if id(parameter) not in trained:
-                yield parameter, self._names[id(parameter)]
-
-    def _trained_parameters(self) -> Iterator[torch.nn.Parameter]:
+    def _trained(self) -> Iterable[torch.Tensor]:
         optimizer = self._engine.optimizer
         for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
             if hasattr(optimizer, attribute):
                 groups = getattr(optimizer, attribute)
                 return (parameter for group in groups for parameter in group)
         return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+    def _held(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Under ZeRO-3 this rank's partition."""
+        return owned_frozen(self._engine.optimizer, parameter)
+
+    def _place(self, parameter: torch.nn.Parameter) -> FrozenPlace | None:
+        """Under ZeRO-3 partitions are flat, and so all have one."""
+        return frozen_place(self._engine.optimizer, parameter)
 
     def _name(self, piece: MasterSlice) -> str:
         name = self._names.get(id(piece.parameter))
@@ -233,7 +175,7 @@ class DeepSpeedAdapter:
         return {self._name(piece): piece.parameter.dtype for piece in master_slices(self._engine.optimizer)}
 
     def repeated_steps(self) -> DeepSpeedRepeatedSteps | None:
-        """See `StepRepeater.repeated_steps`."""
+        """See `EngineAdapter.repeated_steps`."""
         return DeepSpeedRepeatedSteps(self._engine, self._names) if can_leave_out(self._engine) else None
 
     def push_down(self) -> None:
@@ -244,18 +186,26 @@ class DeepSpeedAdapter:
         # synchronises here only where it gathers persistent parameters, and there may be none.
         get_accelerator().synchronize(self.device.index)
 
-    def scalars(self, on_device: bool = False) -> dict[str, Any]:
-        """Counters, loss scale, optimizer step counts, parameter groups and schedule; see `EngineAdapter.scalars`.
-
-        Between two steps those of the last boundary: micro-batches of a step that is not complete do not count.
-        """
+    def _counters(self, *, on_device: bool) -> dict[str, Any]:
+        """Between two steps those of the last boundary: micro-batches of a step that is not complete do not count."""
+        engine = self._engine
+        counters = {name: int(getattr(engine, name)) for name in _COUNTERS} | {"micro_steps": self._loop.micro_steps}
         return {
-            **self._scalars.state(self._loop.micro_steps, on_device=on_device),
-            **self._state.scalars(self._updated(), on_device=on_device),
-            "param_groups": optimizer_state.hyperparameters(self.optimizer),
-            "schedule": self._schedule.state(),
-            "module": self._module_state.state(),
+            "counters": counters,
+            "micro_batches": int(engine.gradient_accumulation_steps()),
+            "loss_scale": {
+                name: getattr(scaler, name)
+                for scaler in self._loss_scalers()
+                for name in _LOSS_SCALE_VALUES
+                if hasattr(scaler, name)
+            },
+            "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
         }
+
+    def _loss_scalers(self) -> list[Any]:
+        """The one object with the running loss scale, none where the precision needs none."""
+        optimizer = self._engine.optimizer
+        return [getattr(optimizer, name) for name in ("loss_scaler", "loss_scale_config") if hasattr(optimizer, name)]
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """See `EngineAdapter.resharded`; each step counts as many micro-batches as it takes now."""
@@ -266,18 +216,41 @@ class DeepSpeedAdapter:
             )
         counters = dict(scalars["counters"])
         counters["micro_steps"] = counters["global_steps"] * self.micro_batches_per_iteration
-        return {**scalars, **reshard_optimizers(scalars, self._updated()), "counters": counters}
+        return {**super().resharded(scalars), "counters": counters}
 
-    def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Put `scalars()` back; the rates last, since schedulers overwrite them when they load."""
-        self._scalars.require_same_parts(scalars)
-        restore_optimizers(self._state, self._updated(), scalars)
-        rates = [group.get("lr") for group in scalars["param_groups"]]
-        self._schedule.load(scalars["schedule"], rates)
-        optimizer_state.load_hyperparameters(self.optimizer, scalars["param_groups"])
-        self._scalars.load(scalars)
-        self._module_state.load(scalars.get("module"), self.device)
-        self._loop.forget_step()
+    def _require_same_parts(self, scalars: dict[str, Any]) -> None:
+        saved = scalars.get("grad_scaler")
+        if (saved is None) != (self._scaler is None):
+            raise UnsupportedEngineError(
+                f"the saved run had {'no' if saved is None else 'a'} gradient scaler of torch_autocast with "
+                f"float16, and this one has {'none' if self._scaler is None else 'one'}; set torch_autocast as it was"
+            )
+
+    def _load_counters(self, scalars: dict[str, Any]) -> None:
+        engine = self._engine
+        for name in _COUNTERS:
+            setattr(engine, name, scalars["counters"][name])
+        now = int(engine.gradient_accumulation_steps())
+        if scalars.get("micro_batches", now) != now and not self._pipeline:
+            # A step ends where the count is a multiple of them: else the first one would be too short.
+            engine.micro_steps = engine.global_steps * now
+        for scaler in self._loss_scalers():
+            for name, value in scalars["loss_scale"].items():
+                setattr(scaler, name, value)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(scalars["grad_scaler"])
+        engine._unmanaged_backward_count = 0  # of a step that the loop was in
+
+    def _advance_counters(self, iterations: int, tensors: int) -> None:
+        engine = self._engine
+        for _ in range(iterations):
+            advance_loss_scale(engine.optimizer)
+        # ZeRO steps its flat tensors one by one, and the scaler is updated after each.
+        advance_scaler(self._scaler, iterations * (tensors if engine.zero_optimization() else 1))
+        engine.global_steps += iterations
+        engine.global_samples += iterations * engine.train_batch_size()
+        if not self._pipeline:  # pipelines leave this counter at zero
+            engine.micro_steps += iterations * int(engine.gradient_accumulation_steps())
 
     def random_states(self) -> dict[str, Any]:
         """Those of activation checkpointing, by name."""
@@ -289,54 +262,25 @@ class DeepSpeedAdapter:
 
     def prediction_obstacle(self) -> str | None:
         """What of the optimizer cannot be extrapolated, or batches that nobody can count."""
-        if not self._engine.managed_gradient_accumulation():
-            return UNMANAGED
-        return self._state.obstacle(self._updated())
-
-    def skip_ahead(self, iterations: int) -> list[float]:
-        """Advance counters, step counts, schedule and loss scale as `iterations` applied steps would have."""
-        rates = []
-        for _ in range(iterations):
-            rates.append(optimizer_state.learning_rate(self.optimizers))
-            self._schedule.advance()
-        updated = self._updated()
-        self._state.advance(updated, iterations)
-        self._scalars.skip_ahead(iterations, len(updated))
-        self._loop.forget_step()
-        return rates
-
-    def attach(self, observer: StepObserver) -> None:
-        """Install the hooks on this engine instance.
-
-        Raises:
-            RuntimeError: an observer is attached already.
-        """
-        self._loop.attach(observer)
-
-    def detach(self) -> None:
-        """Remove the hooks; without any it does nothing."""
-        self._loop.detach()
+        return super().prediction_obstacle() if self._engine.managed_gradient_accumulation() else UNMANAGED
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Evaluation mode without gradients; modes, buffers, random states and timers are as before on exit."""
+        """See `EngineAdapter.evaluation`; timers, too, are as before."""
         # Not compiled: evaluation mode would be compiled anew, and take the place of what training has compiled.
         eager = torch.compiler.set_stance("force_eager") if self._engine.is_compiled else nullcontext()
-        with eager, preserved_training_state(self._engine.module), preserved_tracked_states(), untimed(self._engine):
+        with eager, preserved_training_state(self.module), preserved_tracked_states(), untimed(self._engine):
             try:
                 yield
             finally:
                 settle_after_forward(self._engine.optimizer)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Loss of one forward input inside `evaluation()`; collective under ZeRO-3 and where ranks share experts.
+        """See `EngineAdapter.evaluate`; collective under ZeRO-3 and where ranks share experts.
 
         The module is called, not the engine: `engine.forward` clears what it knows of the last backward.
-
-        Raises:
-            UnsupportedEngineError: a pipeline, or the module gave no loss.
         """
         if self._pipeline:
             raise UnsupportedEngineError("a pipeline's loss exists on its last stage only: CPSR cannot evaluate it")
         with autocast_if_enabled(self._engine):
-            return required_loss(self._engine.module(*args, **kwargs), self._engine.module)
+            return required_loss(self.module(*args, **kwargs), self.module)

@@ -52,7 +52,10 @@ def can_leave_out(engine: Any) -> bool:
 
 
 class DeepSpeedRepeatedSteps:
-    """See `RepeatedSteps`.
+    """Steps of a replay, which leave out gradients of weights that nobody will use.
+
+    What depends on the gradients of all weights, as their norm and an overflow, is noted in every step. When the step
+    is repeated, it comes from there.
 
     Args:
         engine: for which `can_leave_out` holds.
@@ -70,15 +73,20 @@ class DeepSpeedRepeatedSteps:
 
     @property
     def left_out(self) -> int:
-        """See `RepeatedSteps.left_out`."""
+        """Calls of layers, so far, whose weights got no gradient."""
         return self._linears.count
 
     def outcome(self) -> dict[str, Any]:
-        """See `RepeatedSteps.outcome`."""
+        """What was noted of the last step: numbers, and tensors that nobody changes."""
         return dict(self._found)
 
     def repeat(self, outcome: Mapping[str, Any] | None, without: Collection[str] = ()) -> None:
-        """See `RepeatedSteps.repeat`."""
+        """The next step is a repetition; all ranks call it for the same step, and name the same operators.
+
+        Args:
+            outcome: of the first time; None: the next step is no repetition.
+            without: operators, of any rank, whose update nobody will use.
+        """
         self._known = outcome
         if outcome is None:
             self._linears.remove()
@@ -86,7 +94,7 @@ class DeepSpeedRepeatedSteps:
             self._linears.leave_out([self._named[name] for name in without if name in self._named])
 
     def close(self) -> None:
-        """See `RepeatedSteps.close`."""
+        """The engine is as before: nothing is noted any more."""
         self.repeat(None)
         self._hooks.remove()
 

@@ -51,7 +51,7 @@ _OTHERS = (
 
 
 class DeepSpeedTraffic:
-    """The `StageTraffic` of one rank of a `PipelineEngine`.
+    """What crosses the boundaries of one rank of a `PipelineEngine`; on the training thread.
 
     Args:
         engine: a `PipelineEngine` of several stages.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from cpsr.engines.adapter import EngineAdapter, RandomStateKeeper
+from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.sharded import whole
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.scalars import capture_rng, restore_rng
@@ -90,7 +90,7 @@ def preserved_training_state(module: torch.nn.Module) -> Iterator[None]:
 def capture_random_states(adapter: EngineAdapter) -> dict[str, Any]:
     """The states as plain data: those of `capture_rng`, and under `engine` the engine's own if it keeps any."""
     state = capture_rng(adapter.device)
-    own = adapter.random_states() if isinstance(adapter, RandomStateKeeper) else {}
+    own = adapter.random_states()
     return {**state, "engine": own} if own else state
 
 
@@ -100,7 +100,5 @@ def restore_random_states(adapter: EngineAdapter, state: dict[str, Any]) -> str 
     Returns:
         What could not be restored, for people; None if all was.
     """
-    notes = [restore_rng(state, adapter.device)]
-    if isinstance(adapter, RandomStateKeeper):
-        notes.append(adapter.load_random_states(state.get("engine", {})))
+    notes = [restore_rng(state, adapter.device), adapter.load_random_states(state.get("engine", {}))]
     return "; ".join(note for note in notes if note is not None) or None

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from cpsr.engines.naming import Rename, named_buffers, plain_name, state_dict_of
-from cpsr.engines.state_tree import flat_view
+from cpsr.engines.optimizer_entry import flat_view
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from cpsr.engines.sharded import local
+from cpsr.engines.sharded import is_distributed, layout_of, local
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.frozen import FrozenPlace
 
 __all__ = [
     "Rename",
@@ -94,20 +95,25 @@ def module_identity(
     }
 
 
-def tensor_identity(
-    tensor: torch.Tensor, global_shape: tuple[int, ...], offset: int = 0, numel: int | None = None
-) -> dict[str, Any]:
+def tensor_identity(tensor: torch.Tensor, place: FrozenPlace | None = None, numel: int | None = None) -> dict[str, Any]:
     """One entry of `EngineAdapter.describe()["tensors"]`.
 
     A tensor that is not contiguous also has `stride`: its flat view is in memory order, which another layout
     would misread.
+
+    Args:
+        tensor: that holds what this rank has of it, with other tensors where `numel` is given.
+        place: of that; None: it is the whole.
+        numel: elements of this rank, if they are not all of `tensor`.
     """
+    held = local(tensor)
+    global_shape, offset, _ = place or FrozenPlace(tuple(tensor.shape))
     identity: dict[str, Any] = {
         "shape": list(global_shape),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "offset": offset,
-        "numel": tensor.numel() if numel is None else numel,
+        "numel": held.numel() if numel is None else numel,
     }
-    if not tensor.is_contiguous():
-        identity["stride"] = list(tensor.stride())
-    return identity
+    if not held.is_contiguous():
+        identity["stride"] = list(held.stride())
+    return identity | ({"layout": layout_of(tensor)} if is_distributed(tensor) else {})

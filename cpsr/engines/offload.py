@@ -1,7 +1,6 @@
 """Activations that wait for the backward in host memory, where the device is short of its own."""
 
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from cpsr.config import EnginesConfig
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.hooks import ModuleHook
 from cpsr.engines.sharded import FullySharded, local
@@ -29,21 +27,20 @@ _Saved = tuple[torch.Tensor, int, torch.device | None]
 
 @contextmanager
 def offloaded_activations(
-    adapter: EngineAdapter, config: EnginesConfig, free_bytes: int, report: Callable[..., object]
+    adapter: EngineAdapter, limit_bytes: int, free_bytes: int, report: Callable[[str, str], object]
 ) -> Iterator[None]:
-    """Offload an engine's activations inside, as configured; by default nothing.
+    """Offload an engine's activations inside.
 
     Args:
         adapter: the engine.
-        config: the limit.
+        limit_bytes: `engines.offload_activations_bytes`; 0 is off.
         free_bytes: of host memory that nothing else of this rank takes.
-        report: records an event, by kind, message and `level`: at the end, and where the limit is lowered.
+        report: records an event, by kind and message, at the end.
 
     Raises:
         ConfigError: the engine is one of ZeRO-3, or of FSDP2.
     """
-    limit = config.offload_activations_bytes
-    if limit == 0:
+    if limit_bytes == 0:
         yield
         return
     gathers = adapter.describe()["zero_stage"] == GATHERING_STAGE
@@ -52,14 +49,7 @@ def offloaded_activations(
             f"engines.offload_activations_bytes: {'ZeRO-3' if gathers else 'fully_shard'} gathers the weights of a "
             "layer for its forward, which cannot be distinguished from activations. Nothing was started: set it to 0"
         )
-    room_bytes = int(MAX_SHARE * free_bytes)
-    if room_bytes < limit:
-        message = (
-            f"engines.offload_activations_bytes is {limit}, and this machine has {free_bytes} bytes of memory left for "
-            f"each rank: at most {room_bytes} are moved to host memory in this life; the rest stays on the device"
-        )
-        report("activations", message, level=logging.WARNING)
-    with ActivationOffload(adapter.module, min(limit, room_bytes)) as moved:
+    with ActivationOffload(adapter.module, min(limit_bytes, int(MAX_SHARE * free_bytes))) as moved:
         yield
     report("activations", f"{moved.moved_bytes} bytes of activations were in host memory between forward and backward")
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from cpsr.engines.adam_kernels import without_kernel
+from cpsr.engines.optimizer_entry import StateEntry
 from cpsr.engines.sharded import is_distributed, layout_of, local
-from cpsr.engines.state_tree import StateTree
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.scalars import capture_rng, restore_rng
 
@@ -218,7 +218,7 @@ def _apart(value: Any) -> Any:
 
 def _leaves_of(name: str, entry: Any, tensor: torch.Tensor, master: torch.Tensor) -> dict[str, Leaf]:
     leaves = {}
-    for path, found in StateTree(entry, tensor.device, name).tensors.items():
+    for path, found in StateEntry(entry, tensor.device, name).tensors.items():
         if is_distributed(found) and (found.shape != master.shape or layout_of(found) != layout_of(master)):
             raise UnsupportedEngineError(
                 f"{name} keeps {path} of shape {tuple(found.shape)}, split as {layout_of(found)}, for a parameter of "

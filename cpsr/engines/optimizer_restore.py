@@ -7,15 +7,15 @@ then holds other parameters; it takes the numbers of its parameter group, which 
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from cpsr.engines.optimizer_entry import Form, dtype_of, flat_view, number_of, place_of, put_together, tree_from
 from cpsr.engines.optimizer_state import Known, OptimizerState, Updated, group_sizes, optimizers_of
 from cpsr.engines.sharded import is_distributed, local, split_as
-from cpsr.engines.state_tree import Form, dtype_of, flat_view, number_of, place_of, put_together
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import same
 
@@ -67,18 +67,18 @@ class _RestoredEntry:
     Args:
         known: what is known of it.
         numbers: as saved.
-        more: tensors that came with the numbers.
+        more: tensors and trees that came with the numbers.
         form: of the state; None where there was none.
 
     Raises:
         UnsupportedEngineError: a tensor is missing, or does not fit; nothing was changed.
     """
 
-    def __init__(self, known: Known, numbers: dict[str, Any], more: dict[str, torch.Tensor], form: Form | None) -> None:
+    def __init__(self, known: Known, numbers: dict[str, Any], more: dict[str, Any], form: Form | None) -> None:
         self._known, self._numbers, self._more = known, numbers, more
         self._device = known.updated.master.device
         self._filled: list[tuple[torch.Tensor, Any]] = []  # tensors of the optimizer, and what comes into them
-        self._state: Any = None if form is None else put_together(form, self._tensor, self._number)
+        self._state: Any = None if form is None else put_together(form, self._item)
 
     def put(self) -> None:
         """Nothing of what the optimizer had for the tensor stays, but the tensors that are filled."""
@@ -95,10 +95,15 @@ class _RestoredEntry:
         else:
             updated.optimizer.state[updated.master] = state
 
+    def _item(self, path: str, form: Form) -> Any:
+        if form[0] == "tensor":
+            return self._tensor(path, form)
+        return tree_from(self._more[path], self._device) if form[0] == "tree" else self._number(path, form)
+
     def _tensor(self, path: str, form: Form) -> torch.Tensor:
         kind, of = self._known.updated.kind, str(self._known.updated)
         dtype, shape, stride = dtype_of(form), tuple(form[2]), tuple(form[3])
-        own = self._known.tree.tensors.get(path)
+        own = self._known.state.tensors.get(path)
         brought = self._known.room.get(path, own)
         if path in self._more:
             brought = self._more[path].to(place_of(form, self._device), copy=True).as_strided(shape, stride)
@@ -124,7 +129,7 @@ class _RestoredEntry:
         return split_as(self._known.updated.master, held) if split else held
 
     def _number(self, path: str, form: Form) -> Any:
-        own, value = self._known.tree.scalar(path), self._numbers[path]
+        own, value = self._known.state.scalar(path), self._numbers[path]
         scalar = form[0] == "scalar" and isinstance(own, torch.Tensor)
         if scalar and (own.dtype, own.device) == (dtype_of(form), place_of(form, self._device)):
             # Where it is: a CUDA graph may read it there.
@@ -172,7 +177,7 @@ class _Entry:
     name: str
     form: Form | None
     numbers: dict[str, Any]
-    rest: dict[str, torch.Tensor]
+    rest: dict[str, Any]
     stride: list[int] | None
 
 
@@ -200,12 +205,15 @@ def _shared_by(of_group: list[_Entry], updated: Updated) -> _Entry:
             "changed; go on with as many ranks as the run had"
         )
     first = of_group[0]
-    if not all(same([first.numbers, _paths(first.form)], [one.numbers, _paths(one.form)]) for one in of_group[1:]):
+    if not all(
+        same([first.numbers, _without_shapes(first.form)], [one.numbers, _without_shapes(one.form)])
+        for one in of_group[1:]
+    ):
         raise UnsupportedEngineError(
             f"the tensors in a parameter group of {updated.kind} have taken different steps, so that {updated}, which "
             "holds parts of several, has no step count. Nothing was changed; go on with as many ranks as the run had"
         )
-    return first
+    return of_group[0]
 
 
 def reshard_optimizers(scalars: dict[str, Any], every: Sequence[Updated]) -> dict[str, Any]:
@@ -235,14 +243,16 @@ def reshard_optimizers(scalars: dict[str, Any], every: Sequence[Updated]) -> dic
     }
     named = {one.name: one for of_group in entries.values() for one in of_group if one.name}
     forms: dict[str, int] = {}
-    of, numbers, strides = [], [], {}
+    of, numbers, strides, rest = [], [], {}, {}
     for index, updated in enumerate(every):
         entry = named.get(updated.name) or _shared_by(entries[places[id(updated.group)]], updated)
         of.append(forms.setdefault(json.dumps(_fitted(entry, updated)), len(forms)))
         numbers.append(entry.numbers)
+        if entry.rest:
+            rest[str(index)] = entry.rest
         if entry.stride is not None and entry.name == updated.name:
             strides[str(index)] = entry.stride
-    made = {"forms": list(forms), "of": of, "names": [one.name for one in every], "rest": {}, "groups": groups}
+    made = {"forms": list(forms), "of": of, "names": [one.name for one in every], "rest": rest, "groups": groups}
     return {"optimizer_steps": numbers, "optimizer_state": {**saved, **made, "strides": strides}}
 
 
@@ -258,55 +268,20 @@ def shared_scalars(scalars: dict[str, Any]) -> dict[str, Any]:
 
 def _fitted(entry: _Entry, updated: Updated) -> Form | None:
     """The form of the state with the shapes that it has on this rank."""
-    master = updated.master
-    if entry.form is None:
-        return None
-    if is_distributed(master):
-        return _mapped(entry.form, lambda node: _split(node, updated))
-    if entry.name == updated.name and updated.whole:
-        return entry.form
-    if entry.rest or len({math.prod(node[2]) for node in _tensors(entry.form)}) > 1:
-        raise _not_per_element(updated)
-    shape, stride = list(master.shape), list(master.stride())
-    return _mapped(entry.form, lambda node: [node[0], node[1], shape, stride, node[4]])
+    form, master, named = entry.form, updated.master, entry.name == updated.name and updated.whole
+    if form is None or (named and not is_distributed(master)):
+        return form
+    tensors = [one for _, one in form[2] if one[0] == "tensor"]
+    split = all(one[4] == "split" for one in tensors)
+    if entry.rest or not (split if is_distributed(master) else len({math.prod(one[2]) for one in tensors}) < 2):
+        raise UnsupportedEngineError(
+            f"{updated.kind} keeps state that is not per element for {updated}, which is split over ranks: it "
+            "cannot be dealt to another number of ranks. Nothing was changed; go on with as many ranks as the run had"
+        )
+    shape, stride = list(local(master).shape), list(local(master).stride())
+    items = [[key, [*one[:2], shape, stride, one[4]] if one[0] == "tensor" else one] for key, one in form[2]]
+    return [*form[:2], items]
 
 
-def _split(node: Form, updated: Updated) -> Form:
-    if node[4] != "split":
-        raise _not_per_element(updated)
-    held = local(updated.master)
-    return [node[0], node[1], list(held.shape), list(held.stride()), node[4]]
-
-
-def _not_per_element(updated: Updated) -> UnsupportedEngineError:
-    return UnsupportedEngineError(
-        f"{updated.kind} keeps state that is not per element for {updated}, which is split over ranks: it "
-        "cannot be dealt to another number of ranks. Nothing was changed; go on with as many ranks as the run had"
-    )
-
-
-def _mapped(form: Form, change: Callable[[Form], Form]) -> Form:
-    """The form with every tensor's description changed."""
-    if form[0] == "tensor":
-        return change(form)
-    if form[0] == "dict":
-        return [form[0], form[1], [[key, _mapped(one, change)] for key, one in form[2]]]
-    if form[0] in ("list", "tuple"):
-        return [form[0], [_mapped(one, change) for one in form[1]]]
-    return form
-
-
-def _tensors(form: Form) -> list[Form]:
-    found: list[Form] = []
-
-    def note(node: Form) -> Form:
-        found.append(node)
-        return node
-
-    _mapped(form, note)
-    return found
-
-
-def _paths(form: Form | None) -> Form | None:
-    """The form without shapes."""
-    return None if form is None else _mapped(form, lambda node: [node[0], node[1], node[4]])
+def _without_shapes(form: Form | None) -> Form | None:
+    return None if form is None else [[key, [*one[:2], one[4]] if one[0] == "tensor" else one] for key, one in form[2]]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from cpsr.engines.adam_kernels import is_fused_adam
+from cpsr.engines.optimizer_entry import StateEntry, flat_view, load_outside, numbers_of, outside_state, tree_of
 from cpsr.engines.optimizer_layout import Leaf, expected_leaves, require_one_step, unhooked
 from cpsr.engines.sharded import is_distributed, layout_of, local, split_as
-from cpsr.engines.state_tree import StateTree, flat_view, load_outside, numbers_of, outside_state
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues
@@ -88,7 +88,7 @@ class Known:
 
     Attributes:
         updated, leaves: as given.
-        tree: its state as last looked at.
+        state: its entry as last looked at.
         room: memory for state that is about to be restored, by path.
     """
 
@@ -96,34 +96,34 @@ class Known:
         self.updated, self.leaves = updated, leaves
         self.room: dict[str, torch.Tensor] = {}
         self._nothing: dict[str, torch.Tensor] = {}
-        # By name of the operator: the tree and what else they were made of, the weights, and the state by path.
-        self._views: dict[str, tuple[StateTree | None, Any, torch.Tensor, dict[str, torch.Tensor]]] = {}
+        # By name of the operator: the entry and what else they were made of, the weights, and the state by path.
+        self._views: dict[str, tuple[StateEntry | None, Any, torch.Tensor, dict[str, torch.Tensor]]] = {}
         self.look()
 
     def look(self) -> None:
         """Take the present state apart."""
         updated = self.updated
-        self.tree = StateTree(updated.optimizer.state.get(updated.master), updated.master.device, updated.kind)
+        self.state = StateEntry(updated.optimizer.state.get(updated.master), updated.master.device, updated.kind)
 
     def views(self, name: str, owned: slice, *, to_fill: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """See `OptimizerState.views`."""
-        master, tensors = self.updated.master, self.tree.tensors
+        master, tensors = self.updated.master, self.state.tensors
         # An address is of the same memory as before: the views keep that from being freed and given to another tensor.
         addresses = [(local(one) if is_distributed(one) else one).data_ptr() for one in (master, *tensors.values())]
         made_of = addresses, tuple(master.shape), master.stride(), owned
-        tree, made_before, values, moments = self._views.get(name, (None, None, master, {}))
-        if to_fill or tree is not self.tree or made_before != made_of:
+        state, made_before, values, moments = self._views.get(name, (None, None, master, {}))
+        if to_fill or state is not self.state or made_before != made_of:
             part = _ALL if self.updated.whole else owned
             found = self._placed(to_fill=to_fill).items()
             moments = {path: _flat(one, f"{path} of {name}")[part] for path, one in found}
             values = flat_view(master, name)[owned]
             if not to_fill:
-                self._views[name] = self.tree, made_of, values, moments
+                self._views[name] = self.state, made_of, values, moments
         return values, dict(moments)
 
     def _placed(self, *, to_fill: bool) -> dict[str, torch.Tensor]:
         """The tensors that snapshots have a place for, by path: the same ones at every call."""
-        own, found = self.tree.tensors, {}
+        own, found = self.state.tensors, {}
         for path, leaf in self.leaves.items():
             if not (leaf.per_element or self.updated.whole):
                 continue
@@ -139,17 +139,19 @@ class Known:
 
     def has_place(self, path: str) -> bool:
         """Whether the buffers of snapshots have a place for the state's tensor at this path."""
-        leaf, held = self.leaves.get(path), self.tree.tensors[path]
+        leaf, held = self.leaves.get(path), self.state.tensors[path]
         return leaf is not None and leaf.holds(held) and (leaf.per_element or self.updated.whole)
 
-    def without_place(self) -> dict[str, torch.Tensor]:
-        """The other tensors of the state, `(numel,)` in the order of their memory: they go with the small state.
+    def without_place(self) -> dict[str, Any]:
+        """What goes with the small state: other tensors, `(numel,)` in the order of their memory, and trees.
 
         Raises:
             UnsupportedEngineError: one is no block of memory; the message names it.
         """
-        others = [(path, tensor) for path, tensor in self.tree.tensors.items() if not self.has_place(path)]
-        return {path: flat_view(tensor, f"{path} of {self.updated}") for path, tensor in others}
+        others = [(path, tensor) for path, tensor in self.state.tensors.items() if not self.has_place(path)]
+        found: dict[str, Any] = {path: flat_view(one, f"{path} of {self.updated}") for path, one in others}
+        device = self.updated.master.device
+        return found | {path: tree_of(one, device) for path, one in self.state.trees.items()}
 
     def room_for(self, path: str) -> torch.Tensor:
         """Zeros to be overwritten, which then become the state."""
@@ -225,8 +227,8 @@ class OptimizerState:
             numbers = described.numbers(on_device=on_device)
         device, optimizers = every[0].master.device, optimizers_of(every)
         outside = [outside_state(one, self._changed(one), device) for one in optimizers]
-        rest = {"strides": _strides(every), "outside": outside}
-        return {"optimizer_steps": numbers, "optimizer_state": described.form | rest}
+        beside = {"rest": described.rest(), "strides": _strides(every), "outside": outside}
+        return {"optimizer_steps": numbers, "optimizer_state": described.form | beside}
 
     def load_outside(self, every: Sequence[Updated], saved: dict[str, Any]) -> None:
         """Put back what optimizers keep beside their state for tensors; and forget memory that was not used."""
@@ -242,14 +244,14 @@ class OptimizerState:
 
         A tensor that has never been updated stays at zero while others moved, and one without state stays without.
         """
-        trees = [(updated, self.known(updated).tree) for updated in every]
-        moved = any(tree.scalar(STEP) for _, tree in trees)
+        states = [(updated, self.known(updated).state) for updated in every]
+        moved = any(state.scalar(STEP) for _, state in states)
         rises = {key: rise for one in optimizers_of(every) for key, rise in _rises(one).items()}
-        for updated, tree in trees:
-            count = tree.scalar(STEP)
+        for updated, state in states:
+            count = state.scalar(STEP)
             if count is not None and (float(count) or not moved):
                 value = count.item() if isinstance(count, torch.Tensor) else count
-                tree.set_number(STEP, value + iterations * rises.get(id(updated.master), 1))
+                state.set_number(STEP, value + iterations * rises.get(id(updated.master), 1))
 
     def obstacle(self, every: Sequence[Updated]) -> str | None:
         """Why no step ahead can be predicted; None where weights and step counts are all that moves."""
@@ -269,7 +271,7 @@ class OptimizerState:
             known = self._known[id(updated.master)] = Known(updated, self._leaves_for(updated))
             return known
         known.updated = updated  # its group is another one after a `load_state_dict`
-        if known.tree.entry is not entry or not known.tree.same():
+        if known.state.entry is not entry or not known.state.same():
             known.look()
         return known
 
@@ -302,14 +304,14 @@ class _Described:
     def __init__(self, found: Sequence[Known]) -> None:
         every = [known.updated for known in found]
         self._masters, self._groups = [one.master for one in every], [one.group for one in every]
-        self._trees = [known.tree for known in found]
+        self._states = [known.state for known in found]
+        self._with_rest = [(str(index), known) for index, known in enumerate(found) if known.without_place()]
         optimizers, forms = optimizers_of(every), dict[str, int]()
-        places = [forms.setdefault(tree.key, len(forms)) for tree in self._trees]
+        places = [forms.setdefault(state.key, len(forms)) for state in self._states]
         self.form = {
             "forms": list(forms),
             "of": places,
             "names": [one.name for one in every],
-            "rest": {str(index): rest for index, known in enumerate(found) if (rest := known.without_place())},
             "classes": [type(one).__name__ for one in optimizers],
             "groups": [group_sizes(every, one) for one in optimizers],
         }
@@ -322,23 +324,27 @@ class _Described:
         return (
             all(map(is_, [one.master for one in every], self._masters))
             and all(map(is_, [one.group for one in every], self._groups))
-            and all(map(is_, entries, [tree.entry for tree in self._trees]))
-            and all(tree.same() for tree in self._trees)
+            and all(map(is_, entries, [state.entry for state in self._states]))
+            and all(state.same() for state in self._states)
         )
+
+    def rest(self) -> dict[str, dict[str, Any]]:
+        """State without a place in the buffers, by the number of the tensor and the path."""
+        return {index: known.without_place() for index, known in self._with_rest}
 
     def numbers(self, *, on_device: bool) -> list[dict[str, Any]] | None:
         """Of each tensor; None where one has another type than it had."""
         found: list[dict[str, Any]] = []
         kinds: tuple[Any, ...] | None = None
-        for tree in self._trees:
-            numbers = tree.numbers(on_device=on_device)
+        for state in self._states:
+            numbers = state.numbers(on_device=on_device)
             if numbers is None:
                 return None
             # One object for what is alike, as step counts are: it is then encoded once. Zeros may differ in their sign.
-            if kinds == tree.kinds and numbers == found[-1] and 0.0 not in numbers.values():
+            if kinds == state.kinds and numbers == found[-1] and 0.0 not in numbers.values():
                 numbers = found[-1]
             found.append(numbers)
-            kinds = tree.kinds
+            kinds = state.kinds
         return found
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from cpsr.engines import optimizer_state
-from cpsr.engines.adapter import EngineAdapter, GradientClipper
+from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.schedules import needs_metric
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import same
@@ -43,7 +43,7 @@ def settings_of(adapter: EngineAdapter) -> dict[str, Any] | None:
         "groups": list(map(optimizer_state.hyperparameters, adapter.optimizers)),
         "schedules": [schedule_settings(one) for one in _schedules(adapter)],
         "scaler": None if scaler is None else scaler.state_dict(),
-        "clipping": adapter.gradient_clipping if isinstance(adapter, GradientClipper) else None,
+        "clipping": adapter.gradient_clipping,
     }
     return copy.deepcopy(found)
 
@@ -164,7 +164,7 @@ def begin_anew(schedules: list[Any], states: list[Any]) -> None:
 
 
 def _clip(adapter: EngineAdapter, norm: float | None) -> None:
-    if norm is not None and isinstance(adapter, GradientClipper):
+    if norm is not None:
         adapter.clip_gradients(norm)
 
 

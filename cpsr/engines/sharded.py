@@ -6,17 +6,15 @@ FSDP2 and tensor parallelism split parameters by a mesh of ranks and one placeme
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.frozen import FrozenPlace
 
 __all__ = [
     "FullySharded",
-    "Part",
     "is_distributed",
     "layout_of",
     "local",
@@ -27,39 +25,6 @@ __all__ = [
 
 # Imported only where the caller has made one: it takes half a second.
 _DISTRIBUTED = "torch.distributed.tensor"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A block of a whole tensor.
-
-    Attributes:
-        global_shape: of the whole.
-        start: index of its first element in each dimension.
-        shape: of the block; a dimension is 0 where this rank holds nothing.
-        is_range: whether every rank's block is a range of the flattened whole.
-    """
-
-    global_shape: tuple[int, ...]
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    is_range: bool = True
-
-    @property
-    def numel(self) -> int:
-        """Elements of the block."""
-        return math.prod(self.shape)
-
-    @cached_property
-    def offset(self) -> int:
-        """Index of its first element in the flattened whole."""
-        strides = [math.prod(self.global_shape[dimension + 1 :]) for dimension in range(len(self.global_shape))]
-        return sum(index * stride for index, stride in zip(self.start, strides, strict=True))
-
-    @property
-    def block(self) -> tuple[int, ...] | None:
-        """Its shape, where it is no range of the flattened whole; else None."""
-        return None if self.is_range else self.shape
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -102,57 +67,47 @@ def layout_of(tensor: Any) -> str:
     return f"{placements} over ranks {tensor.device_mesh.mesh.tolist()}"
 
 
-def part_of(tensor: torch.Tensor, name: str) -> Part:
-    """Which part of a tensor this rank holds; all of a plain one.
+def part_of(tensor: torch.Tensor, name: str) -> FrozenPlace:
+    """Where the part of a tensor lies that this rank holds; of a plain one that is the whole.
+
+    It is a block where some rank's part is no range of the flattened whole, so that all ranks describe it alike.
 
     Raises:
         UnsupportedEngineError: a distributed tensor whose ranks hold addends, or no blocks; `name` is in the message.
     """
     shape = tuple(tensor.shape)
     if not is_distributed(tensor):
-        return Part(shape, (0,) * len(shape), shape)
+        return FrozenPlace(shape)
     distributed: Any = tensor
-    splits = _splits(distributed, name)
-    start, size = [0] * len(shape), list(shape)
-    for dimension, ranks, place in splits:
-        share = -(-size[dimension] // ranks)  # as torch.chunk divides
-        begin = min(share * place, size[dimension])
-        start[dimension] += begin
-        size[dimension] = min(share, size[dimension] - begin)
+    mesh, placements = distributed.device_mesh, distributed.placements
+    if mesh.get_coordinate() is None:
+        raise UnsupportedEngineError(
+            f"{name} is split over ranks {mesh.mesh.tolist()}, and this rank is not one of them: every rank of the job "
+            "must hold a part of what its module trains"
+        )
+    for placement in placements:
+        strided = hasattr(placement, "split_factor")
+        if not (placement.is_replicate() or (_follows(tensor, placement) if strided else placement.is_shard())):
+            raise UnsupportedEngineError(
+                f"{name} is placed as {placement} ({layout_of(tensor)}), so that this rank holds no block of it; use "
+                "Shard and Replicate, as fully_shard and parallelize_module do"
+            )
+    # As torch's own checkpoints ask for it.
+    size, start = sys.modules[f"{_DISTRIBUTED}._utils"].compute_local_shape_and_global_offset(shape, mesh, placements)
     if tuple(size) != tuple(local(tensor).shape):
         raise UnsupportedEngineError(
             f"{name} of shape {shape} is split in parts of sizes that CPSR does not know: this rank should hold "
             f"{tuple(size)} of it and holds {tuple(local(tensor).shape)} ({layout_of(tensor)}); split it with "
             "fully_shard, parallelize_module or distribute_tensor"
         )
-    split = {dimension for dimension, ranks, _ in splits if ranks > 1}
-    return Part(shape, tuple(start), tuple(size), all(math.prod(shape[:dimension]) <= 1 for dimension in split))
+    offset = sum(index * math.prod(shape[dimension + 1 :]) for dimension, index in enumerate(start))
+    split = {one.dim % len(shape) for one, ranks in zip(placements, mesh.shape, strict=True) if _divides(one, ranks)}
+    is_range = all(math.prod(shape[:dimension]) <= 1 for dimension in split)
+    return FrozenPlace(shape, offset, None if is_range else tuple(size))
 
 
-def _splits(tensor: Any, name: str) -> list[tuple[int, int, int]]:
-    """Divisions of a dimension one after the other: which one, in how many parts, and the number of this rank's."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise UnsupportedEngineError(
-            f"{name} is split over ranks {tensor.device_mesh.mesh.tolist()}, and this rank is not one of them: every "
-            "rank of the job must hold a part of what its module trains"
-        )
-    plain: list[tuple[int, int, int]] = []
-    strided: list[tuple[int, int, int]] = []
-    for placement, ranks, place in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
-        if placement.is_replicate():
-            continue
-        if placement.is_shard() and not hasattr(placement, "split_factor"):
-            plain.append((placement.dim % tensor.ndim, ranks, place))
-        elif hasattr(placement, "split_factor") and _follows(tensor, placement):
-            # What FSDP2 makes of a parameter that tensor parallelism has split already: a part of that part.
-            strided.append((placement.dim % tensor.ndim, ranks, place))
-        else:
-            raise UnsupportedEngineError(
-                f"{name} is placed as {placement} ({layout_of(tensor)}), so that this rank holds no block of it; use "
-                "Shard and Replicate, as fully_shard and parallelize_module do"
-            )
-    return plain + strided
+def _divides(placement: Any, ranks: int) -> bool:
+    return ranks > 1 and not placement.is_replicate()
 
 
 def _follows(tensor: Any, placement: Any) -> bool:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from cpsr.engines.sharded import FullySharded, Part, is_distributed, layout_of, local
-from cpsr.engines.state_tree import flat_view
+from cpsr.engines.optimizer_entry import flat_view
+from cpsr.engines.sharded import FullySharded, is_distributed, layout_of, local
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.frozen import FrozenPlace
 from cpsr.state.loader_parts import is_a
 
 __all__ = [
@@ -196,14 +197,13 @@ def _require_own(
         )
 
 
-def require_whole_experts(experts: object | None, parts: Mapping[int, Part], names: dict[int, str]) -> None:
+def require_whole_experts(places: Mapping[int, FrozenPlace], names: dict[int, str]) -> None:
     """Check that no parameter of a mixture of experts is split in blocks that are no ranges.
 
     Raises:
         UnsupportedEngineError: one is; the message names it.
     """
-    blocks = [names[key] for key, part in parts.items() if not part.is_range]
-    if experts is not None and blocks:
+    if blocks := [names[key] for key, place in places.items() if place.block is not None]:
         raise UnsupportedEngineError(
             f"{blocks[0]} is split in blocks over ranks, and checkpoints of single experts hold rows of their "
             "parameters; split it by its first dimension, or do not pass experts= to TorchAdapter"

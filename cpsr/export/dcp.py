@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from cpsr.checkpoint.files import sync_directory, sync_file
 from cpsr.checkpoint.verify import DamagedFileError
-from cpsr.engines.state_tree import number_of
+from cpsr.engines.optimizer_entry import number_of
 from cpsr.errors import UnsupportedEngineError
 from cpsr.export.whole import WholeState, state_dict
 

@@ -138,7 +138,8 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     adapter.attach(life)
     opened.callback(adapter.detach)
     opened.callback(Unsaved(adapter, lambda: loop.state.objects, exact, journal.event).close)
-    opened.enter_context(offloaded_activations(adapter, life.job.config.engines, free_bytes, journal.event))
+    limit_bytes = life.job.config.engines.offload_activations_bytes
+    opened.enter_context(offloaded_activations(adapter, limit_bytes, free_bytes, journal.event))
     opened.enter_context(prepared_workers())
     if life.stop.watch(handlers):
         life.boundary.emergency_dump.watch_sigterm(life.stop.note)

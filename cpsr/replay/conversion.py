@@ -11,14 +11,13 @@ and their weight gradients are left out where the engine can.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cpsr.checkpoint.memory_reader import OpenState, ages_in_memory
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.engines.adapter import RepeatedSteps
 from cpsr.engines.weight_sample import sampled
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
@@ -27,6 +26,9 @@ from cpsr.replay.stage_traffic import LoggedSteps, StageLogs
 from cpsr.replay.stages import Rest, rest_of
 from cpsr.state.codec import same_bits
 from cpsr.state.shard import OperatorState, Shard
+
+if TYPE_CHECKING:  # imports DeepSpeed
+    from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps
 
 __all__ = ["Conversion", "load_window"]
 
@@ -87,7 +89,7 @@ class Conversion:
         pool: SnapshotPool,
         window: MemoryState,
         left: MemoryState,
-        steps: RepeatedSteps | None,
+        steps: "DeepSpeedRepeatedSteps | None",
         logs: StageLogs | None,
         forget: Callable[[], None],
     ) -> None:

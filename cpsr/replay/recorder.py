@@ -228,7 +228,7 @@ class Recorder:
         Args:
             step: place in the window; 0 is captured by `begin_window`.
             iteration: the finished one.
-            outcome: of its step, as `RepeatedSteps.outcome` gives it.
+            outcome: of its step, as `DeepSpeedRepeatedSteps.outcome` gives it.
             send: whether the window goes to the peers if it ends here.
 
         Returns:

@@ -11,7 +11,6 @@ from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_owners import bytes_in_memory, room_in_memory
 from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
-from cpsr.engines.adapter import StepRepeater
 from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.job import Job
@@ -47,7 +46,7 @@ class Windows:
         self._popularity: Mapping[str, float] = {}
         self._order_units()
         self._replaying: Conversion | None = None
-        self._steps = job.adapter.repeated_steps() if isinstance(job.adapter, StepRepeater) else None
+        self._steps = job.adapter.repeated_steps()
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = PAGE_BYTES + self._layout.bytes
         files = _files(job)

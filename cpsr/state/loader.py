@@ -29,13 +29,12 @@ from cpsr.state.loader_parts import (
     is_repeating,
     length_of,
     order_generators,
+    plain_loader,
     with_epochs,
 )
 from cpsr.state.loader_passes import (
     Dealing,
-    after_failure,
     dealt,
-    load_again,
     rest_of_pass,
     skipped,
     warn_of_other_length,
@@ -53,6 +52,10 @@ logger = logging.getLogger(__name__)
 CLOSED = (
     "the recovery that gave these batches is closed: iterate over the loader itself, or open another CPSRRecovery and "
     "call its resume()"
+)
+FAILED = (
+    "the data loader raised {} after batch {}, and a loop that goes on would train on batches that a restart does not "
+    "find again: catch the error in the dataset, and return another row"
 )
 CONTINUED = "cpsr_continued"  # set on a loader, a pass of which was continued with other workers than its own
 
@@ -113,7 +116,9 @@ class ResumableLoader(Iterator[Any]):
         after: "ResumableLoader | None" = None,
     ) -> None:
         self.loader = loader
-        self._loader = loader = getattr(loader, "loader", loader) if is_repeating(loader) else loader
+        given = getattr(loader, "loader", loader) if is_repeating(loader) else loader
+        self._loader: Iterable[Any] = plain_loader(given) if after is None else after._loader
+        loader = self._loader
         self._base: Any = getattr(loader, "base", loader)  # whose workers load the batches
         self._length = length_of(loader)
         # Of the first stream of a loader: later ones may have been made by the data set, and after a restart are not.
@@ -222,7 +227,7 @@ class ResumableLoader(Iterator[Any]):
                 self._hooks.on_end(self._until_epoch is not None and self.position.epoch >= self._until_epoch)
                 continue
             except Exception as error:
-                self.position = after_failure(self._loader, self.position, error)
+                self._ended = FAILED.format(type(error).__name__, self.position.batches)
                 raise
             self.position, self.left = self.position.after_a_batch(), False
             self._hooks.on_batch(batch)
@@ -441,12 +446,13 @@ class ResumableLoader(Iterator[Any]):
             if workers["workers"] == loader.num_workers and 0 <= ahead < loader.num_workers:
                 first, resumed = workers["batch"], workers["states"]
         follower = InTurn(loader, first, resumed) if loader.num_workers and getattr(loader, "in_order", True) else None
+        goes_on = has_persistent_workers(loader) and loader._iterator is None and not self._draws_seed(epoch)
         with self._starting_workers(epoch, follower):
-            iterator = skipped(loader, first) if first else iter(loader)
+            iterator = skipped(loader, first, goes_on=goes_on) if first or goes_on else iter(loader)
         self._workers = getattr(iterator, "follower", None)
         if self._workers is not None and self._workers is not follower:
             self._workers.begin_pass()
-        load_again(iterator, skip - first)
+        next(islice(iterator, skip - first, skip - first), None)
         return iterator
 
     def _starting_workers(self, epoch: int, follower: InTurn | WithState | None = None) -> AbstractContextManager[None]:
@@ -460,9 +466,11 @@ class ResumableLoader(Iterator[Any]):
             for _ in self._loader:
                 pass
             return
-        if self._draws_seed(epoch):  # first, as DataLoader's own iterator
+        sampler, items = index_sampler(self._loader), None
+        if self._draws_seed(epoch):  # in the order of DataLoader's own iterators; that over workers asks again
+            items = iter(sampler)
             torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        for _ in index_sampler(self._loader):
+        for _ in iter(sampler) if items is None or self._loader.num_workers else items:
             pass
 
     def _set_epoch(self, epoch: int) -> None:

@@ -27,6 +27,8 @@ __all__ = [
     "iterable_of",
     "length_of",
     "order_generators",
+    "plain_loader",
+    "rebuilt",
     "recognisable",
     "with_epochs",
 ]
@@ -107,6 +109,38 @@ def has_own_iteration(loader: DataLoader[Any]) -> bool:
 def index_sampler(loader: DataLoader[Any]) -> Iterable[Any]:
     """What deals the indices of each batch."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def rebuilt(loader: DataLoader[Any], dealer: Any) -> DataLoader[Any]:
+    """A loader of torch's with the parts of another one, whose indices of each batch `dealer` gives."""
+    sampling: dict[str, Any] = (
+        {"sampler": dealer, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": dealer}
+    )
+    return DataLoader(
+        loader.dataset,
+        **sampling,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        in_order=getattr(loader, "in_order", True),
+    )
+
+
+def plain_loader(loader: Iterable[Any]) -> Iterable[Any]:
+    """The loader itself; a StatefulDataLoader of a map-style dataset as torch's own.
+
+    To deal its batches again is exact whatever its sampler draws, and takes no longer than to load its state.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    of_torchdata = type(loader).__iter__.__module__.startswith("torchdata.")
+    return rebuilt(loader, index_sampler(loader)) if of_torchdata else loader
 
 
 def with_epochs(loader: Iterable[Any]) -> list[Any]:

@@ -17,15 +17,13 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from cpsr.errors import RecoveryError
-from cpsr.state.loader_parts import index_sampler, is_plain
+from cpsr.state.loader_parts import index_sampler, is_plain, rebuilt
 from cpsr.state.scalars import DataPosition
 
 __all__ = [
     "Dealing",
     "GlobalBatches",
-    "after_failure",
     "dealt",
-    "load_again",
     "rest_of_pass",
     "skipped",
     "warn_of_other_length",
@@ -34,33 +32,19 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-def skipped(loader: DataLoader[Any], skip: int, sampler: Iterable[Any] | None = None) -> Iterator[Any]:
+def skipped(
+    loader: DataLoader[Any], skip: int, sampler: Iterable[Any] | None = None, *, goes_on: bool = False
+) -> Iterator[Any]:
     """Iterate over a plain loader without its first batches, every random draw in the loader's own order.
 
     Args:
         loader: to iterate over.
         skip: batches that are dealt and not loaded.
         sampler: deals the batches of this pass in the place of the loader's own.
+        goes_on: workers of earlier passes had begun this one: they ask the sampler once, and new ones twice.
     """
-    skipping: Any = _Skipping(index_sampler(loader), skip, sampler)
-    sampling: dict[str, Any] = (
-        {"sampler": skipping, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": skipping}
-    )
-    rest: Any = DataLoader(
-        loader.dataset,
-        **sampling,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-        in_order=getattr(loader, "in_order", True),
-    )
-    iterator: Any = iter(rest)
+    skipping: Any = _Skipping(index_sampler(loader), skip, sampler, goes_on=goes_on)
+    iterator: Any = iter(rebuilt(loader, skipping))
     skipping.deal()
     if loader.persistent_workers:
         loader._iterator = iterator  # its workers go on with the next pass, which skips nothing
@@ -75,15 +59,19 @@ class _Skipping:
         sampler: of every pass but the first.
         skip: items of the first pass.
         first: sampler of the first pass; None: it is the same.
+        goes_on: the first request is not passed on.
     """
 
-    def __init__(self, sampler: Iterable[Any], skip: int, first: Iterable[Any] | None) -> None:
-        self._sampler, self._skip = sampler, skip
+    def __init__(self, sampler: Iterable[Any], skip: int, first: Iterable[Any] | None, *, goes_on: bool) -> None:
+        self._sampler, self._skip, self._goes_on = sampler, skip, goes_on
         self._first = sampler if first is None else first
         self._items: Iterator[Any] = iter(())
         self._left = 0
 
     def __iter__(self) -> Iterator[Any]:
+        if self._goes_on:
+            self._goes_on = False
+            return iter(())
         # At once, as torch's loader asks: before it draws the seed of its workers, and for those once more after it.
         self._items, self._left = iter(self._first), self._skip
         return self._rest(self._items)
@@ -100,37 +88,6 @@ class _Skipping:
         """Draw and drop the items of this pass now; later passes skip none."""
         self._drop()
         self._skip, self._first = 0, self._sampler
-
-
-def load_again(batches: Iterator[Any], count: int) -> None:
-    """Load and drop batches, also those without which the loop has gone on because they raised an error."""
-    for _ in range(count):
-        try:
-            next(batches)
-        except StopIteration:
-            return
-        except Exception as error:  # of the user's dataset; the loop has had it before
-            logger.debug("a batch that is loaded again raised %s", type(error).__name__, exc_info=True)
-
-
-def after_failure(loader: Iterable[Any], position: DataPosition, error: Exception) -> DataPosition:
-    """The position where a loop goes on that catches an error of its loader.
-
-    The sampler of a map-style loader has dealt the batch, which therefore counts as taken; not so where torch itself
-    gives up waiting for a worker. Of other loaders it is not known whether they have gone on, and the log says so.
-    """
-    if is_plain(loader):
-        waits = isinstance(error, RuntimeError) and str(error).startswith("DataLoader ")
-        return position if waits else position.after_a_batch()
-    logger.warning(
-        "the %s raised %s after batch %d. If your loop goes on without that batch, a restart may continue at another "
-        "one: whether it counts is known of a DataLoader over a map-style dataset alone. Catch the error in the "
-        "dataset instead",
-        type(loader).__name__,
-        type(error).__name__,
-        position.batches,
-    )
-    return position
 
 
 def warn_of_other_length(position: DataPosition, length: int | None) -> None:

@@ -341,10 +341,9 @@ class InTurn:
                     unpack(resumed.pop())
 
         def load_batch(fetcher: Any, index: Any) -> Any:
-            try:
-                return load(fetcher, index)
-            finally:  # a loop may catch the error, and go on without the batch
-                note(fetcher)
+            batch = load(fetcher, index)
+            note(fetcher)
+            return batch
 
         kind.__init__, kind.fetch = begin_pass, load_batch
 

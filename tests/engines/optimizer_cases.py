@@ -252,15 +252,16 @@ class Nested(torch.optim.Optimizer):
         beside: dict[Any, Any] = self.state  # of no parameter
         beside["calls"] = beside.get("calls", 0) + 1
 
-    def _create(self, state: dict[str, Any], parameter: torch.Tensor) -> None:
+    def _create(self, state: dict[Any, Any], parameter: torch.Tensor) -> None:
         rows = parameter.shape[0] if parameter.dim() else 1
         state["a.b/c"] = {"rows": torch.zeros(rows), 3: [torch.zeros_like(parameter), None, "text", True]}
-        state["pair"] = (torch.zeros(1), OrderedDict(half=torch.zeros(2, 3, dtype=torch.float16).t()))
+        state["pair"] = (torch.zeros(1), OrderedDict(half=torch.zeros(2, 3, dtype=torch.float16)))
         state["mask"] = torch.zeros(parameter.shape, dtype=torch.bool)
+        state["x.y/z"], state[7] = torch.zeros(rows), torch.zeros_like(parameter)
         state["counts"] = {"steps": 0, "scale": -0.0, "single": torch.tensor(0, dtype=torch.int16), "empty": {}}
         state["none"] = None
 
-    def _move(self, state: dict[str, Any], parameter: torch.Tensor, lr: float) -> None:
+    def _move(self, state: dict[Any, Any], parameter: torch.Tensor, lr: float) -> None:
         gradient = parameter.grad
         assert gradient is not None
         inner, counts = state["a.b/c"], state["counts"]
@@ -269,6 +270,8 @@ class Nested(torch.optim.Optimizer):
         state["pair"][0].add_(gradient.abs().max())
         state["pair"][1]["half"].add_(0.25)
         state["mask"] = gradient > 0  # a new tensor in every step
+        state["x.y/z"].add_(inner["rows"])
+        state[7].sub_(gradient)
         counts["steps"] += 1
         counts["single"] += 1
         if "late" not in state and counts["steps"] == 2:

@@ -14,7 +14,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cpsr.engines.adapter import EngineAdapter, RepeatedSteps, StepRepeater
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps
 from cpsr.qualify.conformance import AFTER, BEFORE, as_bytes, inject, run, seed, take_snapshot
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, TinyMoE, configuration, initialize, pipeline_engine
 from cpsr.qualify.torch_jobs import TinyLM
@@ -91,8 +92,7 @@ def repeats(build: Callable[[], Job], *, factor: float = 1.0) -> int:
     return differ
 
 
-def steps_of(job: Job) -> RepeatedSteps | None:
-    assert isinstance(job.adapter, StepRepeater)
+def steps_of(job: Job) -> DeepSpeedRepeatedSteps | None:
     return job.adapter.repeated_steps()
 
 

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cpsr.config import EnginesConfig
 from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.offload import offloaded_activations
@@ -251,14 +250,13 @@ def refused() -> None:
 
 
 def gathered_weights_are_no_activations() -> None:
-    config = EnginesConfig(offload_activations_bytes=1)
     with (
         pytest.raises(ConfigError, match="fully_shard gathers the weights of a layer"),
-        offloaded_activations(fsdp_job().adapter, config, 1 << 30, print),
+        offloaded_activations(fsdp_job().adapter, 1, 1 << 30, print),
     ):
         pass
     job = TP()
-    with offloaded_activations(job.adapter, config, 1 << 30, lambda *_: None):
+    with offloaded_activations(job.adapter, 1, 1 << 30, lambda *_: None):
         job.train_step(0)  # the storage of a split parameter is that of its part
 
 

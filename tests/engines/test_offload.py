@@ -133,10 +133,9 @@ def test_a_forward_that_raises_leaves_no_hook_behind() -> None:
 
 
 @pytest.mark.parametrize("room", [0, 1 << 20])
-def test_a_limit_above_what_the_machine_has_is_lowered_and_logged(
+def test_a_limit_above_what_the_machine_has_is_lowered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """It is a limit: the job may never come near it."""
     predictor_bytes = LIMIT_BYTES
     monkeypatch.setattr(opening, "check_host_memory", lambda *_: predictor_bytes + room)
     model = gpt()
@@ -145,8 +144,7 @@ def test_a_limit_above_what_the_machine_has_is_lowered_and_logged(
     with CPSRRecovery(adapter, settings):
         model(batches(1)[0])
     with JournalReader(tmp_path / "journal.db") as journal:
-        warned, moved = [event.message for event in journal.events() if event.kind == "activations"]
-    assert f"has {room} bytes" in warned
+        (moved,) = [event.message for event in journal.events() if event.kind == "activations"]
     assert 0 <= int(moved.split()[0]) <= room // 2
     assert bool(int(moved.split()[0])) == bool(room)
 

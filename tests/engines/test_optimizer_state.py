@@ -193,8 +193,7 @@ def test_optimizers_of_other_packages_resume_bitwise(case: str, at: int, tmp_pat
 
 def test_a_path_on_the_disk_is_of_one_item() -> None:
     job = Job(lambda module: Nested(module.parameters()))
-    paths = set(job.adapter.shard().operators["up.weight"].moments)
-    assert paths == {"a%2Eb%2Fc.rows", "a%2Eb%2Fc.#3.#0", "pair.#0", "pair.#1.half", "mask"}
+    assert set(job.adapter.shard().operators["up.weight"].moments) == {"x%2Ey%2Fz", "#7", "mask"}
 
 
 def test_unsaveable_state_is_refused_by_name() -> None:
@@ -203,8 +202,8 @@ def test_unsaveable_state_is_refused_by_name() -> None:
     job.optimizers[0].state[job.module.up.weight]["note"] = {1.5}
     with pytest.raises(UnsupportedEngineError, match=r"AdamW keeps note: builtins\.set, which is not plain data"):
         job.adapter.scalars()
-    job.optimizers[0].state[job.module.up.weight]["note"] = {"by": {(1, 2): 3}}
-    with pytest.raises(UnsupportedEngineError, match=r"AdamW keeps note\.by: an item under the key \(1, 2\)"):
+    job.optimizers[0].state[job.module.up.weight]["note"] = {"by": [{1.5}]}
+    with pytest.raises(UnsupportedEngineError, match=r"cannot save optimizer\(AdamW\)\.note\.by\.0: builtins\.set"):
         job.adapter.shard()
 
 

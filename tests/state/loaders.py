@@ -189,6 +189,11 @@ SKIPPED: dict[str, Callable[[], Any]] = OWN_ORDER | {
     "counting batches": CountingBatches,
     "unbatched": lambda: DataLoader(Items(), None, shuffle=True, generator=seeded(4)),
     "without a state": lambda: DataLoader(Stateless(), BATCH),
+    "torchdata, shuffled": shuffled,
+    "torchdata, unbatched": lambda: StatefulDataLoader(Items(), None, shuffle=True),
+    "torchdata, its own distributed": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=StatefulDistributedSampler(Items(), 2, 1, seed=3)
+    ),
 }
 # They go on from their state, reading nothing twice.
 AT_ONCE: dict[str, Callable[[], Any]] = {
@@ -196,14 +201,6 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "one-shot": OneShot,
     "stream": lambda: DataLoader(Stream(), BATCH),
     "stream, unbatched": lambda: DataLoader(Stream(), None),
-    "torchdata, shuffled": shuffled,
-    "torchdata, one generator for all": lambda: shuffled(generator=seeded(1)),
-    "torchdata, unbatched": lambda: StatefulDataLoader(Items(), None, shuffle=True),
-    "torchdata, global generator": lambda: StatefulDataLoader(Items(), BATCH, sampler=RandomSampler(range(ITEMS))),
-    "torchdata, distributed": lambda: StatefulDataLoader(Items(), BATCH, sampler=distributed()),
-    "torchdata, its own distributed": lambda: StatefulDataLoader(
-        Items(), BATCH, sampler=StatefulDistributedSampler(Items(), 2, 1, seed=3)
-    ),
     "torchdata, stream": lambda: StatefulDataLoader(Stream(), BATCH),
 }
 WITH_WORKERS: dict[str, Callable[[], Any]] = {
@@ -211,23 +208,15 @@ WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "torchdata, persistent workers": lambda: shuffled(num_workers=WORKERS, persistent_workers=True),
     "torchdata, stream, workers": lambda: StatefulDataLoader(Stream(), BATCH, num_workers=WORKERS),
     "shuffled, persistent workers": lambda: shuffled(DataLoader, num_workers=WORKERS, persistent_workers=True),
-    "torchdata, one generator for all, workers": lambda: shuffled(num_workers=WORKERS, generator=seeded(1)),
-    "torchdata, rare snapshots": lambda: shuffled(num_workers=WORKERS, snapshot_every_n_steps=4),
-    "torchdata, global generator, workers": lambda: StatefulDataLoader(
-        Items(), BATCH, sampler=RandomSampler(range(ITEMS)), num_workers=WORKERS
-    ),
-    "torchdata, distributed, workers": lambda: StatefulDataLoader(
-        Items(), BATCH, sampler=distributed(), num_workers=WORKERS
-    ),
     "torchdata, stream, rare snapshots": lambda: StatefulDataLoader(
         Stream(), BATCH, num_workers=WORKERS, snapshot_every_n_steps=3
     ),
     "torchdata, stream without a state": lambda: StatefulDataLoader(Stateless(), BATCH, num_workers=WORKERS),
-    "torchdata, custom sampler": lambda: StatefulDataLoader(
-        Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS
-    ),
     "shuffled, more workers": lambda: shuffled(DataLoader, num_workers=3, generator=seeded(4)),
     "custom sampler, workers": lambda: DataLoader(Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS),
+    "custom sampler, persistent workers": lambda: DataLoader(
+        Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS, persistent_workers=True
+    ),
     "stream, workers": lambda: DataLoader(Stream(), BATCH, num_workers=WORKERS),
 }
 LOADERS = SKIPPED | AT_ONCE | WITH_WORKERS

@@ -1,49 +1,55 @@
-"""An optimizer's state, taken apart and put together: for one tensor, and what it keeps beside that.
+"""What an optimizer keeps for one tensor, and beside that: taken apart for a checkpoint, and put together.
 
-The form is plain data, from which the state is made again without knowledge of the optimizer's class::
+An entry is a dict. Its form is plain data, from which it is made again without knowledge of the optimizer's class:
+`["dict", ordered, [[key, form], ...]]`, with one of these for each item::
 
     ["tensor", dtype, shape, strides, place]    tensors with dimensions; `place` is "device" (the parameter's), "host",
                                                 or "split": over ranks as the parameter; then of this rank's part
     ["scalar", dtype, place]                    tensors without dimensions; the value is among the numbers
     ["int"], ["float"]                          Python numbers; the value is among the numbers
     ["is", value]                               None, bool, str
-    ["dict", ordered, [[key, form], ...]], ["list", [form, ...]], ["tuple", [form, ...]]
+    ["tree"]                                    dicts, lists and tuples, which the small state holds as they are
 """
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
-from operator import getitem, is_
+from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import torch
 
 from cpsr.engines.sharded import is_distributed, local
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.device_values import number
+from cpsr.state.codec import encode
+from cpsr.state.device_values import DeviceValues, number
 
 __all__ = [
     "Form",
-    "StateTree",
+    "StateEntry",
     "dtype_of",
     "flat_view",
     "load_outside",
     "number_of",
     "numbers_of",
     "outside_state",
+    "path_of",
     "place_of",
     "put_together",
+    "tree_from",
+    "tree_of",
 ]
 
 Form = list[Any]
 
 _CONSTANT = (type(None), bool, str)
+_TREES = (dict, OrderedDict, list, tuple)
 _BASE = torch.optim.Optimizer.state_dict
 _OF_TORCH = ("state", "param_groups")
 
 
-class StateTree:
-    """What an optimizer keeps for one tensor; valid while `same`.
+class StateEntry:
+    """An optimizer's entry for one tensor; valid while `same`.
 
     Args:
         entry: the value in the optimizer's `state`; None where it has none yet.
@@ -55,6 +61,7 @@ class StateTree:
         form: see above; None where there is no entry.
         key: the form as JSON.
         tensors: those with dimensions, by path.
+        trees: dicts, lists and tuples, by path.
         kinds: types of the numbers.
 
     Raises:
@@ -65,23 +72,24 @@ class StateTree:
         self.entry = entry
         self._device, self._owner = device, owner
         self.tensors: dict[str, torch.Tensor] = {}
-        self._numbers: dict[str, tuple[Any, Any, Any]] = {}  # container, key, and the type that the value has there
-        self._containers: list[Any] = []  # every mapping and sequence
-        self._within: list[Any] = []
-        self._keys: list[Any] = []
-        self._values: list[Any] = []
-        self.form: Form | None = None if entry is None else self._form_of(entry, "")
-        self._lengths = list(map(len, self._containers))
-        self.kinds = tuple(kind for _, _, kind in self._numbers.values())
+        self.trees: dict[str, Any] = {}
+        self._numbers: dict[str, tuple[Any, Any]] = {}  # the key, and the type that the value has there
+        self._kept: dict[Any, Any] = {}  # what must stay the same object
+        self.form: Form | None = None
+        if entry is not None:
+            if type(entry) not in (dict, OrderedDict):
+                raise self._refused("its state", entry)
+            self.form = ["dict", type(entry) is OrderedDict, [[key, self._form_of(key, entry[key])] for key in entry]]
+        self.kinds = tuple(kind for _, kind in self._numbers.values())
         self.key = json.dumps(self.form)
 
     def same(self) -> bool:
-        """Whether it still is what the optimizer keeps, but for the values of numbers."""
-        try:
-            found = map(getitem, self._within, self._keys)
-            return list(map(len, self._containers)) == self._lengths and all(map(is_, found, self._values))
-        except (KeyError, IndexError):
-            return False
+        """Whether it still is what the optimizer keeps, but for the values of numbers and what is in trees."""
+        entry = self.entry
+        return entry is None or (
+            len(entry) == len(self._kept) + len(self._numbers)
+            and all(map(is_, map(entry.get, self._kept), self._kept.values()))
+        )
 
     def numbers(self, *, on_device: bool = False) -> dict[str, Any] | None:
         """The numbers by path; None where one has another type than it had.
@@ -90,122 +98,144 @@ class StateTree:
             on_device: leave those of a CUDA device there, as `DeviceNumber`s.
         """
         found: dict[str, Any] = {}
-        try:
-            for path, (container, key, kind) in self._numbers.items():
-                value = container[key]
-                if isinstance(value, torch.Tensor):  # this runs at every step of a GPU
-                    if value.dim() or (value.dtype, value.device) != kind:
-                        return None
-                    found[path] = number(value, on_device=on_device)
-                elif type(value) is kind:
-                    found[path] = value
-                else:
+        for path, (key, kind) in self._numbers.items():
+            value = self.entry.get(key)
+            if isinstance(value, torch.Tensor):  # this runs at every step of a GPU
+                if value.dim() or (value.dtype, value.device) != kind:
                     return None
-        except (KeyError, IndexError):
-            return None
+                found[path] = number(value, on_device=on_device)
+            elif type(value) is kind:
+                found[path] = value
+            else:
+                return None
         return found
 
     def scalar(self, path: str) -> Any:
         """The number's own object: a tensor without dimensions, or a Python number; None where there is none."""
-        if path not in self._numbers:
-            return None
-        container, key, _ = self._numbers[path]
-        return container[key]
+        return self.entry[self._numbers[path][0]] if path in self._numbers else None
 
     def set_number(self, path: str, value: Any) -> None:
         """Change a number in place."""
-        container, key, _ = self._numbers[path]
-        if isinstance(container[key], torch.Tensor):
-            container[key].fill_(value)
+        key, _ = self._numbers[path]
+        if isinstance(self.entry[key], torch.Tensor):
+            self.entry[key].fill_(value)
         else:
-            container[key] = value
+            self.entry[key] = value
 
-    def _form_of(self, value: Any, path: str) -> Form:
-        if type(value) in (dict, OrderedDict):
-            self._containers.append(value)
-            items = [[key, self._item(value, key, self._joined(path, key))] for key in value]
-            return ["dict", type(value) is OrderedDict, items]
-        if type(value) in (list, tuple):
-            self._containers.append(value)
-            return [type(value).__name__, [self._item(value, i, self._joined(path, i)) for i in range(len(value))]]
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+    def _form_of(self, key: Any, value: Any) -> Form:
+        if type(key) not in (int, str):
+            raise UnsupportedEngineError(
+                f"optimizer {self._owner} keeps an item under the key {key!r}; CPSR takes texts and whole numbers as "
+                "keys"
+            )
+        path = path_of(key)
+        if (kind := _number_kind(value)) is not None:
+            self._numbers[path] = key, kind
+            return [type(value).__name__] if kind in (int, float) else ["scalar", _name(value.dtype), self._at(value)]
+        self._kept[key] = value
         if type(value) in _CONSTANT:
             return ["is", value]
-        raise self._refused(path, f"{type(value).__module__}.{type(value).__qualname__}, which is not plain data")
-
-    def _item(self, container: Any, key: Any, path: str) -> Form:
-        value = container[key]
-        if (kind := _number_kind(value)) is not None:
-            self._numbers[path] = container, key, kind
-            return [type(value).__name__] if kind in (int, float) else ["scalar", _name(value.dtype), self._at(value)]
-        self._within.append(container)
-        self._keys.append(key)
-        self._values.append(value)
-        return self._form_of(value, path)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if type(value) not in _TREES:
+            raise self._refused(path, value)
+        encode(value, f"optimizer({self._owner}).{path}", DeviceValues())  # waits for no device
+        self.trees[path] = value
+        return ["tree"]
 
     def _tensor(self, value: torch.Tensor, path: str) -> Form:
         split = is_distributed(value)
         plain = split or type(value) in (torch.Tensor, torch.nn.Parameter)
         if not plain or value.layout != torch.strided:
-            raise self._refused(path, f"a tensor of type {type(value).__name__} and layout {value.layout}")
+            raise self._refused(path, value)
         self.tensors[path] = value
         held = local(value)
         place = "split" if split else self._at(value)
         return ["tensor", _name(value.dtype), list(held.shape), list(held.stride()), place]
 
     def _at(self, value: torch.Tensor) -> str:
-        if value.device.type == "cpu" and self._device.type != "cpu":
-            return "host"
-        return "device"
+        return "host" if value.device.type == "cpu" and self._device.type != "cpu" else "device"
 
-    def _joined(self, path: str, key: Any) -> str:
-        if type(key) not in (int, str):
-            raise self._refused(path, f"an item under the key {key!r}; only texts and whole numbers can be keys")
-        return _under(path, key)
-
-    def _refused(self, path: str, what: str) -> UnsupportedEngineError:
+    def _refused(self, what: str, value: Any) -> UnsupportedEngineError:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        layout = f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
         return UnsupportedEngineError(
-            f"optimizer {self._owner} keeps {path or 'its state'}: {what}. CPSR saves numbers, texts, plain tensors, "
-            "and dicts, lists and tuples of these, and never pickles"
+            f"optimizer {self._owner} keeps {what}: {kind}{layout}, which is not plain data. CPSR saves numbers, "
+            "texts, plain tensors, and dicts, lists and tuples of these, and never pickles"
         )
 
 
-def put_together(
-    form: Form, tensor: Callable[[str, Form], torch.Tensor], value: Callable[[str, Form], Any], path: str = ""
-) -> Any:
-    """The state that has this form.
+def path_of(key: int | str) -> str:
+    """A key as a part of a tensor's name on disk, which is of one item."""
+    if isinstance(key, int):
+        return f"#{key}"
+    return key.replace("%", "%25").replace("/", "%2F").replace(".", "%2E").replace("#", "%23")
+
+
+def put_together(form: Form, item: Callable[[str, Form], Any]) -> Any:
+    """The entry that has this form.
 
     Args:
         form: of it.
-        tensor: gives the tensor at a path, by its form.
-        value: gives the number, or the tensor without dimensions, at a path.
-        path: where in the state this is.
+        item: gives the tensor, the number or the tree at a path, by its form.
     """
-    kind = form[0]
-    if kind == "dict":
-        items = [(key, put_together(one, tensor, value, _under(path, key))) for key, one in form[2]]
-        return OrderedDict(items) if form[1] else dict(items)
-    if kind in ("list", "tuple"):
-        listed = [put_together(one, tensor, value, _under(path, i)) for i, one in enumerate(form[1])]
-        return listed if kind == "list" else tuple(listed)
-    if kind == "is":
-        return form[1]
-    return tensor(path, form) if kind == "tensor" else value(path, form)
+    items = [(key, one[1] if one[0] == "is" else item(path_of(key), one)) for key, one in form[2]]
+    return OrderedDict(items) if form[1] else dict(items)
+
+
+def tree_of(value: Any, device: torch.device) -> dict[str, Any]:
+    """A tree as plain data, with the place and the strides of each of its tensors.
+
+    Args:
+        value: dicts, lists and tuples.
+        device: of the parameters.
+    """
+    places = [
+        ["host" if one.device.type == "cpu" and device.type != "cpu" else "device", list(_dense_stride(one))]
+        for one in _tensors_in(value)
+    ]
+    return {"tree": value, "places": places}
+
+
+def tree_from(saved: Mapping[str, Any], device: torch.device) -> Any:
+    """What `tree_of` was given, with every tensor in its place."""
+    places = iter(saved["places"])
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            place, stride = next(places)
+            made = torch.empty_strided(
+                value.shape, stride, dtype=value.dtype, device="cpu" if place == "host" else device
+            )
+            return made.copy_(value)
+        if isinstance(value, dict):
+            return type(value)((key, placed(one)) for key, one in value.items())
+        return type(value)(map(placed, value)) if isinstance(value, list | tuple) else value
+
+    return placed(saved["tree"])
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(one)
 
 
 def outside_state(
     optimizer: torch.optim.Optimizer, attributes: Collection[str], device: torch.device
 ) -> dict[str, Any] | None:
-    """As plain data with tensors; None where there is nothing.
+    """What an optimizer keeps beside its entries, as plain data with tensors; None where there is nothing.
 
     Args:
         optimizer: torch's.
         attributes: names of numbers among its own attributes that have changed.
         device: of the parameters.
-
-    Raises:
-        UnsupportedEngineError: something that is not plain data; the message names it.
     """
     found: dict[str, Any] = {
         "state": {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
@@ -214,26 +244,14 @@ def outside_state(
     }
     if type(optimizer).state_dict is not _BASE or optimizer._optimizer_state_dict_post_hooks:
         found["more"] = {key: value for key, value in optimizer.state_dict().items() if key not in _OF_TORCH}
-    if not any(found.values()):
-        return None
-    tree = StateTree(found, device, type(optimizer).__name__)
-    return {"form": tree.form, "numbers": tree.numbers(), "tensors": tree.tensors}
+    return tree_of(found, device) if any(found.values()) else None
 
 
 def load_outside(optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None, device: torch.device) -> None:
     """Put `outside_state` back; entries of a state dict by the optimizer's own `load_state_dict`."""
     if saved is None:
         return
-    tensors, numbers = saved["tensors"], saved["numbers"]
-
-    def tensor(path: str, form: Form) -> torch.Tensor:
-        found: torch.Tensor = tensors[path]
-        return found.to(place_of(form, device), copy=True)
-
-    def number(path: str, form: Form) -> Any:
-        return number_of(form, numbers[path], device)
-
-    found = put_together(saved["form"], tensor, number)
+    found = tree_from(saved, device)
     if found["more"]:
         own = dict(optimizer.state)
         optimizer.load_state_dict({**optimizer.state_dict(), "state": {}, **found["more"]})
@@ -279,15 +297,6 @@ def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
             "no zero-copy view; make it contiguous before building the optimizer"
         )
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _under(path: str, key: int | str) -> str:
-    """Path of an item; a text is written so that every path is of one item, and a part of a tensor's name on disk."""
-    if isinstance(key, int):
-        part = f"#{key}"
-    else:
-        part = key.replace("%", "%25").replace("/", "%2F").replace(".", "%2E").replace("#", "%23")
-    return f"{path}.{part}" if path else part
 
 
 def _name(dtype: torch.dtype) -> str:
