@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -27,10 +27,6 @@ from cpsr.engines.schedules import Schedules
 from cpsr.engines.sharded import local
 from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
-
-if TYPE_CHECKING:  # they import DeepSpeed
-    from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps
-    from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 
 __all__ = [
     "SAMPLED_ELEMENTS",
@@ -203,12 +199,12 @@ class Pipeline:
     Attributes:
         stage: of this rank, from 0.
         stages: at least 2.
-        traffic: what crosses the boundaries of the stage.
+        traffic: what crosses the boundaries of the stage, a `DeepSpeedTraffic`: its module imports DeepSpeed.
     """
 
     stage: int
     stages: int
-    traffic: "DeepSpeedTraffic"
+    traffic: Any
 
 
 class Loop(Protocol):
@@ -421,8 +417,8 @@ class EngineAdapter(ABC):
         """Clip gradients at this norm from now on; of an engine that clips itself."""
         raise NotImplementedError(f"the loop clips, not {type(self).__name__}")
 
-    def repeated_steps(self) -> "DeepSpeedRepeatedSteps | None":
-        """Begin to note what steps come to; None where a replay has to compute every gradient."""
+    def repeated_steps(self) -> Any:
+        """Begin to note what steps come to: `DeepSpeedRepeatedSteps`; None where a replay computes every gradient."""
         return None
 
     # What a prediction, and its check, need
