@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from cpsr.demo.device import join_ranks
 from cpsr.engines import adapt
-from cpsr.engines.adapter import StepRepeater
 from cpsr.errors import CPSRError
 
 __all__ = ["FROZEN", "KINDS", "WHOLE", "repeated_seconds"]
@@ -75,7 +74,7 @@ def repeated_seconds(kind: str, rounds: int, tokens: int) -> dict[str, list[floa
         join_ranks(f"file://{Path(folder) / 'ranks'}")
         engine = _engine(*KINDS[kind])
         adapter = adapt(engine)
-        steps = adapter.repeated_steps() if isinstance(adapter, StepRepeater) else None
+        steps = adapter.repeated_steps()
         if steps is None:
             raise CPSRError(f"{kind}: a replay computes every gradient of this engine")
         names = list(adapter.shard().operators)

@@ -93,7 +93,8 @@ def repeats(build: Callable[[], Job], *, factor: float = 1.0) -> int:
 
 
 def steps_of(job: Job) -> DeepSpeedRepeatedSteps | None:
-    return job.adapter.repeated_steps()
+    steps: DeepSpeedRepeatedSteps | None = job.adapter.repeated_steps()
+    return steps
 
 
 def turn_of(operator: str) -> int:
