@@ -120,18 +120,6 @@ class Costs:
         with numpy.errstate(all="ignore"):
             return self._horizons(self._lives(intervals, mode), mode)
 
-    def lost_lead_iterations(self, intervals: Array, mode: Mode) -> Array:
-        """Mean lead that is lost because the next failure comes too early; 0 if failures are recomputed.
-
-        Raises:
-            ValueError: prediction is asked for and there is no curve for it.
-        """
-        if mode == "recompute":
-            return numpy.zeros_like(intervals)
-        with numpy.errstate(all="ignore"):
-            horizons = self._horizons(self._lives(intervals, mode), mode)
-            return self._lost_lead(self._end_cost_iterations(horizons, intervals), intervals)
-
     def _horizons(self, lives: _Lives, mode: Mode) -> Array:
         """Mean distances, without the unfinished last step of each life."""
         whole = lives.trained_seconds / self._job.iteration_seconds - 0.5

@@ -178,24 +178,11 @@ class Limits:
         interval_max_iterations: the user's maximum.
         predictable_interval_iterations: longest interval from which the state can be predicted; None if no limit is
             known.
-
-    Raises:
-        ValueError: the minimum is less than 1 or exceeds the maximum, or the predictable interval is less than 1.
     """
 
     interval_min_iterations: int = 1
     interval_max_iterations: int = ITERATIONS_MAX
     predictable_interval_iterations: int | None = None
-
-    def __post_init__(self) -> None:
-        low, high = self.interval_min_iterations, self.interval_max_iterations
-        if not 1 <= low <= high:
-            raise ValueError(f"interval_min_iterations ({low}) must be from 1 to interval_max_iterations ({high})")
-        if self.predictable_interval_iterations is not None and self.predictable_interval_iterations < 1:
-            raise ValueError(
-                f"predictable_interval_iterations must be at least 1, not {self.predictable_interval_iterations}; "
-                "None means no bound; for no prediction set recovery to None"
-            )
 
 
 @dataclass(frozen=True)

@@ -42,25 +42,10 @@ class Plan:
         )
 
 
-def fixed_plan(interval_iterations: int, memory_interval_iterations: int | None = None) -> Plan:
-    """The interval that the user set; no bound and no measurement changes it.
-
-    Args:
-        interval_iterations: of the checkpoints.
-        memory_interval_iterations: between snapshots in host memory, as long as it is not planned.
-
-    Raises:
-        ValueError: it is less than 1.
-    """
-    if interval_iterations < 1:
-        raise ValueError(f"interval_iterations must be at least 1, not {interval_iterations}")
-    explanation = {
-        "rule": "fixed by the configuration key checkpoint.interval_iterations",
-        "inputs": {"interval_iterations": interval_iterations},
-        "bound": "none",
-        "notes": [],
-    }
-    return Plan(interval_iterations, "fixed", explanation, memory_interval_iterations=memory_interval_iterations)
+def fixed_plan(interval_iterations: int) -> Plan:
+    """The interval between checkpoints that the user set; no bound and no measurement changes it."""
+    explanation = {"rule": "fixed by the configuration key checkpoint.interval_iterations", "bound": "none"}
+    return Plan(interval_iterations, "fixed", explanation)
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,9 @@ def preview(explanation: Mapping[str, Any], mtbf_hours: float, recovery_mode: Re
         mtbf_hours: mean time between failures of the job.
         recovery_mode: the configured one.
     """
-    recorded, bounds = dict(explanation.get("inputs", {})), explanation.get("bounds", {})
-    if "phase" not in recorded or not recorded["iteration_seconds"] > 0:
+    if not explanation.get("inputs", {}).get("iteration_seconds", 0) > 0:
         return None
+    recorded, bounds = dict(explanation["inputs"]), explanation["bounds"]
     phase, memory, recovery = (recorded.pop(name) for name in ("phase", "memory", "recovery"))
     job = PlannerInputs(
         **recorded
@@ -340,7 +340,6 @@ def _expected(job: PlannerInputs, chosen: Optimum, ways: Mapping[FailureScope, S
         "recovery_per_second": plain(recovery),
         "restart_per_second": plain(rate * job.restart_seconds),
         "recovery_seconds_per_failure": plain(recovery / rate if rate > 0 else math.nan),
-        "lost_lead_iterations_per_failure": plain(float(costs.lost_lead_iterations(interval, chosen.mode)[0])),
         "horizon_iterations": plain(float(costs.horizon_iterations(interval, chosen.mode)[0])),
         "failure": _failure(job, chosen),
     }

@@ -49,21 +49,12 @@ class CostObservation:
         interval_iterations: spacing of the checkpoints that the prediction rested on.
         end_cost_iterations: its lag, or what was recomputed; negative if it was ahead.
         standard_error_iterations: how far the end cost may lie from that.
-
-    Raises:
-        ValueError: a figure is not finite, or a standard error is negative.
     """
 
     horizon_iterations: float
     interval_iterations: float
     end_cost_iterations: float
     standard_error_iterations: float
-
-    def __post_init__(self) -> None:
-        figures = asdict(self)
-        wrong = [name for name, value in figures.items() if not math.isfinite(value)]
-        if wrong or self.standard_error_iterations < 0:
-            raise ValueError(f"a cost that was not measured carries no information: {figures}; leave it out")
 
 
 @dataclass(frozen=True)
@@ -79,10 +70,6 @@ class EndCostCurve:
         scatter_iterations: expected standard deviation of single recoveries around the line.
         observations: the newest measurements, oldest first.
         prior_source: origin of the prior, for the plan's explanation.
-
-    Raises:
-        ValueError: the prior is not finite, its covariance not symmetric and positive definite, or the scatter is not
-            positive.
     """
 
     prior_mean: Row
@@ -90,16 +77,6 @@ class EndCostCurve:
     scatter_iterations: float
     observations: tuple[CostObservation, ...] = ()
     prior_source: str = "prior"
-
-    def __post_init__(self) -> None:
-        mean, covariance = numpy.array(self.prior_mean), numpy.array(self.prior_covariance)
-        finite = numpy.isfinite(mean).all() and numpy.isfinite(covariance).all()
-        if mean.shape != (3,) or covariance.shape != (3, 3) or not finite:
-            raise ValueError("the prior of an end-cost curve needs 3 finite means and 3 x 3 finite covariances")
-        if not numpy.array_equal(covariance, covariance.T) or numpy.linalg.eigvalsh(covariance)[0] <= 0:
-            raise ValueError("the covariance of an end-cost curve's prior must be symmetric and positive definite")
-        if not (math.isfinite(self.scatter_iterations) and self.scatter_iterations > 0):
-            raise ValueError(f"scatter_iterations must be positive, not {self.scatter_iterations}")
 
     @classmethod
     def with_independent_prior(
