@@ -16,7 +16,7 @@ from cpsr.journal import log_to_terminal
 from cpsr.life.events import EventCallback
 from cpsr.life.life import Life
 from cpsr.life.loop import Loop
-from cpsr.life.process import ProcessSlot, ScriptEnd
+from cpsr.life.process_slot import ProcessSlot, ScriptEnd
 from cpsr.life.rehearsed import rehearsed_config
 from cpsr.planner.plan import Plan
 from cpsr.restart.prediction import LossFunction
