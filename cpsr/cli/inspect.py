@@ -4,39 +4,19 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cpsr.journal import (
-    CheckpointRow,
-    FailureRow,
-    JournalReader,
-    LifeRow,
-    PhaseRow,
-    PlanRow,
-    RecoveryRow,
-    json_ready,
-)
+from cpsr.journal import CheckpointRow, EventRow, JournalReader, LifeRow, RecoveryRow, json_ready
 from cpsr.ranks.exits import BEGAN, FAILED
 from cpsr.tables import print_table
 
 __all__ = ["print_run", "run_json"]
 
 TABLE_ROWS_MAX = 20  # newest checkpoints in a table; --json has all
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """What a journal holds of a run; the names are the keys of `--json`."""
-
-    lives: Sequence[LifeRow]
-    checkpoints: Sequence[CheckpointRow]
-    failures: Sequence[FailureRow]
-    recoveries: Sequence[RecoveryRow]
-    phases: Sequence[PhaseRow]
-    plans: Sequence[PlanRow]
 
 
 def run_json(directory: Path) -> str:
@@ -46,40 +26,42 @@ def run_json(directory: Path) -> str:
         CPSRError: there is no journal that can be read.
     """
     with JournalReader(directory / "journal.db") as reader:
-        # NaN has no number in JSON; a reader that gets its name cannot take it for one.
-        return json.dumps(json_ready(dataclasses.asdict(_rows(reader))))
+        plan = reader.latest_plan()
+        rows: dict[str, Sequence[Any]] = {
+            "lives": reader.lives(),
+            "checkpoints": reader.checkpoints(),
+            "failures": reader.failures(),
+            "recoveries": reader.recoveries(),
+            "phases": reader.phases(),
+            "plans": [] if plan is None else [plan],
+        }
+    # NaN has no number in JSON; a reader that gets its name cannot take it for one.
+    return json.dumps(json_ready({name: [dataclasses.asdict(one) for one in found] for name, found in rows.items()}))
 
 
-def print_run(directory: Path, verbose: bool) -> None:
-    """Print tables of lives and checkpoints, and a sentence for each recovery.
-
-    Args:
-        directory: of the run.
-        verbose: of recoveries, the numbers of fit and check.
+def print_run(directory: Path) -> None:
+    """Print tables of lives and checkpoints, and what was said of each recovery.
 
     Raises:
         CPSRError: there is no journal that can be read.
     """
     with JournalReader(directory / "journal.db") as reader:
-        restored = reader.restored_iterations()
-        rows, events = _rows(reader), reader.events(FAILED, BEGAN)
-    # The next life records how one ended: it reads the notes that launcher and ranks have left.
-    causes = {event.life - 1: event.message for event in events if event.kind == FAILED}
-    began = {} if verbose else {event.life: event.message for event in events if event.kind == BEGAN}
+        lives = _lives_table(reader.lives(), reader.restored_iterations(), reader.events(FAILED))
+        checkpoints, recoveries = reader.checkpoints(), reader.recoveries()
+        began = {event.life: event.message for event in reader.events(BEGAN)}
+        plan, phases = reader.latest_plan(), len(reader.phases())
     console = Console()
-    for table in (_lives_table(rows.lives, restored, causes), _checkpoints_table(rows.checkpoints)):
-        table.columns[-1].overflow = "fold"  # hosts and reasons may be long words
-        print_table(console, table)
-    if rows.recoveries:
-        print_table(console, _recoveries_table(rows.recoveries))
-        for row in rows.recoveries:
-            console.print(f"Life {row.life}: {escape(began.get(row.life, row.reason))}", highlight=False)
+    print_table(console, lives, _checkpoints_table(checkpoints))
+    if recoveries:
+        print_table(console, _recoveries_table(recoveries))
+        for row in recoveries:
+            console.print(f"Life {row.life}: {escape(began.get(row.life, ''))} ({escape(row.reason)})", highlight=False)
     else:
         console.print("No recovery so far.")
-    for plan in rows.plans:
+    if plan is not None:
         console.print(
             f"From iteration {plan.from_iteration} on a checkpoint every {plan.interval_iterations} iterations"
-            f"{_in_memory(plan.memory_interval_iterations)} ({plan.origin}); phases so far: {len(rows.phases)}"
+            f"{_in_memory(plan.memory_interval_iterations)} ({plan.origin}); phases so far: {phases}"
         )
 
 
@@ -87,19 +69,9 @@ def _in_memory(every_iterations: int | None) -> str:
     return "" if every_iterations is None else f", in memory every {every_iterations}"
 
 
-def _rows(reader: JournalReader) -> _Rows:
-    plan = reader.latest_plan()
-    return _Rows(
-        lives=reader.lives(),
-        checkpoints=reader.checkpoints(),
-        failures=reader.failures(),
-        recoveries=reader.recoveries(),
-        phases=reader.phases(),
-        plans=[] if plan is None else [plan],
-    )
-
-
-def _lives_table(lives: Sequence[LifeRow], restored: Mapping[int, int], causes: Mapping[int, str]) -> Table:
+def _lives_table(lives: Sequence[LifeRow], restored: Mapping[int, int], failed: Sequence[EventRow]) -> Table:
+    # The next life records how one ended: it reads the notes that launcher and ranks have left.
+    causes = {event.life - 1: event.message for event in failed}
     table = Table("life", "ranks", "restored at", "ending", "seconds", "process", title="Lives")
     for life in lives:
         killed = life.ending == "running" and life.life < lives[-1].life

@@ -219,7 +219,6 @@ def status(
 def inspect(
     directory: RunDirectory,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, for programs.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="For recoveries, the numbers of fit and check.")] = False,
 ) -> None:
     """Show a run's lives, checkpoints and recoveries."""
     from cpsr.cli.inspect import print_run, run_json
@@ -227,7 +226,7 @@ def inspect(
     if as_json:
         typer.echo(run_json(directory))
     else:
-        print_run(directory, verbose)
+        print_run(directory)
 
 
 @app.command()

@@ -6,7 +6,6 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ import pytest
 from cpsr.doctor.command import needs_of
 from cpsr.ranks.link import REFUSED_STATUS
 from tests.doctor.mounts import mounted
-from tests.launch.jobs import BIN, Launched
-from tests.machines import MEMORY, Machines, obstacle
+from tests.launch.jobs import Launched
 
 LIMIT_SECONDS = 200.0
 LAUNCHERS = ("PET_", "TORCHELASTIC", "CPSR_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-PORT = 29471
 DOCTOR = [sys.executable, "-m", "cpsr", "doctor"]
 SUBJECTS = {
     *("devices", "host memory", "shared memory", "memory kind"),
@@ -144,32 +141,3 @@ def test_ranks_that_cannot_meet_are_an_error() -> None:
     ended = doctor("--json", RANK="0", WORLD_SIZE="2")
     assert ended.returncode == 1
     assert by_subject(ended.stdout)["ranks"]["level"] == "error"
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Machines]:
-    if (why := obstacle()) is not None:
-        pytest.skip(why)
-    with Machines(2, tmp_path) as found:
-        yield found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shared", "level"), [(True, "ok"), (False, "error")])
-def test_one_path_may_be_another_directory_on_each_machine(
-    machines: Machines, tmp_path: Path, shared: bool, level: str
-) -> None:
-    run_dir = tmp_path / "run" if shared else Path(MEMORY) / "run"
-    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=doctor"]
-    options += [f"--rdzv-endpoint={machines.names[0]}:{PORT}"]
-    command = [str(BIN / "cpsr"), "run", *options, "-m", "cpsr", "doctor", "--json", "--run-dir", str(run_dir)]
-    logs = [tmp_path / f"log-{number}" for number in range(2)]
-    started = []
-    for number, log in enumerate(logs):
-        with log.open("w") as output:
-            started.append(machines.start(number, command, output, environment(DS_ACCELERATOR="cpu")))
-    statuses = [process.wait(LIMIT_SECONDS) for process in started]
-    output_text = "\n".join(log.read_text() for log in logs)
-    assert statuses == ([0, 0] if shared else [REFUSED_STATUS] * 2), output_text
-    found = by_subject(output_text)
-    assert found["shared directory"]["level"] == level

@@ -1,6 +1,5 @@
 """When a job is started again: by what the ranks' counters and notes in real files say."""
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -172,26 +171,6 @@ def test_a_script_that_trains_one_run_after_the_other_is_counted_by_run(tmp_path
         launch.report.open(Opened(str(second), 0, 1))
         counter.reset(iteration, iteration)
         assert launch.kill(rank=0) == 0.0
-
-
-def test_what_cannot_be_read_counts_as_nothing_gained(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, restarts_max=1)
-    launch.open(0)
-    for rank in range(RANKS):
-        progress_path(launch.run_dir, rank).unlink()
-        progress_path(launch.run_dir, rank).mkdir()
-    assert launch.kill() == 1.0
-
-
-def test_a_directory_that_was_cleaned_up_is_made_again(tmp_path: Path) -> None:
-    launch = Launch(tmp_path)
-    launch.open(0)
-    launch.reach(7)
-    launch.failures.look()
-    shutil.rmtree(tmp_path / "launcher")
-    assert launch.kill() == 0.0  # it had seen which run this was
-    launch.report.clear()
-    assert (tmp_path / "launcher").is_dir()
 
 
 def test_without_restarts_the_first_failure_ends_the_job(tmp_path: Path) -> None:
