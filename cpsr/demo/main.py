@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from cpsr.checkpoint.progress import read_progress
 from cpsr.demo.device import CPU, rank_environment
 from cpsr.demo.report import Kill, failure_iteration, measure, table, write_plot
 from cpsr.errors import ConfigError, CPSRError
+from cpsr.launch.process import launched
 from cpsr.tables import print_table
 
 __all__ = ["run_demo"]
@@ -87,9 +87,9 @@ class _Job:
         checkpoint = {"interval_iterations": INTERVAL_ITERATIONS}
         config = {"run_dir": str(run_dir), "mode": "predict", "checkpoint": checkpoint}
         (run_dir / "cpsr.yaml").write_text(yaml.safe_dump(config))
-        launcher = [sys.executable, "-m", "cpsr", "run", f"--nproc-per-node={RANKS}", "--max-restarts=1"]
+        launcher = [f"--nproc-per-node={RANKS}", "--max-restarts=1"]
         job = ["-m", "cpsr.demo.job", f"--run-dir={run_dir}", f"--iterations={iterations}"]
-        self._command = [*launcher, *job, f"--failure-iteration={failure_iteration}"]
+        self._arguments = [*launcher, *job, f"--failure-iteration={failure_iteration}"]
 
     def train(self, device: str, kill_rank: int | None = None) -> Kill | None:
         """Run it to its end on `cpu` or `cuda`; kill a rank once all have finished `failure_iteration` steps.
@@ -97,20 +97,13 @@ class _Job:
         Raises:
             CPSRError: the job ended with an error; the message names its log.
         """
-        log_path = self.run_dir / "job.log"
-        with log_path.open("w") as log:
-            environment = {**os.environ, **rank_environment(device)}
-            job = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
-            try:
-                killed = self._watch(job, kill_rank)
-            finally:
-                if job.poll() is None:
-                    job.send_signal(signal.SIGTERM)
-                    job.wait()
+        log = self.run_dir / "job.log"
+        with launched(self._arguments, log, rank_environment(device)) as job:
+            killed = self._watch(job, kill_rank)
         if job.returncode != 0:
-            raise CPSRError(f"the demo's job ended with status {job.returncode}; its output is in {log_path}")
+            raise CPSRError(f"the demo's job ended with status {job.returncode}; its output is in {log}")
         if kill_rank is not None and killed is None:
-            raise CPSRError(f"the demo's job finished before rank {kill_rank} could be killed; see {log_path}")
+            raise CPSRError(f"the demo's job finished before rank {kill_rank} could be killed; see {log}")
         return killed
 
     def _watch(self, job: "subprocess.Popen[bytes]", kill_rank: int | None) -> Kill | None:

@@ -3,8 +3,6 @@
 import json
 import os
 import platform
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -17,6 +15,7 @@ from rich.table import Table
 
 from cpsr.demo.device import CUDA, describe_device, device_text, find_device, rank_environment
 from cpsr.errors import ConfigError
+from cpsr.launch.process import launched
 from cpsr.qualify.checks import trials_of
 from cpsr.qualify.ranks import Rank, leave, read_records, release_memory
 from cpsr.ranks.exits import exiting_at_sigterm
@@ -93,29 +92,24 @@ def follow(console: Console, folder: Path, device: str, ranks: int, job: Sequenc
         ranks: of the job.
         job: what each rank is, as arguments of `cpsr run`.
     """
-    command = [sys.executable, "-m", "cpsr", "run", f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}"]
+    command = [f"--nproc-per-node={ranks}", f"--max-restarts={RESTARTS}", "--monitor-interval=0.1", *job]
     # After a check that fails, hangs or kills, the ranks start again with the next one.
-    environment = {**os.environ, **rank_environment(device), SHUTDOWN: str(LEAVE_SECONDS), EXPECTS_ERRORS: "1"}
+    environment = {**rank_environment(device), SHUTDOWN: str(LEAVE_SECONDS), EXPECTS_ERRORS: "1"}
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("rank-*.jsonl"):  # of an earlier call, if these ranks do not come to write their own
-        path.unlink()
-    with (
-        (folder / LOG_NAME).open("wb") as log,
-        exiting_at_sigterm(),
-        console.status("starting the ranks") as shown,
-        subprocess.Popen(  # noqa: S603
-            [*command, "--monitor-interval=0.1", *job], stdout=log, stderr=log, env=environment, start_new_session=True
-        ) as launcher,
-    ):
-        try:
+    for path in [folder / LOG_NAME, *folder.glob("rank-*.jsonl")]:  # of an earlier call
+        path.unlink(missing_ok=True)
+    try:
+        with (
+            exiting_at_sigterm(),
+            console.status("starting the ranks") as shown,
+            launched(command, folder / LOG_NAME, environment) as launcher,
+        ):
             while launcher.poll() is None:
                 began = [line["trial"] for line in read_records(folder) if line["event"] == "began"]
                 shown.update(*began[-1:])
                 time.sleep(POLL_SECONDS)
-        finally:
-            launcher.terminate()  # it ends its ranks
-            launcher.wait()
-            release_memory(folder)
+    finally:
+        release_memory(folder)
 
 
 def finish(console: Console, folder: Path, device: str, json_path: Path | None) -> int:

@@ -1,9 +1,7 @@
 """One job of a rehearsal: where it is cut short, `cpsr run` with the user's arguments, and what its ranks recorded."""
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,19 +10,17 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
-import psutil
-
 from cpsr.checkpoint.file_lock import FileInUseError
 from cpsr.checkpoint.memory_owners import free_run
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RunMismatchError
+from cpsr.launch.process import launched
 from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
 from cpsr.ranks.exits import SIGTERM_STATUS
 from cpsr.state.witness import Witness, read_witnesses
 
 __all__ = ["STEPS_MIN", "PlannedCut", "Ran", "ends_of_passes", "interval_of", "plan_cuts", "run"]
 
-END_SECONDS = 30.0  # after SIGTERM, for a job that hangs
 TAIL_LINES = 12
 STEPS_MIN = 6
 INTERVALS = 6  # between checkpoints in one job
@@ -190,7 +186,7 @@ def run(arguments: Sequence[str], asked: RehearsedJob, limit_seconds: float | No
     """
     folder = Path(asked.folder)
     folder.mkdir(parents=True)
-    environment = {**os.environ, REHEARSED: asked.to_variable()}
+    environment = {REHEARSED: asked.to_variable()}
     began = time.monotonic()
     status: int | None = None
     try:
@@ -209,26 +205,12 @@ def run(arguments: Sequence[str], asked: RehearsedJob, limit_seconds: float | No
 def _launch(
     folder: Path, environment: Mapping[str, str], arguments: Sequence[str], limit_seconds: float | None
 ) -> int | None:
-    """The exit status of a launcher; None where it took longer. Leaves no process behind, whatever ends this."""
+    """The exit status of a launcher; None where it took longer."""
     for path in folder.glob("end-*.json"):  # of a life that left: this one is to end better
         path.unlink()
-    command = [sys.executable, "-m", "cpsr", "run", *arguments]
-    with (folder / "output").open("a") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)  # noqa: S603
-    try:
+    with launched(arguments, folder / "output", environment) as process, suppress(subprocess.TimeoutExpired):
         return process.wait(limit_seconds)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            launcher = psutil.Process(process.pid)
-            everyone = [launcher, *launcher.children(recursive=True)]
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-            for one in everyone:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
+    return None
 
 
 def _life_of(path: Path) -> int:
