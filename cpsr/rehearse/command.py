@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cpsr.errors import ConfigError
 from cpsr.life.rehearsed import Cut, RehearsedJob
@@ -19,6 +20,7 @@ __all__ = ["Rehearsal", "rehearse"]
 
 Launch = Callable[[RehearsedJob, float | None], Ran]
 
+JOBS = 5  # two undisturbed, three cut
 HANG_FACTOR, HANG_SECONDS = 10.0, 300.0  # a job that takes so much longer than the first one hangs
 
 
@@ -75,17 +77,24 @@ class Rehearsal:
     def __init__(self, console: Console, folder: Path, launch: Launch, steps: int) -> None:
         self._console, self._folder, self._launch, self._steps = console, folder, launch, steps
         self._limit_seconds: float | None = None
+        columns = TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._jobs = self._progress.add_task("undisturbed", total=JOBS)
 
     def verdict(self) -> Verdict:
-        """Run all jobs."""
+        """Run all jobs; shows on a terminal how many have ended, and which one runs."""
+        with self._progress:
+            return self._verdict()
+
+    def _verdict(self) -> Verdict:
         self.say(f"Running your script for {self._steps} steps, as it is, in {self._folder}")
-        first = self._run("undisturbed", None, interval_of(self._steps))
+        first = self._run("undisturbed", "undisturbed", None, interval_of(self._steps))
         if not first.succeeded or first.iteration < STEPS_MIN:
             self._show_output(first)
             return failed(first)
         self._limit_seconds = HANG_SECONDS + HANG_FACTOR * first.seconds
         self.say(f"  undisturbed: {first.iteration} steps on {_ranks(first.ranks)}")
-        second = self._run("again", None, interval_of(self._steps))
+        second = self._run("undisturbed, again", "again", None, interval_of(self._steps))
         if not second.succeeded:
             self._show_output(second)
             return failed(second)
@@ -111,7 +120,7 @@ class Rehearsal:
         witnesses = ran.witnesses(0)
         ends = ends_of_passes([witnesses[step] for step in sorted(witnesses)])
         for number, planned in enumerate(plan_cuts(ran.iteration, ran.ranks, ends)):
-            again = self._run(f"cut-{number}", planned.cut, planned.interval_iterations)
+            again = self._run(planned.name, f"cut-{number}", planned.cut, planned.interval_iterations)
             if not again.succeeded:
                 self._show_output(again)
                 one = Tried(planned, f"the job {again.failure}")
@@ -125,8 +134,11 @@ class Rehearsal:
             self.say(f"  No pass over the data ended within {ran.iteration} steps, so none was cut short at its end")
         return tried
 
-    def _run(self, folder: str, cut: Cut | None, every: int) -> Ran:
-        return self._launch(RehearsedJob(str(self._folder / folder), self._steps, every, cut), self._limit_seconds)
+    def _run(self, name: str, folder: str, cut: Cut | None, every: int) -> Ran:
+        self._progress.update(self._jobs, description=name)
+        ran = self._launch(RehearsedJob(str(self._folder / folder), self._steps, every, cut), self._limit_seconds)
+        self._progress.advance(self._jobs)
+        return ran
 
     def _show_output(self, ran: Ran) -> None:
         for line in ran.last_lines:

@@ -345,6 +345,11 @@ def _unprotected(ran: Ran, tried: Sequence[Tried]) -> list[str]:
         found.append(
             "The loss is unknown, so steps are compared by weights alone: call recovery.log_loss(loss) in each step"
         )
+    if _same_losses(ran):
+        found.append(
+            "Several ranks had the same loss in each step. Unless the model is split over them, they train on the same "
+            "batches: give the DataLoader sampler=DistributedSampler(dataset), without shuffle=True"
+        )
     variables = list(dict.fromkeys(name for one in tried for name in one.variables))
     if variables:
         found.append(
@@ -352,6 +357,13 @@ def _unprotected(ran: Ran, tried: Sequence[Tried]) -> list[str]:
             "recovery.register(name, object), and compute counters from recovery.iteration"
         )
     return found
+
+
+def _same_losses(ran: Ran) -> bool:
+    """Whether two ranks had equal losses, which changed from step to step."""
+    losses = [tuple(one.loss for one in ran.witnesses(rank).values()) for rank in range(ran.ranks)]
+    known = [each for each in losses if None not in each and len(set(each)) > 1]
+    return len(set(known)) < len(known)
 
 
 def _listed(names: Sequence[str], limit: int = NAMES_MAX) -> str:

@@ -22,8 +22,8 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
 from cpsr.rehearse.command import Rehearsal
 from cpsr.rehearse.jobs import Ran, plan_cuts
-from cpsr.rehearse.verdict import Reference, Verdict, compare
-from cpsr.state.witness import Difference
+from cpsr.rehearse.verdict import Reference, Verdict, compare, judge
+from cpsr.state.witness import Difference, SampledBytes, Witness, Witnesses, witness_path
 from tests.checkpoint.conftest import save
 from tests.situations.lives import Life, backward, live
 
@@ -144,6 +144,23 @@ def test_a_job_that_ends_too_early_after_its_restart_did_not_come_back_even_wher
     first, cut = ran("undisturbed", 10), plan_cuts(10, 1, [])[0]
     early = compare(cut, Reference(first, rounded), ran("early", 5), first)
     assert early.result == "differs at the end: the last checkpoint, of step 5 and not 10"
+
+
+def test_ranks_that_train_on_the_same_batches_are_listed(tmp_path: Path) -> None:
+    def unprotected(apart: float) -> str:
+        folder = tmp_path / str(apart)
+        for rank in range(2):
+            ring = Witnesses(witness_path(folder / "run", rank))
+            for step in (1, 2, 3):
+                loss = 1 / step + rank * apart
+                ring.put(Witness(step, 0, 0, 0, step, step, (0.1,), 0, loss, SampledBytes(b"", (0, 0, 0, 0)), 1e-7))
+            ring.close()
+            (folder / f"end-{rank}.json").write_text('{"iteration": 3, "ranks": 2, "life": 0}')
+        asked = RehearsedJob(str(folder), last_iteration=3, interval_iterations=5)
+        return " ".join(judge(Reference(Ran(asked, 0, 1.0)), []).unprotected)
+
+    assert "they train on the same batches: give the DataLoader sampler=DistributedSampler" in unprotected(0.0)
+    assert "same batches" not in unprotected(0.01)
 
 
 def test_cuts_lie_inside_a_pass_and_at_its_end() -> None:
