@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cpsr.demo.device import CUDA, describe_device, device_text, find_device, rank_environment
@@ -83,10 +84,10 @@ def _as_rank(device: str, only: str, json_path: Path | None, folder: Path) -> No
 
 
 def follow(console: Console, folder: Path, device: str, ranks: int, job: Sequence[str]) -> None:
-    """Run the checks to their end, or until they are interrupted; shows on a terminal which one runs.
+    """Run the checks to their end, or until they are interrupted; shows a progress bar on a terminal.
 
     Args:
-        console: for the name of the check.
+        console: for the progress.
         folder: work folder.
         device: `cpu` or `cuda`.
         ranks: of the job.
@@ -98,15 +99,21 @@ def follow(console: Console, folder: Path, device: str, ranks: int, job: Sequenc
     folder.mkdir(parents=True, exist_ok=True)
     for path in [folder / LOG_NAME, *folder.glob("rank-*.jsonl")]:  # of an earlier call
         path.unlink(missing_ok=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with (
             exiting_at_sigterm(),
-            console.status("starting the ranks") as shown,
+            Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
             launched(command, folder / LOG_NAME, environment) as launcher,
         ):
+            checks = progress.add_task("", total=None)
             while launcher.poll() is None:
-                began = [line["trial"] for line in read_records(folder) if line["event"] == "began"]
-                shown.update(*began[-1:])
+                found = read_records(folder)
+                total = next((len(line["trials"]) for line in found if line["event"] == "planned"), None)
+                began = [line["trial"] for line in found if line["event"] == "began"]
+                ended = {line["trial"] for line in found if line["event"] == "ended"}
+                newest = began[-1] if began else "starting the ranks"
+                progress.update(checks, total=total, completed=len(ended), description=newest)
                 time.sleep(POLL_SECONDS)
     finally:
         release_memory(folder)
