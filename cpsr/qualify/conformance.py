@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from cpsr.engines import EngineAdapter
-from cpsr.engines.adapter import StepObserver
 from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.optimizer_state import learning_rate
 from cpsr.engines.sharded import local
@@ -42,7 +41,7 @@ OVERFLOWING_STEPS = (1, BEFORE + 1)  # one before the snapshot, one after it (fp
 OVERFLOW = 1e30
 
 
-class Recorder(StepObserver):
+class Recorder:
     """Records what an adapter reports; `at_step_end` lets a case act where CPSR does."""
 
     def __init__(self) -> None:
@@ -71,6 +70,9 @@ class Recorder(StepObserver):
         """A training forward begins with these inputs."""
         self.inputs = args, kwargs
 
+    def on_other_forward(self) -> None:
+        """The module is called for something else."""
+
     def on_loss(self, loss: torch.Tensor) -> None:
         """A training forward returned this loss."""
         assert not loss.requires_grad
@@ -83,6 +85,9 @@ class Recorder(StepObserver):
     def after_external_load(self, iteration: int | None) -> None:
         """That checkpoint is loaded."""
         self.events.append(("after_external_load", iteration))
+
+    def on_train_batch(self) -> None:
+        """Nothing is deferred."""
 
     def wait_begins(self, place: str) -> None:
         """A pipeline stage waits for another."""
