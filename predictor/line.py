@@ -107,13 +107,10 @@ class LinePredictor:
 
     Args:
         window_iterations: span of history the line is fitted over; None: by expected cost.
-        gain: factor on the fitted displacement; None: by expected cost.
+        gain: factor on the fitted displacement, 0 or larger; None: by expected cost.
         chunk_elements: elements per piece; memory is about four such pieces of float32.
         agree: where ranks predict together, maps the positions of the entries that this rank must leave out to those
             that any rank must (a collective; called equally often on every rank). None: a single rank.
-
-    Raises:
-        ValueError: a window below 2, a gain below 0 or not finite, or fewer than 1 element a piece.
     """
 
     name = "line"
@@ -126,12 +123,6 @@ class LinePredictor:
         chunk_elements: int = CHUNK_ELEMENTS,
         agree: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
-        if chunk_elements < 1:
-            raise ValueError(f"chunk_elements = {chunk_elements}: expected 1 or more")
-        if window_iterations is not None and window_iterations < 2:
-            raise ValueError(f"window_iterations = {window_iterations}: a line needs a window of 2 or more")
-        if gain is not None and not 0 <= gain < math.inf:
-            raise ValueError(f"gain = {gain}: expected a finite number, 0 or larger")
         self._chunk_elements = chunk_elements
         self._agree = agree
         self._window_iterations = window_iterations

@@ -98,9 +98,6 @@ class VITPPredictor(LinePredictor):
             had 32 updates in this run.
         ranks: all that predict together; None: this one alone. `broadcast` is called once a forecast, `reduce` once
             more than damage is searched for, alike on all.
-
-    Raises:
-        ValueError: as `LinePredictor`, or an unknown direction.
     """
 
     name = "vitp"
@@ -116,8 +113,6 @@ class VITPPredictor(LinePredictor):
     ) -> None:
         ranks = ranks or Ranks()
         super().__init__(window_iterations, gain, chunk_elements, ranks.agree)
-        if direction not in (None, "line", "vitp"):
-            raise ValueError(f"direction = {direction!r}: expected 'line', 'vitp' or None")
         self._forced = direction
         self._ranks = ranks
         self._learns = True

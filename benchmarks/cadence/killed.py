@@ -6,9 +6,8 @@ from typing import Any
 
 import deepspeed
 import torch
-import xxhash
 
-from cpsr.benchmarks.harness.ranks import join_ranks
+from cpsr.benchmarks.harness.ranks import join_ranks, state_digest
 from cpsr.engines import adapt
 from cpsr.recovery import CPSRRecovery
 
@@ -55,14 +54,14 @@ def main(
     with CPSRRecovery(adapter, config) as recovery, (run_dir.parent / HASHES).open("w") as hashes:
         restored = recovery.restored
         began: dict[str, Any] = {"failure": restored.failure_iteration, "restored": restored.restored_iteration}
-        began |= {"tiers": sorted({source.tier for source in restored.sources}), "hash": _hash(adapter)}
+        began |= {"tiers": sorted({source.tier for source in restored.sources}), "hash": state_digest(adapter)}
         for batch in recovery.resume(data):
             if recovery.iteration >= iterations:
                 break
             engine.backward(engine(batch))
             engine.step()
             if adapter.rank == 0:
-                hashes.write(json.dumps([recovery.iteration, _hash(adapter)]) + "\n")
+                hashes.write(json.dumps([recovery.iteration, state_digest(adapter)]) + "\n")
                 hashes.flush()
     return began if adapter.rank == 0 else None
 
@@ -78,10 +77,3 @@ class _Model(torch.nn.Module):
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = (self.layers(batch) - batch.flip(-1)).square().mean()
         return loss
-
-
-def _hash(adapter: Any) -> str:
-    state = xxhash.xxh3_128()
-    for _, values in adapter.shard().tensors():
-        state.update(values.detach().contiguous().numpy().data)
-    return str(state.hexdigest())

@@ -20,10 +20,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from cpsr import CPSRRecovery
 from cpsr.benchmarks.faults.moments import arm
 from cpsr.benchmarks.faults.part import Fault, Part, notes_path
+from cpsr.benchmarks.harness.ranks import state_digest
 from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.tiers import Source
+from cpsr.demo.device import join_ranks
 from cpsr.engines import adapt
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.state.codec import encode
@@ -112,7 +114,7 @@ def main(part: Part, rank: int, ranks: int) -> None:
             checkpoint_iteration=restored.checkpoint_iteration,
             reason=restored.reason,
             replayed_until=_replayed_until(restored.sources),
-            state=_state(adapter),
+            state=state_digest(adapter),
         )
         for inputs, targets, indices in recovery.resume(batches, repeat=True):
             if recovery.iteration >= part.iterations:
@@ -132,7 +134,7 @@ def main(part: Part, rank: int, ranks: int) -> None:
                 iteration=before + 1,
                 reached=recovery.iteration,
                 batch=indices.tolist(),
-                state=_state(adapter),
+                state=state_digest(adapter),
                 small=_small(adapter),
             )
             if recovery.iteration >= part.iterations:
@@ -143,12 +145,8 @@ def main(part: Part, rank: int, ranks: int) -> None:
 
 def _built(part: Part, rank: int, ranks: int) -> tuple[Any, Any]:
     """The engine and the data, both the same in every life."""
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Through a file: a port that was free a moment ago may be taken by now.
-    meeting = f"file://{part.result.with_suffix('.ranks')}"
-    deepspeed.init_distributed(
-        "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
-    )
+    join_ranks(f"file://{part.result.with_suffix('.ranks')}")
     torch.manual_seed(SEED)
     random.seed(SEED)
     numpy.random.seed(SEED)
@@ -196,13 +194,6 @@ def _await_window(part: Part, rank: int, iteration: int) -> None:
 def _replayed_until(sources: tuple[Source, ...]) -> int | None:
     """Until after this iteration the state is not whole; None: it is."""
     return max((entry.last for source in sources for entry in source.entries if entry.kind == "window"), default=None)
-
-
-def _state(adapter: EngineAdapter) -> str:
-    digest = hashlib.sha256()
-    for _, tensor in sorted(adapter.shard().all_tensors()):
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _small(adapter: EngineAdapter) -> str:

@@ -3,6 +3,7 @@
 On CUDA they are new processes instead: a GPU that the server has asked for cannot be used after a fork.
 """
 
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -13,14 +14,27 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from cpsr.demo import device as device_ranks
 from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import CPSRError
 
-__all__ = ["RANKS", "become_rank", "end_ranks", "join_ranks", "log_tail", "run_ranks", "start_job", "start_ranks"]
+__all__ = [
+    "RANKS",
+    "become_rank",
+    "end_ranks",
+    "join_ranks",
+    "log_tail",
+    "run_ranks",
+    "start_job",
+    "start_ranks",
+    "state_digest",
+]
+
+if TYPE_CHECKING:
+    from cpsr.engines.adapter import EngineAdapter
 
 RANKS = 2
 TIMEOUT_SECONDS = 900.0
@@ -103,6 +117,14 @@ def join_ranks(run_dir: Path) -> None:
     """Join the other ranks of a job over gloo, or over NCCL where each has a GPU; called in the job."""
     # Through a file: a port that was free a moment ago may be taken by now.
     device_ranks.join_ranks(f"file://{run_dir.parent / 'ranks'}")
+
+
+def state_digest(adapter: "EngineAdapter") -> str:
+    """Hash of every bit of a rank's training state."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(adapter.shard().all_tensors()):
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def start_ranks(main: Callable[..., None], options: Any, ranks: int, device: str = CPU) -> Sequence[BaseProcess]:

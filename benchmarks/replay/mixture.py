@@ -1,6 +1,5 @@
 """One rank of a real mixture of experts under CPSR, which kills itself when it is told to."""
 
-import hashlib
 import importlib
 import json
 import os
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpsr.benchmarks.harness.ranks import become_rank
+from cpsr.benchmarks.harness.ranks import become_rank, state_digest
 
 __all__ = ["Mixture", "Part", "found_path", "rank_main"]
 
@@ -72,18 +71,14 @@ def rank_main(part: Part, rank: int, ranks: int) -> None:
 
 def train(part: Part, rank: int, ranks: int) -> None:
     """Train to the end, or to the kill."""
-    import deepspeed  # here: the process that launches does without
-    import torch
+    import torch  # here: the process that launches does without
     from torch.utils.data import DataLoader, TensorDataset
 
     from cpsr import CPSRRecovery
     from cpsr.benchmarks.replay.model import Data, MixtureGPT, engine_of, learning_rate
+    from cpsr.demo.device import join_ranks
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    meeting = f"file://{part.result.with_suffix('.ranks')}"  # a port that was free a moment ago may be taken by now
-    deepspeed.init_distributed(
-        "gloo", auto_mpi_discovery=False, verbose=False, init_method=meeting, rank=rank, world_size=ranks
-    )
+    join_ranks(f"file://{part.result.with_suffix('.ranks')}")  # a port that was free may be taken by now
     torch.set_num_threads(1)
     mixture = part.mixture
     torch.manual_seed(SEED)
@@ -111,8 +106,6 @@ def train(part: Part, rank: int, ranks: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             if recovery.iteration >= part.iterations:
                 break
-        digest = hashlib.sha256()
-        for _, tensor in sorted(recovery.life.job.adapter.shard().all_tensors()):
-            digest.update(tensor.detach().contiguous().numpy().tobytes())
-        note(digest=digest.hexdigest(), state_bytes=recovery.life.job.shard.state_bytes)
+        job = recovery.life.job
+        note(digest=state_digest(job.adapter), state_bytes=job.shard.state_bytes)
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
