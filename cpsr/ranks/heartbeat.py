@@ -11,7 +11,8 @@ watches all ranks, the others watch rank 0: a beat costs each a small write and 
 rank. A rank that gives another one up marks that in its own heartbeat, and all leave together within a beat.
 
 The kernel unlocks the file of a process that ends. A process that is only stopped keeps its lock, and a child that it
-has forked does not have it. Where a file system has no locks, heartbeats decide.
+has forked does not have it. Only a rank whose lock was seen before can be found ended: where a file system has no
+locks, or keeps them to one machine (NFS with `nolock`), heartbeats decide.
 
 The file is opened and closed for each write and each read instead of being mapped: on network file systems that is when
 it reaches the other machines. Each life has a directory of its own. A process of an earlier life that was stopped and
@@ -19,6 +20,7 @@ resumes cannot disturb the next life, and notices that its own file is gone.
 """
 
 import enum
+import errno
 import fcntl
 import json
 import logging
@@ -174,19 +176,19 @@ class HeartbeatFiles:
             raise
         return descriptor
 
-    def has_ended(self, rank: int) -> bool:
-        """Whether the process of a rank that held its file is gone; False where that cannot be known."""
+    def is_locked(self, rank: int) -> bool | None:
+        """Whether the process of a rank holds its file; None where that cannot be known."""
         try:
             descriptor = os.open(self._path("process", rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            return False
+            return None
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return False
+        except OSError as error:
+            return True if error.errno in (errno.EACCES, errno.EAGAIN) else None
         finally:
             os.close(descriptor)
-        return True
+        return False
 
     def remove_earlier(self) -> None:
         """Remove the heartbeats of earlier lives (rank 0); OSError if the file system refuses."""
@@ -284,6 +286,7 @@ class Liveness:
         self._silence = {other: _Stillness(self._heartbeat_seconds) for other in watched}
         self._hang = _Stillness(self._step_seconds)
         self._known: dict[int, Heartbeat] = {}  # the newest of each watched rank
+        self._locked: set[int] = set()  # ranks whose lock was seen
         self._ended: dict[int, float] = {}  # ranks whose process is gone, and since when that is known
         self._reported: set[str] = set()
         self._beats = self._signs = self._busy = 0
@@ -423,6 +426,8 @@ class Liveness:
             return None
         if heartbeat is not None:
             self._known[rank] = heartbeat
+        if rank not in self._locked and self._files.is_locked(rank):
+            self._locked.add(rank)
         if heartbeat == before and self._is_gone(rank):
             return GivenUp(f"the process of rank {rank} has ended, and the training thread has not noticed", rank)
         # If this rank's own beats fail too, the file system may be the cause, and not the other rank.
@@ -436,7 +441,10 @@ class Liveness:
 
     def _is_gone(self, rank: int) -> bool:
         """Whether the process of a rank has ended, and this training thread has had time to notice that by itself."""
-        if self._settled or self._heartbeat_seconds is None or not self._files.has_ended(rank):
+        if self._settled or self._heartbeat_seconds is None or rank not in self._locked:
+            return False
+        if self._files.is_locked(rank) is not False:
+            self._ended.pop(rank, None)
             return False
         now = time.monotonic()
         return now - self._ended.setdefault(rank, now) >= NOTICE_SECONDS

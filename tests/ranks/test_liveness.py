@@ -10,13 +10,15 @@ import pytest
 
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
-from cpsr.ranks.heartbeat import NOTICE_SECONDS, Heartbeat, HeartbeatFiles, Liveness, Phase
+from cpsr.ranks.heartbeat import BEAT_SECONDS, NOTICE_SECONDS, Heartbeat, HeartbeatFiles, Liveness, Phase
 from tests.ranks.dumping_ranks import Ranks, ranks
 
 HEARTBEAT_SECONDS = 1.5
 STEP_SECONDS = 1.0
 # From the end of a timeout to that of the process, on a busy machine; the timeout itself must have passed.
 LATE_SECONDS = 5.0
+# After so long rank 0 has seen the locks of the others: only then their end shows.
+SEEN_SECONDS = 2 * BEAT_SECONDS
 HEARD = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
 MOVING = {"heartbeat_timeout_seconds": 10.0, "step_timeout_seconds": STEP_SECONDS}
 
@@ -98,6 +100,7 @@ def test_who_hangs_when_another_is_killed_dumps_and_leaves(tmp_path: Path) -> No
     with ranks(tmp_path, size=3, faults=dict.fromkeys("012", "hangs")) as job:
         for rank in range(3):
             job.wait_for(rank, "hangs")
+        time.sleep(SEEN_SECONDS)
         killed = time.monotonic()
         job.signal(1, signal.SIGKILL)
         for rank in (0, 2):
@@ -113,6 +116,7 @@ def test_a_child_that_outlives_a_rank_does_not_hide_its_end(tmp_path: Path) -> N
     with ranks(tmp_path, faults={"0": "waits", "1": "forks"}) as job:
         job.wait_for(0, "waits")
         child = job.wait_for(1, "forked")["pid"]
+        time.sleep(SEEN_SECONDS)
         try:
             job.signal(1, signal.SIGKILL)
             assert "the process of rank 1 has ended" in left(job, 0)
@@ -169,6 +173,18 @@ def test_a_pause_of_the_watcher_says_nothing_of_the_others(tmp_path: Path) -> No
     assert watch.look(0, 3600.0) is None  # the machine was suspended: both ranks of it were
     assert all(watch.look(0, 1.0) is None for _ in range(40))
     assert "rank 1 sent no heartbeat" in str([watch.look(0, 1.0) for _ in range(10)][-1])
+
+
+def test_locks_that_stay_on_one_machine_end_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS mounted with `nolock`: another machine finds the file of a healthy rank unlocked."""
+    monkeypatch.setattr("cpsr.ranks.heartbeat.NOTICE_SECONDS", 0.0)
+    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=60.0)
+    os.close(watch.files.hold(1))
+    watch.files.write(1, Heartbeat(1, None, 0, Phase.TRAINING))
+    assert watch.look(0, 1.0) is None
+    watch.files.write(1, Heartbeat(2, None, 0, Phase.TRAINING))
+    assert all(watch.look(0, 1.0) is None for _ in range(40))  # it beats late
+    assert "rank 1 sent no heartbeat" in str([watch.look(0, 1.0) for _ in range(30)][-1])
 
 
 def test_steps_are_awaited_from_the_first_on_and_not_by_busy_ranks(tmp_path: Path) -> None:
