@@ -11,7 +11,6 @@ import platform
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -28,7 +27,7 @@ from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import FunctionSource, read_source
 from cpsr.hints.values import Arguments
 
-__all__ = ["Report", "Resumable", "resumable"]
+__all__ = ["Resumable", "resumable"]
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -41,28 +40,11 @@ _running = threading.Lock()  # random states and checkpoints are of one call at 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Report:
-    """What checkpoints a call has taken since it began, or went on.
-
-    Attributes:
-        resumed_from: number of the checkpoint that it went on from; None: it began anew.
-        own_seconds: of the function, without checkpoints.
-        checkpoint_seconds: for all checkpoints.
-        checkpoints: the function's own seconds at each of them.
-    """
-
-    resumed_from: int | None
-    own_seconds: float
-    checkpoint_seconds: float
-    checkpoints: tuple[float, ...]
-
-
 class Resumable(Generic[Parameters, Result]):
     """A function with hints; called like the function itself, which is its `__wrapped__`.
 
     Attributes:
-        report: of the newest call; None before the first one ends.
+        resumed_from: number of the checkpoint that the newest call went on from; None: it began anew.
     """
 
     def __init__(self, function: Callable[Parameters, Result], run_dir: Path, allowance: float) -> None:
@@ -70,7 +52,7 @@ class Resumable(Generic[Parameters, Result]):
         self._function = rewritten(self._source)
         self._signature = inspect.signature(function)
         self._run_dir, self._allowance = run_dir, allowance
-        self.report: Report | None = None
+        self.resumed_from: int | None = None
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -98,16 +80,13 @@ class Resumable(Generic[Parameters, Result]):
         name = f"{self._source.function.__module__}.{self._source.function.__qualname__}"
         arguments = Arguments(bound.arguments)
         kept = KeptCheckpoints(self._run_dir, name, _identity(name, self._source, arguments))
-        number, saved = kept.newest() or (None, None)
+        self.resumed_from, saved = kept.newest() or (None, None)
         pace = Pace(self._source, self._allowance, kept.first_seconds)
         call = Call(self._source, arguments, kept.save, pace, saved)
         if saved is not None:
             line = self._source.hints[call.target - 1].lineno
-            _log.info("%s goes on from checkpoint %d, at the hint in line %d", name, number, line)
-        try:
-            result: Result = self._function(call, *bound.args, **bound.kwargs)
-        finally:
-            self.report = Report(number, pace.own_seconds(), pace.spent_seconds, tuple(pace.taken_seconds))
+            _log.info("%s goes on from checkpoint %d, at the hint in line %d", name, self.resumed_from, line)
+        result: Result = self._function(call, *bound.args, **bound.kwargs)
         kept.clear()
         return result
 

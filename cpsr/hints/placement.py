@@ -120,7 +120,6 @@ class Pace:
         clock: in seconds.
 
     Attributes:
-        taken_seconds: the function's own time at each checkpoint.
         spent_seconds: for checkpoints.
     """
 
@@ -137,7 +136,6 @@ class Pace:
         self._lengths: dict[int, int] = {}
         self._plan: _Plan | None = None
         self._place_at = 0  # arrivals in all
-        self.taken_seconds: list[float] = []
         self.begin()
 
     def begin(self) -> None:
@@ -191,7 +189,6 @@ class Pace:
         self._mark = self._clock()
         if checkpoint:
             self._costs.append(seconds)
-            self.taken_seconds.append(self.own_seconds())
 
     def _place(self, number: int, loops: Sequence[tuple[int, int | None]]) -> None:
         """Choose among the hints to come, where a repetition of an outermost loop ends and all about it is known."""

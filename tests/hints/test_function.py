@@ -54,7 +54,7 @@ images, digits = torch.randn(200, 16), torch.randint(4, (200,))
 weights = [torch.randn(16, 8, requires_grad=True), torch.randn(8, 4, requires_grad=True)]
 losses = train(images, digits, weights, numpy.random.default_rng(5), 3)
 whole = b"".join(one.detach().numpy().tobytes() for one in weights) + repr(losses).encode()
-print("result", hashlib.sha256(whole).hexdigest(), len(losses), train.report.resumed_from, flush=True)
+print("result", hashlib.sha256(whole).hexdigest(), len(losses), train.resumed_from, flush=True)
 """
 
 
@@ -163,10 +163,10 @@ def test_a_call_goes_on_and_the_next_one_begins_anew(made: Made, tmp_path: Path)
     rows: list[int] = []
     assert module.f(6, rows=rows) == 45
     assert rows == [0, 3, 9, 18, 30, 45]
-    assert module.f.report.resumed_from == 4
+    assert module.f.resumed_from == 4
     assert checkpoints(tmp_path) == []
     assert module.f(6, []) == 45
-    assert module.f.report.resumed_from is None
+    assert module.f.resumed_from is None
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_line(
     module, rows = made(), []  # type: ignore[var-annotated]
     assert module.f(6, rows) == 45
     assert rows == [0, 3, 9, 18, 30, 45]
-    assert module.f.report.resumed_from == 3
+    assert module.f.resumed_from == 3
     assert "checkpoint 4 is skipped, and the one before it is used" in caplog.text
     assert checkpoints(tmp_path) == []
 
@@ -216,7 +216,7 @@ def test_where_no_checkpoint_is_whole_it_begins_anew(
         file.write_bytes(b"")
     module = made()
     assert module.f(6, []) == 45
-    assert module.f.report.resumed_from is None
+    assert module.f.resumed_from is None
     assert "the function begins anew" in caplog.text
 
 
@@ -257,7 +257,7 @@ def test_an_error_keeps_the_checkpoints(made: Made, tmp_path: Path) -> None:
     killed_at(module, 3, 6, [])
     assert checkpoints(tmp_path) == ["step-0000000002", "step-0000000003"]
     assert module.f(6, []) == 45
-    assert module.f.report.resumed_from == 3
+    assert module.f.resumed_from == 3
 
 
 def test_two_at_once_in_a_process_are_refused(made: Made) -> None:

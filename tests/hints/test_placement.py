@@ -61,8 +61,8 @@ def nested(outer: int, inner: int, step: float, end: float, *, known: bool) -> I
         yield 2, end, [(i, lengths[0])]
 
 
-def run(pace: Pace, clock: Clock, arrivals: Iterator[Arrival], costs: Iterator[float]) -> list[int]:
-    """Let a program pass; the hints that were checkpoints."""
+def run(pace: Pace, clock: Clock, arrivals: Iterator[Arrival], costs: Iterator[float]) -> list[float]:
+    """Let a program pass; its own seconds at each checkpoint."""
     taken = []
     for number, seconds, loops in arrivals:
         clock.now += seconds
@@ -70,7 +70,7 @@ def run(pace: Pace, clock: Clock, arrivals: Iterator[Arrival], costs: Iterator[f
             cost = next(costs)
             clock.now += cost
             pace.took(cost, checkpoint=True)
-            taken.append(number)
+            taken.append(pace.own_seconds())
     return taken
 
 
@@ -84,7 +84,7 @@ def test_the_allowance_is_used_and_kept(source: FunctionSource, allowance: float
     assert own == pytest.approx(5.1)
     assert pace.spent_seconds <= allowance * own
     assert len(taken) >= int(allowance * own / COST) - 3
-    gaps = [after - before for before, after in itertools.pairwise([0.0, *pace.taken_seconds, own])]
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *taken, own])]
     assert max(gaps) <= 3.5 * COST / allowance
 
 
