@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +35,8 @@ class ExpertSaving:
 
     Every checkpoint holds everything but experts whole; experts are chosen one by one (*units*). For a checkpoint::
 
-        units = saving.choose(whole=False)     # all ranks
-        ...                                    # its small state has saving.state_dict()
-        saving.began(iteration)                # unless it was skipped
+        units = saving.choose(iteration, whole=False)     # all ranks
+        ...                                               # its small state has saving.state_dict()
 
     A life that begins with a checkpoint passes its state to `load_state_dict`, then calls `restored`. A roll-back does
     the same after `forget`. Each life counts popularity from zero.
@@ -74,7 +73,6 @@ class ExpertSaving:
         self._tokens = zeros(self._layers)  # routed in this life
         self._history = TokenHistory(self._layers, adapter.iteration)
         self._account = ExpertAccount(mixture, self._layers, config.recovering_capacity_fraction)
-        self._chosen: frozenset[Expert] | None = None  # of a checkpoint that has not begun yet
         self._step = 0
         self._iteration = adapter.iteration
         self._writes: deque[float] = deque(maxlen=MEASURED_SAVES)  # bytes per second
@@ -117,10 +115,13 @@ class ExpertSaving:
 
     # On every checkpoint
 
-    def choose(self, *, whole: bool) -> frozenset[str] | None:
-        """Units of all ranks that a checkpoint of this iteration saves; a collective that gives all ranks the same.
+    def choose(self, iteration: int, *, whole: bool) -> frozenset[str] | None:
+        """Units of all ranks that the checkpoint of this iteration saves, which begins now; the same on all ranks.
+
+        A collective.
 
         Args:
+            iteration: of the checkpoint.
             whole: all must be saved: the first checkpoint of a life or an attempt, the last one, one that is asked for,
                 and the one after a checkpoint that failed. One rank that asks for it is enough.
 
@@ -130,19 +131,13 @@ class ExpertSaving:
         gathered = self._group.gather([self._bytes_in_an_interval(), whole, self.in_memory.wanted_rounds()])
         self.in_memory.agree(max(part[2] for part in gathered))
         self._take()
-        if any(part[1] for part in gathered):
-            self._chosen = frozenset(self._history.experts)
-            return None
+        every = any(part[1] for part in gathered)
         load = Load(self._history.unsaved_tokens, self._history.ages)
-        self._chosen = frozenset(self._policy.select(self._step, load, self._budget([part[0] for part in gathered])))
-        return frozenset(map(unit_name, self._chosen))
-
-    def began(self, iteration: int) -> None:
-        """The checkpoint of this iteration has begun, with what was chosen last."""
-        assert self._chosen is not None, "began() without choose()"
-        self._history.begun(iteration, self._chosen)
+        budget = self._budget([part[0] for part in gathered])
+        chosen = self._history.experts if every else self._policy.select(self._step, load, budget)
+        self._history.begun(iteration, chosen)
         self._step += 1
-        self._chosen = None
+        return None if every else frozenset(map(unit_name, chosen))
 
     def note_saved(self, saved_bytes: int, write_seconds: float, interval_seconds: float) -> None:
         """Record the cost of a checkpoint on this rank, which policies by bytes use.
@@ -159,12 +154,11 @@ class ExpertSaving:
     # After a failure
 
     def forget(self) -> None:
-        """The weights were rewound or replaced: drop pending selections and checkpoints under way."""
+        """The weights were rewound or replaced: drop counts of undone steps."""
         self._counts.forget()
         self._iteration = self._adapter.iteration
         self._history.reach(self._iteration)
         self._history.undone()
-        self._chosen = None
 
     def restored(self, taken_at: Mapping[str, int], iteration: int) -> dict[str, Any]:
         """A life begins with experts of these ages; a collective that gives all ranks the same.
@@ -284,15 +278,14 @@ def policy_named(name: str, layers: Sequence[ExpertLayer], experts_per_layer: in
         experts_per_layer: K with which `dynamic_k` starts.
         lost_portion_limit: at which it doubles.
     """
-    if name == "sequential":
-        return Sequential(layers)
-    if name == "load_aware":
-        return LoadAware(layers)
     if name == "dynamic_k":
         return DynamicK(layers, LoadAware(layers), experts_per_layer, lost_portion_limit)
-    if name == "moetion":
-        return Moetion(layers)
-    raise ValueError(f"there is no policy {name!r}")
+    plain: Mapping[str, Callable[[Sequence[ExpertLayer]], Policy]] = {
+        "sequential": Sequential,
+        "load_aware": LoadAware,
+        "moetion": Moetion,
+    }
+    return plain[name](layers)
 
 
 def unit_name(expert: Expert) -> str:

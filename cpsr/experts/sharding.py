@@ -34,15 +34,10 @@ def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]
     Returns:
         The same on every rank that gives it the same: between equals the first rank and the first part go first.
 
-    Raises:
-        ValueError: no ranks, or a size below 0.
-
     Source: pec, section 3.2. The bounds are those of longest-processing-time scheduling: C.-Y. Lee, "Parallel machines
     scheduling with nonsimultaneous machine available time", 1991; R. L. Graham, "Bounds on multiprocessing timing
     anomalies", 1969.
     """
-    if not expert_bytes or min(expert_bytes) < 0 or min(part_bytes.values(), default=0) < 0:
-        raise ValueError(f"sharding needs a rank, and no size below 0; experts take {list(expert_bytes)}")
     least = [(size, rank) for rank, size in enumerate(expert_bytes)]
     heapq.heapify(least)
     parts: list[list[str]] = [[] for _ in expert_bytes]

@@ -145,8 +145,7 @@ class Saver:
         """Experts that the next checkpoint saves, agreed by all ranks; None for all."""
         if self._experts is None:
             return None
-        chosen = self._experts.choose(whole=whole or self._all_experts)
-        self._experts.began(iteration)
+        chosen = self._experts.choose(iteration, whole=whole or self._all_experts)
         self._all_experts = False
         return chosen
 

@@ -266,14 +266,9 @@ class Windows:
         ranks = self._job.run.local_ranks
         left = room_in_memory(self._job.run.run_id, ranks, prefix="window-")
         room = left / (len(ranks) * self._recorder.files)
-        while wanted > 1 and self._bytes_of(wanted) > room:
+        while wanted > 1 and self._laid_out(wanted).bytes > room:
             wanted = wanted * 3 // 4
         return wanted
-
-    def _bytes_of(self, iterations: int) -> int:
-        """Of a window of so many iterations."""
-        turns = schedule(self._units, self._active, iterations)
-        return sum(self._active) + sum(step * sum(map(self._compute_bytes, names)) for step, names in enumerate(turns))
 
     def _compute_bytes(self, name: str) -> int:
         values = self._job.shard.operators[name].parameter.values

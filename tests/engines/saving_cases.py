@@ -80,8 +80,7 @@ def a_run(expert_parallel: int, stage: int, policy: str) -> None:
     saved_at = dict.fromkeys(ALL, 0)
     for step in range(5):
         run(job, step, 1)
-        units = alike(saving.choose(whole=step == 0))
-        saving.began(step + 1)
+        units = alike(saving.choose(step + 1, whole=step == 0))
         assert units is None or 0 < len(units) < len(ALL)
         saved_at |= dict.fromkeys(ALL if units is None else units, step + 1)
     mine = {unit: saved_at[unit] for unit in saving.units.values()}
@@ -100,8 +99,7 @@ def capacity_until_made_up() -> None:
     job, saving = saving_job(2, 0, policy="sequential", recovering_capacity_fraction=fraction)
     gates = [layer.deepspeed_moe.gate for layer in (job.module.first, job.module.second)]
     run(job, 0, 1)
-    saving.choose(whole=True)
-    saving.began(1)
+    saving.choose(1, whole=True)
     saving.restored({unit: 0 for unit in saving.units.values() if unit.startswith("00001")}, 1)
     assert [gate.capacity_factor for gate in gates] == [1.0, 1 + fraction]
     assert [gate.eval_capacity_factor for gate in gates] == [1.0, 1.0]
@@ -109,8 +107,7 @@ def capacity_until_made_up() -> None:
     factors = []
     for step in range(1, 8):
         run(job, step, 1)
-        saving.choose(whole=False)
-        saving.began(step + 1)
+        saving.choose(step + 1, whole=False)
         factors.append(alike(gates[1].capacity_factor))
     assert factors == sorted(factors, reverse=True)
     assert (factors[0], factors[-1]) == (1 + fraction, 1.0)
@@ -139,8 +136,7 @@ def tokens_are_those_of_all_ranks() -> None:
     both: list[Any] = [None, None]
     torch.distributed.all_gather_object(both, routed)
     sums = numpy.sum([numpy.reshape(one, (-1, len(LAYERS), EXPERTS)) for one in both], (0, 1))
-    saving.choose(whole=True)
-    saving.began(1)
+    saving.choose(1, whole=True)
     report = saving.restored({unit_name(Expert(1, 2)): 0} if job.adapter.rank == 1 else {}, 1)
     assert [layer["lost_tokens"] for layer in report["layers"]] == [0, sums[1][2]]
     saving.close()

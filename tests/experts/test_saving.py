@@ -107,8 +107,7 @@ class Job:
 
     def save(self, *, whole: bool = False) -> list[str] | None:
         """A checkpoint of the present iteration begins."""
-        units = self.saving.choose(whole=whole)
-        self.saving.began(self.adapter.iteration)
+        units = self.saving.choose(self.adapter.iteration, whole=whole)
         return None if units is None else sorted(units)
 
     def saved_after(self, *numbers: Sequence[int]) -> list[str] | None:
@@ -173,8 +172,7 @@ class TestChoosing:
         seen: set[str] = set()
         for iteration in range(1, 7):
             saving.end_iteration(iteration, applied=True)
-            seen.update(saving.choose(whole=False) or ())
-            saving.began(iteration)
+            seen.update(saving.choose(iteration, whole=False) or ())
         assert seen == set(saving.units.values())
 
 
@@ -272,8 +270,7 @@ SCRIPT = textwrap.dedent(
             optimizer.zero_grad()
             called([[3, 1, 0, 0], [4, 0]] if rank == 0 else [[0, 2, 0, 2], [0, 4]]).backward()
             optimizer.step()
-            units = saving.choose(whole=step == 0 and rank == 1)
-            saving.began(adapter.iteration)
+            units = saving.choose(adapter.iteration, whole=step == 0 and rank == 1)
             chosen.append(units and sorted(units))
             rest = adapter.shard().state_bytes - 6 * EXPERT_BYTES
             saving.note_saved(rest + (6 - 2 * rank) * EXPERT_BYTES, 1.0, 1.0)
