@@ -17,7 +17,6 @@ from cpsr.engines.deepspeed_loop import (
     load_tracked_states,
     preserved_tracked_states,
     tracked_states,
-    untimed,
 )
 from cpsr.engines.deepspeed_masters import (
     MasterSlice,
@@ -266,10 +265,10 @@ class DeepSpeedAdapter(EngineAdapter):
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """See `EngineAdapter.evaluation`; timers, too, are as before."""
+        """See `EngineAdapter.evaluation`; the engine's own timers count it as a forward."""
         # Not compiled: evaluation mode would be compiled anew, and take the place of what training has compiled.
         eager = torch.compiler.set_stance("force_eager") if self._engine.is_compiled else nullcontext()
-        with eager, preserved_training_state(self.module), preserved_tracked_states(), untimed(self._engine):
+        with eager, preserved_training_state(self.module), preserved_tracked_states():
             try:
                 yield
             finally:

@@ -1,4 +1,4 @@
-"""How a user's loop over a DeepSpeed engine is watched; and what the engine times and draws beside it."""
+"""How a user's loop over a DeepSpeed engine is watched; and the random states that it keeps beside torch's."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,6 @@ __all__ = [
     "load_tracked_states",
     "preserved_tracked_states",
     "tracked_states",
-    "untimed",
     "watch_receives",
 ]
 
@@ -197,24 +196,6 @@ def _watched(original: Callable[..., Any], place: str, watching: Callable[[], St
             observer.wait_ends()
 
     return receive
-
-
-@contextmanager
-def untimed(engine: Any) -> Iterator[None]:
-    """Keep DeepSpeed's throughput and forward timers, and those of MoE layers, out of an evaluation."""
-    timed = [layer for layer in (*engine.moe_layers, *engine.gate_modules) if layer.wall_clock_breakdown]
-    forward_timers, throughput = engine.engine_timers.forward_timers, dict(vars(engine.tput_timer))
-    engine.engine_timers.forward_timers = []
-    for layer in timed:
-        layer.wall_clock_breakdown = False
-    try:
-        yield
-    finally:
-        for layer in timed:
-            layer.wall_clock_breakdown = True
-        engine.engine_timers.forward_timers = forward_timers
-        vars(engine.tput_timer).clear()
-        vars(engine.tput_timer).update(throughput)
 
 
 def tracked_states() -> dict[str, torch.Tensor]:
