@@ -18,7 +18,6 @@ from cpsr.planner.policies import (
     chosen_interval,
     linear_terms,
     paper_terms,
-    unusual_inputs,
 )
 
 __all__ = ["PCCHECK_CONCURRENT", "RULES", "checkfreq", "exact_iterations", "gemini", "pccheck", "sinh", "untruncated"]
@@ -46,7 +45,7 @@ def checkfreq(inputs: PlannerInputs, overhead_fraction: float = TOLERANCE_FRACTI
     persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
     stall = in_iterations(inputs.stall_seconds, inputs.iteration_seconds)
     if math.isnan(persist) or math.isnan(stall):
-        return Choice(SHORTEST, unusual_inputs(inputs) or f"the persist time is not known; {SHORTEST_TAKEN}")
+        return Choice(SHORTEST, f"the persist time is not known; {SHORTEST_TAKEN}")
     if max(persist, stall / overhead_fraction) >= LONGEST:
         return Choice(LONGEST, f"its overhead is above the limit at every interval; {LONGEST_TAKEN}")
     shortest = max(math.ceil(persist), 1)
@@ -74,7 +73,7 @@ def gemini(inputs: PlannerInputs) -> Choice:
     """
     costs = Costs(replace(inputs, memory=None))
     interval = cheapest(lambda grid: costs.per_second(grid, "recompute"), SHORTEST, LONGEST)
-    return Choice(interval, unusual_inputs(inputs))
+    return Choice(interval)
 
 
 def untruncated(inputs: PlannerInputs) -> Choice:

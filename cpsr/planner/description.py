@@ -125,17 +125,6 @@ class RecoverySpec(Section):
         default=None, ge=1, description="Longest interval from which the state can be predicted."
     )
     end_cost: EndCostSpec | None = Field(default=None)
-    watch_iterations: int = Field(
-        default=WATCH_ITERATIONS,
-        ge=0,
-        description="After a predicted restart, in which no checkpoint is begun.",
-    )
-    lead_after_iterations: int = Field(
-        default=LEAD_AFTER_ITERATIONS,
-        ge=0,
-        description="Of training after a predicted restart, before an end cost below zero is had; a failure before "
-        "loses it.",
-    )
 
 
 class PhaseSpec(Section):
@@ -200,8 +189,8 @@ class PlanSpec(Section):
             recovery=self._end_cost(phase),
             restart_seconds=self.failures.restart_seconds,
             predict_seconds=0.0 if recovery is None else recovery.predict_seconds,
-            watch_iterations=0 if recovery is None else recovery.watch_iterations,
-            lead_after_iterations=0 if recovery is None else recovery.lead_after_iterations,
+            watch_iterations=0 if recovery is None else WATCH_ITERATIONS,
+            lead_after_iterations=0 if recovery is None else LEAD_AFTER_ITERATIONS,
             phase=phase,
             classes=self.failures.classes(),
             memory=None if self.memory is None else MemoryTier(**self.memory.model_dump()),

@@ -233,7 +233,7 @@ def _disk_and_user(inputs: PlannerInputs, limits: Limits) -> Bounds:
     low, high = limits.interval_min_iterations, limits.interval_max_iterations
     persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
     if math.isnan(persist):
-        return Bounds(low, high, notes=("the persist time is not known, so it sets no shortest interval",))
+        return Bounds(low, high)
     if persist > ITERATIONS_MAX:
         note = (
             "a checkpoint is never durable before the next is due; the longest interval is taken and saves are skipped"

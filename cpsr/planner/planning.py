@@ -24,7 +24,7 @@ from cpsr.planner.inputs import (
     plain,
 )
 from cpsr.planner.plan import Plan
-from cpsr.planner.policies import POLICIES, SHORTEST_TAKEN, Choice, Rule, unusual_inputs
+from cpsr.planner.policies import POLICIES, Choice, Rule
 from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.planner.ways import Prices, Way, WayName, exact_price, in_order, predicted_price
 
@@ -294,23 +294,8 @@ def _explanation(
         "prices": None if prices is None else prices.to_tree(),
         "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
         "rivals": {name: _rival(job, name, rule) for name, rule in rules.items()},
-        "notes": _notes(job, chosen, by_mode, notes),
+        "notes": [note for note in (*notes, *chosen.bounds.notes) if note],
     }
-
-
-def _notes(
-    job: PlannerInputs, chosen: Optimum, by_mode: Mapping[Mode, Optimum | None], notes: Sequence[str]
-) -> list[str]:
-    found = [*notes, *chosen.bounds.notes, *unusual_inputs(job).split("; ")]
-    if not job.persist_seconds >= 0:
-        found.append(f"persist_seconds is not known; {SHORTEST_TAKEN}")
-    found += [
-        f"the cost of a failure in mode {mode!r} cannot be computed from these inputs; a mode whose cost is known is "
-        f"preferred, and if there is none, {SHORTEST_TAKEN}"
-        for mode, best in by_mode.items()
-        if best is not None and not math.isfinite(best.cost_per_second)
-    ]
-    return list(dict.fromkeys(note for note in found if note))
 
 
 def _inputs(job: PlannerInputs) -> dict[str, Any]:

@@ -33,7 +33,6 @@ __all__ = [
     "linear_terms",
     "paper_terms",
     "theorem1",
-    "unusual_inputs",
     "young",
 ]
 
@@ -72,7 +71,7 @@ def young(inputs: PlannerInputs) -> Choice:
     stall, mtbf = inputs.stall_seconds, _mtbf_seconds(inputs)
     # The product of the roots cannot overflow; the root of the product could.
     seconds = math.sqrt(2) * math.sqrt(stall) * math.sqrt(mtbf) if stall >= 0 and mtbf >= 0 else math.nan
-    return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)), unusual_inputs(inputs))
+    return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)))
 
 
 def daly(inputs: PlannerInputs) -> Choice:
@@ -81,16 +80,16 @@ def daly(inputs: PlannerInputs) -> Choice:
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3),
     2006: the expansion of the minimum of his exact wall time for exponential failures.
     """
-    stall, mtbf, note = inputs.stall_seconds, _mtbf_seconds(inputs), unusual_inputs(inputs)
+    stall, mtbf = inputs.stall_seconds, _mtbf_seconds(inputs)
     if not (stall >= 0 and mtbf >= 0):
-        return Choice(SHORTEST, note)
+        return Choice(SHORTEST)
     if math.isinf(mtbf):
-        return Choice(SHORTEST if stall == 0 else LONGEST, note)
+        return Choice(SHORTEST if stall == 0 else LONGEST)
     seconds = mtbf
     if stall < 2 * mtbf:
         ratio = math.sqrt(stall / (2 * mtbf))
         seconds = 2 * mtbf * ratio * (1 + ratio / 3 + ratio * ratio / 9) - stall
-    return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)), note)
+    return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)))
 
 
 def theorem1(inputs: PlannerInputs) -> Choice:
@@ -181,18 +180,6 @@ def linear_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
     if terms.decay_per_iteration + terms.rate_per_iteration <= 0:
         return Choice(LONGEST, f"the cost only falls with the interval (B + r <= 0); {LONGEST_TAKEN}")
     return terms
-
-
-def unusual_inputs(inputs: PlannerInputs) -> str:
-    """Unusual inputs of a rule that recomputes; empty if there are none."""
-    notes = []
-    for name in ("stall_seconds", "iteration_seconds", "failures_per_second"):
-        value = getattr(inputs, name)
-        if not value >= 0:
-            notes.append(f"{name} is not known ({value}); {SHORTEST_TAKEN}")
-        elif value == 0 or math.isinf(value):
-            notes.append(f"{name} is {value}: one end of the allowed intervals costs least")
-    return "; ".join(notes)
 
 
 def _mtbf_seconds(inputs: PlannerInputs) -> float:

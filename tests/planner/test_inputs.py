@@ -15,14 +15,11 @@ def test_a_disk_that_is_slower_than_the_users_maximum_wins_and_it_is_reported() 
     assert "cannot be kept" in found.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("persist", "interval", "word"), [(math.inf, 500, "never durable"), (math.nan, 10, "not known")]
-)
-def test_a_disk_of_which_nothing_is_known(persist: float, interval: int, word: str) -> None:
+@pytest.mark.parametrize(("persist", "interval"), [(math.inf, 500), (math.nan, 10)])
+def test_a_disk_of_which_nothing_is_known(persist: float, interval: int) -> None:
     found = bounds_of(job(persist_seconds=persist), Limits(10, 500), "recompute")
     assert found is not None
     assert found.minimum_iterations == interval
-    assert word in found.notes[0]
 
 
 def test_the_predictor_bounds_prediction_only() -> None:

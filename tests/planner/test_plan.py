@@ -115,9 +115,6 @@ def test_a_mode_whose_cost_cannot_be_computed_is_not_chosen() -> None:
     """At a failure every 10 ms no life of a predicted recovery has a durable checkpoint."""
     plan = make_plan(replace(job(recovery=end_cost(-20.0, 0.5)), failures_per_second=100.0), WIDE)
     assert plan.mode == "recompute"
-    assert any("'predict' cannot be computed" in note for note in plan.explanation["notes"])
-    usual = make_plan(job(recovery=end_cost(-20.0, 0.5)), WIDE)
-    assert not any("cannot be computed" in note for note in usual.explanation["notes"])
 
 
 @pytest.mark.parametrize(
@@ -137,8 +134,6 @@ def test_the_active_bound_is_named(fields: dict[str, float], interval: int, boun
     for policy in ("cpsr", "young"):
         plan = make_plan(replace(JOB, **fields), Limits(10, 500), policy=policy)  # type: ignore[arg-type]
         assert (plan.interval_iterations, plan.explanation["bound"]) == (interval, bound)
-        unusual = not all(0 < value < math.inf for value in fields.values())
-        assert bool(plan.explanation["notes"]) == unusual
 
 
 def test_the_explanation_has_what_a_reader_needs() -> None:
