@@ -4,10 +4,10 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,15 +29,10 @@ from cpsr.state.frozen import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = [
-    "SAMPLED_ELEMENTS",
     "EngineAdapter",
     "Mixture",
-    "Operation",
     "Pipeline",
-    "Repeats",
     "StepObserver",
-    "TrafficLog",
-    "Verb",
 ]
 
 
@@ -122,74 +117,6 @@ class Mixture(Protocol):
         Returns:
             Whether there is such a limit; where there is none nothing was changed.
         """
-
-
-# Of what a stage receives: so many elements show whether it is what came the first time.
-SAMPLED_ELEMENTS = 256
-
-Verb = Literal["load", "send", "receive", "all_reduce", "broadcast", "step", "result"]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One thing that a stage did in a step.
-
-    Attributes:
-        verb: `load`: a micro-batch is drawn; `send`, `receive`: to and from another stage; `all_reduce`, `broadcast`:
-            with ranks of several stages; `step`: the optimizer's; `result`: of `train_batch`.
-        where: the other rank; of a collective the name of its group.
-        detail: of an `all_reduce` its operator, of a `broadcast` the rank that has the value.
-        shape: of the tensor that was moved.
-        dtype: its type, without `torch.`.
-    """
-
-    verb: Verb
-    where: str = ""
-    detail: str = ""
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-
-
-class TrafficLog(Protocol):
-    """Takes what a stage does in a step; on the training thread."""
-
-    def begin(self, iteration: int) -> None:
-        """A step begins."""
-
-    def add(self, operation: Operation, values: torch.Tensor | None, plain: Any = None) -> None:
-        """It did this; the values may change as soon as this has returned, in the order of the device's stream."""
-
-    def end(self, applied: bool, form: Any) -> None:
-        """It is complete.
-
-        Args:
-            applied: whether the optimizer stepped.
-            form: shapes of what is sent to the next stage, which DeepSpeed sends once in a life; None: nothing is.
-        """
-
-    def drop(self, reason: str | None) -> None:
-        """This step cannot be repeated from a log; None: it was not completed."""
-
-
-class Repeats(Protocol):
-    """Steps as they were logged."""
-
-    @property
-    def resting(self) -> Collection[int]:
-        """Ranks that repeat only what crosses the boundaries; the others compute."""
-
-    @property
-    def form(self) -> Any:
-        """As `TrafficLog.end` got it."""
-
-    def operations(self, iteration: int) -> Iterator[tuple[Operation, torch.Tensor | None, Any]]:
-        """What this stage did in the step after which this iteration is complete; the last one is `result`."""
-
-    def applied(self, iteration: int) -> bool:
-        """Whether the optimizer stepped."""
-
-    def void(self) -> None:
-        """No start may repeat from the logs again."""
 
 
 @dataclass(frozen=True)

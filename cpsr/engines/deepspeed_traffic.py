@@ -16,9 +16,9 @@ from typing import Any
 import deepspeed
 import torch
 
-from cpsr.engines.adapter import SAMPLED_ELEMENTS, Operation, Repeats, TrafficLog, Verb
 from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.hooks import Hooks
+from cpsr.engines.stage_operations import SAMPLED_ELEMENTS, Operation, Repeats, TrafficLog, Verb
 from cpsr.engines.weight_sample import sampled
 from cpsr.errors import RecoveryError
 from cpsr.state.codec import same_bits

@@ -21,7 +21,7 @@ from cpsr.checkpoint.memory import MemoryFile, SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_reader import OpenState
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe
 from cpsr.checkpoint.resources import available_host_bytes
-from cpsr.engines.adapter import Operation
+from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.job import Job
 from cpsr.state.shard import Shard

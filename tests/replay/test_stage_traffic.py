@@ -8,7 +8,7 @@ import torch
 
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
-from cpsr.engines.adapter import Operation
+from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError
 from cpsr.replay.stage_traffic import LoggedSteps, StageLogs
 
