@@ -1,15 +1,13 @@
 """What CPSR imports only while a job runs, and takes a second: imported before a fork, each rank has it already."""
 
-from importlib import import_module
+# ruff: noqa: F401
 
-for _module in (
-    "cpsr.recovery",
-    "cpsr.life.life",
-    "cpsr.planner.live.job_planner",
-    "cpsr.learning.learning",
-    "cpsr.experts.saving",
-    "scipy.optimize",
-    "sklearn.isotonic",
-    "sklearn.linear_model",
-):
-    import_module(_module)
+import scipy.optimize
+import sklearn.isotonic
+import sklearn.linear_model
+
+import cpsr.experts.saving
+import cpsr.learning.learning
+import cpsr.life.life
+import cpsr.planner.live.job_planner
+import cpsr.recovery
