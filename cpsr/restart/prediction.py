@@ -259,8 +259,9 @@ class StatePrediction:
             "smallest_scale": min(scales.values(), default=1.0),
         }
         limited = shorten(forecast, scales)
-        settings = {**limited.settings, "limited_operators": len(shortened)}
-        # A rank may hold only tensors that kept the line's direction: all name what any of them did.
+        # A rank may hold no older expert, or only tensors that kept the direction of the line: all name what any did.
+        held = max(self._group.gather(limited.settings.get("held_operators", 0)))
+        settings = {**limited.settings, "limited_operators": len(shortened), "held_operators": held}
         methods = self._group.gather(limited.method)
         method = self.predictor.name if self.predictor.name in methods else methods[0]
         return replace(limited, method=method, settings=settings), guard
