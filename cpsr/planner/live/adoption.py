@@ -89,13 +89,16 @@ def planned(job: PlannerInputs, limits: Limits, config: CPSRConfig, override: Pl
 
     Args:
         job: its inputs.
-        limits: of the configuration and the predictor; an override keeps to the configured ones.
+        limits: of the configuration and the predictor; an override keeps to the configured ones, and an interval that
+            the user has fixed is within them.
         config: of the run.
         override: in force.
     """
     fixed = config.checkpoint.interval_iterations
     if override is not None:
         low, high = limits.interval_min_iterations, limits.interval_max_iterations
+        if fixed is not None:
+            low, high = min(low, fixed), max(high, fixed)
         pin = min(max(override.interval_iterations, low), high)
         pinned = replace(limits, interval_min_iterations=pin, interval_max_iterations=pin)
         plan = make_plan(job, pinned, config.planner.policy, config.mode)

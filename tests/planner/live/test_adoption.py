@@ -13,8 +13,14 @@ LIMITS = Limits(10, 500, 300)
 JOB = PlannerInputs(0.6, 0.2, 4.0, 1 / 7200)
 
 
-@pytest.mark.parametrize("fixed", [None, 50])
-@pytest.mark.parametrize(("asked", "taken"), [(50, 50), (12, 12), (2, 10), (900, 500)])
+@pytest.mark.parametrize(
+    ("fixed", "asked", "taken"),
+    [
+        *[(fixed, *pair) for fixed in (None, 50) for pair in ((50, 50), (12, 12), (2, 10), (900, 500))],
+        # What the user fixed is within the bounds, too.
+        *[(5000, 2000, 2000), (5000, 9000, 5000), (5000, 2, 10), (8, 9, 9), (8, 2, 8), (8, 900, 500)],
+    ],
+)
 def test_an_override_pins_the_interval_within_the_configured_bounds(fixed: int | None, asked: int, taken: int) -> None:
     settings: dict[str, Any] = {"run_dir": "run", "checkpoint": {"interval_iterations": fixed}}
     override = PlanOverride(interval_iterations=asked, reason="x", expires_unix_seconds=time.time() + 60, id=3)
