@@ -244,7 +244,7 @@ def _disk_and_user(inputs: PlannerInputs, limits: Limits) -> Bounds:
     shortest = math.ceil(persist)
     if shortest <= high:
         return Bounds(shortest, high, "persist", "maximum")
-    note = f"a checkpoint is durable after {plain(persist)} iterations: interval_max_iterations cannot be kept"
+    note = f"a checkpoint is durable after {plain(persist)} iterations: an interval of {high} at most cannot be kept"
     return Bounds(shortest, shortest, "persist", "persist", (note,))
 
 

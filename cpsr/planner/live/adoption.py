@@ -102,7 +102,14 @@ def planned(job: PlannerInputs, limits: Limits, config: CPSRConfig, override: Pl
         pin = min(max(override.interval_iterations, low), high)
         pinned = replace(limits, interval_min_iterations=pin, interval_max_iterations=pin)
         plan = make_plan(job, pinned, config.planner.policy, config.mode)
-        return replace(plan, origin="override", explanation={**plan.explanation, "override": asdict(override)})
+        asked, moved = override.interval_iterations, plan.interval_iterations != pin
+        found = {
+            "rule": "pinned by an override",
+            "bound": "persist" if moved else "minimum" if pin > asked else "maximum" if pin < asked else "none",
+            "bounds": {**plan.explanation["bounds"], **vars(limits)},  # previews are without the override
+            "override": asdict(override),
+        }
+        return replace(plan, origin="override", explanation={**plan.explanation, **found})
     if fixed is not None:
         return with_memory(fixed_plan(fixed), job, limits, config.mode)
     return make_plan(job, limits, config.planner.policy, config.mode)

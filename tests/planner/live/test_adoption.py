@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from cpsr.journal import PlanOverride
 from cpsr.planner.inputs import Limits, PlannerInputs
 from cpsr.planner.live.adoption import differs, planned
 from cpsr.planner.plan import Plan
+from cpsr.planner.planning import preview
 
 LIMITS = Limits(10, 500, 300)
 JOB = PlannerInputs(0.6, 0.2, 4.0, 1 / 7200)
@@ -30,6 +32,20 @@ def test_an_override_pins_the_interval_within_the_configured_bounds(fixed: int |
     without = planned(JOB, LIMITS, CPSRConfig.load(settings), None)
     assert without.origin == ("cpsr" if fixed is None else "fixed")
     assert "override" not in without.explanation
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken", "bound"), [(50, 50, "none"), (2, 10, "minimum"), (900, 500, "maximum"), (20, 40, "persist")]
+)
+def test_a_pin_names_what_moved_it_and_a_preview_is_of_the_planner(asked: int, taken: int, bound: str) -> None:
+    job = replace(JOB, persist_seconds=24.0) if bound == "persist" else JOB
+    override = PlanOverride(interval_iterations=asked, reason="x", expires_unix_seconds=time.time() + 60)
+    pinned, free = (planned(job, LIMITS, CPSRConfig.load({"run_dir": "run"}), one) for one in (override, None))
+    assert (pinned.interval_iterations, pinned.explanation["bound"]) == (taken, bound)
+    assert "override" in pinned.explanation["rule"]
+    for hours in (0.01, 1.0, 1000.0):
+        found, expected = (preview(plan.explanation, hours, "auto") for plan in (pinned, free))
+        assert found == expected
 
 
 @pytest.mark.parametrize(
