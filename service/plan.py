@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,7 @@ from cpsr.journal import (
     latest_override,
     override_plan,
 )
-from cpsr.planner.planning import preview
+from cpsr.planner.planning import RecoveryMode, preview
 from cpsr.service.access import MayWrite
 from cpsr.service.problems import Problem
 from cpsr.service.run import RECENT_STEPS, RunDir, iteration_seconds, open_journal, plain_row, run_id_of
@@ -29,6 +28,7 @@ from cpsr.state.witness import ARITHMETIC, CHECKED, NOT_RESTORED
 
 __all__ = ["PlanReply", "plan_of", "router"]
 
+PLANS_LOOKED_AT = 50
 VERDICTS = (CHECKED, ARITHMETIC, NOT_RESTORED)
 # Beyond it no job is; and within it nothing that is computed overflows.
 LARGEST_HOURS = 1e9
@@ -178,19 +178,19 @@ def get_plan(run_dir: RunDir) -> PlanReply:
 
 @router.post("/plan/preview", operation_id="preview_plan")
 def post_preview(run_dir: RunDir, request: PreviewRequest) -> PreviewReply:
-    """The current plan at another failure rate, made by the planner from the recorded inputs."""
+    """The newest plan from measurements at another failure rate, made by the planner from the recorded inputs."""
     with open_journal(run_dir) as reader:
-        current, lives = reader.latest_plan(), reader.lives()
-    explanation: Mapping[str, Any] = {} if current is None else current.explanation
+        # A restart begins with a plan that has no inputs.
+        recorded, lives = [row.explanation for row in reader.newest(PlanRow, PLANS_LOOKED_AT)], reader.lives()
     mode = lives[-1].mode if lives else ""
-    plan = preview(
-        explanation, request.mtbf_hours, "predict" if mode == "predict" else "exact" if mode == "exact" else "auto"
-    )
+    recovery: RecoveryMode = "predict" if mode == "predict" else "exact" if mode == "exact" else "auto"
+    answers = ((explanation, preview(explanation, request.mtbf_hours, recovery)) for explanation in recorded)
+    explanation, plan = next((one for one in answers if one[1] is not None), ({}, None))
     if plan is None:
         raise Problem(
             409,
             "nothing_measured",
-            "the current plan of this run was not made from measurements",
+            "no recent plan of this run was made from measurements",
             "a run that plans its interval has such a plan once its first checkpoint is durable; a run whose interval "
             "is fixed by the configuration has none: describe it to `cpsr plan`",
         )

@@ -120,8 +120,12 @@ def test_unreadable_journal_is_503(tmp_path: Path, client: TestClient, spoil: An
     assert health.json()["reason"]
 
 
-def test_the_answer_is_the_planners_own(client: TestClient, journal: Journal) -> None:
+@pytest.mark.parametrize("after_restart", [False, True])
+def test_the_answer_is_the_planners_own(client: TestClient, journal: Journal, after_restart: bool) -> None:
     journal.record(plan_row(measured_plan()))
+    if after_restart:
+        explanation = {"rule": "as planned before the restart, until the next plan", "prices": None}
+        journal.record(plan_row(measured_plan(), explanation=explanation))
     journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=1000))
     flushed(journal)
     same = client.post("/plan/preview", json={"mtbf_hours": 12.0}).json()
