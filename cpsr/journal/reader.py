@@ -187,6 +187,19 @@ class JournalReader:
         """The steps that were recorded last, newest first."""
         return self._steps("ORDER BY row DESC LIMIT ?", (count,))
 
+    def trained_iterations(self) -> int:
+        """Of the iterations up to the newest step's, how many were trained in this journal; each counts once.
+
+        Rows are numbered as steps are recorded, and keep their numbers when others are thinned out. So between two
+        iterations no more can have been trained than their rows are apart: the rest is a jump to another checkpoint,
+        or what a run had trained before its journal began.
+        """
+        newest = "SELECT iteration FROM steps ORDER BY row DESC LIMIT 1"
+        once = f"SELECT iteration, MAX(row) AS row FROM steps WHERE iteration <= ({newest}) GROUP BY iteration"  # noqa: S608
+        apart = ", ".join(f"ABS({name} - LAG({name}, 1, 0) OVER (ORDER BY iteration))" for name in ("iteration", "row"))
+        ((count,),) = self._query(f"SELECT TOTAL(trained) FROM (SELECT MIN({apart}) AS trained FROM ({once}))")  # noqa: S608
+        return int(count)
+
     def life_seconds(self) -> dict[int, float]:
         """How long each life has trained, by life: its iterations at the mean pace of those that are kept."""
         statement = "SELECT life, (MAX(iteration) - MIN(iteration) + 1) * AVG(seconds) FROM steps GROUP BY life"

@@ -72,6 +72,7 @@ def test_the_size_grows_with_the_doublings_of_the_run(tmp_path: Path, monkeypatc
     with JournalReader(tmp_path / "journal.db") as reader:
         kept = reader.losses()
         (trained,) = reader.life_seconds().values()
+        assert reader.trained_iterations() == kept[-1].iteration
     assert trained == pytest.approx(sum(step(iteration).seconds for iteration in range(1, count + 1)), rel=0.05)
     doublings = 7
     assert full_steps * (1 + doublings / 2) <= len(kept) <= full_steps * (1 + doublings / 2) + 60
