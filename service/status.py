@@ -58,10 +58,11 @@ def run_status(run_dir: Path, as_json: bool) -> bool:
 
 
 def effective_time_ratio(run_dir: Path) -> float | None:
-    """ETTR: what the iterations up to the newest one take at their recent pace, over the wall time; None before a step.
+    """ETTR: what the trained iterations take at their recent pace, over the wall time; None before a step.
 
-    The wall time begins with the first life and goes on while the job is down. It excludes pauses, which are between a
-    life that ended in good order and the next. What CPSR adds to each step counts as useful.
+    Iterations up to the newest one count, each once, and none that was trained before the journal began. The wall time
+    begins with the first life and goes on while the job is down. It excludes pauses, which are between a life that
+    ended in good order and the next. What CPSR adds to each step counts as useful.
 
     Source: MoEvement (arXiv:2412.15411), section 2.4.
 
@@ -69,7 +70,7 @@ def effective_time_ratio(run_dir: Path) -> float | None:
         JournalError: the journal cannot be read.
     """
     with open_journal(run_dir) as reader:
-        steps, lives = reader.recent_steps(RECENT_STEPS), reader.lives()
+        steps, lives, trained = reader.recent_steps(RECENT_STEPS), reader.lives(), reader.trained_iterations()
     seconds = iteration_seconds(steps)
     if seconds is None or not lives:
         return None
@@ -78,7 +79,7 @@ def effective_time_ratio(run_dir: Path) -> float | None:
     for life, later in pairwise(lives):
         if life.ending in IN_ORDER and life.ended_unix_seconds is not None:
             wall_seconds -= later.started_unix_seconds - life.ended_unix_seconds
-    return min(1.0, steps[0].iteration * seconds / wall_seconds) if wall_seconds > 0 else None
+    return min(1.0, trained * seconds / wall_seconds) if wall_seconds > 0 else None
 
 
 def _is_restored(plan: dict[str, Any] | None) -> bool:

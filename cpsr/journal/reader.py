@@ -201,9 +201,9 @@ class JournalReader:
         return int(count)
 
     def life_seconds(self) -> dict[int, float]:
-        """How long each life has trained, by life: its iterations at the mean pace of those that are kept."""
-        statement = "SELECT life, (MAX(iteration) - MIN(iteration) + 1) * AVG(seconds) FROM steps GROUP BY life"
-        return dict(self._query(statement))
+        """How long each life has trained, by life: all its steps, repeated ones too, at the mean pace of the kept."""
+        # Rows keep their numbers when others are thinned out; iterations jump where a checkpoint is loaded.
+        return dict(self._query("SELECT life, (MAX(row) - MIN(row) + 1) * AVG(seconds) FROM steps GROUP BY life"))
 
     def checkpoint_totals(self) -> dict[str, dict[str, float]]:
         """Of the checkpoints by status: `count`, and the sums of `bytes`, `stall_`, `write_` and `commit_seconds`."""

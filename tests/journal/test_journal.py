@@ -131,7 +131,7 @@ def test_the_text_of_the_journal_says_what_the_state_was(method: str, beginning:
 
 
 def test_how_long_each_life_has_trained_and_what_checkpoints_took(path: Path, journal: Journal) -> None:
-    journal.record(step(1, 0), step(2, 0), step(2, 1), step(4, 1))  # the third was thinned out
+    journal.record(step(1, 0), step(2, 0), step(2, 1), step(50_000, 1), step(50_000, 1))  # a jump, a repeated step
     for iteration, status in ((50, "committed"), (100, "committed"), (150, "skipped")):
         size = 1000 if status == "committed" else None
         row = CheckpointRow(life=0, iteration=iteration, status=status, bytes=size, stall_seconds=0.25)  # type: ignore[arg-type]
