@@ -17,7 +17,7 @@ from cpsr.life.events import EventCallback
 from cpsr.life.life import Life
 from cpsr.life.loop import Loop
 from cpsr.life.process_slot import ProcessSlot, ScriptEnd
-from cpsr.life.rehearsed import rehearsed_config
+from cpsr.life.rehearsed_life import rehearsed_config
 from cpsr.planner.plan import Plan
 from cpsr.restart.prediction import LossFunction
 from cpsr.restart.restore import Restored

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import numpy
 from numpy.typing import NDArray
 
+from cpsr.predictor.checkpoint_series import TYPICAL_STRAIGHTNESS
 from cpsr.predictor.protocol import Forecast, HistoryEntry, Target
-from cpsr.predictor.series import TYPICAL_STRAIGHTNESS
 
 __all__ = [
     "FEATURES",

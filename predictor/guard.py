@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from cpsr.predictor.pieces import read_piece
+from cpsr.predictor.checkpoint_series import newest_used
 from cpsr.predictor.protocol import Forecast, History
-from cpsr.predictor.series import newest_used
+from cpsr.predictor.weight_pieces import read_piece
 
 __all__ = ["LENGTHS", "Displacements", "Guard", "GuardDecision", "measure", "of_length", "shorten"]
 

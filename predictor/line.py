@@ -23,9 +23,7 @@ from cpsr.predictor.calibration import (
     context_of,
     windows,
 )
-from cpsr.predictor.pieces import combine, gram, is_finite
-from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
-from cpsr.predictor.series import (
+from cpsr.predictor.checkpoint_series import (
     TYPICAL_STRAIGHTNESS,
     check_history,
     path_positions,
@@ -35,6 +33,8 @@ from cpsr.predictor.series import (
     too_few,
     window_start,
 )
+from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
+from cpsr.predictor.weight_pieces import combine, gram, is_finite
 
 __all__ = ["CHUNK_ELEMENTS", "LAG_DEVIATION_ITERATIONS", "MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy
 import torch
 
-from cpsr.predictor.pieces import all_finite, difference_rows, read_piece
 from cpsr.predictor.protocol import History, HistoryEntry
+from cpsr.predictor.weight_pieces import all_finite, difference_rows, read_piece
 
 __all__ = ["MAX_SNAPSHOTS", "SLICE_ELEMENTS", "MotionStatistics", "OperatorMotion", "merged", "square", "triangle"]
 

@@ -10,6 +10,7 @@ import numpy
 import torch
 from torch.optim.adamw import adamw
 
+from cpsr.predictor.checkpoint_series import distinct_times
 from cpsr.predictor.network import (
     MIN_SNAPSHOTS,
     PARAMETERS,
@@ -23,7 +24,6 @@ from cpsr.predictor.network import (
     undisturbed,
 )
 from cpsr.predictor.protocol import HistoryEntry
-from cpsr.predictor.series import distinct_times
 from cpsr.predictor.statistics import OperatorMotion, merged, square, triangle
 
 __all__ = [

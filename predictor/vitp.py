@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction
+from cpsr.predictor.checkpoint_series import distinct_times, path_places, path_positions, straightness
+from cpsr.predictor.collectives import Ranks
 from cpsr.predictor.line import CHUNK_ELEMENTS, MAX_NAMES, LinePredictor, Plan
 from cpsr.predictor.network import MIN_SNAPSHOTS, Geometry, corrections, squared_norms, undisturbed
-from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
-from cpsr.predictor.ranks import Ranks
-from cpsr.predictor.series import distinct_times, path_places, path_positions, straightness
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, OperatorMotion, merged
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Examples, Head, windows
+from cpsr.predictor.weight_pieces import gram
 
 __all__ = ["MIN_UPDATES", "Progress", "VITPPredictor", "host_memory_bytes", "without_slices"]
 

@@ -25,7 +25,7 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines.moe.operators import PatternNaming
 from cpsr.errors import CPSRError
 from cpsr.experts.completeness import wrong_experts
-from cpsr.state.frozen import FrozenWeights
+from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 RANKS = 2

@@ -14,10 +14,10 @@ from cpsr.benchmarks.harness.files import write_tensors
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.prior import CACHE, RUNS, PriorRun
-from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, OperatorMotion
 from cpsr.predictor.training import Head, Windows, windows
+from cpsr.predictor.weight_pieces import gram
 
 __all__ = ["main"]
 

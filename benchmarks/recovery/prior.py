@@ -38,10 +38,10 @@ from cpsr.benchmarks.recovery.workload import (
 )
 from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.calibration import FEATURES, Table
+from cpsr.predictor.checkpoint_series import path_positions, reach_factor, straightness, window_start
 from cpsr.predictor.line import CHUNK_ELEMENTS, line_coefficients
-from cpsr.predictor.pieces import combine, gram
 from cpsr.predictor.protocol import Target
-from cpsr.predictor.series import path_positions, reach_factor, straightness, window_start
+from cpsr.predictor.weight_pieces import combine, gram
 
 __all__ = ["CACHE", "RUNS", "PriorRun", "collect", "main"]
 

@@ -11,8 +11,8 @@ from scipy import stats
 
 from cpsr.fitter.end_cost import IterationWorth, end_cost_iterations
 from cpsr.predictor.calibration import FEATURES, Context, Setting, Table, features
+from cpsr.predictor.checkpoint_series import path_places, straightness
 from cpsr.predictor.protocol import HistoryEntry
-from cpsr.predictor.series import path_places, straightness
 from cpsr.predictor.statistics import merged
 
 __all__ = ["Left", "Recoveries", "fit", "leave_one_group_out", "recoveries_of"]

@@ -20,7 +20,7 @@ from cpsr.benchmarks.simulate.simulation import (
 from cpsr.planner.inputs import Limits, Mode, PlannerInputs, bounds_of
 from cpsr.planner.planning import make_plan
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
-from cpsr.predictor.watch import WATCH_ITERATIONS
+from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 
 __all__ = ["AIMS", "CASES", "MTBF_MINUTES", "PHASES", "Case", "cases", "report", "worst"]
 

@@ -10,7 +10,7 @@ import torch
 
 from cpsr.errors import SaveError
 from cpsr.state.device_values import Arrival
-from cpsr.state.frozen import FrozenWeights, hash_of
+from cpsr.state.frozen_parameters import FrozenWeights, hash_of
 from cpsr.state.shard import Shard
 
 __all__ = ["DISTURBED", "BoundaryBuffers", "EarlierStep", "WriteWatch"]

@@ -6,7 +6,8 @@
 
 A file has its name by its content. So a checkpoint, also the first one of another life, links what an earlier one has
 under that name, and writes what none has. Ranks with the same parameters share them out: the manifest of each names
-the file of any rank that has a parameter. What the loop writes into is not in a file (see `cpsr.state.frozen`).
+the file of any rank that has a parameter. What the loop writes into is not in a file (see
+`cpsr.state.frozen_parameters`).
 """
 
 import logging
@@ -36,7 +37,7 @@ from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_ma
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
-from cpsr.state.frozen import FrozenPlace, FrozenWeights, hash_of, word_of
+from cpsr.state.frozen_parameters import FrozenPlace, FrozenWeights, hash_of, word_of
 
 __all__ = ["FrozenFiles", "FrozenLinks", "FrozenPart", "newest_first"]
 

@@ -100,7 +100,7 @@ class TensorRecord(_Record):
 
 
 class FrozenRecord(_RecordOfSome):
-    """One parameter outside the optimizer (see `cpsr.state.frozen`)."""
+    """One parameter outside the optimizer (see `cpsr.state.frozen_parameters`)."""
 
     shape: tuple[Count, ...]
     dtype: str
@@ -350,7 +350,7 @@ def frozen_file_name(rank: int, word: str) -> str:
 
     Args:
         rank: that writes it.
-        word: hash of names and content (`cpsr.state.frozen.word_of`): files of one name are the same.
+        word: hash of names and content (`cpsr.state.frozen_parameters.word_of`): files of one name are the same.
     """
     return f"rank-{rank:05d}.frozen-{word}.safetensors"
 

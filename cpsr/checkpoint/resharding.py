@@ -26,7 +26,7 @@ from cpsr.checkpoint.manifest import (
 from cpsr.checkpoint.ranges import MissingRanges, WantedRange, read_ranges
 from cpsr.checkpoint.verify import DamagedFileError, read_rank_manifest, read_tensors
 from cpsr.errors import RunMismatchError
-from cpsr.state.frozen import word_of
+from cpsr.state.frozen_parameters import word_of
 from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["load_buffers", "load_resharded", "load_resharded_frozen", "read_small_state"]

@@ -19,7 +19,7 @@ from cpsr.checkpoint.sealing import Sealing
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Deadline
-from cpsr.state.frozen import FrozenWeights
+from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.shard import Shard
 
 __all__ = ["Snapshot", "SnapshotPool"]

@@ -5,7 +5,7 @@ from typing import Any
 
 from cpsr.engines.adapter import EngineAdapter, StepObserver
 from cpsr.engines.torch import TorchAdapter
-from cpsr.engines.torch_support import named, refuse_known
+from cpsr.engines.torch_refusals import named, refuse_known
 from cpsr.errors import UnsupportedEngineError
 
 __all__ = ["EngineAdapter", "StepObserver", "TorchAdapter", "adapt", "refuse_known"]

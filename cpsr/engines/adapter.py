@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from cpsr.engines.distributed_tensors import local
 from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.operators import ModelOperators, Naming
 from cpsr.engines.moe.token_counts import HookedTokenCounts
@@ -24,8 +25,7 @@ from cpsr.engines.optimizer_state import (
     load_hyperparameters,
 )
 from cpsr.engines.schedules import Schedules
-from cpsr.engines.sharded import local
-from cpsr.state.frozen import FrozenPlace
+from cpsr.state.frozen_parameters import FrozenPlace
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = [

@@ -29,15 +29,15 @@ from cpsr.engines.deepspeed_masters import (
     settle_after_forward,
     torch_optimizer,
 )
+from cpsr.engines.deepspeed_refusals import UNMANAGED, require_supported, warn_of_kept_gradients
 from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps, can_leave_out
-from cpsr.engines.deepspeed_support import UNMANAGED, require_supported, warn_of_kept_gradients
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import preserved_training_state, required_loss
 from cpsr.engines.moe.deepspeed import EngineMixture, expert_names
 from cpsr.engines.optimizer_state import Updated
 from cpsr.engines.schedules import advance_scaler, autocast_scaler, scaler_state
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.frozen import FrozenPlace
+from cpsr.state.frozen_parameters import FrozenPlace
 
 __all__ = ["DeepSpeedAdapter"]
 

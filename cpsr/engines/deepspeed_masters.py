@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.frozen import FrozenPlace
+from cpsr.state.frozen_parameters import FrozenPlace
 
 __all__ = [
     "MasterSlice",

@@ -9,9 +9,9 @@ import numpy
 import torch
 
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.sharded import whole
+from cpsr.engines.distributed_tensors import whole
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.scalars import capture_rng, restore_rng
+from cpsr.state.small_state import capture_rng, restore_rng
 
 __all__ = [
     "capture_random_states",

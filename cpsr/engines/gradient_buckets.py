@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from cpsr.engines.distributed_tensors import is_distributed
 from cpsr.engines.hooks import Hooks, StepHooks
-from cpsr.engines.sharded import is_distributed
 
 __all__ = ["GradientBuckets"]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from cpsr.engines.sharded import is_distributed, layout_of, local
+from cpsr.engines.distributed_tensors import is_distributed, layout_of, local
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.frozen import FrozenPlace
+from cpsr.state.frozen_parameters import FrozenPlace
 
 __all__ = [
     "Rename",

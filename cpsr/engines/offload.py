@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.distributed_tensors import FullySharded, local
 from cpsr.engines.hooks import ModuleHook
-from cpsr.engines.sharded import FullySharded, local
 from cpsr.errors import ConfigError
 
 __all__ = ["ActivationOffload", "offloaded_activations"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cpsr.engines.sharded import is_distributed, local
+from cpsr.engines.distributed_tensors import is_distributed, local
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues, number

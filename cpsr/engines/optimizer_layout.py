@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from cpsr.engines.adam_kernels import without_kernel
+from cpsr.engines.distributed_tensors import is_distributed, layout_of, local
 from cpsr.engines.optimizer_entry import StateEntry
-from cpsr.engines.sharded import is_distributed, layout_of, local
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.scalars import capture_rng, restore_rng
+from cpsr.state.small_state import capture_rng, restore_rng
 
 __all__ = ["Leaf", "expected_leaves", "is_trial", "require_one_step", "unhooked"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from cpsr.engines.adam_kernels import is_fused_adam
+from cpsr.engines.distributed_tensors import is_distributed, layout_of, local, split_as
 from cpsr.engines.optimizer_entry import StateEntry, flat_view, load_outside, numbers_of, outside_state, tree_of
 from cpsr.engines.optimizer_layout import Leaf, expected_leaves, require_one_step, unhooked
-from cpsr.engines.sharded import is_distributed, layout_of, local, split_as
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
 from cpsr.state.device_values import DeviceValues

@@ -10,14 +10,14 @@ import torch
 
 from cpsr.engines.adam_kernels import renew_powers
 from cpsr.engines.adapter import EngineAdapter, StepObserver
+from cpsr.engines.distributed_tensors import FullySharded, local, part_of
 from cpsr.engines.evaluation import preserved_training_state, required_loss
 from cpsr.engines.gradient_buckets import GradientBuckets
 from cpsr.engines.moe.token_counts import MixtureOfExperts, ModuleMixture
 from cpsr.engines.optimizer_state import Updated
 from cpsr.engines.schedules import advance_scaler, scaler_state
-from cpsr.engines.sharded import FullySharded, local, part_of
 from cpsr.engines.torch_loop import TorchLoop
-from cpsr.engines.torch_support import (
+from cpsr.engines.torch_refusals import (
     data_parallel_ranks,
     require_parts,
     require_supported,
@@ -26,7 +26,7 @@ from cpsr.engines.torch_support import (
     wrapper_of,
 )
 from cpsr.errors import ConfigError, UnsupportedEngineError
-from cpsr.state.frozen import FrozenPlace
+from cpsr.state.frozen_parameters import FrozenPlace
 
 __all__ = ["TorchAdapter"]
 

@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.sharded import is_distributed, local
+from cpsr.engines.distributed_tensors import is_distributed, local
 from cpsr.state.shard import Shard
 from cpsr.state.witness import SAMPLE_BYTES, SampledBytes
 

@@ -9,7 +9,7 @@ from cpsr.checkpoint.files import make_directory, sync_directory, write_tensors
 from cpsr.errors import ConfigError, SaveError
 from cpsr.export.dcp import write_dcp
 from cpsr.export.universal import write_universal
-from cpsr.export.whole import Precision, WholeState, open_whole, state_dict
+from cpsr.export.whole_checkpoint import Precision, WholeState, open_whole, state_dict
 
 __all__ = ["FORMATS", "run_export", "write_state_dict"]
 

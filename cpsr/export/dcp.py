@@ -24,7 +24,7 @@ from cpsr.checkpoint.files import sync_directory, sync_file
 from cpsr.checkpoint.verify import DamagedFileError
 from cpsr.engines.optimizer_entry import number_of
 from cpsr.errors import UnsupportedEngineError
-from cpsr.export.whole import WholeState, state_dict
+from cpsr.export.whole_checkpoint import WholeState, state_dict
 
 __all__ = ["write_dcp"]
 

@@ -25,7 +25,7 @@ import torch
 from cpsr.checkpoint.files import sync_directory, sync_file
 from cpsr.checkpoint.verify import DamagedFileError
 from cpsr.errors import UnsupportedEngineError
-from cpsr.export.whole import WholeState, state_dict
+from cpsr.export.whole_checkpoint import WholeState, state_dict
 
 __all__ = ["MOMENTS", "require_universal", "write_universal"]
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from cpsr.errors import ConfigError, NotResumableError
 from cpsr.hints.call import Call
-from cpsr.hints.kept import KeptCheckpoints
 from cpsr.hints.placement import Pace
+from cpsr.hints.resumable_checkpoints import KeptCheckpoints
 from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import FunctionSource, read_source
 from cpsr.hints.values import Arguments

@@ -25,7 +25,7 @@ from torch import nn
 
 from cpsr.errors import NotResumableError, UnsupportedEngineError
 from cpsr.state.codec import encode
-from cpsr.state.stateful import stateful
+from cpsr.state.user_objects import stateful
 
 __all__ = ["Arguments", "Encoder", "is_stateful", "restored"]
 

@@ -25,7 +25,7 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.recovery import CPSRRecovery
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_passes import GlobalBatches
-from cpsr.state.scalars import capture_host_rng, restore_host_rng
+from cpsr.state.small_state import capture_host_rng, restore_host_rng
 
 __all__ = ["Passes", "engine_of", "order_of_the_pass", "resume"]
 

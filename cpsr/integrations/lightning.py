@@ -29,8 +29,8 @@ from cpsr.recovery import CPSRRecovery
 from cpsr.state.codec import same
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_parts import length_of, order_generators
-from cpsr.state.scalars import capture_host_rng, restore_host_rng
-from cpsr.state.stateful import Stateful
+from cpsr.state.small_state import capture_host_rng, restore_host_rng
+from cpsr.state.user_objects import Stateful
 
 __all__ = ["CPSRCallback"]
 

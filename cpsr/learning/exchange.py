@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cpsr.predictor.ranks import Ranks
+from cpsr.predictor.collectives import Ranks
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 

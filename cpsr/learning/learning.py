@@ -11,7 +11,7 @@ from cpsr.journal import RankJournal
 from cpsr.learning.bubbles import Bubbles
 from cpsr.learning.exchange import Exchange
 from cpsr.learning.learner import Learner
-from cpsr.learning.memory import Use, choose_use
+from cpsr.learning.memory_limit import Use, choose_use
 from cpsr.learning.pace import pace_of
 from cpsr.predictor.vitp import VITPPredictor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from cpsr.job import Job
 from cpsr.state.loader import ResumableLoader
-from cpsr.state.scalars import DataPosition
+from cpsr.state.small_state import DataPosition
 
 __all__ = ["AHEAD_MAX", "NO_BATCHES", "Draw", "DrawWarnings", "Draws"]
 

@@ -8,7 +8,7 @@ from typing import Literal
 from cpsr.checkpoint.run_directory import RunDirectory
 from cpsr.job import Job, Rewind
 from cpsr.journal import Beginning
-from cpsr.restart import restored as restart
+from cpsr.restart import restored_state as restart
 
 __all__ = ["Committed", "Event", "EventCallback", "EventCallbacks", "Leaving", "Restored", "RolledBack"]
 

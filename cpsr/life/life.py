@@ -14,7 +14,7 @@ from cpsr.life.leaving import Leave, Leaving, StopRequest
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.opening import adopt, open_life
 from cpsr.life.probation import Probation
-from cpsr.life.rehearsed import Rehearsed
+from cpsr.life.rehearsed_life import Rehearsed
 from cpsr.life.saver import Saver
 from cpsr.life.step_boundary import Boundary
 from cpsr.life.witnessing import Witnessing
@@ -23,7 +23,7 @@ from cpsr.planner.plan import Plan
 from cpsr.ranks.emergency_dump import undisturbed
 from cpsr.ranks.group import Ballot, Votes
 from cpsr.restart.restore import Restorer
-from cpsr.restart.restored import Restored
+from cpsr.restart.restored_state import Restored
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
     from cpsr.experts.saving import ExpertSaving

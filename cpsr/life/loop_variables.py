@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from cpsr.errors import ConfigError
 from cpsr.state.codec import encode
-from cpsr.state.stateful import stateful
+from cpsr.state.user_objects import stateful
 
 __all__ = ["fingerprints"]
 

@@ -22,8 +22,8 @@ from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.config import CPSRConfig
 from cpsr.doctor.machine import report_machine
-from cpsr.elastic.rescue import Rescue
-from cpsr.elastic.resharding import Resharding
+from cpsr.elastic.memory_rescue import Rescue
+from cpsr.elastic.resharded_load import Resharding
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.operators import experts_of
 from cpsr.engines.offload import offloaded_activations
@@ -34,10 +34,10 @@ from cpsr.life.leaving import Leaving
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.probation import Probation
 from cpsr.life.recovery_message import announce, cause_of_failure
-from cpsr.life.rehearsed import Rehearsed, rehearsed
+from cpsr.life.rehearsed_life import Rehearsed, rehearsed
 from cpsr.life.saver import Saver, disk_bytes
 from cpsr.life.step_boundary import Boundary
-from cpsr.life.unsaved import Unsaved
+from cpsr.life.unsaved_objects import Unsaved
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory
 from cpsr.ranks.group import Group
@@ -46,10 +46,10 @@ from cpsr.ranks.link import Opened, report
 from cpsr.restart.experts import with_lost_tokens
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restorer
-from cpsr.restart.restored import Restored
+from cpsr.restart.restored_state import Restored
 from cpsr.restart.sources import MemorySources
 from cpsr.service.process import ServiceProcess
-from cpsr.state.frozen import FrozenWeights
+from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.loader_workers import prepared_workers
 from cpsr.state.shard import Shard
 
@@ -269,7 +269,7 @@ def _open_directory(
     Returns:
         The directory, and the bytes of host memory that are left for this rank.
     """
-    from cpsr.learning.memory import LIMIT_BYTES
+    from cpsr.learning.memory_limit import LIMIT_BYTES
 
     description = adapter.describe()
     run = open_run(config.run_dir, group, config.mode, description, config.elastic)

@@ -13,9 +13,9 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
 from cpsr.job import Job
 from cpsr.journal import JournalReader
-from cpsr.predictor.watch import WATCH_ITERATIONS, Watch, WatchDecision
+from cpsr.predictor.divergence_watch import WATCH_ITERATIONS, Watch, WatchDecision
 from cpsr.ranks.group import Group
-from cpsr.restart.restored import Restored, report_recovery
+from cpsr.restart.restored_state import Restored, report_recovery
 from cpsr.state.losses import LossRecorder, Step
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses

@@ -15,7 +15,7 @@ from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines import optimizer_state
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.evaluation import capture_random_states, restore_random_states
-from cpsr.engines.torch_support import refuse_known
+from cpsr.engines.torch_refusals import refuse_known
 from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Rewind
 from cpsr.life.drawn_batches import Draw, Draws
@@ -23,13 +23,13 @@ from cpsr.life.hyperparameters import Hyperparameters
 from cpsr.restart.prediction import Probes
 from cpsr.restart.restore import Restored
 from cpsr.state import codec
-from cpsr.state.frozen import FrozenWeights
+from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.loader import LoaderHooks, ResumableLoader
 from cpsr.state.loader_parts import difference_of_data, is_repeating, recognisable
 from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
-from cpsr.state.scalars import DataPosition, Scalars, capture_host_rng, restore_host_rng
-from cpsr.state.stateful import Stateful, stateful
+from cpsr.state.small_state import DataPosition, Scalars, capture_host_rng, restore_host_rng
+from cpsr.state.user_objects import Stateful, stateful
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
     from cpsr.learning.learner import Learner

@@ -22,7 +22,7 @@ from cpsr.life.loop import Loop, Steps
 from cpsr.life.memory_snapshots import MemorySnapshots
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.plan import Plan
-from cpsr.restart.restored import Restored
+from cpsr.restart.restored_state import Restored
 from cpsr.state.shard import Shard
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses

@@ -39,7 +39,7 @@ from cpsr.planner.inputs import (
 from cpsr.planner.plan import Plan
 from cpsr.planner.planning import LEAST_COST, make_plan, policy_names
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
-from cpsr.predictor.watch import WATCH_ITERATIONS
+from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 from cpsr.tables import print_table
 
 __all__ = ["FailureSpec", "PlanSpec", "run_plan"]

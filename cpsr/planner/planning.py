@@ -26,7 +26,7 @@ from cpsr.planner.inputs import (
 from cpsr.planner.plan import Plan
 from cpsr.planner.policies import POLICIES, Choice, Rule
 from cpsr.planner.recovery_curve import EndCostCurve
-from cpsr.planner.ways import Prices, Way, WayName, exact_price, in_order, predicted_price
+from cpsr.planner.ways_back import Prices, Way, WayName, exact_price, in_order, predicted_price
 
 __all__ = [
     "LEAST_COST",

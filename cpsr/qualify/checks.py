@@ -31,7 +31,7 @@ from cpsr.qualify.cells import Cell, Scene, cells_of
 from cpsr.qualify.conformance import as_bytes, check_early_state, check_resume, seed
 from cpsr.qualify.torch_jobs import BATCH, LENGTH, VOCABULARY
 from cpsr.recovery import CPSRRecovery
-from cpsr.restart.restored import Restored
+from cpsr.restart.restored_state import Restored
 
 __all__ = ["CHECKS", "Check", "Trial", "check_restart", "trials_of"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from cpsr.engines import EngineAdapter
+from cpsr.engines.distributed_tensors import local
 from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.optimizer_state import learning_rate
-from cpsr.engines.sharded import local
 from cpsr.state.codec import SmallState, decode, encode, same
 
 __all__ = [

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cpsr.errors import ConfigError
-from cpsr.life.rehearsed import Cut, RehearsedJob
+from cpsr.life.rehearsed_life import Cut, RehearsedJob
 from cpsr.ranks.exits import exiting_at_sigterm
 from cpsr.rehearse.jobs import STEPS_MIN, Ran, ends_of_passes, interval_of, plan_cuts, run
 from cpsr.rehearse.verdict import Reference, Tried, Verdict, compare, failed, judge, undisturbed

@@ -15,7 +15,7 @@ from cpsr.checkpoint.memory_owners import free_run
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RunMismatchError
 from cpsr.launch.process import launched
-from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
+from cpsr.life.rehearsed_life import REHEARSED, Cut, RehearsedJob
 from cpsr.ranks.exits import SIGTERM_STATUS
 from cpsr.state.witness import Witness, read_witnesses
 

@@ -17,7 +17,7 @@ from cpsr.life.drawn_batches import NO_BATCHES
 from cpsr.life.witnessing import likely_causes
 from cpsr.rehearse.jobs import PlannedCut, Ran
 from cpsr.state.codec import same
-from cpsr.state.scalars import DataPosition
+from cpsr.state.small_state import DataPosition
 from cpsr.state.witness import Difference, Witness, difference
 
 __all__ = ["STATUS", "Reference", "Tried", "Verdict", "compare", "failed", "judge", "undisturbed"]

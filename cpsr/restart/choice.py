@@ -6,8 +6,8 @@ from typing import Literal
 
 from cpsr.checkpoint.tiers import Decision, Source, Tier
 from cpsr.journal import Beginning
-from cpsr.planner.ways import Prices, Way, WayName, in_order
-from cpsr.restart.restored import Recomputes, Refusal
+from cpsr.planner.ways_back import Prices, Way, WayName, in_order
+from cpsr.restart.restored_state import Recomputes, Refusal
 
 __all__ = [
     "ATTEMPTS",
@@ -165,8 +165,8 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
 
     A whole state at the failure or after it comes first: nothing is lost. In mode `auto` an exact snapshot in host
     memory that loses at most two snapshot intervals comes first too. So does a window, unless all ranks have left a
-    dump, which loses no iteration, or the plan finds a prediction cheaper (`cpsr.planner.ways`). Else a state near the
-    failure, where it is allowed: the one with most ranks' state, so that only lost state is predicted. Then whole
+    dump, which loses no iteration, or the plan finds a prediction cheaper (`cpsr.planner.ways_back`). Else a state near
+    the failure, where it is allowed: the one with most ranks' state, so that only lost state is predicted. Then whole
     states, the newest first.
 
     Args:

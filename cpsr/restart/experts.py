@@ -12,7 +12,7 @@ from cpsr.checkpoint.memory_reader import ages_in_memory, load_memory_state, ver
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.ranks.group import Group
-from cpsr.restart.restored import Restored
+from cpsr.restart.restored_state import Restored
 from cpsr.state.shard import Shard
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses

@@ -24,9 +24,9 @@ from cpsr.ranks.group import Group
 from cpsr.restart.choice import ATTEMPTS, Candidate
 from cpsr.restart.experts import older_operators
 from cpsr.restart.prediction import StatePrediction
-from cpsr.restart.restored import Recomputes, Refusal, RefusedError, Restored
+from cpsr.restart.restored_state import Recomputes, Refusal, RefusedError, Restored
 from cpsr.restart.sources import MemorySources
-from cpsr.state.scalars import DataPosition, Scalars
+from cpsr.state.small_state import DataPosition, Scalars
 
 __all__ = ["Attempts", "Injection"]
 

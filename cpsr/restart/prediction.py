@@ -18,9 +18,9 @@ from cpsr.journal import Beginning
 from cpsr.predictor.calibration import of_part
 from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
 from cpsr.predictor.protocol import Forecast, StatePredictor, Target
-from cpsr.restart.restored import Recomputes, Refusal, RefusedError, Restored
+from cpsr.restart.restored_state import Recomputes, Refusal, RefusedError, Restored
 from cpsr.state import codec
-from cpsr.state.scalars import Scalars
+from cpsr.state.small_state import Scalars
 
 __all__ = ["LossFunction", "Probes", "StatePrediction"]
 

@@ -13,7 +13,7 @@ from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
-from cpsr.planner.ways import Prices
+from cpsr.planner.ways_back import Prices
 from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose
 from cpsr.restart.experts import (
     OlderExperts,
@@ -24,9 +24,9 @@ from cpsr.restart.experts import (
 )
 from cpsr.restart.injection import Injection
 from cpsr.restart.prediction import StatePrediction
-from cpsr.restart.restored import Refusal, RefusedError, Restored
+from cpsr.restart.restored_state import Refusal, RefusedError, Restored
 from cpsr.restart.sources import MemorySources, NewestCheckpoint
-from cpsr.state.scalars import Scalars
+from cpsr.state.small_state import Scalars
 
 __all__ = ["Restored", "Restorer"]
 

@@ -41,8 +41,8 @@ from cpsr.state.loader_passes import (
 )
 from cpsr.state.loader_state import LoaderState, has_more
 from cpsr.state.loader_workers import InTurn, WithState, prepared_workers
-from cpsr.state.scalars import DataPosition, capture_host_rng, restore_host_rng
-from cpsr.state.stateful import Stateful
+from cpsr.state.small_state import DataPosition, capture_host_rng, restore_host_rng
+from cpsr.state.user_objects import Stateful
 
 __all__ = ["LoaderHooks", "ResumableLoader"]
 

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from cpsr.state.stateful import Stateful, stateful
+from cpsr.state.user_objects import Stateful, stateful
 
 __all__ = [
     "Calls",

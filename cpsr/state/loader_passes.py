@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from cpsr.errors import RecoveryError
 from cpsr.state.loader_parts import index_sampler, is_plain, rebuilt
-from cpsr.state.scalars import DataPosition
+from cpsr.state.small_state import DataPosition
 
 __all__ = [
     "Dealing",

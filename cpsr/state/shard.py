@@ -71,7 +71,8 @@ class Shard:
     Attributes:
         operators: the tensors that the optimizer updates, and that can be predicted.
         others: buffers, whole and of any dtype; copied, never predicted.
-        frozen: parameters outside the optimizer, as the engine has them (`cpsr.state.frozen`); empty in a snapshot.
+        frozen: parameters outside the optimizer, as the engine has them (`cpsr.state.frozen_parameters`); empty in a
+            snapshot.
     """
 
     operators: dict[str, OperatorState]

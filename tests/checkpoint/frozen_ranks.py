@@ -13,7 +13,7 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import holds_frozen, step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.state.frozen import FrozenPlace, FrozenWeights
+from cpsr.state.frozen_parameters import FrozenPlace, FrozenWeights
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import make_snapshot
 

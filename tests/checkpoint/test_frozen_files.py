@@ -22,7 +22,7 @@ from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import RunMismatchError, SaveError
-from cpsr.state.frozen import FrozenWeights
+from cpsr.state.frozen_parameters import FrozenWeights
 from tests.checkpoint.conftest import make_shard, make_snapshot
 from tests.device import DEVICE, cpu_only
 

@@ -14,7 +14,7 @@ from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.resharding import load_resharded_frozen, read_small_state
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointCorruptError, RunMismatchError
-from cpsr.state.frozen import word_of
+from cpsr.state.frozen_parameters import word_of
 from tests.checkpoint.frozen_ranks import CUTS, Life, base, cut, split_life
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from cpsr.elastic.resharding import random_states_of
+from cpsr.elastic.resharded_load import random_states_of
 from cpsr.state.codec import same
-from cpsr.state.scalars import capture_rng, restore_host_rng
+from cpsr.state.small_state import capture_rng, restore_host_rng
 
 
 def states(seed: int) -> dict[str, Any]:

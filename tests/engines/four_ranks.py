@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.engines import TorchAdapter
-from cpsr.engines.sharded import local, part_of
+from cpsr.engines.distributed_tensors import local, part_of
 from cpsr.learning.exchange import Exchange
 from cpsr.ranks.group import Group
 

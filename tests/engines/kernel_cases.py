@@ -222,7 +222,7 @@ class Sometimes(TinyLM):
 
 def a_kept_gradient_is_reported(stage: int) -> None:
     """Once, on a rank that updates the parameter, and only where there is one."""
-    log = logging.getLogger("cpsr.engines.deepspeed_support")
+    log = logging.getLogger("cpsr.engines.deepspeed_refusals")
     for model, expected in ((Sometimes, 1), (TinyLM, 0)):
         seed(1)
         here = job(stage, "bf16", "adamw", 1, model=model, **OPTIMIZER)

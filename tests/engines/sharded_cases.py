@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 from cpsr.engines import TorchAdapter
+from cpsr.engines.distributed_tensors import local
 from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.offload import offloaded_activations
-from cpsr.engines.sharded import local
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.qualify.cells import Cell
 from cpsr.qualify.conformance import (

@@ -3,7 +3,7 @@ from pathlib import Path
 import torch
 
 from cpsr.export.command import write_state_dict
-from cpsr.export.whole import open_whole, state_dict
+from cpsr.export.whole_checkpoint import open_whole, state_dict
 from tests.export.made import operator, shard, write_checkpoint, write_identity
 
 

@@ -7,7 +7,7 @@ import torch
 from cpsr.checkpoint.verify import DamagedFileError
 from cpsr.errors import UnsupportedEngineError
 from cpsr.export.universal import write_universal
-from cpsr.export.whole import open_whole
+from cpsr.export.whole_checkpoint import open_whole
 from tests.export import made
 from tests.export.made import operator, shard, write_checkpoint, write_identity
 

@@ -14,7 +14,7 @@ from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
-from cpsr.export.whole import open_whole
+from cpsr.export.whole_checkpoint import open_whole
 from cpsr.state.shard import Shard
 from tests.checkpoint.frozen_ranks import CUTS, RUN, base, split_life
 from tests.export.made import RUN_ID, SCALARS, operator, shard, write_checkpoint, write_identity

@@ -23,7 +23,7 @@ from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import read_source
 from cpsr.hints.values import Arguments
 from cpsr.state.codec import decode, encode
-from cpsr.state.stateful import stateful
+from cpsr.state.user_objects import stateful
 
 HEAD = """
 import math, random

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from cpsr.errors import RecoveryError
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_passes import Dealing
-from cpsr.state.scalars import DataPosition
+from cpsr.state.small_state import DataPosition
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator

@@ -13,8 +13,8 @@ from torch import nn
 from cpsr.config import CPSRConfig
 from cpsr.engines.torch import TorchAdapter
 from cpsr.journal import JournalReader
-from cpsr.learning import memory
-from cpsr.learning.memory import history_checkpoints
+from cpsr.learning import memory_limit
+from cpsr.learning.memory_limit import history_checkpoints
 from cpsr.predictor.vitp import VITPPredictor, host_memory_bytes
 from cpsr.recovery import CPSRRecovery
 from cpsr.restart.restore import Restored
@@ -61,7 +61,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, run_dir: Path, *, learns: bool
     """Allow what the line, or learning, takes in such a life, and so many bytes more."""
     config = CPSRConfig.load({"run_dir": run_dir, "checkpoint": {"interval_iterations": INTERVAL}})
     needed = host_memory_bytes(OPERATORS, history_checkpoints(config), learns=learns)
-    monkeypatch.setattr(memory, "LIMIT_BYTES", needed + spare_bytes)
+    monkeypatch.setattr(memory_limit, "LIMIT_BYTES", needed + spare_bytes)
 
 
 def fail_and_come_back(run_dir: Path, iterations: int, **settings: Any) -> Restored:
@@ -134,7 +134,7 @@ SCRIPT = textwrap.dedent(
     from pathlib import Path
     import torch.distributed as dist
     from cpsr.config import CPSRConfig
-    from cpsr.learning.memory import choose_use
+    from cpsr.learning.memory_limit import choose_use
     from cpsr.ranks.group import Group
     from cpsr.predictor.vitp import VITPPredictor
     dist.init_process_group("gloo")

@@ -9,7 +9,7 @@ from cpsr.checkpoint.tiers import Source, Tier
 from cpsr.journal import Beginning
 from cpsr.life.recovery_message import recovery_message
 from cpsr.predictor.protocol import Forecast
-from cpsr.restart.restored import Recomputes, Restored
+from cpsr.restart.restored_state import Recomputes, Restored
 
 KILLED = "rank 1 was killed (SIGKILL)"
 LINE = Forecast(

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from cpsr import TorchAdapter
 from cpsr.errors import UnsupportedEngineError
-from cpsr.life.unsaved import Unsaved
+from cpsr.life.unsaved_objects import Unsaved
 
 
 class Wrapper:

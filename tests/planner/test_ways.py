@@ -16,7 +16,7 @@ from cpsr.planner.cost import Costs
 from cpsr.planner.inputs import FailureClass, Limits, MemoryTier, PlannerInputs
 from cpsr.planner.plan import Plan
 from cpsr.planner.planning import WAYS, make_plan, ways_of
-from cpsr.planner.ways import Prices, Way, in_order
+from cpsr.planner.ways_back import Prices, Way, in_order
 from tests.planner.jobs import end_cost, job
 
 SECONDS = 0.6

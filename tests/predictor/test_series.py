@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpsr.predictor.checkpoint_series import path_places, reach_factor, straightness, too_far
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.pieces import gram
 from cpsr.predictor.protocol import HistoryEntry, Target
-from cpsr.predictor.series import path_places, reach_factor, straightness, too_far
 from cpsr.predictor.vitp import VITPPredictor
+from cpsr.predictor.weight_pieces import gram
 
 
 def at(iterations: list[int], pace: float = 1.0) -> list[HistoryEntry]:

@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.predictor.pieces import gram
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, merged
+from cpsr.predictor.weight_pieces import gram
 from cpsr.state import codec
 
 MakeHistory = Callable[..., Any]

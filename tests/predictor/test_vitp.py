@@ -10,14 +10,14 @@ import numpy
 import pytest
 import torch
 
-from cpsr.predictor import ranks as predictor_ranks
+from cpsr.predictor import collectives
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Head
 from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor, without_slices
 from cpsr.state import codec
 
-UNTRAINED = predictor_ranks.Ranks(trains=False)
+UNTRAINED = collectives.Ranks(trains=False)
 
 MakeHistory = Callable[..., Any]
 Steps = list[dict[str, torch.Tensor]]
@@ -324,7 +324,7 @@ class Ranks:
         return [results[rank] for rank in range(len(work))]
 
 
-class OneOfTwo(predictor_ranks.Ranks):
+class OneOfTwo(collectives.Ranks):
     """The collectives of one of them."""
 
     def __init__(self, both: Ranks, rank: int) -> None:

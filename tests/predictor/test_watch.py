@@ -4,7 +4,7 @@ from collections.abc import Callable
 import numpy
 import pytest
 
-from cpsr.predictor.watch import Watch, WatchDecision
+from cpsr.predictor.divergence_watch import Watch, WatchDecision
 
 LENGTH = 60
 TOLERANCE = 0.5

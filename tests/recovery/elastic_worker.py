@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.state.frozen import FrozenPlace
+from cpsr.state.frozen_parameters import FrozenPlace
 from tests.committed import keep_pace
 from tests.device import DEVICE
 from tests.recovery.engines import (

@@ -36,7 +36,7 @@ from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.device import join_ranks
 from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.fitter.phases import PhaseDetector
-from cpsr.learning import learning, memory
+from cpsr.learning import learning, memory_limit
 from cpsr.planner.live import job_planner
 from cpsr.predictor.guard import Guard
 from cpsr.predictor.vitp import VITPPredictor
@@ -133,7 +133,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         predictor = partial(VITPPredictor, options.window_iterations)
         setattr(learning, "VITPPredictor", predictor)  # noqa: B010 - likewise
     if options.unpredicted:
-        memory.LIMIT_BYTES = 1
+        memory_limit.LIMIT_BYTES = 1
     initialize_ranks(options.result)
     seed()
     engine, batches = build(options, rank)

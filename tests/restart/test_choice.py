@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from cpsr.checkpoint.tiers import Decision, Entry, Source
 from cpsr.journal import Beginning
-from cpsr.planner.ways import Prices
+from cpsr.planner.ways_back import Prices
 from cpsr.restart.choice import ATTEMPTS, Candidate, Choice, Circumstances, Mode, all_from, candidates, choose, way_of
-from cpsr.restart.restored import Recomputes
+from cpsr.restart.restored_state import Recomputes
 
 C, RANKS = 20, 2
 EXACT_TIERS = ("disk", "memory")

@@ -10,8 +10,8 @@ from cpsr.checkpoint.progress import Progress, RankProgress
 from cpsr.journal import Beginning
 from cpsr.ranks.group import Group
 from cpsr.restart.injection import Injection
-from cpsr.restart.restored import Restored
-from cpsr.state.scalars import DataPosition
+from cpsr.restart.restored_state import Restored
+from cpsr.state.small_state import DataPosition
 
 CHECKPOINT = Restored(
     Beginning.EXACT, 20, 20, 25, "", data=DataPosition(batches=41, epoch=4, batch=1, batches_per_epoch=10)

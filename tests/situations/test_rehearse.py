@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.life.rehearsed import REHEARSED, Cut, RehearsedJob
+from cpsr.life.rehearsed_life import REHEARSED, Cut, RehearsedJob
 from cpsr.rehearse.command import Rehearsal
 from cpsr.rehearse.jobs import Ran, plan_cuts
 from cpsr.rehearse.verdict import Reference, Verdict, compare, judge

@@ -19,7 +19,7 @@ from cpsr.errors import RecoveryError
 from cpsr.state import codec, loader_state
 from cpsr.state.loader import LoaderHooks, ResumableLoader
 from cpsr.state.loader_workers import STATE_BYTES, pack, unpack
-from cpsr.state.scalars import DataPosition, capture_rng, restore_rng
+from cpsr.state.small_state import DataPosition, capture_rng, restore_rng
 from tests.state.loaders import (
     AT_ONCE,
     BATCH,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 
 from cpsr.errors import RecoveryError
 from cpsr.state.loader import ResumableLoader
-from cpsr.state.scalars import DataPosition
+from cpsr.state.small_state import DataPosition
 
 
 def loader(samples: int, ranks: int, rank: int, batch_size: int, **loading: Any) -> DataLoader[Any]:

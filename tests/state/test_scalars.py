@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpsr.state.codec import decode, encode
-from cpsr.state.scalars import DataPosition, Scalars, capture_rng, restore_rng
+from cpsr.state.small_state import DataPosition, Scalars, capture_rng, restore_rng
 from tests.device import DEVICE
 from tests.stand_in_device import stand_in_device
 

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from cpsr.errors import ConfigError
 from cpsr.state.codec import decode, encode, same
-from cpsr.state.stateful import stateful
+from cpsr.state.user_objects import stateful
 
 
 def optimizer() -> torch.optim.Optimizer:

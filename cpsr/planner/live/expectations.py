@@ -20,10 +20,10 @@ from cpsr.journal import JournalReader, LifeRow, RecoveryRow, ReportedFailure
 from cpsr.planner.plan import Schedule
 from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
+from cpsr.predictor.checkpoint_series import TYPICAL_STRAIGHTNESS
+from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
-from cpsr.predictor.series import TYPICAL_STRAIGHTNESS
-from cpsr.predictor.watch import WATCH_ITERATIONS
 
 __all__ = [
     "Curves",

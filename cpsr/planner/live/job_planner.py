@@ -21,7 +21,7 @@ from cpsr.planner.live.expectations import expected_costs, fit_curves, prior_cur
 from cpsr.planner.live.measurements import RankCosts, RankTimes, costs_of_ranks, slowest
 from cpsr.planner.plan import Plan, Situation
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve
-from cpsr.predictor.watch import WATCH_ITERATIONS
+from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 
 __all__ = ["JobPlanner"]
 

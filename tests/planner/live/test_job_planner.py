@@ -29,7 +29,7 @@ from cpsr.planner.live import job_planner
 from cpsr.planner.live.job_planner import JobPlanner
 from cpsr.planner.live.measurements import RankCosts
 from cpsr.planner.plan import Plan, Schedule, Situation
-from cpsr.planner.ways import Prices, Way
+from cpsr.planner.ways_back import Prices, Way
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.frozen import FrozenPlace
+from cpsr.state.frozen_parameters import FrozenPlace
 
 __all__ = [
     "FullySharded",

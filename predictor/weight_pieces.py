@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from cpsr.predictor.checkpoint_series import newest_used
 from cpsr.predictor.protocol import History
-from cpsr.predictor.series import newest_used
 
 __all__ = ["BLOCK_ELEMENTS", "all_finite", "combine", "difference_rows", "gram", "is_finite", "read_piece"]
 

@@ -24,8 +24,8 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.optimizer_restore import shared_scalars
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import same
-from cpsr.state.scalars import Scalars
 from cpsr.state.shard import Shard
+from cpsr.state.small_state import Scalars
 
 __all__ = ["Resharding", "random_states_of", "small_state_at_dump"]
 

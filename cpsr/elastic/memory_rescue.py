@@ -29,7 +29,7 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, Source, decide, state_of
 from cpsr.checkpoint.verify import read_manifest
-from cpsr.elastic.resharding import small_state_at_dump
+from cpsr.elastic.resharded_load import small_state_at_dump
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.peers.alike import load_states

@@ -10,7 +10,7 @@ from cpsr.checkpoint.tiers import Source
 from cpsr.journal import Beginning, FailureRow, FailureScope, Origin, RankJournal, RecoveryRow, RecoverySource
 from cpsr.predictor.protocol import Forecast
 from cpsr.ranks.exits import FAILED
-from cpsr.state.scalars import DataPosition, Scalars
+from cpsr.state.small_state import DataPosition, Scalars
 
 __all__ = ["Recomputes", "Refusal", "RefusedError", "Restored", "report_recovery"]
 

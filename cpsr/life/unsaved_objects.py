@@ -15,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from cpsr.engines import EngineAdapter, TorchAdapter
+from cpsr.engines.distributed_tensors import local
 from cpsr.engines.hooks import Hooks
 from cpsr.engines.optimizer_layout import is_trial
-from cpsr.engines.sharded import local
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.stateful import stateful
+from cpsr.state.user_objects import stateful
 
 __all__ = ["Unsaved"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from cpsr.engines.distributed_tensors import FullySharded, is_distributed, layout_of, local
 from cpsr.engines.optimizer_entry import flat_view
-from cpsr.engines.sharded import FullySharded, is_distributed, layout_of, local
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.frozen import FrozenPlace
+from cpsr.state.frozen_parameters import FrozenPlace
 from cpsr.state.loader_parts import is_a
 
 __all__ = [
