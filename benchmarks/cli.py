@@ -7,7 +7,7 @@ import typer
 
 from cpsr.demo.device import Device, find_device
 from cpsr.errors import ConfigError
-from cpsr.ranks.exits import exiting_at_sigterm
+from cpsr.ranks.exits import exiting_at_signals
 
 __all__ = ["DeviceOption", "bench"]
 
@@ -22,7 +22,7 @@ Workdir = Annotated[Path | None, typer.Option(help="On the disk to be measured; 
 @bench.callback()
 def end_together(context: typer.Context) -> None:
     """Measure what checkpoints and failures cost."""
-    context.with_resource(exiting_at_sigterm(_end_children))
+    context.with_resource(exiting_at_signals(_end_children))
 
 
 def _end_children() -> None:

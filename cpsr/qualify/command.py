@@ -19,7 +19,6 @@ from cpsr.errors import ConfigError
 from cpsr.launch.process import launched
 from cpsr.qualify.checks import trials_of
 from cpsr.qualify.ranks import Rank, leave, read_records, release_memory
-from cpsr.ranks.exits import exiting_at_sigterm
 from cpsr.ranks.link import EXPECTS_ERRORS, REFUSED_STATUS, SHUTDOWN, report
 from cpsr.tables import print_table
 
@@ -102,7 +101,6 @@ def follow(console: Console, folder: Path, device: str, ranks: int, job: Sequenc
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with (
-            exiting_at_sigterm(),
             Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
             launched(command, folder / LOG_NAME, environment) as launcher,
         ):

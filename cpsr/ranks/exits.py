@@ -26,7 +26,7 @@ __all__ = [
     "SIGTERM_STATUS",
     "Exit",
     "cause_of",
-    "exiting_at_sigterm",
+    "exiting_at_signals",
     "exits_of",
     "first_of",
     "forget_exits",
@@ -187,19 +187,29 @@ def _were(ranks: Iterable[int]) -> str:
 
 
 @contextmanager
-def exiting_at_sigterm(first: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """SIGTERM raises `SystemExit` on the main thread, as Ctrl-C raises: a command then ends what it has started.
+def exiting_at_signals(first: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """SIGTERM, and SIGHUP of a closed terminal, raise `SystemExit` on the main thread, as Ctrl-C raises.
+
+    A command then ends what it has started; the signals that follow do not interrupt that. An ignored signal stays so.
 
     Args:
         first: is called before.
     """
+    leaving = False
 
     def leave(number: int, frame: FrameType | None) -> None:
-        first()
-        raise SystemExit(SIGTERM_STATUS)
+        nonlocal leaving
+        if not leaving:
+            leaving = True
+            first()
+            raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cpsr.errors import ConfigError
 from cpsr.life.rehearsed_life import Cut, RehearsedJob
-from cpsr.ranks.exits import exiting_at_sigterm
+from cpsr.ranks.exits import exiting_at_signals
 from cpsr.rehearse.jobs import STEPS_MIN, Ran, ends_of_passes, interval_of, plan_cuts, run
 from cpsr.rehearse.verdict import Reference, Tried, Verdict, compare, failed, judge, undisturbed
 
@@ -48,7 +48,7 @@ def rehearse(arguments: Sequence[str], steps: int, json_path: Path | None, workd
     rehearsal = Rehearsal(Console(), folder, partial(run, arguments), steps)
     kept = False
     try:
-        with exiting_at_sigterm():
+        with exiting_at_signals():
             verdict = rehearsal.verdict()
         kept = verdict.status != 0
     except (KeyboardInterrupt, SystemExit):

@@ -7,6 +7,7 @@ import socket
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cpsr.launch.agent import HOW_IT_ENDS
@@ -155,6 +156,31 @@ def test_sigterm_commits_on_all_ranks_and_the_same_command_goes_on(tmp_path: Pat
         assert again.wait() == 0
         assert f"All ranks continue at iteration {iteration}, exact from" in again.output
         assert iterations(again)[:2] == [iteration + 1, iteration + 2]
+
+
+# A command that watches a job, as `cpsr demo` does.
+WATCH = """
+import time
+from pathlib import Path
+from cpsr.launch.process import launched
+
+with launched(["--nproc-per-node=1", "train.py"], Path("log"), {}):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_no_process_of_a_job_outlives_the_command_that_watches_it(number: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time; print('training', flush=True); time.sleep(60)")
+    (tmp_path / "watch.py").write_text(WATCH)
+    with Launched(tmp_path, ["python", "watch.py"]) as watching:
+        watching.until(lambda _: (tmp_path / "log").exists() and "training" in (tmp_path / "log").read_text())
+        family = psutil.Process(watching.process.pid).children(recursive=True)
+        watching.process.send_signal(number)
+        watching.process.send_signal(signal.SIGTERM)  # another one while the job ends
+        assert watching.wait() == 128 + number
+    assert len(family) >= 2
+    assert [one for one in family if one.is_running() and one.status() != "zombie"] == []
 
 
 # The launcher and the rank get SIGTERM while the rank is in the middle of something.
