@@ -22,18 +22,21 @@ MIB = 2**20
 TINY = Size("tiny", width=32, layers=1, batch=8, device=DEVICE)
 BY_NAME = {entry.name: entry for entry in ROSTER}
 RIVALS = [entry for entry in ROSTER if entry.modules]
+VERIFYING = "lm-resiliency, checked"
 METHODS = ("cpsr", "dcp, reused buffers", "torch.save + fsync")
 
 
-def result(*, ours: float, dcp: float) -> SizeResult:
-    """Steps of 1 s at first and 3 s at the end; CPSR's pair takes `ours` longer, DCP's `dcp`."""
+def result(*, ours: float, dcp: float, checked: float | None = None) -> SizeResult:
+    """Steps of 1 s at first, 3 s at last; a pair takes `ours`, `dcp` longer, `checked` by a package that verifies."""
     blocks = [
         Block("dcp async_save", 0, [1.0, 1.0], [1.0 + dcp, 1.0], 0.5),
         # Its neighbours are 1, 1 (before) and 3, 3 (after): a step without a checkpoint takes 2 s here.
         Block("cpsr", 0, [1.0, 1.0], [2.0, 2.0 + ours, 2.25], 4.0),
     ]
+    if checked is not None:
+        blocks.append(Block(VERIFYING, 0, [3.0, 3.0], [3.0 + checked, 3.0], 0.5))
     samples = SizeSamples(100, blocks, after_seconds=[3.0, 3.0], memcpy_seconds=[0.5])
-    trials = {name: Trial(BY_NAME[name], None, {"tiny": 300}) for name in ("cpsr", "dcp async_save")}
+    trials = {name: Trial(BY_NAME[name], None, {"tiny": 300}) for name in ("cpsr", "dcp async_save", VERIFYING)}
     return summarise("tiny", samples, trials)
 
 
@@ -48,8 +51,9 @@ def test_the_stall_is_the_pair_less_its_neighbours_on_both_sides() -> None:
 
 
 def test_an_aim_is_met_or_missed() -> None:
-    assert list(result(ours=0.5, dcp=0.8).aims().values()) == [True, True, True]
-    assert list(result(ours=0.7, dcp=0.6).aims().values()) == [False, False, True]  # DCP does not verify
+    assert list(result(ours=0.5, dcp=0.8, checked=0.7).aims().values()) == [True, True, True]
+    assert list(result(ours=0.7, dcp=0.6, checked=0.8).aims().values()) == [False, False, True]  # DCP does not verify
+    assert list(result(ours=0.5, dcp=0.8).aims().values()) == [True, True]  # nothing to compare with: no third aim
 
 
 @pytest.mark.parametrize("entry", RIVALS, ids=lambda entry: entry.name)
@@ -97,6 +101,6 @@ def test_a_tiny_run_leaves_figures_and_cleans_up(tmp_path: Path, capsys: pytest.
     assert found["state_bytes"] == 3 * 4 * (2 * 256 * 32 + 256 + 32 * 32 + 32)
     assert not list(workdir.iterdir())
     printed = capsys.readouterr().out
-    assert printed.count("pass ") + printed.count("miss ") == 3
+    assert printed.count("pass ") + printed.count("miss ") == 2  # no other package that verifies was timed
     assert report["left_out"] == ["missing"]
     assert report["not_run"]["broken"].startswith("broken: TypeError")
