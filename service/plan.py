@@ -68,8 +68,8 @@ class Override(BaseModel):
     expires_unix_seconds: float
     created_unix_seconds: float
     taken_up: bool = Field(
-        description="Whether the job applies it, at a step boundary about a second after the request. A job without "
-        "a measured checkpoint applies it after its first one."
+        description="Whether the job applies it, at a step boundary about a second after the request; a job that has "
+        "measured neither a checkpoint nor snapshots beside a fixed interval, after it has."
     )
 
 

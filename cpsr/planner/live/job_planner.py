@@ -18,7 +18,7 @@ from cpsr.journal import FitRow, JournalReader, PhaseRow, PlanOverride, RankJour
 from cpsr.planner.inputs import FailureClass, Limits, PhaseInputs, PlannerInputs
 from cpsr.planner.live.adoption import differs, first_plan, memory_tier, override_message, planned
 from cpsr.planner.live.expectations import expected_costs, fit_curves, prior_curves
-from cpsr.planner.live.measurements import RankCosts, RankTimes, costs_of_ranks, slowest
+from cpsr.planner.live.measurements import MEASURED, RankCosts, RankTimes, costs_of_ranks, slowest
 from cpsr.planner.plan import Plan, Situation
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
@@ -44,7 +44,8 @@ class JobPlanner:
     Phases follow the mean second moment of rank 0's gradients; the paper's terms have that of all ranks.
 
     An override of the interval (`cpsr.journal.PlanOverride`) is seen within a second. The plan follows once the run has
-    measured a checkpoint. When the override expires, a plan without it follows.
+    measured a checkpoint, or eight snapshots in memory beside a fixed interval. When the override expires, a plan
+    without it follows.
 
     Args:
         config: of the run.
@@ -118,6 +119,8 @@ class JobPlanner:
     def note_memory(self, stall_seconds: float) -> None:
         """A snapshot went to host memory alone, and training waited so long for it."""
         self.times.snapshot(stall_seconds)
+        if self.times.snapshots == MEASURED:  # a long fixed interval may have no checkpoint for hours
+            self._wake.set()
 
     def note_window(self, iterations: int | None) -> None:
         """Windows of snapshots have so many iterations now, the same on all ranks; None: none are taken."""
@@ -218,16 +221,17 @@ class JobPlanner:
                 if phase is not None:
                     ended.append(phase)
                     journal.record(PhaseRow(life=journal.life, phase=self._phases.ended - 1, **asdict(phase)))
-        own = self.times.costs()
+        checkpoint = self._config.checkpoint
+        fixed = checkpoint.interval_iterations is not None
+        own = self.times.costs(memory_alone=fixed and checkpoint.shared_memory)
         if situation is None or own is None:
             return
         self._read_other_ranks(situation.schedule.iteration, run_dir, world_size)
         # Beside the ends of phases, also once in a life: the failure that began it is known now.
         if ended or not self._fitted:
             self._fitted = self._fit(situation, ended, run_dir, journal)
-        checkpoint = self._config.checkpoint
         overridden = self._override != self._planned_override
-        if overridden or checkpoint.interval_iterations is None or checkpoint.shared_memory:
+        if overridden or not fixed or checkpoint.shared_memory:
             self._propose(situation, own, journal, anew=bool(ended) or overridden)
 
     def _read_other_ranks(self, iteration: int, run_dir: Path, world_size: int) -> None:

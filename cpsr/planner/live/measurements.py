@@ -14,7 +14,7 @@ from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.errors import CheckpointError
 
-__all__ = ["RankCosts", "RankTimes", "costs_of_ranks", "slowest"]
+__all__ = ["MEASURED", "RankCosts", "RankTimes", "costs_of_ranks", "slowest"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,13 @@ class RankTimes:
 
     Args:
         parameters: weights that the rank owns.
+
+    Attributes:
+        snapshots: number of those to host memory alone in this life.
     """
 
     def __init__(self, parameters: int) -> None:
+        self.snapshots = 0
         self._parameters = parameters
         self._calm: deque[float] = deque(maxlen=CALM_STEPS)
         self._under_way: list[float] | None = None
@@ -94,6 +98,7 @@ class RankTimes:
     def snapshot(self, stall_seconds: float) -> None:
         """A snapshot went to host memory alone, and training waited so long for it."""
         with self._lock:
+            self.snapshots += 1
             self._snapshot_seconds += stall_seconds
             self._memory["stall_seconds"].append(stall_seconds)
 
@@ -102,10 +107,16 @@ class RankTimes:
         with self._lock:
             self._memory["replica_seconds"].append(seconds)
 
-    def costs(self) -> RankCosts | None:
-        """Medians over the newest saves; before the first save those of the last life, None in the first life."""
+    def costs(self, *, memory_alone: bool = False) -> RankCosts | None:
+        """Medians over the newest saves; before the first save those of the last life, None in the first life.
+
+        Args:
+            memory_alone: in the first life the snapshots will do, once so many are measured: checkpoints cost nothing.
+        """
         with self._lock:
             saves, before = list(self._saves), self._before
+            if before is None and memory_alone and self.snapshots >= MEASURED:
+                before = RankCosts(0, 0, 0.0, 0.0, 0, None)
             memory = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
         if before is not None:
             memory = {**before.memory, **memory}

@@ -342,6 +342,23 @@ def test_a_kill_loses_no_more_than_a_percent_of_the_time_has_to_allow(
     assert found.memory_interval_iterations == every
 
 
+def test_snapshots_beside_a_fixed_interval_wait_for_no_checkpoint(tmp_path: Path, journal: RankJournal) -> None:
+    planner = planner_of(configured(tmp_path, checkpoint={"interval_iterations": 5000}))
+    planner.start(tmp_path, 1, journal)
+    planner.consider(situation(10, planner.first_plan({})))
+    for _ in range(7):
+        planner.note_memory(0.05)
+    time.sleep(0.5)
+    assert planner.proposal() is None, "too few are measured"
+    planner.note_memory(0.05)
+    found = proposed(planner)
+    planner.close()
+    assert found is not None
+    assert (found.interval_iterations, found.memory_interval_iterations) == (5000, 50), "1% of the time is 1 ms a step"
+    assert found.explanation["prices"] is not None
+    assert planner.state_dict(found)["costs"] is None, "other ranks' checkpoints are measured, or not reported"
+
+
 def test_planning_draws_no_random_numbers_and_imports_nothing_slow(tmp_path: Path) -> None:
     """It would draw them between those of the training thread, at another place in every life."""
     # In a process of its own: here everything is imported already.
