@@ -82,6 +82,7 @@ class JobPlanner:
         self._fitted = False
         self._others: list[RankCosts] = []
         self._others_iteration: int | None = None  # when the costs of the others were read
+        self._share = 1.0  # ratio of all ranks' mean second moment to this one's, in one checkpoint
         self._proposed: Plan | None = None  # the newest, taken or not
         self._waiting: Plan | None = None  # not taken yet
         self._newest_override: PlanOverride | None = None  # that could be read
@@ -246,6 +247,9 @@ class JobPlanner:
         costs = costs_of_ranks(run_dir / "checkpoints", world_size)
         if costs:
             self._others, self._others_iteration = costs[1:], iteration
+            # Adam's bias is the same on all ranks of one checkpoint, and cancels in the ratio.
+            mean, own = slowest(costs).mean_second_moment, costs[0].mean_second_moment
+            self._share = mean / own if mean and own else 1.0
 
     def _fit(self, situation: Situation, ended: Sequence[Phase], run_dir: Path, journal: RankJournal) -> bool:
         """Fit the curves to the journal; False if it cannot be read now: the old curves stay until the next update."""
@@ -304,7 +308,7 @@ class JobPlanner:
             predict_seconds=curves.predict_seconds,
             watch_iterations=WATCH_ITERATIONS,
             lead_after_iterations=LEAD_AFTER_ITERATIONS,
-            phase=self._phase(own, costs),
+            phase=self._phase(costs.parameters),
             classes={
                 scope: FailureClass(failures.share(scope), prior, failures.seen.get(scope, 0))
                 for scope, prior in PRIOR_SHARES.items()
@@ -314,15 +318,13 @@ class JobPlanner:
             lost_share=curves.lost_share,
         )
 
-    def _phase(self, own: RankCosts, costs: RankCosts) -> PhaseInputs | None:
+    def _phase(self, parameters: int) -> PhaseInputs | None:
         """The paper's curves for the phase that has begun, assumed to be as long as the one before."""
         curves, xi, first, before = self._curves, self._phases.xi, self._phases.first_iteration, self._phases.phases
         if curves.loss is None or curves.accuracy is None or xi is None or first is None or not before:
             return None
         length = before[-1].last_iteration - before[-1].first_iteration
         loss, accuracy = curves.loss, curves.accuracy
-        # Adam's bias is the same on all ranks, and cancels in the ratio.
-        share = (costs.mean_second_moment or 1.0) / own.mean_second_moment if own.mean_second_moment else 1.0
         return PhaseInputs(
             first,
             first + length,
@@ -330,6 +332,6 @@ class JobPlanner:
             loss.alpha2,
             accuracy.tau1_per_checkpoint,
             accuracy.tau2,
-            xi * share,
-            costs.parameters,
+            xi * self._share,
+            parameters,
         )

@@ -401,12 +401,13 @@ def commit_costs(
     iteration: int,
     stalls: Sequence[float],
     memory: Sequence[dict[str, float]] = ({}, {}),
+    moment: float = 1.0,
 ) -> None:
     """Commit a checkpoint in which every rank records what its own cost."""
     stores = [CheckpointStore(run_dir, rank, len(stalls), "run", 0) for rank in range(len(stalls))]
     stores[0].prepare()
     for store, stall, times in reversed(list(zip(stores, stalls, memory, strict=True))):
-        costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, 1.0, times))
+        costs = vars(RankCosts(iteration, 3, stall, 0.2, PARAMETERS, moment, times))
         scalars = {"planning": {"costs": costs}}
         store.write(Snapshot(iteration, Shard({}), scalars))
     assert stores[0].commit(iteration, WAIT_SECONDS, threading.Event()).committed
@@ -432,6 +433,36 @@ def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, 
     plan = with_replicas(tmp_path, journal, times)
     shown = plan.explanation["inputs"]["memory"]
     assert (shown["stall_seconds"], shown["replica_seconds"]) == (0.3, 2.0), "rank 0 knows its own better"
+
+
+def test_where_all_ranks_have_the_same_moments_the_theorem_takes_them(tmp_path: Path, journal: RankJournal) -> None:
+    """Adam's moments began as zeros: those of iteration 19 are smaller than those of 120."""
+
+    def biased(iteration: int) -> float:
+        return 1.0 - 0.999**iteration
+
+    commit_costs(tmp_path, 20, [0.02, 0.02], moment=biased(19))
+    accuracy = [
+        {
+            "iteration": 20 * count,
+            "checkpoints": count,
+            "line_cosine": 0.1,
+            "vitp_cosine": 1 - 0.5 * 0.9**count,
+            "mean_square_motion": 1e-6,
+        }
+        for count in range(3, 12)
+    ]
+    planner = JobPlanner(configured(tmp_path), 0, PARAMETERS, 0.999, lambda: accuracy, lambda: None)
+    planner.start(tmp_path, 2, journal)
+    written(journal)
+    # The longest phase of these tests ends.
+    for iteration in (20, 220):
+        planner.note(saved(iteration, moment=biased(iteration)))
+    planner.consider(situation(230, planner.first_plan({})))
+    plan = proposed(planner)
+    planner.close()
+    assert plan is not None
+    assert plan.explanation["inputs"]["phase"]["xi"] == pytest.approx(1.0)
 
 
 def phases_of(planner: JobPlanner) -> dict[str, Any]:
