@@ -14,6 +14,7 @@ An entry is a dict. Its form is plain data, from which it is made again without 
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -42,6 +43,7 @@ __all__ = [
 
 Form = list[Any]
 
+_ABSENT = object()
 _CONSTANT = (type(None), bool, str)
 _TREES = (dict, OrderedDict, list, tuple)
 _BASE = torch.optim.Optimizer.state_dict
@@ -88,7 +90,7 @@ class StateEntry:
         entry = self.entry
         return entry is None or (
             len(entry) == len(self._kept) + len(self._numbers)
-            and all(map(is_, map(entry.get, self._kept), self._kept.values()))
+            and all(map(is_, map(entry.get, self._kept, repeat(_ABSENT)), self._kept.values()))
         )
 
     def numbers(self, *, on_device: bool = False) -> dict[str, Any] | None:

@@ -4,32 +4,33 @@ Searched are the variables of the functions that are running and of their module
 installed package, and no part of Python. Objects of the user's own classes are searched, too.
 """
 
-import json
+import random
 import sys
 import sysconfig
 import types
+from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
-from cpsr.errors import ConfigError
-from cpsr.state.codec import encode
-from cpsr.state.user_objects import stateful
-
 __all__ = ["fingerprints"]
 
 DEPTH_MAX = 6
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+ELEMENTS_MAX = 10_000  # of one container
+SAMPLED_MAX = 1 << 20  # of one tensor
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Path)
 _CPSR = Path(__file__).resolve().parents[1]
 
 
 def fingerprints(saved: Iterable[Any]) -> dict[str, str]:
-    """Name of a variable -> a hash of its value, where that is plain data, tensors, or has a `state_dict`.
+    """Name of a variable -> a hash of its value, of those that have one.
 
     Args:
         saved: modules, optimizers and other objects that are left out, because a checkpoint contains them.
@@ -77,8 +78,13 @@ class _Search:
                 if depth:
                     self.variables(parts, f"{prefix}{name}.", depth - 1)
                 continue
-            if (hashed := self._hash(value)) is not None:
-                self.found[f"{prefix}{name}"] = hashed
+            hashed = xxhash.xxh3_64()
+            try:
+                known = self._feed(hashed, value, 2 * DEPTH_MAX)  # a mapping and its items are two levels
+            except Exception:  # noqa: BLE001 - a user's object may raise anything; it then has no fingerprint
+                known = False
+            if known:
+                self.found[f"{prefix}{name}"] = hashed.hexdigest()
 
     def _parts(self, value: Any) -> dict[str, Any] | None:
         """What is hashed one by one: attributes of a user's object, parts of a loader; None: the value as a whole."""
@@ -98,27 +104,50 @@ class _Search:
             dict(vars(value)) if searched and not hasattr(value, "state_dict") and hasattr(value, "__dict__") else None
         )
 
-    def _hash(self, value: Any) -> str | None:
-        if id(value) in self._parameters:
-            return None
-        try:
-            tree, tensors = encode(_state_of(value))
-        except Exception:  # noqa: BLE001 - a user's object may raise anything; it then has no fingerprint
-            return None
-        hashed = xxhash.xxh3_64(json.dumps(tree).encode())
-        for key, tensor in tensors.items():
-            hashed.update(f"{key}{tensor.dtype}{tuple(tensor.shape)}".encode())
-            packed = tensor.reshape(-1).clone(memory_format=torch.contiguous_format)  # of a stride that is known
-            hashed.update(packed.view(torch.uint8).numpy().tobytes())
-        return hashed.hexdigest()
+    def _feed(self, hashed: Any, value: Any, depth: int) -> bool:
+        """Add a value to a hash; returns whether there was anything to add."""
+        value = _state_of(value)
+        if isinstance(value, _PLAIN):
+            hashed.update(f"{type(value).__name__}:{value!r};".encode())
+            return True
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._parameters or value.layout != torch.strided or value.is_meta:
+                return False
+            value = getattr(value, "_local_tensor", value).detach()  # of a DTensor
+            sampled = value.reshape(-1)[:: max(1, value.numel() // SAMPLED_MAX)].cpu().contiguous()
+            hashed.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            hashed.update(sampled.view(torch.uint8).numpy().tobytes() if sampled.numel() else b"")
+            return True
+        if isinstance(value, numpy.ndarray | numpy.generic):
+            array = numpy.asarray(value)
+            sampled_array = numpy.ascontiguousarray(array.reshape(-1)[:: max(1, array.size // SAMPLED_MAX)])
+            hashed.update(f"{array.dtype}{array.shape}".encode() + sampled_array.tobytes())
+            return not array.dtype.hasobject
+        if isinstance(value, set | frozenset) and all(isinstance(one, _PLAIN) for one in value):
+            value = sorted(map(repr, value))
+        elif _is_users_class(type(value)) and hasattr(value, "__dict__"):
+            value = vars(value)
+        if not depth or not isinstance(value, Mapping | list | tuple | deque):
+            return False
+        parts = list(islice(value.items() if isinstance(value, Mapping) else value, ELEMENTS_MAX))
+        hashed.update(f"{type(value).__name__}{len(value)};".encode())
+        known = [self._feed(hashed, part, depth - 1) for part in parts]
+        return any(known) or not parts
 
 
 def _state_of(value: Any) -> Any:
     """The state of a generator or of an object with a `state_dict`; otherwise the value itself."""
-    try:
-        return stateful("", value).state_dict()
-    except ConfigError:
-        return value
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, numpy.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, numpy.random.RandomState):
+        return value.get_state()
+    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
+        return value.state_dict()
+    return value
 
 
 def _is_users_class(kind: type) -> bool:

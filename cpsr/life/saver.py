@@ -17,7 +17,7 @@ from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Ending, Job, Rewind
-from cpsr.journal import CheckpointRow, RankJournal
+from cpsr.journal import Beginning, CheckpointRow, RankJournal
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.memory_snapshots import MemorySnapshots
 from cpsr.peers.host_memory import HostMemory
@@ -93,6 +93,9 @@ class Saver:
         self._experts = experts
         self._writes = writes
         self._all_experts = True  # until a checkpoint of this attempt has them, none can be left out
+        # The engine may have younger experts than the checkpoint of its iteration, if there is one.
+        older = restored.beginning is Beginning.OLDER_EXPERTS or any(one.tier == "memory" for one in restored.sources)
+        self._whole_iteration = None if older else restored.restored_iteration  # if the last checkpoint has all experts
         self.memory = MemorySnapshots(job, memory, planner, experts, self._small, restored.restored_iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two checkpoints that were begun
@@ -147,6 +150,7 @@ class Saver:
             return None
         chosen = self._experts.choose(iteration, whole=whole or self._all_experts)
         self._all_experts = False
+        self._whole_iteration = iteration if chosen is None else None
         return chosen
 
     def _contents(self, chosen: frozenset[str] | None) -> Contents:
@@ -254,7 +258,7 @@ class Saver:
         """Wait until this iteration is committed as a whole, saving it first if necessary; a collective."""
         self.finish()
         committed = self._is_committed(iteration)
-        if committed and self._experts is None:
+        if committed and (self._experts is None or iteration == self._whole_iteration):
             return True
         self.store.attempt += 1  # a save of this iteration may have been abandoned just now
         if committed:  # perhaps with older experts

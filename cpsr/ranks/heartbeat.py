@@ -428,6 +428,8 @@ class Liveness:
             self._known[rank] = heartbeat
         if rank not in self._locked and self._files.is_locked(rank):
             self._locked.add(rank)
+        if heartbeat != before and self._ended.pop(rank, None) is not None:
+            self._locked.discard(rank)  # it beats without: a process that closes a file loses its locks on that
         if heartbeat == before and self._is_gone(rank):
             return GivenUp(f"the process of rank {rank} has ended, and the training thread has not noticed", rank)
         # If this rank's own beats fail too, the file system may be the cause, and not the other rank.

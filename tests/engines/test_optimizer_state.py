@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cpsr.engines import TorchAdapter
+from cpsr.engines.optimizer_entry import StateEntry
 from cpsr.engines.optimizer_state import learning_rate
 from cpsr.errors import RunMismatchError, UnsupportedEngineError
 from cpsr.state import codec
@@ -194,6 +195,15 @@ def test_optimizers_of_other_packages_resume_bitwise(case: str, at: int, tmp_pat
 def test_a_path_on_the_disk_is_of_one_item() -> None:
     job = Job(lambda module: Nested(module.parameters()))
     assert set(job.adapter.shard().operators["up.weight"].moments) == {"x%2Ey%2Fz", "#7", "mask"}
+
+
+def test_an_item_in_the_place_of_another_is_seen() -> None:
+    """Also of an item that is None, as one that is absent appears to be."""
+    entry: dict[str, Any] = {"before": None, "moment": torch.zeros(2)}
+    known = StateEntry(entry, torch.device("cpu"), "AdamW")
+    assert known.same()
+    entry["after"] = entry.pop("before")
+    assert not known.same()
 
 
 def test_unsaveable_state_is_refused_by_name() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from cpsr import CPSRRecovery
+from cpsr.checkpoint.manifest import step_name
 from cpsr.config import ExpertsConfig
 from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.token_counts import MixtureOfExperts
@@ -295,3 +297,20 @@ def test_ranks_choose_alike(tmp_path: Path) -> None:
     assert age == -1
     assert portion == 3 / (3 * 16)
     assert [units and len(units) for units in first["moetion"][0]] == [None, 4, 4]
+
+
+def test_a_loop_that_ends_at_a_whole_checkpoint_keeps_it(tmp_path: Path) -> None:
+    """Only sparse ones are replaced by a whole one at the end; meanwhile a kill would leave no checkpoint at all."""
+    model = Model((3, 2))
+    adapter = TorchAdapter(
+        model, optimizer := torch.optim.AdamW(model.parameters()), experts=MixtureOfExperts(counts_of)
+    )
+    checkpoint = {"interval_iterations": 5, "shared_memory": False}
+    settings = {"run_dir": tmp_path, "checkpoint": checkpoint, "experts": {"policy": "sequential"}}
+    with CPSRRecovery(adapter, settings) as recovery:
+        for _ in recovery.resume([0] * 5, epochs=1):
+            optimizer.zero_grad()
+            model(((1, 1, 1), (2, 1))).backward()
+            optimizer.step()
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert [name for name in names if "5" in name and not name.startswith(".")] == [step_name(5)]

@@ -1,5 +1,6 @@
 """Ranks that are stopped, hang, or have ended are noticed, all leave, and nothing healthy is."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ STEP_SECONDS = 1.0
 # From the end of a timeout to that of the process, on a busy machine; the timeout itself must have passed.
 LATE_SECONDS = 5.0
 # After so long rank 0 has seen the locks of the others: only then their end shows.
+WAIT_SECONDS = 60.0
 SEEN_SECONDS = 2 * BEAT_SECONDS
 HEARD = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
 MOVING = {"heartbeat_timeout_seconds": 10.0, "step_timeout_seconds": STEP_SECONDS}
@@ -185,6 +187,31 @@ def test_locks_that_stay_on_one_machine_end_no_job(tmp_path: Path, monkeypatch: 
     watch.files.write(1, Heartbeat(2, None, 0, Phase.TRAINING))
     assert all(watch.look(0, 1.0) is None for _ in range(40))  # it beats late
     assert "rank 1 sent no heartbeat" in str([watch.look(0, 1.0) for _ in range(30)][-1])
+
+
+def _hold(files: HeartbeatFiles) -> None:
+    files.hold(1)
+    time.sleep(WAIT_SECONDS)
+
+
+def test_a_rank_that_beats_without_its_lock_is_judged_by_its_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that copies the run directory closes the rank's own file, and with it the lock."""
+    monkeypatch.setattr("cpsr.ranks.heartbeat.NOTICE_SECONDS", 3600.0)
+    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=60.0)
+    locked = multiprocessing.get_context("fork").Process(target=_hold, args=(watch.files,))
+    locked.start()
+    while not watch.files.is_locked(1):
+        time.sleep(0.01)
+    assert watch.look(0, 1.0) is None
+    locked.kill()
+    locked.join()
+    assert watch.look(0, 1.0) is None  # the first late beat
+    watch.files.write(1, Heartbeat(1, None, 0, Phase.TRAINING))
+    assert watch.look(0, 1.0) is None
+    monkeypatch.setattr("cpsr.ranks.heartbeat.NOTICE_SECONDS", 0.0)
+    assert all(watch.look(0, 1.0) is None for _ in range(20))
 
 
 def test_steps_are_awaited_from_the_first_on_and_not_by_busy_ranks(tmp_path: Path) -> None:
