@@ -7,7 +7,7 @@ TORCH := torch==2.13.0
 # Python compiles what is imported, when it is: compiling all that torch brings takes longer than to unpack it.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo check types docs pages pictures test test-slow matrix test-benchmarks bench-stall bench-overhead bench-recovery bench-predictor clean
+.PHONY: demo check types docs pages pictures test test-slow matrix bench-stall bench-overhead bench-recovery bench-predictor clean
 
 demo: $(STAMP)
 	$(BIN)/cpsr demo --run-dir runs/demo
@@ -44,17 +44,14 @@ pages: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python -m docs.site.pictures
 
-# With the judge of the fault campaign. Ranks wait for each other and for disks, so that four tests at a time end sooner on
+# With the benchmarks' own tests. Ranks wait for each other and for disks, so that four tests at a time end sooner on
 # two cores; those of a file share lives, and stay together.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses 4 --dist loadfile --no-loadscope-reorder \
-	  tests benchmarks/tests/faults
+	  tests benchmarks/tests
 
 test-slow: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
-
-test-benchmarks: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" benchmarks/tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests benchmarks/tests
 
 # By hand: each Python and torch of docs/versions.md, with what pip finds today. PYTHONS="/path/python3.12 ..."
 matrix: $(STAMP)

@@ -1,21 +1,18 @@
-"""The arithmetic of stalls, how memory is measured, and that a tiny run leaves everything behind."""
+"""The arithmetic of stalls, other packages, and that a tiny run leaves everything behind."""
 
 import json
-import mmap
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from cpsr.benchmarks.harness.processes import MemoryPeak
+from cpsr.benchmarks.stall import trial
 from cpsr.benchmarks.stall.job import Size
 from cpsr.benchmarks.stall.measure import Block, SizeSamples
 from cpsr.benchmarks.stall.result import SizeResult, summarise
 from cpsr.benchmarks.stall.rivals import ROSTER, Entry, installed
 from cpsr.benchmarks.stall.run import main
-from cpsr.benchmarks.stall.trial import Trial, family_bytes, try_method
+from cpsr.benchmarks.stall.trial import Trial, try_method
+from cpsr.benchmarks.tests.recovery.tiny import called_here
 from tests.device import DEVICE
 
 MIB = 2**20
@@ -56,6 +53,7 @@ def test_an_aim_is_met_or_missed() -> None:
     assert list(result(ours=0.5, dcp=0.8).aims().values()) == [True, True]  # nothing to compare with: no third aim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", RIVALS, ids=lambda entry: entry.name)
 def test_another_package_saves_and_leaves_nothing_behind(entry: Entry, tmp_path: Path) -> None:
     if not installed(entry):
@@ -67,24 +65,10 @@ def test_another_package_saves_and_leaves_nothing_behind(entry: Entry, tmp_path:
     assert not {path for path in set(Path("/dev/shm").iterdir()) - shared if "cpsr-bench" in path.name}
 
 
-def test_memory_of_children_counts_and_shared_memory_counts_once() -> None:
-    hold = "import sys; kept = bytearray(b'x') * (64 * 2**20); print(flush=True); sys.stdin.read()"
-    with MemoryPeak(family_bytes, 0.01) as memory:
-        with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            child.stdout.readline()
-            deadline = time.monotonic() + 10  # a busy machine may take no sample while the child is there
-            while memory.peak_bytes - memory.before_bytes <= 60 * MIB and time.monotonic() < deadline:
-                time.sleep(0.01)
-        assert family_bytes() - memory.before_bytes < 30 * MIB
-    assert memory.peak_bytes - memory.before_bytes > 60 * MIB
-    with mmap.mmap(-1, 64 * MIB) as shared:
-        shared.write(b"x" * (64 * MIB))
-        assert 60 * MIB < family_bytes() - memory.before_bytes < 90 * MIB
-
-
-@pytest.mark.slow
-def test_a_tiny_run_leaves_figures_and_cleans_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_run_leaves_figures_and_cleans_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "in_own_process", called_here)
     path, workdir = tmp_path / "out" / "stall.json", tmp_path / "work"
     roster = [
         *(BY_NAME[name] for name in METHODS),

@@ -2,25 +2,23 @@
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy import stats
 
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery import measure, tune
 from cpsr.benchmarks.recovery.ending import final_loss, worths
-from cpsr.benchmarks.recovery.grid import Point
+from cpsr.benchmarks.recovery.grid import Cell, Point
 from cpsr.benchmarks.recovery.lost import lost_part
 from cpsr.benchmarks.recovery.measure import Outcome, outcomes_at
 from cpsr.benchmarks.recovery.methods import Failure, form
+from cpsr.benchmarks.recovery.result import Group, Sample, differences, mean_of, summarise
 from cpsr.benchmarks.recovery.run import main
 from cpsr.benchmarks.recovery.selection import FULL, QUICK, selection
 from cpsr.benchmarks.recovery.trainer import Trainer
@@ -31,10 +29,10 @@ from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError, CPSRError
 from cpsr.fitter.end_cost import IterationWorth
 
+HORIZON = 40
 POINT = Point(interval=50, fraction=0.5, checkpoint=450, failure=488)
 WORTH = IterationWorth(2e-5, 1e-6, TINY.iterations)
 SMALL = Workload("small", lambda: GPTTask(GPTConfig(layers=3, heads=1, width=8, context=16)), "cosine", 1e-2, 100)
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -60,21 +58,6 @@ def end_gap(run: Trajectory, trainer: Trainer) -> float:
     """Final loss over that of the fault-free run."""
     trainer.train_to(TINY.iterations)
     return float((trainer.final_losses() - run.final_losses()).mean())
-
-
-@pytest.mark.slow
-def test_a_killed_benchmark_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    command = [sys.executable, "-m", "cpsr.benchmarks.tests.recovery.tiny", str(killed)]
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
-    while len(list(killed.glob("*/points/*/*.json"))) < 3:
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    main(SELECTION, killed, tmp_path / "killed.json", 1)
-    main(SELECTION, whole, tmp_path / "whole.json", 1)
-    assert measured(tmp_path / "killed.json") == measured(tmp_path / "whole.json")
 
 
 def test_a_call_leaves_figures_and_a_finished_one_measures_nothing_again(
@@ -221,3 +204,30 @@ def test_the_best_rate_has_two_on_either_side_and_is_kept(tmp_path: Path) -> Non
         assert 2 <= peaks.index(setting["best_peak_learning_rate"]) <= len(peaks) - 3
     tune.main(chosen, 2, tmp_path / "cache", workers=1)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == times
+
+
+def scored(method: str, cost: float | None, checkpoint: int, seed: int = 0) -> Outcome:
+    point = Point(50, 0.5, checkpoint, checkpoint + HORIZON)
+    return Outcome(method, TINY.name, seed, point, cost != HORIZON, "", None if cost is None else 0.0, cost)
+
+
+def test_costs_are_divided_by_the_horizon_counted_and_paired_by_failure() -> None:
+    costs = [(10.0, 30.0), (-10.0, 20.0), (20.0, 34.0), (40.0, 16.0)]
+    of = [scored("line", line, 500 + 100 * seed, seed) for seed, (line, _) in enumerate(costs)]
+    of += [scored("stale", stale, 500 + 100 * seed, seed) for seed, (_, stale) in reversed([*enumerate(costs)])]
+    of.append(scored("line", None, 900))
+    asked = dataclasses.replace(SELECTION, intervals=(50,), fractions=(0.5,), methods=("line", "stale"))
+    means = summarise(asked, of)
+    for group in (Group("line"), Group("line", "all", TINY.name, 0.5, 50)):
+        line = means[group]
+        assert (line.cells, line.diverged, line.declined) == (1, 1, 1)
+        assert (line.end_cost.value, line.of_all_horizons) == pytest.approx((0.375, 0.375))
+    assert mean_of(differences(of, "line", "stale")).value == pytest.approx(-10 / HORIZON)
+
+
+def test_failures_of_one_seed_count_as_one_and_two_seeds_give_no_interval() -> None:
+    values, cell = [1.0, 2.0, 4.0], Cell("tiny", 50, 0.5)
+    found = mean_of([Sample(cell, seed, value) for seed, value in enumerate(values) for _ in range(20)])
+    expected = stats.t.interval(0.95, 2, numpy.mean(values), stats.sem(values))
+    assert (found.value, found.low, found.high) == pytest.approx((numpy.mean(values), *expected))
+    assert mean_of([Sample(cell, seed, 1.0) for seed in range(2)]).low is None
