@@ -14,14 +14,7 @@ __all__ = ["main"]
 
 
 def main(run_dir: Path, pairs: int, interval_iterations: int, alone: bool) -> dict[str, Any] | None:
-    """Measure on every rank; rank 0 returns what it saw.
-
-    Args:
-        run_dir: of the job.
-        pairs: of blocks, an even number.
-        interval_iterations: between snapshots.
-        alone: one process of plain torch instead.
-    """
+    """Measure on every rank; rank 0 returns what it saw."""
     adapter, loader, step = torch_job(BATCH) if alone else zero_job(run_dir)
     checkpoint = {"interval_iterations": NEVER_ITERATIONS}
     with CPSRRecovery(adapter, {"run_dir": run_dir, "mode": "exact", "checkpoint": checkpoint}) as recovery:

@@ -72,8 +72,7 @@ def main(
         call.console.print(
             f"Medians of {rounds} with 95% bootstrap intervals; the raw way hashes nothing and keeps no file."
         )
-        for aim, met in aims.items():
-            call.judge(aim, met)
+        call.judge(aims)
         call.leave({"rounds": rounds, "sizes": sizes, "aims": aims})
 
 

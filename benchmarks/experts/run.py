@@ -83,8 +83,7 @@ def main(json_path: Path | None = None) -> None:
             for size in found
             if (aim := SAVED_AIMS.get((size.shape, size.policy))) is not None
         }
-        for aim_text, met in aims.items():
-            call.judge(aim_text, met)
+        call.judge(aims)
         call.leave({"aims": aims, "sizes": [asdict(size) for size in found], "rank_bytes": busiest})
 
 

@@ -74,10 +74,6 @@ PARTS: dict[str, Part] = {
 def campaign(directory: Path, parts: Sequence[tuple[str, int]]) -> Iterator[Outcome]:
     """Run parts in a process of their own, and give what they find as it comes.
 
-    Args:
-        directory: for the runs.
-        parts: names, and of which only every so many faults.
-
     Raises:
         CPSRError: the process failed; the message ends with what it wrote last.
     """

@@ -26,11 +26,6 @@ def kill_everywhere(work: Work, directory: Path, every: int = 1) -> Iterator[Out
     A process that SIGKILL meets on entering a call does not carry it out: it dies after the call before. What is there
     after the last one is what the whole work leaves, which is judged first.
 
-    Args:
-        work: what is interrupted.
-        directory: for the runs; it is removed again.
-        every: only every so many calls.
-
     Raises:
         CPSRError: the work does not even succeed without a fault, or strace is absent.
     """

@@ -35,13 +35,6 @@ def restart_under(
 ) -> Iterator[Outcome]:
     """Let one call of a restart fail: it loads the right state or refuses, and the next restart finds everything.
 
-    Args:
-        error: name of the errno.
-        directory: for the runs; it is removed again.
-        every: only every so many calls.
-        prepare: makes the run.
-        work: the restart; None: `restart`.
-
     Raises:
         CPSRError: strace is absent.
     """

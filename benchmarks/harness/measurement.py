@@ -81,9 +81,10 @@ class Measurement:
             table.add_row(*row)
         print_table(self.console, table)
 
-    def judge(self, aim: str, met: bool) -> None:
-        """Print an aim, and whether it is met."""
-        self.console.print(f"{verdict(met)}  {aim}")
+    def judge(self, aims: Mapping[str, bool]) -> None:
+        """Print each aim, and whether it is met."""
+        for aim, met in aims.items():
+            self.console.print(f"{verdict(met)}  {aim}")
 
     def leave(self, figures: Mapping[str, Any], plot: "Figure | None" = None) -> None:
         """Name the machine; write the figures as JSON, and the plot beside them.

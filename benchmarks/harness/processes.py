@@ -15,10 +15,9 @@ import torch
 from cpsr.demo.device import CUDA
 from cpsr.errors import CPSRError
 
-__all__ = ["MemoryPeak", "Workers", "default_workers", "in_own_process", "own_bytes", "wait_for"]
+__all__ = ["MemoryPeak", "Workers", "default_workers", "in_own_process", "own_bytes", "status_bytes", "wait_for"]
 
 DEFAULT_WORKERS = 2
-STATUS = Path("/proc/self/status")
 # A piece of 2 MiB takes about 0.1 ms to combine, so that a peak is not one moment but hundreds of pieces long.
 SAMPLE_SECONDS = 0.005
 KIBIBYTE = 1024
@@ -160,9 +159,14 @@ class MemoryPeak:
 
 
 def own_bytes() -> int:
-    """Resident memory of this process that is no mapped file (RssAnon), from Linux's `/proc/self/status`."""
-    lines = STATUS.read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * KIBIBYTE for line in lines if line.startswith("RssAnon"))
+    """Resident memory of this process that is no mapped file."""
+    return status_bytes("RssAnon")
+
+
+def status_bytes(name: str, pid: int | None = None) -> int:
+    """A figure of Linux's `/proc/<pid>/status`, by default of this process."""
+    lines = Path(f"/proc/{pid or 'self'}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * KIBIBYTE for line in lines if line.startswith(f"{name}:"))
 
 
 def wait_for(device: str) -> None:

@@ -143,11 +143,6 @@ def summarise(variant: str, runs: Sequence[Sequence[Pair]], aim: float) -> Varia
 
     Two neighbouring pairs have opposite orders and are taken together: a machine that speeds up or slows down steadily
     cancels out.
-
-    Args:
-        variant: its name.
-        runs: an even number of pairs each, in the order they ran.
-        aim: what the overhead should be below.
     """
     overheads = [_overheads(run) for run in runs]
     return VariantResult(

@@ -25,14 +25,7 @@ Job = tuple[EngineAdapter, Iterable[Any], Callable[[Any], None]]
 
 
 def main(run_dir: Path, pairs: int, kind: str, alone: bool = False) -> list[dict[str, Any]] | None:
-    """Measure blocks with CPSR and without on every rank; rank 0, which also keeps the journal, returns what it saw.
-
-    Args:
-        run_dir: of the job.
-        pairs: of blocks, an even number.
-        kind: of the device that it trains on.
-        alone: one process of plain torch.
-    """
+    """Measure blocks with CPSR and without on every rank; rank 0, which also keeps the journal, returns what it saw."""
     adapter, loader, step = torch_job(ALONE_BATCH, kind) if alone else zero_job(run_dir)
     config = {"run_dir": run_dir, "checkpoint": {"interval_iterations": NEVER_ITERATIONS}}
     with CPSRRecovery(adapter, config) as recovery:

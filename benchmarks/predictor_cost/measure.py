@@ -144,10 +144,6 @@ def training_seconds(config: GPTConfig, device: str) -> float:
     """Seconds of five iterations: forward, backward and AdamW in float32, one sequence of 256 tokens a batch.
 
     Takes 16 bytes a parameter of the device's memory, and the activations.
-
-    Args:
-        config: shape of the model.
-        device: `cpu` or `cuda`.
     """
     torch.manual_seed(0)
     model = GPT(config).to(device)

@@ -70,8 +70,7 @@ def main(
             f"one short sequence, on the {device}; all else is the CPU's."
         )
         for result in results:
-            for aim, met in result["aims"].items():
-                call.judge(f"{result['method']}: {aim}", met)
+            call.judge({f"{result['method']}: {aim}": met for aim, met in result["aims"].items()})
         figures = {
             "model": asdict(config),
             "parameters": history.parameters,
@@ -83,12 +82,7 @@ def main(
 
 
 def result_of(samples: MethodSamples, training: float) -> dict[str, Any]:
-    """The figures of one method as plain data, what is shown of them, and whether each aim is met.
-
-    Args:
-        samples: at least one turn.
-        training: seconds of five training iterations.
-    """
+    """The figures of one method as plain data, what is shown of them, and whether each aim is met."""
     both, read = samples.both_seconds, samples.read_seconds
     rate = median_interval([samples.used_bytes / seconds for seconds in both])
     reading = median_interval([samples.used_bytes / seconds for seconds in read])

@@ -50,12 +50,6 @@ def worths(
 ) -> dict[str, IterationWorth]:
     """What one more iteration is worth, by the workload's name, from trainings of other lengths with the same seeds.
 
-    Args:
-        own: final losses of those of the workload's own length.
-        cache: keeps the endings.
-        workers: processes that train.
-        tick: called with the number of trainings done, and of all.
-
     Raises:
         CPSRError: a workload's trainings do not show that a longer one ends lower, or one of them diverged.
     """

@@ -53,15 +53,7 @@ class Point:
 
 
 def points(iterations: int, interval: int, fraction: float, count: int, lost: PartName = "all") -> list[Point]:
-    """The first `count` failure points of a cell; the first ones stay when more are taken.
-
-    Args:
-        iterations: of the whole training.
-        interval: iterations between checkpoints.
-        fraction: of the training done at the failure.
-        count: how many.
-        lost: the part of the state that they take.
-    """
+    """The first `count` failure points of a cell; the first ones stay when more are taken."""
     found: list[Point] = []
     index = 0
     while len(found) < count:

@@ -57,12 +57,7 @@ def lost_part(lost: PartName, survived: State, draw: int) -> LostPart:
 
 
 def lost_spans(numels: Mapping[str, int], lost: PartName, draw: int) -> Spans:
-    """Which elements are lost.
-
-    Args:
-        numels: elements of each parameter, in the model's order.
-        lost: the part.
-        draw: chooses among the shards.
+    """Which elements are lost of parameters in the model's order; `draw` chooses among the shards.
 
     Raises:
         ConfigError: a stage is lost of a model without transformer blocks.

@@ -54,12 +54,6 @@ class Outcome:
 def outcomes_at(trajectory: Trajectory, point: Point, methods: tuple[str, ...], worth: IterationWorth) -> list[Outcome]:
     """Measure methods at one failure, or read what was measured before with the same predictors.
 
-    Args:
-        trajectory: the run that fails.
-        point: where it fails.
-        methods: their names.
-        worth: of an iteration of the workload.
-
     Raises:
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """

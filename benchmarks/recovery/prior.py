@@ -226,16 +226,7 @@ def collect(
     workers: Workers,
     tick: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
-    """Measure every failure of every run, or read what was measured before; one row a failure.
-
-    Args:
-        runs: that fail.
-        failures: of each run.
-        settings: drawn at each.
-        cache: of the fault-free runs and of what was measured.
-        workers: processes that measure.
-        tick: called with the number of failures done.
-    """
+    """Measure every failure of every run, or read what was measured before; one row a failure."""
     asked = [_Asked(run, index, settings, cache) for index in range(failures) for run in runs]
     return workers.each(_measured, asked, tick)
 

@@ -143,10 +143,6 @@ def _straightness(row: Mapping[str, Any]) -> float:
 def fit(recoveries: Recoveries, source: Mapping[str, Any]) -> Table:
     """Mean and covariance of the coefficients over runs.
 
-    Args:
-        recoveries: with settings drawn at random, all in the line's direction.
-        source: kept with the table.
-
     The mean is a robust ridge regression over all recoveries: `b` over all R runs, and `b_r` without run r. A run's own
     coefficients are `b - (R - 1) (b_r - b)`, as for a mean over runs. Their covariance, once more for the error of the
     mean, is what a new run may differ by.

@@ -56,16 +56,6 @@ def selection(
 ) -> Selection:
     """The quick or the full selection, with what an option says in place of its own; names are comma-separated.
 
-    Args:
-        full: start from the whole grid.
-        points: failure points in each cell and seed.
-        seeds: how many.
-        workloads: names.
-        methods: names.
-        intervals: iterations between checkpoints.
-        lost: parts of the state.
-        device: `cpu` or `cuda`.
-
     Raises:
         ConfigError: a name is unknown, or a workload's weights are not kept at some interval.
     """

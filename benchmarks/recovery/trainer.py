@@ -102,12 +102,6 @@ class Trainer:
 
     States and losses are on the CPU, wherever it trains. On a GPU this process computes with torch's deterministic
     algorithms from then on.
-
-    Args:
-        workload: what is trained, and its schedule.
-        task: the workload's task, built once for many trainers.
-        seed: of the initial weights and the batches.
-        device: `cpu` or `cuda`.
     """
 
     def __init__(self, workload: Workload, task: Task, seed: int, device: str = CPU) -> None:

@@ -157,13 +157,7 @@ class Trajectory:
 
 
 class CachedHistory:
-    """Checkpoints of a run, read from its memory-mapped file (a `History`).
-
-    Args:
-        workload: whose schedule gives the times.
-        path: the file, which holds the weights of an iteration as `weights/<iteration>/<operator>`.
-        iterations: of the checkpoints, ascending.
-    """
+    """Checkpoints of a run, read from its memory-mapped file (a `History`)."""
 
     def __init__(self, workload: Workload, path: Path, iterations: range) -> None:
         self.entries = tuple(HistoryEntry(at, workload.times[at], workload.learning_rate(at)) for at in iterations)

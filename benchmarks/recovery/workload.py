@@ -125,12 +125,7 @@ _TEXTS: dict[str, Callable[[], _Text]] = {
 
 
 class GPTTask:
-    """Next-byte prediction (a `Task`); a batch is `(8, context + 1)` int64 windows at random places.
-
-    Args:
-        config: of the model.
-        text: of Python's library, torch's C++ headers, Python's documentation, or packages' descriptions.
-    """
+    """Next-byte prediction (a `Task`); a batch is `(8, context + 1)` int64 windows at random places."""
 
     def __init__(self, config: GPTConfig, text: str = "library") -> None:
         self._config = config

@@ -116,4 +116,4 @@ def _show(call: Measurement, found: list[dict[str, Any]]) -> None:
         shortest = (one["mtbf_minutes"], one["restart"]) == (MTBF_MINUTES[0], "measured")
         if one["system"].startswith("windows") and shortest:
             what = f"{one['system']} at {MTBF_MINUTES[0]} minutes: {one['ettr']:.4f}, aim {AIM:g}"
-            call.judge(what, one["ettr"] >= AIM)
+            call.judge({what: one["ettr"] >= AIM})

@@ -87,14 +87,7 @@ def train_alone(shape: Shape, iterations: int) -> list[float]:
 
 
 def live(run_dir: Path, settings: Mapping[str, Any], shape: Shape, until: int) -> tuple[list[float], int]:
-    """Seconds of each step of a run under CPSR, and the bytes of its weights and moments.
-
-    Args:
-        run_dir: of the run.
-        settings: more of the configuration.
-        shape: of the model.
-        until: the last iteration.
-    """
+    """Seconds of each step of a run under CPSR, and the bytes of its weights and moments."""
     torch.set_num_threads(1)
     model, seconds = _model(shape), list[float]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

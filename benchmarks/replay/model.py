@@ -45,13 +45,8 @@ class _Routed(nn.Module):
 class MixtureGPT(nn.Module):
     """The dense model with copies of every second feed-forward layer as experts, each initialised by itself.
 
+    `seed` is of the experts' initial weights alone; those of the rest come from torch's default generator.
     `forward(windows)` is the mean cross-entropy in nats a byte, in training with the loss that balances the experts.
-
-    Args:
-        mixture: its shape.
-        rank: this process's place among the ranks, which share the experts.
-        ranks: how many.
-        seed: of the experts' initial weights; those of the rest come from torch's default generator.
     """
 
     def __init__(self, mixture: Mixture, rank: int, ranks: int, seed: int) -> None:
@@ -84,13 +79,7 @@ def _initialise(moe: MoE, rank: int, seed: int, place: int) -> None:
 
 
 class Data:
-    """What one rank trains on: `(windows, context + 1)` int64.
-
-    Args:
-        mixture: how many bytes the model sees, and of how many windows.
-        rank: this process.
-        ranks: that share every batch.
-    """
+    """What one rank trains on: `(windows, context + 1)` int64."""
 
     def __init__(self, mixture: Mixture, rank: int, ranks: int) -> None:
         self._context, self._batch_windows = mixture.context, mixture.batch_windows

@@ -59,11 +59,6 @@ class _Model(nn.Module):
 def repeated_seconds(kind: str, rounds: int, tokens: int) -> dict[str, list[float]]:
     """Seconds of whole steps and of repeated ones, which take turns; in a process of its own, with one thread.
 
-    Args:
-        kind: of `KINDS`.
-        rounds: steps of each sort.
-        tokens: of a step.
-
     Raises:
         CPSRError: nothing was left out.
     """

@@ -96,7 +96,7 @@ def _costs(
     call.table("a step, over one without CPSR", ("snapshots", "step, ms", "ratio"), rows)
     for name, ratio in ratios.items():
         if name.startswith("windows"):
-            call.judge(f"{name}: {ratio.value:.3f} of a step, aim {AIM:g}", ratio.value < AIM)
+            call.judge({f"{name}: {ratio.value:.3f} of a step, aim {AIM:g}": ratio.value < AIM})
     plain = {name: asdict(ratio) for name, ratio in ratios.items()}
     return {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": found, "ratios": plain}
 

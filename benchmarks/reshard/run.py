@@ -59,8 +59,7 @@ def main(
             ),
             "faster than torch's DCP": all(row["over_dcp"]["value"] < 1 for row in rows),
         }
-        for aim, met in aims.items():
-            call.judge(aim, met)
+        call.judge(aims)
         call.leave({"width": width, "layers": layers, "rounds": rounds, "cases": rows, "aims": aims})
 
 

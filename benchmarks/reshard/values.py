@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cpsr.benchmarks.harness.processes import status_bytes
 from cpsr.errors import CPSRError
 
 __all__ = ["KINDS", "MOMENTS", "fill", "forget_files", "holds", "measured", "parameter_shapes"]
@@ -87,12 +88,12 @@ def measured(steps: Iterator[Any]) -> dict[str, Any]:
         forget_files(place)
     gc.collect()
     dist.barrier()
-    before = _resident("VmRSS")
+    before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak counts from here on
     started = perf_counter()
     disk_bytes = next(steps)
     seconds = perf_counter() - started
-    peak = _resident("VmHWM") - before
+    peak = status_bytes("VmHWM") - before
     if not next(steps):
         raise CPSRError(f"rank {dist.get_rank()} has loaded other values than were saved")
     return {"seconds": seconds, "disk_bytes": disk_bytes, "part_bytes": part_bytes, "peak_bytes": peak}
@@ -106,8 +107,3 @@ def forget_files(place: Path) -> None:
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))

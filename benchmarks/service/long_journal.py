@@ -24,14 +24,7 @@ JOB = PlannerInputs(ITERATION_SECONDS, 0.9, 5.0, 1 / 43200, CURVE)
 
 
 def fill(run_dir: Path, steps: int, checkpoints: int, on_rows: Callable[[int], None]) -> None:
-    """Write a run's journal with so many steps and checkpoints, every one of them kept.
-
-    Args:
-        run_dir: is made.
-        steps: number of rows.
-        checkpoints: number of rows, evenly among the steps.
-        on_rows: called with the number of rows that are there.
-    """
+    """Write a run's journal with so many steps and checkpoints, every one of them kept."""
     run_dir.mkdir(parents=True)
     _record_plans(run_dir / "journal.db", steps)
     _fill(run_dir / "journal.db", steps, checkpoints, on_rows)

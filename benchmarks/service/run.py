@@ -11,10 +11,9 @@ from typing import Any
 
 import httpx
 import numpy
-import psutil
 
 from cpsr.benchmarks.harness.measurement import measuring
-from cpsr.benchmarks.harness.processes import in_own_process
+from cpsr.benchmarks.harness.processes import in_own_process, status_bytes
 from cpsr.benchmarks.harness.ranks import end_ranks, log_tail, start_job
 from cpsr.benchmarks.service.long_journal import fill, thin_out
 from cpsr.errors import CPSRError
@@ -71,8 +70,7 @@ def main(
             f"99 of 100 answers within {MILLISECONDS * AIM_SECONDS:.0f} ms": quick,
             f"below {AIM_BYTES / MEGABYTE:.0f} MB": result["service_bytes"] < AIM_BYTES,
         }
-        for aim, met in aims.items():
-            call.judge(aim, met)
+        call.judge(aims)
         asked = {"steps": steps, "checkpoints": checkpoints, "clients": clients, "seconds": seconds}
         call.leave(asked | {"result": result, "aims": aims})
 
@@ -156,15 +154,6 @@ def _training(run_dir: Path) -> Iterator[None]:
         end_ranks(processes)
 
 
-def _peak_resident_bytes(pid: int) -> int:
-    """The most memory that a process has had so far; where the system does not report it, what it has now."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return int(psutil.Process(pid).memory_info().rss)
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
 def _steps(run_dir: Path) -> tuple[int, int]:
     """Life and iteration that were recorded last."""
     with JournalReader(run_dir / "journal.db") as reader:
@@ -178,7 +167,7 @@ def _measured(run_dir: Path, clients: int, seconds: float) -> dict[str, Any]:
         in_own_process(poll, url, clients, WARM_UP_SECONDS)
         _, began = _steps(run_dir)
         answers, refused = in_own_process(poll, url, clients, seconds)
-        trained, service_bytes = _steps(run_dir)[1] - began, _peak_resident_bytes(pid)
+        trained, service_bytes = _steps(run_dir)[1] - began, status_bytes("VmHWM", pid)
     if not answers:
         raise CPSRError(f"none of {refused} requests to {url} was answered with 200")
     p50, p99 = numpy.quantile(answers, [0.5, 0.99]).tolist()

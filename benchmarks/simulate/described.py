@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
-from rich.table import Table
 
+from cpsr.benchmarks.harness.measurement import Measurement
 from cpsr.benchmarks.simulate.failures import Arrivals, Weibull, read_trace
 from cpsr.benchmarks.simulate.rivals import PCCHECK_CONCURRENT, RULES, pccheck
 from cpsr.benchmarks.simulate.simulation import (
@@ -31,9 +31,9 @@ from cpsr.benchmarks.simulate.simulation import (
 from cpsr.config import read_model
 from cpsr.planner.description import FailureSpec, PlanSpec
 from cpsr.planner.inputs import SECONDS_PER_HOUR, PlannerInputs, bounds_of
-from cpsr.planner.planning import LEAST_COST, make_plan, policy_names
+from cpsr.planner.planning import make_plan, policy_names
 
-__all__ = ["SimulationSpec", "outcomes_of", "read_spec", "report", "table_of"]
+__all__ = ["SimulationSpec", "outcomes_of", "read_spec", "report", "show"]
 
 SECONDS_PER_DAY = 86400.0
 
@@ -140,8 +140,8 @@ def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
     return System(name, checkpoints, recovery, plan.mode or "")
 
 
-def table_of(spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float) -> Table:
-    """What every policy came to."""
+def show(call: Measurement, spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float) -> None:
+    """Print what every policy came to."""
     error = max(outcome.mean_and_error(outcome.ettr)[1] for outcome in outcomes)
     title = (
         f"Simulated: {spec.runs} runs of {spec.wall_days:g} days, {spec.failures.process} failures, "
@@ -151,29 +151,21 @@ def table_of(spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: fl
         "every: iterations between checkpoints; stall, lost and down (restarting and waiting): % of the wall time; "
         f"standard error of a mean ETTR: up to {error:.5f}"
     )
-    table = Table(title=title, caption=note, title_justify="left", caption_justify="left")
-    table.add_column("system")
-    for heading in ("every", "ETTR", "5%", "95%", "stall", "lost", "down", "fails"):
-        table.add_column(heading, justify="right")
+    rows = []
     for outcome in outcomes:
         figures = outcome.to_json()
         quantiles, shares = figures["ettr_quantiles"], figures["wall_time_fractions"]
-        table.add_row(
-            outcome.system.name,
-            str(figures["interval_iterations"]),
-            *(f"{value:.4f}" for value in (figures["ettr_mean"], quantiles["0.05"], quantiles["0.95"])),
-            *(f"{100 * share:.2f}" for share in (shares["stall"], shares["lost"])),
-            f"{100 * (shares['restart'] + shares['waiting']):.2f}",
-            f"{figures['failures_mean']:.0f}",
-            style="bold" if outcome.system.name == LEAST_COST else None,
-        )
-    return table
+        ettr = figures["ettr_mean"], quantiles["0.05"], quantiles["0.95"]
+        percent = shares["stall"], shares["lost"], shares["restart"] + shares["waiting"]
+        texts = [f"{value:.4f}" for value in ettr] + [f"{100 * share:.2f}" for share in percent]
+        name, every = outcome.system.name, str(figures["interval_iterations"])
+        rows.append((name, every, *texts, f"{figures['failures_mean']:.0f}"))
+    call.table(title, ("system", "every", "ETTR", "5%", "95%", "stall", "lost", "down", "fails"), rows, note)
 
 
 def report(spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float) -> dict[str, Any]:
     """Plain data."""
     return {
-        "benchmark": "simulate",
         "simulated": True,
         "spec": spec.model_dump(mode="json"),
         "mtbf_seconds": mtbf_seconds,

@@ -207,13 +207,6 @@ def simulate(job: Job, system: System, arrivals: Arrivals, runs: int = 1000, see
 
     A failure during a recovery begins the recovery again. Systems simulated with the same seed and number of runs meet
     the same failures.
-
-    Args:
-        job: what is trained, and what a failure costs in any case.
-        system: its checkpoints and its way back.
-        arrivals: of failures.
-        runs: simulated side by side.
-        seed: of all that is drawn.
     """
     if runs < 1:
         raise ValueError(f"runs must be at least 1, not {runs}")

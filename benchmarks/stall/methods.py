@@ -101,12 +101,7 @@ class Cpsr:
 
 
 class Saves:
-    """What the other methods have in common: a new directory for every checkpoint.
-
-    Args:
-        job: whose state is saved.
-        directory: holds the checkpoints.
-    """
+    """What the other methods have in common: a new directory for every checkpoint."""
 
     def __init__(self, job: Job, directory: Path) -> None:
         self._job = job
@@ -127,13 +122,7 @@ class Saves:
 
 
 class Dcp(Saves):
-    """`torch.distributed.checkpoint.async_save`, with a fresh directory for every checkpoint.
-
-    Args:
-        job: whose state is saved.
-        directory: holds the checkpoints.
-        reuse_staging: keep the host buffers between saves instead of the default's new ones for each; pinned for a GPU.
-    """
+    """`torch.distributed.checkpoint.async_save`; `reuse_staging` keeps the host buffers between saves."""
 
     def __init__(self, job: Job, directory: Path, *, reuse_staging: bool) -> None:
         super().__init__(job, directory)

@@ -71,13 +71,7 @@ class SizeResult:
 
 
 def summarise(size: str, samples: SizeSamples, trials: Mapping[str, Trial]) -> SizeResult:
-    """The figures of one size; the methods in alphabetical order, CPSR first.
-
-    Args:
-        size: its name.
-        samples: at least one round.
-        trials: by method, of every one that was timed.
-    """
+    """The figures of one size; the methods in alphabetical order, CPSR first."""
     baselines = list(_baselines(samples))
     names = sorted({block.method for block in samples.blocks}, key=lambda name: (name != "cpsr", name))
     return SizeResult(

@@ -38,12 +38,6 @@ class DlRover(Saves):
 
     The file that holds the state is not forced to the disk (the one that names the newest step is). A save while the
     one before is still being written is skipped without a word; here none begins before the last is complete.
-
-    Args:
-        job: whose state is saved.
-        directory: holds the checkpoints.
-        checkpointer: a `DdpCheckpointer` on that directory.
-        tracker: name of the file in which it notes the newest complete step.
     """
 
     name = "dlrover"
@@ -126,11 +120,7 @@ class LmResiliency(Saves):
     """lm-resiliency's GEMINI manager: into a host buffer, and from there to the disk at once, by its own thread.
 
     Its copy in host memory alone (and, with more ranks, at a peer) is not measured: no checkpoint is on the disk then.
-
-    Args:
-        job: whose state is saved.
-        directory: holds the checkpoints.
-        checked: keep a CRC-32 of the state beside it and compare it on loading, which is off by default.
+    `checked` keeps a CRC-32 of the state beside it and compares it on loading, which is off by default.
     """
 
     @classmethod

@@ -93,8 +93,7 @@ def _show(
         console.print(f"Left out, not installed: {', '.join(left_out)}. In a checkout: {INSTALL}", markup=False)
     console.print(f"torch threads: {call.machine['torch_threads']}")
     for result in results:
-        for aim, met in result.aims().items():
-            call.judge(aim, met)
+        call.judge(result.aims())
 
 
 def _show_stalls(call: Measurement, result: SizeResult) -> None:

@@ -40,13 +40,7 @@ class Trial:
 
 
 def try_method(entry: Entry, sizes: Sequence[Size], directory: Path) -> Trial:
-    """Weigh a method at every size, each in a process of its own.
-
-    Args:
-        entry: the method.
-        sizes: of the jobs.
-        directory: it saves below it.
-    """
+    """Weigh a method at every size, each in a process of its own."""
     try:
         return Trial(entry, None, {size.name: in_own_process(_weighed, entry, size, directory) for size in sizes})
     except CPSRError as error:
