@@ -51,13 +51,11 @@ def reshard(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=2, help="Loads of each kind.")] = 5,
     workdir: Workdir = None,
-    width: Annotated[int, typer.Option(min=16, help="Of the model; by default GPT-2 medium's.")] = 1024,
-    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 24,
 ) -> None:
     """Loading a checkpoint on another number of ranks, beside the same number and torch's DCP."""
     from cpsr.benchmarks.reshard.run import main as run_reshard
 
-    run_reshard(json_path, rounds, workdir, width, layers)
+    run_reshard(json_path, rounds, workdir)
 
 
 @bench.command()
@@ -103,14 +101,13 @@ def durable(
 def replay(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
-    steps: Annotated[int, typer.Option(min=4, help="Of each run.")] = 40,
     parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,repeated,comparison",
     workdir: Workdir = None,
 ) -> None:
     """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""
     from cpsr.benchmarks.replay.run import main as run_replay
 
-    run_replay(json_path, rounds, steps, workdir=workdir, parts=parts.split(","))
+    run_replay(json_path, rounds, workdir=workdir, parts=parts.split(","))
 
 
 @bench.command()
@@ -194,7 +191,6 @@ def network(
 def predictor(
     parameters: Annotated[str, typer.Option(help="Size of the model: 350M, 124M or 10M.")] = "350M",
     methods: Annotated[str, typer.Option(help="default, line, vitp: comma-separated.")] = "default",
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of reading and predicting, per method.")] = 7,
     workdir: Workdir = None,
     json_path: JsonPath = None,
     device: DeviceOption = Device.AUTO,
@@ -202,7 +198,7 @@ def predictor(
     """Memory and speed of prediction over a history on disk, beside reading it and beside training."""
     from cpsr.benchmarks.predictor_cost.run import main as run_predictor
 
-    run_predictor(parameters, methods, repeats, workdir, json_path, find_device(device))
+    run_predictor(parameters, methods, workdir=workdir, json_path=json_path, device=find_device(device))
 
 
 @bench.command()
@@ -230,16 +226,12 @@ def faults(
 @bench.command()
 def service(
     json_path: JsonPath = None,
-    steps: Annotated[int, typer.Option(min=1000, help="Rows of the journal.")] = 10_000_000,
-    checkpoints: Annotated[int, typer.Option(min=1, help="Rows of the journal.")] = 100_000,
-    clients: Annotated[int, typer.Option(min=1, max=200, help="Each asks once a second.")] = 50,
-    seconds: Annotated[float, typer.Option(min=1, help="For which they do.")] = 60.0,
     workdir: Workdir = None,
 ) -> None:
     """How fast the service says what the plan is over a long run's journal beside training, and its memory."""
     from cpsr.benchmarks.service.run import main as run_service_benchmark
 
-    run_service_benchmark(json_path, steps, checkpoints, clients, seconds, workdir)
+    run_service_benchmark(json_path, workdir=workdir)
 
 
 @bench.command()
