@@ -36,8 +36,6 @@ class Size:
 def main(json_path: Path | None = None, size: Size | None = None, workdir: Path | None = None) -> None:
     """Measure, print the tables, and write the JSON file.
 
-    Arguments are the options of the command.
-
     Raises:
         CPSRError: a job failed.
     """

@@ -41,7 +41,7 @@ def main(
 ) -> None:
     """Measure, print the table, and write the JSON file.
 
-    Arguments are the options of the command. `megabytes`: sizes of the state.
+    `megabytes`: sizes of the state.
 
     Raises:
         CPSRError: there is too little shared memory, or a checkpoint was not committed.

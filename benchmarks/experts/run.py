@@ -60,10 +60,7 @@ class SnapshotSize:
 
 
 def main(json_path: Path | None = None) -> None:
-    """Compute, print the table, and write the JSON file.
-
-    Arguments are the options of the command.
-    """
+    """Compute, print the table, and write the JSON file."""
     with measuring("experts", json_path) as call:
         found, busiest = sizes(), rank_bytes()
         call.table(

@@ -23,8 +23,6 @@ SHOWN_MAX = 20  # faults that were not survived; the JSON file has all
 def main(selection: Selection, json_path: Path | None = None, workdir: Path | None = None) -> None:
     """Inject everything, print the tables, and write the JSON file.
 
-    Arguments are the options of the command.
-
     Raises:
         CPSRError: strace is absent; a fault was not survived, or there were fewer than there have to be (after
             everything is printed and written).

@@ -34,8 +34,6 @@ DEFAULT, FULL = Size(runs=2, pairs=40), Size(runs=4, pairs=120)
 def main(json_path: Path | None = None, size: Size = DEFAULT, workdir: Path | None = None, device: str = CPU) -> None:
     """Measure, print the table, and write the JSON file.
 
-    Arguments are the options of the command.
-
     Raises:
         CPSRError: a job failed.
     """

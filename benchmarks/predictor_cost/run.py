@@ -36,7 +36,7 @@ def main(
 ) -> None:
     """Train a few iterations, write the history, predict from it, print the table, and write the figures.
 
-    Arguments are the options of the command. `sizes`: name -> shape of the model.
+    `sizes`: name -> shape of the model.
 
     Raises:
         ConfigError: an argument names nothing that there is.

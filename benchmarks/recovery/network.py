@@ -41,7 +41,7 @@ def main(
 ) -> None:
     """Pretrain a network on the runs of the prior, and write its weights.
 
-    Arguments are the options of the command. `runs` are trained on.
+    `runs` are trained on.
 
     Raises:
         CPSRError: the cache is damaged.

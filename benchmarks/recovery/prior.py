@@ -121,8 +121,6 @@ def main(
 ) -> None:
     """Measure, fit, print, and write the table where one is asked for.
 
-    Arguments are the options of the command.
-
     Raises:
         CPSRError: the trainings of a run do not show what an iteration is worth.
     """

@@ -38,8 +38,6 @@ def main(
 ) -> None:
     """Train what is missing in the cache, measure what is missing of the points, print, draw and write.
 
-    Arguments are the options of the command.
-
     Raises:
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
     """

@@ -79,8 +79,6 @@ def main(
 ) -> None:
     """Sweep, print and write.
 
-    Arguments are the options of the command.
-
     Raises:
         CPSRError: the best rate of a setting lies at the limit of what is tried.
     """

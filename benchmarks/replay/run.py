@@ -51,7 +51,7 @@ def main(
 ) -> None:
     """Measure, print the tables, and write the JSON file.
 
-    Arguments are the options of the command. `windows` are iterations of those whose cost is measured.
+    `windows` are iterations of those whose cost is measured.
 
     Raises:
         CPSRError: a part that there is not; or a life came back with another state than the

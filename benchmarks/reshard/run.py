@@ -34,8 +34,6 @@ def main(
 ) -> None:
     """Measure, print the table, and write the JSON file.
 
-    Arguments are the options of the command.
-
     Raises:
         CPSRError: a rank has loaded other values than were saved.
     """

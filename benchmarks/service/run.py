@@ -42,8 +42,6 @@ def main(
 ) -> None:
     """Measure, print the table, and write the JSON file.
 
-    Arguments are the options of the command.
-
     Raises:
         CPSRError: the job or the service ended, or no request was answered.
     """

@@ -14,8 +14,6 @@ CASES_SHOWN = 12
 def main(spec_path: Path | None = None, trace_path: Path | None = None, json_path: Path | None = None) -> None:
     """Simulate, print the tables, and write the JSON file.
 
-    Arguments are the options of the command.
-
     Raises:
         ConfigError: the description or the trace is not usable.
     """

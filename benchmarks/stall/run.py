@@ -32,7 +32,7 @@ def main(
 ) -> None:
     """Measure, print the tables, and write the JSON file.
 
-    Arguments are the options of the command. `sizes` are of the jobs; of `roster` what is not installed is left
+    `sizes` are of the jobs; of `roster` what is not installed is left
     out, and reported.
 
     Raises:
