@@ -22,7 +22,7 @@ MODULES = (
     "cpsr.hints",
 )
 HIDDEN = "\0"
-BUILT = ("TorchAdapter", "MixtureOfExperts")  # given to CPSR, which calls the rest
+BUILT = ("TorchAdapter", "EngineAdapter", "MixtureOfExperts")  # given to CPSR, which calls the rest
 INTERFACE = {name for name in dir(EngineAdapter) if name[0] != "_"} | {"operators", "token_counts"}
 
 logger = logging.getLogger(__name__)
