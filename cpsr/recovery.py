@@ -198,9 +198,8 @@ class CPSRRecovery:
 
         Args:
             loader: a `DataLoader`, or any iterable that yields the same batches after a restart, such as a generator.
-                If it has `state_dict` and `load_state_dict`, a restart continues from its state at once, as that of
-                torchdata's `StatefulDataLoader` of an iterable dataset. Or a function that draws and returns one batch
-                from random states alone.
+                If it has `state_dict` and `load_state_dict`, as torchdata's `StatefulDataLoader`, a restart continues
+                from its state at once. Or a function that draws and returns one batch from random states alone.
             epochs: passes over the data of the whole run, those before a restart included. By default the iteration
                 ends with the current pass, for a loop of your own: `for epoch in range(recovery.epoch, epochs)`.
             repeat: never end (use it instead of DeepSpeed's `RepeatingLoader`).

@@ -29,7 +29,6 @@ from cpsr.state.loader_parts import (
     is_repeating,
     length_of,
     order_generators,
-    plain_loader,
     with_epochs,
 )
 from cpsr.state.loader_passes import (
@@ -116,9 +115,7 @@ class ResumableLoader(Iterator[Any]):
         after: "ResumableLoader | None" = None,
     ) -> None:
         self.loader = loader
-        given = getattr(loader, "loader", loader) if is_repeating(loader) else loader
-        self._loader: Iterable[Any] = plain_loader(given) if after is None else after._loader
-        loader = self._loader
+        self._loader = loader = getattr(loader, "loader", loader) if is_repeating(loader) else loader
         self._base: Any = getattr(loader, "base", loader)  # whose workers load the batches
         self._length = length_of(loader)
         # Of the first stream of a loader: later ones may have been made by the data set, and after a restart are not.

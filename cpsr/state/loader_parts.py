@@ -27,7 +27,6 @@ __all__ = [
     "iterable_of",
     "length_of",
     "order_generators",
-    "plain_loader",
     "rebuilt",
     "recognisable",
     "with_epochs",
@@ -130,17 +129,6 @@ def rebuilt(loader: DataLoader[Any], dealer: Any) -> DataLoader[Any]:
         persistent_workers=loader.persistent_workers,
         in_order=getattr(loader, "in_order", True),
     )
-
-
-def plain_loader(loader: Iterable[Any]) -> Iterable[Any]:
-    """The loader itself; a StatefulDataLoader of a map-style dataset as torch's own.
-
-    To deal its batches again is exact whatever its sampler draws, and takes no longer than to load its state.
-    """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return loader
-    of_torchdata = type(loader).__iter__.__module__.startswith("torchdata.")
-    return rebuilt(loader, index_sampler(loader)) if of_torchdata else loader
 
 
 def with_epochs(loader: Iterable[Any]) -> list[Any]:

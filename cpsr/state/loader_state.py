@@ -5,17 +5,18 @@ after it one by one: none after an exact restart. A state that cannot continue a
 """
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from cpsr.errors import RecoveryError
 from cpsr.state import codec
-from cpsr.state.loader_parts import has_own_iteration, has_persistent_workers, is_a
+from cpsr.state.loader_parts import has_own_iteration, has_persistent_workers, index_sampler, is_a
 from cpsr.state.small_state import DataPosition
 
 __all__ = ["LoaderState", "has_more", "report_once"]
@@ -47,9 +48,8 @@ class LoaderState:
             report_once("the state of a Hugging Face dataset leaves out what is in a shuffle buffer.")
             return
         self._holder = _holder(loader)
-        unordered = isinstance(loader, DataLoader) and loader.num_workers and not getattr(loader, "in_order", True)
-        if self._holder is not None and unordered:
-            self._give_up("with in_order=False the state of a data loader is not that of the batches it has yielded.")
+        if self._holder is not None and (obstacle := self._obstacle()) is not None:
+            self._give_up(obstacle)
 
     @property
     def usable(self) -> bool:
@@ -94,11 +94,14 @@ class LoaderState:
             )
             return False
         if isinstance(self._loader, DataLoader) and self._loader.num_workers != saved["workers"]:
-            raise RecoveryError(
-                f"the data loader has {self._loader.num_workers} workers, and had {saved['workers']} when its "
-                "state was saved: their data cannot be divided anew in the middle of a pass. Nothing was trained, "
-                f"the checkpoint is untouched: start the job with num_workers={saved['workers']}"
-            )
+            if isinstance(self._dataset, IterableDataset):
+                raise RecoveryError(
+                    f"the data loader has {self._loader.num_workers} workers, and had {saved['workers']} when its "
+                    "state was saved: their data cannot be divided anew in the middle of a pass. Nothing was trained, "
+                    f"the checkpoint is untouched: start the job with num_workers={saved['workers']}"
+                )
+            report_once("the data loader has another num_workers than its saved state: that is not used.")
+            return False
         return True
 
     def load(self, saved: dict[str, Any]) -> None:
@@ -140,6 +143,17 @@ class LoaderState:
             "loader with the dataset and the settings of the run; or one without load_state_dict, whose batches are "
             "skipped one by one, as torch's DataLoader"
         )
+
+    def _obstacle(self) -> str | None:
+        """Why a state would not continue a pass exactly; None where it does."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader):
+            return None
+        if loader.num_workers and not getattr(loader, "in_order", True):
+            return "with in_order=False the state of a data loader is not that of the batches that it has yielded."
+        if isinstance(loader.dataset, IterableDataset) or not self.is_torchdata:
+            return None
+        return _order_obstacle(loader)
 
 
 def has_more(iterator: Iterator[Any]) -> Iterator[Any] | None:
@@ -185,3 +199,25 @@ def _holder(loader: Iterable[Any]) -> Any:
 
 def _has_state(given: Any) -> bool:
     return all(callable(getattr(given, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _order_obstacle(loader: DataLoader[Any]) -> str | None:
+    """A sampler that StatefulDataLoader would run again, after random numbers that are not those of the first time."""
+    index: Any = index_sampler(loader)
+    inner = getattr(index, "sampler", index) if _is_of("torchdata", index) else index
+    if _has_state(index) or _has_state(inner) or _is_of("torchdata", inner):
+        return None
+    if isinstance(inner, SequentialSampler | DistributedSampler) and _is_of("torch", inner):
+        return None  # in an order of their own
+    # torchdata's own batches run the sampler when the state is loaded. Generator functions draw nothing before.
+    if inner is not index and inspect.isgeneratorfunction(getattr(type(inner), "__iter__", None)):
+        return None
+    return (
+        f"the state of the {type(loader).__name__} may not hold the order of the {type(inner).__name__}. To continue "
+        "at once, give the sampler state_dict and load_state_dict, or use one of torch's."
+    )
+
+
+def _is_of(package: str, given: Any) -> bool:
+    """Whether its iteration is written in this package."""
+    return str(getattr(getattr(type(given), "__iter__", None), "__module__", "")).split(".")[0] == package

@@ -48,6 +48,23 @@ class Items(Dataset[Any]):
         return read(index)
 
 
+class Reading(Items):
+    """Counts what it has read, and has that as its state."""
+
+    read = 0
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.read += 1
+        item, drawn = super().__getitem__(index)
+        return item, drawn + 10 * self.read
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+
+
 class Stream(IterableDataset[Any]):
     """Has a state, as torchdata's guide shows it; worker 0 has more items than the others."""
 
@@ -134,6 +151,27 @@ class Counting(Sampler[int]):
         return iter(torch.randperm(ITEMS, generator=seeded(self.passes)).tolist())
 
 
+class Seeking(Counting):
+    """Has a state, as torchdata's guide shows it, which goes on within a pass."""
+
+    def __init__(self) -> None:
+        self.passes = self.dealt = self.skip = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.skip:
+            self.passes += 1
+        self.dealt, self.skip = self.skip, 0
+        for index in torch.randperm(ITEMS, generator=seeded(self.passes)).tolist()[self.dealt :]:
+            self.dealt += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "dealt": self.dealt}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passes, self.skip = state["passes"], state["dealt"]
+
+
 class Wrapping(Sampler[int]):
     """Deals as the sampler that it has in an attribute does."""
 
@@ -189,11 +227,6 @@ SKIPPED: dict[str, Callable[[], Any]] = OWN_ORDER | {
     "counting batches": CountingBatches,
     "unbatched": lambda: DataLoader(Items(), None, shuffle=True, generator=seeded(4)),
     "without a state": lambda: DataLoader(Stateless(), BATCH),
-    "torchdata, shuffled": shuffled,
-    "torchdata, unbatched": lambda: StatefulDataLoader(Items(), None, shuffle=True),
-    "torchdata, its own distributed": lambda: StatefulDataLoader(
-        Items(), BATCH, sampler=StatefulDistributedSampler(Items(), 2, 1, seed=3)
-    ),
 }
 # They go on from their state, reading nothing twice.
 AT_ONCE: dict[str, Callable[[], Any]] = {
@@ -201,6 +234,16 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "one-shot": OneShot,
     "stream": lambda: DataLoader(Stream(), BATCH),
     "stream, unbatched": lambda: DataLoader(Stream(), None),
+    "torchdata, shuffled": shuffled,
+    "torchdata, one generator for all": lambda: shuffled(generator=seeded(1)),
+    "torchdata, unbatched": lambda: StatefulDataLoader(Items(), None, shuffle=True),
+    "torchdata, global generator": lambda: StatefulDataLoader(Items(), BATCH, sampler=RandomSampler(range(ITEMS))),
+    "torchdata, distributed": lambda: StatefulDataLoader(Items(), BATCH, sampler=distributed()),
+    "torchdata, its own distributed": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=StatefulDistributedSampler(Items(), 2, 1, seed=3)
+    ),
+    "torchdata, sampler with a state": lambda: StatefulDataLoader(Items(), BATCH, sampler=Seeking()),
+    "torchdata, dataset with a state": lambda: StatefulDataLoader(Reading(), BATCH),
     "torchdata, stream": lambda: StatefulDataLoader(Stream(), BATCH),
 }
 WITH_WORKERS: dict[str, Callable[[], Any]] = {
@@ -208,10 +251,24 @@ WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "torchdata, persistent workers": lambda: shuffled(num_workers=WORKERS, persistent_workers=True),
     "torchdata, stream, workers": lambda: StatefulDataLoader(Stream(), BATCH, num_workers=WORKERS),
     "shuffled, persistent workers": lambda: shuffled(DataLoader, num_workers=WORKERS, persistent_workers=True),
+    "torchdata, one generator for all, workers": lambda: shuffled(num_workers=WORKERS, generator=seeded(1)),
+    "torchdata, rare snapshots": lambda: shuffled(num_workers=WORKERS, snapshot_every_n_steps=4),
+    "torchdata, global generator, workers": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=RandomSampler(range(ITEMS)), num_workers=WORKERS
+    ),
+    "torchdata, distributed, workers": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=distributed(), num_workers=WORKERS
+    ),
     "torchdata, stream, rare snapshots": lambda: StatefulDataLoader(
         Stream(), BATCH, num_workers=WORKERS, snapshot_every_n_steps=3
     ),
     "torchdata, stream without a state": lambda: StatefulDataLoader(Stateless(), BATCH, num_workers=WORKERS),
+    "torchdata, custom sampler": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS
+    ),
+    "torchdata, sampler with a state, workers": lambda: StatefulDataLoader(
+        Items(), BATCH, sampler=Seeking(), num_workers=WORKERS
+    ),
     "shuffled, more workers": lambda: shuffled(DataLoader, num_workers=3, generator=seeded(4)),
     "custom sampler, workers": lambda: DataLoader(Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS),
     "custom sampler, persistent workers": lambda: DataLoader(

@@ -170,6 +170,23 @@ def test_what_was_trained_is_not_read_again(kind: str) -> None:
     assert READ.value == len(items(batch))
 
 
+def test_a_loader_with_a_state_stays_the_users_own() -> None:
+    """It is what the stream iterates over and shows: its state is of the batches taken, its workers stay."""
+    loader = shuffled(num_workers=1, persistent_workers=True)
+    before: ResumableLoader | None = None
+    workers = set()
+    for epoch in range(3):
+        position = DataPosition(epoch=epoch, batches=2 * epoch)
+        before = stream = ResumableLoader(loader, position, until_epoch=epoch + 1, sets_epoch=False, after=before)
+        assert (stream.batch_size, stream.sampler) == (BATCH, loader.sampler)
+        train(stream, 2)  # and leaves the pass
+        drawn = torch.get_rng_state()
+        assert loader.state_dict()["_snapshot"]["_snapshot_step"] == 2
+        assert torch.equal(torch.get_rng_state(), drawn)
+        workers.add(loader._iterator._workers[0].pid)
+    assert len(workers) == 1
+
+
 def test_a_million_batches_in_a_restart_reads_a_few_items() -> None:
     million = 1_000_000
 
