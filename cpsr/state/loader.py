@@ -30,6 +30,7 @@ from cpsr.state.loader_parts import (
     length_of,
     order_generators,
     with_epochs,
+    without_state,
 )
 from cpsr.state.loader_passes import (
     Dealing,
@@ -272,7 +273,7 @@ class ResumableLoader(Iterator[Any]):
             return replace(position, loader=None, workers=None)
         loader = self._state.capture(position, between=between) if not between or self._follows_a_pass else None
         if loader is not None:
-            loader["generators"] = _states(self._generators)
+            loader["generators"] = _states(without_state(self._generators))
             self._newest = loader
         return replace(position, loader=loader, workers=self._worker_states(between))
 
@@ -343,7 +344,10 @@ class ResumableLoader(Iterator[Any]):
         begun = has_more(iterator)
         if begun is not None:
             return begun
-        self._restore(states)  # the loaded state was that of the end of the last pass
+        restore_host_rng(states["host"])  # the loaded state was that of the end of the last pass
+        beside = without_state(self._generators)
+        _restore(beside, {name: states["generators"][name] for name in beside})
+        states["generators"] = _states(self._generators)
         return self._pass(position.epoch)
 
     def _open_saved(self, target: DataPosition) -> Iterator[Any]:
@@ -373,7 +377,7 @@ class ResumableLoader(Iterator[Any]):
         with self._starting_workers(saved["epoch"], WithState()):
             iterator = self._state.iterate(saved)
         if self._state.is_torchdata:
-            self._restore_generators(saved["generators"])
+            _restore(without_state(self._generators), saved["generators"])
         return iterator
 
     def _open_between(self, saved: dict[str, Any]) -> Iterator[Any]:
@@ -382,7 +386,7 @@ class ResumableLoader(Iterator[Any]):
         if self._state.is_torchdata and not has_persistent_workers(self._loader):
             with self._starting_workers(saved["epoch"], WithState()):
                 self._state.iterate(saved)  # draws the seeds of the last pass once more, maybe from its generator
-        self._restore_generators(saved["generators"])
+        _restore(without_state(self._generators), saved["generators"])
         self._hooks.on_positioned()
         return self._begin_pass(seeded=self.position.seeded)
 
@@ -522,10 +526,7 @@ class ResumableLoader(Iterator[Any]):
 
     def _restore(self, states: dict[str, Any]) -> None:
         restore_host_rng(states["host"])
-        self._restore_generators(states["generators"])
-
-    def _restore_generators(self, states: dict[str, Any]) -> None:
-        _restore(self._generators, states)
+        _restore(self._generators, states["generators"])
 
 
 def _states(generators: dict[str, Stateful]) -> dict[str, Any]:

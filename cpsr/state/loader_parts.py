@@ -30,6 +30,7 @@ __all__ = [
     "rebuilt",
     "recognisable",
     "with_epochs",
+    "without_state",
 ]
 
 _DEPTH_MAX = 5
@@ -149,10 +150,18 @@ def _samplers_of(loader: Iterable[Any]) -> list[Any]:
 
 
 class _Counts:
-    """Numbers that a sampler of the user changes in its attributes, as its passes; the others are settings."""
+    """Numbers that a sampler of the user changes in its attributes, as its passes; the others are settings.
 
-    def __init__(self, sampler: Any) -> None:
+    Also of one that has a state: that may be of a place within a pass, and these are those of its beginning.
+
+    Args:
+        sampler: has them.
+        in_state: whether a state of the loader holds them.
+    """
+
+    def __init__(self, sampler: Any, *, in_state: bool) -> None:
         self._sampler, self._begun = sampler, self._numbers(sampler)
+        self.in_state = in_state
 
     @staticmethod
     def _numbers(sampler: Any) -> dict[str, Any]:
@@ -173,10 +182,11 @@ def _counts(loader: Iterable[Any]) -> Iterator[tuple[str, Stateful]]:
     def is_wanted(one: Any) -> bool:
         own = str(type(one).__module__).split(".")[0] not in ("builtins", "torch", "torchdata", "accelerate", "cpsr")
         deals = isinstance(one, Sampler) or any(one is root for root in roots)
-        return own and deals and hasattr(one, "__dict__") and not hasattr(one, "state_dict")
+        return own and deals and hasattr(one, "__dict__")
 
     for name, one in _found([(type(root).__name__, root) for root in roots], is_wanted, without=dataset):
-        yield f"numbers of {name}", _Counts(one)
+        in_state = hasattr(one, "state_dict") and any(one is root for root in roots)
+        yield f"numbers of {name}", _Counts(one, in_state=in_state)
 
 
 def order_generators(loader: Iterable[Any]) -> dict[str, Stateful]:
@@ -191,6 +201,11 @@ def order_generators(loader: Iterable[Any]) -> dict[str, Stateful]:
         roots = [("generator", own)] + [(type(one).__name__, one) for one in _samplers_of(loader)]
     drawn = {name: stateful(name, one) for name, one in _found(roots, _is_generator) if id(one) not in of_data}
     return drawn | dict(_counts(loader))
+
+
+def without_state(drawn: dict[str, Stateful]) -> dict[str, Stateful]:
+    """Those of `order_generators` that no state of a loader holds."""
+    return {name: one for name, one in drawn.items() if not (isinstance(one, _Counts) and one.in_state)}
 
 
 def data_generators(loader: Iterable[Any]) -> dict[str, Stateful]:

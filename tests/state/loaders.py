@@ -224,6 +224,7 @@ SKIPPED: dict[str, Callable[[], Any]] = OWN_ORDER | {
     "python sampler": lambda: DataLoader(Items(), BATCH, sampler=Permuted("python")),
     "counting sampler": lambda: DataLoader(Items(), BATCH, sampler=Counting()),
     "wrapped counting sampler": lambda: DataLoader(Items(), BATCH, sampler=Wrapping(Counting())),
+    "sampler with a state": lambda: DataLoader(Items(), BATCH, sampler=Seeking()),
     "counting batches": CountingBatches,
     "unbatched": lambda: DataLoader(Items(), None, shuffle=True, generator=seeded(4)),
     "without a state": lambda: DataLoader(Stateless(), BATCH),
@@ -268,6 +269,9 @@ WITH_WORKERS: dict[str, Callable[[], Any]] = {
     ),
     "torchdata, sampler with a state, workers": lambda: StatefulDataLoader(
         Items(), BATCH, sampler=Seeking(), num_workers=WORKERS
+    ),
+    "sampler with a state, persistent workers": lambda: DataLoader(
+        Items(), BATCH, sampler=Seeking(), num_workers=WORKERS, persistent_workers=True
     ),
     "shuffled, more workers": lambda: shuffled(DataLoader, num_workers=3, generator=seeded(4)),
     "custom sampler, workers": lambda: DataLoader(Items(), BATCH, sampler=Permuted("numpy"), num_workers=WORKERS),

@@ -33,6 +33,7 @@ from tests.state.loaders import (
     WORKERS,
     Items,
     OneShot,
+    Seeking,
     Stateless,
     Stream,
     Written,
@@ -372,12 +373,13 @@ class Asking(Written):
 @pytest.mark.parametrize(
     ("make", "why"), [(Clumsy, "builtins.set is not plain data"), (Failing, "ValueError"), (Asking, "TypeError")]
 )
+@pytest.mark.parametrize("steps", [3, 8])
 def test_a_loader_whose_state_cannot_be_saved_is_named_once_and_skipped(
-    make: Any, why: str, caplog: pytest.LogCaptureFixture
+    make: Any, why: str, steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader_state.report_once.cache_clear()
     stream = begun(make)
-    train(stream, 3)
+    train(stream, steps)
     position, rng = saved(stream)
     saved(stream)
     assert position.loader is None
@@ -420,6 +422,18 @@ def test_other_workers_may_load_a_map_style_dataset_and_no_stream() -> None:
     position = stopped(LOADERS["torchdata, stream, workers"], 3)
     with pytest.raises(RecoveryError, match=r"0 workers, and had 2 when its state .* start the job with num_workers=2"):
         next(begun(lambda: StatefulDataLoader(Stream(), BATCH), position))
+
+
+def test_other_workers_deal_again_by_a_sampler_whose_state_is_not_used() -> None:
+    def loader(workers: int) -> Any:
+        return StatefulDataLoader(Items(), BATCH, sampler=Seeking(), num_workers=workers)
+
+    stream = begun(lambda: loader(2))
+    train(stream, 8)
+    position, _ = saved(stream)
+    expected = [items(next(stream)) for _ in range(7)]
+    again = begun(lambda: loader(1), position)
+    assert [items(next(again)) for _ in range(7)] == expected
 
 
 def test_a_loader_without_a_state_is_skipped_to_the_place_of_a_saved_one() -> None:
