@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str]) -> None:
         name, _, every = word.rpartition("/")
         own = directory / name.replace(": ", "-").replace(" ", "-")
         for outcome in PARTS[name](own, int(every)):
-            sys.stdout.write(json.dumps(outcome.to_plain()) + "\n")
+            sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
             sys.stdout.flush()
 
 

@@ -144,7 +144,6 @@ def damage_regions(
     every: int = 1,
     restart_every: int = 1,
     prepare: Callable[[Path, str], None] = write_run,
-    among: str = "",
 ) -> Iterator[Outcome]:
     """Do each change to a fresh copy of a run, and look what verifying, loading and restarting make of it.
 
@@ -154,7 +153,6 @@ def damage_regions(
         restart_every: also restart after every so many of the flips and cuts, which takes most of the time, and after
             all others.
         prepare: makes the run of an identity.
-        among: only what is done to files whose names begin so.
     """
     shutil.rmtree(directory, ignore_errors=True)
     base, other, run_dir = directory / "base", directory / "other", directory / "run"
@@ -162,7 +160,7 @@ def damage_regions(
     prepare(other, "another-run")
     checkpoints = base / "checkpoints"
     exchanges = [*exchange_files(checkpoints, other / "checkpoints"), *exchange_ages(checkpoints)]
-    todo = [change for change in (*changes(checkpoints), *exchanges) if change.fault.startswith(among)]
+    todo = [*changes(checkpoints), *exchanges]
     many = [change for scenario in MANY for change in todo if change.scenario == scenario]
     few = [change for change in todo if change.scenario not in MANY]
     for position, change in enumerate([*few[::every], *many[::every]]):

@@ -35,7 +35,7 @@ class Life:
         statuses: exit status of each rank, None where it was left stopped.
         hung: ranks that had not ended when the time was out.
         output: of each rank.
-        begun_unix_seconds, ended_unix_seconds: when.
+        begun_unix_seconds: when its ranks were started.
     """
 
     notes: list[list[dict[str, Any]]]
@@ -43,7 +43,6 @@ class Life:
     hung: list[int]
     output: list[str]
     begun_unix_seconds: float
-    ended_unix_seconds: float
 
     def noted(self, rank: int, kind: str) -> list[dict[str, Any]]:
         """A rank's notes of one kind."""
@@ -145,7 +144,6 @@ class Launched:
             hung=hung,
             output=[self._output(rank) for rank in range(RANKS)],
             begun_unix_seconds=self._begun,
-            ended_unix_seconds=time.time(),
         )
 
     def _output(self, rank: int) -> str:

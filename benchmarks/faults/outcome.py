@@ -1,7 +1,6 @@
 """What became of one injected fault."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 __all__ = ["Outcome"]
 
@@ -32,7 +31,3 @@ class Outcome:
     def good(self) -> bool:
         """Whether it was injected and survived, with equal state."""
         return self.injected and self.survived and self.state_equal
-
-    def to_plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,9 @@ def main(selection: Selection, json_path: Path | None = None, workdir: Path | No
         figures = {
             "every": selection.parts,
             "scenarios": rows,
-            "live": [outcome.to_plain() for outcome in lived],
-            "not_survived": [outcome.to_plain() for outcome in bad if outcome.injected],
-            "not_injected": [outcome.to_plain() for outcome in bad if not outcome.injected],
+            "live": [asdict(outcome) for outcome in lived],
+            "not_survived": [asdict(outcome) for outcome in bad if outcome.injected],
+            "not_injected": [asdict(outcome) for outcome in bad if not outcome.injected],
             "never_injected": never,
         }
         call.leave(figures)

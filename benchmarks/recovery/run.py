@@ -1,7 +1,6 @@
 """`cpsr bench recovery`: what a failure costs, by every way to come back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.progress import Progress
@@ -23,16 +22,6 @@ __all__ = ["main", "train"]
 CACHE = Path("runs/bench-recovery")
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """One failure of a run, and the methods that it is recovered by."""
-
-    run: Run
-    point: Point
-    methods: tuple[str, ...]
-    worth: IterationWorth
-
-
 def main(
     selection: Selection, cache: Path | None = None, json_path: Path | None = None, workers: int | None = None
 ) -> None:
@@ -52,7 +41,7 @@ def main(
         with Workers(count) as pool:
             worth = train(runs, pool, call.progress)
             asked = [
-                _Asked(run, point, selection.methods, worth[run.workload.name])
+                (run, point, selection.methods, worth[run.workload.name])
                 for run in runs
                 for interval in selection.intervals
                 for fraction in selection.fractions
@@ -84,5 +73,6 @@ def _final_loss(run: Run) -> float:
     return float(run.trajectory().final_losses().mean())
 
 
-def _outcomes(asked: _Asked) -> list[Outcome]:
-    return outcomes_at(asked.run.trajectory(), asked.point, asked.methods, asked.worth)
+def _outcomes(asked: tuple[Run, Point, tuple[str, ...], IterationWorth]) -> list[Outcome]:
+    run, point, methods, worth = asked
+    return outcomes_at(run.trajectory(), point, methods, worth)

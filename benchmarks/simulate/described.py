@@ -1,13 +1,6 @@
 """A described job under failures: every policy's interval, inside the same bounds, on the same failures.
 
-The description has what `cpsr plan` needs, without `memory`, and then what only a simulation does:
-
-    iteration_seconds: 3.0
-    checkpoint: {stall_seconds: 4, persist_seconds: 60}
-    failures: {mtbf_hours: 3, restart_seconds: 120, detection_seconds: 30, process: weibull, weibull_shape: 0.7}
-    recovery: {end_cost: {per_horizon_iteration: 0.5}, predict_seconds: 10, predictable_interval_iterations: 300}
-    wall_days: 54
-    policies: [young, checkfreq, cpsr]
+The description has what `cpsr plan` needs, without `memory`, and then what only a simulation does: docs/simulation.md.
 """
 
 from collections.abc import Sequence

@@ -297,13 +297,11 @@ class _Reach:
     Attributes:
         position_iterations: done, in part as well.
         durable_iterations: newest durable checkpoint; the one given where none became durable.
-        trained_seconds: time in iterations.
         stalled_seconds: time in stalls, and waiting for a slot.
     """
 
     position_iterations: Array
     durable_iterations: Array
-    trained_seconds: Array
     stalled_seconds: Array
 
 
@@ -332,7 +330,6 @@ def _reach(
     return _Reach(
         position,
         numpy.where(done > 0, first + (done - 1) * interval, durable),
-        trained,
         numpy.maximum(seconds - trained, 0.0),
     )
 

@@ -23,14 +23,12 @@ class Block:
 
     Attributes:
         method: its name.
-        round: counts from 0.
         before_seconds: the two steps before it; no checkpoint is under way.
         step_seconds: the checkpoint's step, the next one, and all that began before it was durable.
         durable_seconds: from the update that is saved until it is on the disk.
     """
 
     method: str
-    round: int
     before_seconds: list[float]
     step_seconds: list[float]
     durable_seconds: float
@@ -64,7 +62,7 @@ def measure_size(job: Job, methods: Sequence[Method], rounds: int, on_block: Cal
     _steps(job, WARM_UP_STEPS)
     order = random.Random(ORDER_SEED)  # noqa: S311 - an order, not a secret
     for number in range(-1, rounds):
-        copy_seconds, blocks = _round(job, methods, memcpy, number, order, on_block)
+        copy_seconds, blocks = _round(job, methods, memcpy, order, on_block)
         if number >= 0:
             samples.memcpy_seconds.append(copy_seconds)
             samples.blocks += blocks
@@ -76,7 +74,6 @@ def _round(
     job: Job,
     methods: Sequence[Method],
     memcpy: Memcpy,
-    number: int,
     order: random.Random,
     on_block: Callable[[], None],
 ) -> tuple[float, list[Block]]:
@@ -87,12 +84,12 @@ def _round(
         if method is None:
             copy_seconds = memcpy.seconds()
         else:
-            blocks.append(_block(job, method, number))
+            blocks.append(_block(job, method))
             on_block()
     return copy_seconds, blocks
 
 
-def _block(job: Job, method: Method, number: int) -> Block:
+def _block(job: Job, method: Method) -> Block:
     before = _neighbours(job)
     method.arm()
     steps = [job.step(then=method.save)]
@@ -101,7 +98,7 @@ def _block(job: Job, method: Method, number: int) -> Block:
     while (durable := method.durable_unix_seconds()) is None:
         steps += _steps(job, 1)
     method.clean()
-    return Block(method.name, number, before, steps, durable - asked)
+    return Block(method.name, before, steps, durable - asked)
 
 
 def _neighbours(job: Job) -> list[float]:

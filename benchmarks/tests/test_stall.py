@@ -26,12 +26,12 @@ METHODS = ("cpsr", "dcp, reused buffers", "torch.save + fsync")
 def result(*, ours: float, dcp: float, checked: float | None = None) -> SizeResult:
     """Steps of 1 s at first, 3 s at last; a pair takes `ours`, `dcp` longer, `checked` by a package that verifies."""
     blocks = [
-        Block("dcp async_save", 0, [1.0, 1.0], [1.0 + dcp, 1.0], 0.5),
+        Block("dcp async_save", [1.0, 1.0], [1.0 + dcp, 1.0], 0.5),
         # Its neighbours are 1, 1 (before) and 3, 3 (after): a step without a checkpoint takes 2 s here.
-        Block("cpsr", 0, [1.0, 1.0], [2.0, 2.0 + ours, 2.25], 4.0),
+        Block("cpsr", [1.0, 1.0], [2.0, 2.0 + ours, 2.25], 4.0),
     ]
     if checked is not None:
-        blocks.append(Block(VERIFYING, 0, [3.0, 3.0], [3.0 + checked, 3.0], 0.5))
+        blocks.append(Block(VERIFYING, [3.0, 3.0], [3.0 + checked, 3.0], 0.5))
     samples = SizeSamples(100, blocks, after_seconds=[3.0, 3.0], memcpy_seconds=[0.5])
     trials = {name: Trial(BY_NAME[name], None, {"tiny": 300}) for name in ("cpsr", "dcp async_save", VERIFYING)}
     return summarise("tiny", samples, trials)

@@ -51,7 +51,7 @@ def life_of(start: int, stop: int, changed: dict[int, str] | None = None) -> Lif
         | {"state": (changed or {}).get(at, f"state {at}")}
         for at in range(start + 1, stop + 1)
     ]
-    return Life([[began, *steps]] * RANKS, [0] * RANKS, [], ["", ""], 0.0, 3.0)
+    return Life([[began, *steps]] * RANKS, [0] * RANKS, [], ["", ""], 0.0)
 
 
 def judged(tmp_path: Path, life: Life, before: Remains = NOTHING) -> Judge:

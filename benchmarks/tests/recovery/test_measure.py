@@ -24,7 +24,7 @@ from cpsr.benchmarks.recovery.selection import FULL, QUICK, selection
 from cpsr.benchmarks.recovery.trainer import Trainer
 from cpsr.benchmarks.recovery.trajectory import Run, Trajectory
 from cpsr.benchmarks.recovery.workload import OPTIMIZERS, TASKS, WORKLOADS, GPTTask, OptimizerName, Workload
-from cpsr.benchmarks.tests.recovery.tiny import METHODS, SELECTION, TINY, TinyTask, fault_free, measured, one_thread
+from cpsr.benchmarks.tests.recovery.tiny import METHODS, SELECTION, TINY, TinyTask, measured, one_thread
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError, CPSRError
 from cpsr.fitter.end_cost import IterationWorth
@@ -46,7 +46,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Trajectory:
     with one_thread():
-        return fault_free(tmp_path_factory.mktemp("cache"))
+        return Run(TINY, 0, tmp_path_factory.mktemp("cache")).trajectory()
 
 
 def outcome(run: Trajectory, method: str, point: Point = POINT) -> Outcome:
@@ -115,7 +115,7 @@ def test_a_method_that_advises_against_itself_costs_the_horizon(run: Trajectory)
 
 
 def test_weights_that_differ_from_the_cached_run_stop_the_benchmark(tmp_path: Path) -> None:
-    run = fault_free(tmp_path)
+    run = Run(TINY, 0, tmp_path).trajectory()
     tensors = load_file(run.path)
     tensors["weights/60/0.bias"][3] += 1e-6
     save_file(tensors, run.path)

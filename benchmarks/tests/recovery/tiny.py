@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from cpsr.benchmarks.recovery.selection import Selection
-from cpsr.benchmarks.recovery.trajectory import Run, Trajectory
 from cpsr.benchmarks.recovery.workload import FINAL_CHUNKS, Workload, batch_generator
 
 INPUTS = 12
@@ -64,11 +63,6 @@ def one_thread() -> Iterator[None]:
 def called_here(work: Callable[..., Any], *arguments: Any) -> Any:
     """In place of `in_own_process`, which takes seconds to import what this process has."""
     return work(*arguments)
-
-
-def fault_free(cache: Path) -> Trajectory:
-    """The tiny run."""
-    return Run(TINY, 0, cache).trajectory()
 
 
 def measured(path: Path) -> Any:
