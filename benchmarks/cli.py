@@ -51,11 +51,12 @@ def reshard(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=2, help="Loads of each kind.")] = 5,
     workdir: Workdir = None,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model of 1024 columns; fewer need less memory.")] = 24,
 ) -> None:
     """Loading a checkpoint on another number of ranks, beside the same number and torch's DCP."""
     from cpsr.benchmarks.reshard.run import main as run_reshard
 
-    run_reshard(json_path, rounds, workdir)
+    run_reshard(json_path, rounds, workdir, layers)
 
 
 @bench.command()

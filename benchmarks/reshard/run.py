@@ -29,8 +29,8 @@ def main(
     json_path: Path | None = None,
     rounds: int = ROUNDS,
     workdir: Path | None = None,
-    width: int = WIDTH,
     layers: int = LAYERS,
+    width: int = WIDTH,
 ) -> None:
     """Measure, print the table, and write the JSON file.
 
