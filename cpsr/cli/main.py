@@ -19,7 +19,7 @@ __all__ = ["app", "main"]
 
 FAILED = 2
 # Module -> extra of this package that brings it.
-EXTRAS = {"matplotlib": "plots"}
+EXTRAS = {"matplotlib": "plots", "httpx": "bench"}
 
 PLAN_HELP = """Plan when a described job takes checkpoints, what that costs, and what other rules would choose.
 
