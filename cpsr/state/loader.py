@@ -273,7 +273,7 @@ class ResumableLoader(Iterator[Any]):
             return replace(position, loader=None, workers=None)
         loader = self._state.capture(position, between=between) if not between or self._follows_a_pass else None
         if loader is not None:
-            loader["generators"] = _states(without_state(self._generators))
+            loader["generators"] = _states(self._generators if between else without_state(self._generators))
             self._newest = loader
         return replace(position, loader=loader, workers=self._worker_states(between))
 
@@ -386,7 +386,7 @@ class ResumableLoader(Iterator[Any]):
         if self._state.is_torchdata and not has_persistent_workers(self._loader):
             with self._starting_workers(saved["epoch"], WithState()):
                 self._state.iterate(saved)  # draws the seeds of the last pass once more, maybe from its generator
-        _restore(without_state(self._generators), saved["generators"])
+        _restore(self._generators, saved["generators"])
         self._hooks.on_positioned()
         return self._begin_pass(seeded=self.position.seeded)
 

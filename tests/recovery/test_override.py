@@ -56,7 +56,7 @@ def test_a_running_job_takes_an_override_up_and_plans_anew_when_it_ends(tmp_path
     taken, *later = [plan for plan in plans if plan.origin == "override"]  # it is planned again where a phase ends
     after = plans[plans.index(later[-1] if later else taken) + 1]
     assert (taken.interval_iterations, taken.explanation["override"]["reason"]) == (PIN, "repairs")
-    assert taken.explanation["bounds"]["interval_min_iterations"] == PIN
+    assert taken.explanation["bounds"]["interval_min_iterations"] == 3  # as configured, for a what-if
     assert after.origin == "cpsr"
     assert "override" not in after.explanation
     assert after.explanation["bounds"]["interval_min_iterations"] == 3
