@@ -220,6 +220,7 @@ def _lives(progress: Path) -> list[tuple[int, Path]]:
 
 THREAD_NAME = "cpsr-liveness"
 BEAT_SECONDS = 1.0
+LOOK_SECONDS = 0.05  # for locks, before the first beat
 # The time between two checks counts for a quarter of a timeout at most: after a pause of this process, its machine or
 # its file system, a single check says nothing about the others.
 CHECKS_MIN = 4
@@ -383,6 +384,9 @@ class Liveness:
 
     def _run(self) -> None:
         try:
+            until = time.monotonic() + self._beat_seconds
+            while not self._sees_locks() and time.monotonic() < until and not self._closing.wait(LOOK_SECONDS):
+                pass  # a rank may end before the first beat
             while not self._closing.wait(self._beat_seconds):
                 now = time.monotonic()
                 elapsed_seconds = now - self._checked
@@ -406,6 +410,7 @@ class Liveness:
         if newer is not None:
             return GivenUp(f"this process is of life {self._life}, and life {newer} has begun")
         before = dict(self._known)
+        self._sees_locks()
         for rank in list(self._silence):
             given_up = self._check_rank(rank, elapsed_seconds, written)
             if given_up is not None:
@@ -426,8 +431,6 @@ class Liveness:
             return None
         if heartbeat is not None:
             self._known[rank] = heartbeat
-        if rank not in self._locked and self._files.is_locked(rank):
-            self._locked.add(rank)
         if heartbeat != before and self._ended.pop(rank, None) is not None:
             self._locked.discard(rank)  # it beats without: a process that closes a file loses its locks on that
         if heartbeat == before and self._is_gone(rank):
@@ -441,9 +444,16 @@ class Liveness:
             rank,
         )
 
+    def _sees_locks(self) -> bool:
+        """Note the watched ranks that hold their locks; whether all were seen to, or nobody has any."""
+        if self._heartbeat_seconds is not None:
+            unseen = self._silence.keys() - self._locked
+            self._locked |= {rank for rank in unseen if self._files.is_locked(rank)}
+        return self._heartbeat_seconds is None or self._silence.keys() <= self._locked
+
     def _is_gone(self, rank: int) -> bool:
         """Whether the process of a rank has ended, and this training thread has had time to notice that by itself."""
-        if self._settled or self._heartbeat_seconds is None or rank not in self._locked:
+        if self._settled or rank not in self._locked:
             return False
         if self._files.is_locked(rank) is not False:
             self._ended.pop(rank, None)
