@@ -23,7 +23,7 @@ from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, Span, cut, plan_spans
 from cpsr.checkpoint.device_copy import EVENTS, DeviceCopy, StepEvents, device_of
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
-from cpsr.checkpoint.paced import CopyAccount, CopyPace, PacedCopy, Piece, Split, Waits
+from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Split, Waits
 from cpsr.checkpoint.parts import Segment
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SmallState
@@ -227,11 +227,6 @@ class StateCopier:
         Only for state on the host: a GPU runs the copies on their own stream beside its kernels.
         """
         self.pace = CopyPace(waits)
-
-    @property
-    def account(self) -> CopyAccount | None:
-        """Totals over the copies of all snapshots so far; None where copies do not use waits."""
-        return None if self.pace is None else self.pace.account
 
     def mark_boundary(self) -> torch.cuda.Event | None:
         """Called when the host has launched a step; its event, None on the host."""

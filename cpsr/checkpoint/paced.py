@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import numpy
 import torch
 
-__all__ = ["CopyAccount", "CopyPace", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "copy_on_host"]
+__all__ = ["CopyPace", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "copy_on_host"]
 
 # How often to check whether the copy is needed now, while no wait comes: a caller that needs the copy thread waits
 # at most this long.
@@ -66,21 +66,6 @@ class Split:
     at_once: int = 0
 
 
-@dataclass(frozen=True)
-class CopyAccount:
-    """Totals over the copies of all snapshots so far.
-
-    Attributes:
-        in_waits_bytes: copied while the training thread waited.
-        in_waits_seconds: time of these copies.
-        other_bytes: copied beside its work, or while the update waited.
-    """
-
-    in_waits_bytes: int = 0
-    in_waits_seconds: float = 0.0
-    other_bytes: int = 0
-
-
 def bytes_in_waits(total_bytes: int, copy_seconds: float, waits_seconds: float) -> int:
     """How much of a snapshot to copy while the training thread waits (MoEtion, Algorithm 4).
 
@@ -103,14 +88,10 @@ class CopyPace:
 
     Args:
         waits: forecasts them.
-
-    Attributes:
-        account: of all copies so far.
     """
 
     def __init__(self, waits: Waits) -> None:
         self.waits = waits
-        self.account = CopyAccount()
         self._bytes_per_second = 0.0
         self._limit_bytes: int | None = None  # set after forecasts were too long
         self._until_update: deque[float] = deque(maxlen=RECENT_SNAPSHOTS)
@@ -130,14 +111,7 @@ class CopyPace:
         """Seconds from the start of a snapshot for which so many bytes may be postponed."""
         return (1.0 - MARGIN) * self._usual_seconds() - self.seconds(left_bytes)
 
-    def record(
-        self,
-        split: Split,
-        copy_seconds: float,
-        until_update_seconds: float,
-        piece_bytes: int,
-        in_waits_seconds: float = 0.0,
-    ) -> None:
+    def record(self, split: Split, copy_seconds: float, until_update_seconds: float, piece_bytes: int) -> None:
         """Record the copy of one snapshot.
 
         Args:
@@ -145,15 +119,8 @@ class CopyPace:
             copy_seconds: for copying alone.
             until_update_seconds: from its beginning until it was needed.
             piece_bytes: of the largest piece.
-            in_waits_seconds: for copying what was copied in waits.
         """
         total = split.in_waits + split.beside + split.late + split.at_once
-        account = self.account
-        self.account = CopyAccount(
-            account.in_waits_bytes + split.in_waits,
-            account.in_waits_seconds + in_waits_seconds,
-            account.other_bytes + total - split.in_waits,
-        )
         if total and copy_seconds > 0:
             self._bytes_per_second = total / copy_seconds
         was_complete = until_update_seconds >= COMPLETE_SHARE * self._usual_seconds()
@@ -191,7 +158,7 @@ class PacedCopy:
         self._in_flight = 0
         self._largest_bytes = self._put_off_bytes = 0
         self._copied: Counter[str] = Counter()  # bytes, by the names of `Split`
-        self._seconds = self._in_waits_seconds = 0.0
+        self._seconds = 0.0
         self._error: Exception | None = None
         self._recorded = False
 
@@ -244,7 +211,7 @@ class PacedCopy:
                 raise self._error
             if not self._recorded:
                 self._recorded = True
-                self._pace.record(self.split, self._seconds, until_update, self._largest_bytes, self._in_waits_seconds)
+                self._pace.record(self.split, self._seconds, until_update, self._largest_bytes)
             return self._seconds
 
     def _divide(self, pieces: Sequence[Piece]) -> None:
@@ -292,7 +259,6 @@ class PacedCopy:
         with self._changed:
             self._in_flight -= 1
             self._seconds += seconds
-            self._in_waits_seconds += seconds if when == "in_waits" else 0.0
             self._error = self._error or error
             self._copied[when] += piece[1].nbytes
             self._put_off_bytes -= piece[1].nbytes if pieces is self._for_waits else 0

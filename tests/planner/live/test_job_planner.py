@@ -32,6 +32,7 @@ from cpsr.planner.plan import Plan, Schedule, Situation
 from cpsr.planner.ways_back import Prices, Way
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
+from tests.planner.live.test_expectations import ACCURACY
 
 PARAMETERS = 1000
 WAIT_SECONDS = 20.0
@@ -442,17 +443,7 @@ def test_where_all_ranks_have_the_same_moments_the_theorem_takes_them(tmp_path: 
         return 1.0 - 0.999**iteration
 
     commit_costs(tmp_path, 20, [0.02, 0.02], moment=biased(19))
-    accuracy = [
-        {
-            "iteration": 20 * count,
-            "checkpoints": count,
-            "line_cosine": 0.1,
-            "vitp_cosine": 1 - 0.5 * 0.9**count,
-            "mean_square_motion": 1e-6,
-        }
-        for count in range(3, 12)
-    ]
-    planner = JobPlanner(configured(tmp_path), 0, PARAMETERS, 0.999, lambda: accuracy, lambda: None)
+    planner = JobPlanner(configured(tmp_path), 0, PARAMETERS, 0.999, lambda: ACCURACY, lambda: None)
     planner.start(tmp_path, 2, journal)
     written(journal)
     # The longest phase of these tests ends.
