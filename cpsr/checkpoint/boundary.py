@@ -271,7 +271,8 @@ class WriteWatch:
         moments = [values for one in shard.operators.values() for values in one.moments.values()]
         self._counted = [one for one in (*sources, *moments) if not one.is_inference()]
         held = [one.parameter for one in shard.operators.values() if one.parameter.numel]
-        self._on_device = [one.values[one.numel // 2 :][:1] for one in held if one.values.is_cuda]
+        middles = [one.values[one.numel // 2 :] for one in held if one.values.is_cuda]
+        self._on_device = [one.as_strided((1,), (1,)) for one in middles]  # a stride would forbid to see them as bytes
         self._elements, self._rows = [], []
         for one in held:
             if not one.values.is_cuda:

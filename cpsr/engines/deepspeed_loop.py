@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import schedule
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.deepspeed_masters import torch_optimizer
 from cpsr.engines.evaluation import loss_of
-from cpsr.engines.hooks import Hooks
+from cpsr.engines.hooks import Hooks, uncompiled
 from cpsr.engines.schedules import autocast_scaler
 
 __all__ = [
@@ -57,7 +57,7 @@ class DeepSpeedLoop:
         self._observer = observer
         engine, hooks = self._engine, self._hooks
         hooks.wrap(engine, "_take_model_step", self._around_update)
-        hooks.add(torch_optimizer(engine).register_step_pre_hook(self._before_optimizer_step))
+        hooks.add(torch_optimizer(engine).register_step_pre_hook(uncompiled(self._before_optimizer_step)))
         hooks.wrap(engine, "load_checkpoint", self._around_load)
         if self._pipeline:
             hooks.wrap(engine, "train_batch", self._around_train_batch)
@@ -67,8 +67,9 @@ class DeepSpeedLoop:
         hooks.wrap(engine, "step", self._around_step)
         # On the engine: the inputs as the user gave them, before DeepSpeed casts them, and outside of what
         # `engine.compile` compiles.
-        hooks.add(engine.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
-        hooks.add(engine.register_forward_hook(self._after_forward))
+        before = uncompiled(self._before_forward)
+        hooks.add(engine.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        hooks.add(engine.register_forward_hook(uncompiled(self._after_forward)))
 
     def detach(self) -> None:
         """Remove the hooks; without any it does nothing."""

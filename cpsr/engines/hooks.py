@@ -1,5 +1,6 @@
 """Wrapping methods of one instance, and taking the wrappers off again without a trace; no copy of it is watched."""
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -7,9 +8,25 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Hooks", "ModuleHook", "StepHooks"]
+__all__ = ["Hooks", "ModuleHook", "StepHooks", "forget_compiled_code", "uncompiled"]
 
+_OUTSIDE = (
+    "CPSR watches this call outside of compiled graphs. With fullgraph=True, pass the compiled module to TorchAdapter"
+)
 _ABSENT = object()  # the instance had no attribute of its own: the class's method was visible
+
+
+def uncompiled(act: Callable[..., Any]) -> Callable[..., Any]:
+    """What a hook calls: torch.compile ends its graph before it, begins another behind it, and traces nothing of it."""
+    why = {} if torch.__version__ < "2.8" else {"reason": _OUTSIDE}
+    wrapped: Callable[..., Any] = torch.compiler.disable(act, **why)  # type: ignore[no-untyped-call]
+    return wrapped
+
+
+def forget_compiled_code() -> None:
+    """Let torch compile again at the next call: what it has compiled so far does not look for hooks added since."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 class Hooks:
@@ -92,7 +109,7 @@ class ModuleHook:
     """
 
     def __init__(self, act: Callable[..., Any] | None = None) -> None:
-        self._act = act
+        self._act = None if act is None else uncompiled(act)
 
     def __call__(self, *given: Any) -> Any:
         """What torch calls."""
@@ -122,8 +139,8 @@ class StepHooks:
         self._before, self._after = before, after
         self._depth = 0
         self._handles = [
-            optimizer.register_step_pre_hook(self._begin),
-            optimizer.register_step_post_hook(self._end),
+            optimizer.register_step_pre_hook(uncompiled(self._begin)),
+            optimizer.register_step_post_hook(uncompiled(self._end)),
         ]
 
     def remove(self) -> None:

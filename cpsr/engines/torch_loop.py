@@ -8,10 +8,16 @@ import torch
 
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.evaluation import loss_of
-from cpsr.engines.hooks import Hooks, ModuleHook, StepHooks
+from cpsr.engines.hooks import Hooks, ModuleHook, StepHooks, forget_compiled_code
 from cpsr.errors import UnsupportedEngineError
 
-__all__ = ["TorchLoop"]
+__all__ = ["CAPTURED", "TorchLoop"]
+
+CAPTURED = (
+    "CPSR sees a step where the optimizer is called, and the replay of a CUDA graph that holds the step calls nothing: "
+    "no step would be counted or saved. Capture forward and backward alone (torch.cuda.make_graphed_callables, "
+    'torch.compile(model, mode="reduce-overhead")), and call optimizer.step() outside of the graph'
+)
 
 _ORDER = (
     "CPSR takes the last one's as the end of a step: call each once in every step, in the order in which TorchAdapter "
@@ -61,6 +67,7 @@ class TorchLoop:
             raise RuntimeError("this adapter already has an observer; detach it first")
         self._observer = observer
         hooks = self._hooks
+        forget_compiled_code()
         # First of all hooks: those of a sharded module gather its parameters.
         before = ModuleHook(self._before_forward)
         hooks.add(self._module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -143,6 +150,9 @@ class TorchLoop:
             self._watching().state_changes()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's stub has no types
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedEngineError(f"{type(optimizer).__name__}.step() is being captured. {CAPTURED}")
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise UnsupportedEngineError(
                 f"{type(optimizer).__name__}.step was called with a closure, which may run the module many times in "

@@ -34,6 +34,13 @@ logger = logging.getLogger(__name__)
 # At the end of a life, for a device that still has steps in its queue.
 DEVICE_SECONDS = 10.0
 POLL_SECONDS = 0.01  # at the end of a life
+UNSTEPPED_BATCHES = 100  # of an iteration each; then no step will come
+NO_STEP = (
+    "the loop took {} batches, and {}.step() was called after none of them: CPSR counts no step, and saves nothing. "
+    "Pass TorchAdapter the optimizer that the loop calls. Where a CUDA graph holds the step, capture forward and "
+    "backward alone, and call optimizer.step() outside of it. Where a step takes more batches than TorchAdapter knows, "
+    "pass it micro_batches_per_iteration"
+)
 
 
 class Boundary:
@@ -112,12 +119,18 @@ class Boundary:
         """The loop asks for a batch, for which it may wait long.
 
         Raises:
-            UnsupportedEngineError: inside a step, to which the batch would be counted.
+            UnsupportedEngineError: inside a step, to which the batch would be counted; or none of many batches was
+                followed by a step.
         """
         self._publication.poll()
         adapter = self._job.adapter
-        if self.changing and isinstance(adapter, TorchAdapter) and threading.get_ident() == self._thread:
+        if threading.get_ident() != self._thread or not isinstance(adapter, TorchAdapter):
+            return
+        if self.changing:
             adapter.require_complete_step()
+        draws = self._state.draws
+        if not draws.counts and draws.drawn >= UNSTEPPED_BATCHES * adapter.micro_batches_per_iteration:
+            raise UnsupportedEngineError(NO_STEP.format(draws.drawn, type(adapter.optimizer).__name__))
 
     def publish(self, iteration: int) -> None:
         """The host has launched a step: the state is that after it."""

@@ -332,9 +332,10 @@ def test_where_it_is_refused_the_buffers_are_pinned_memory_of_the_process(device
     pool.close()
 
 
-def test_a_device_is_not_waited_for_before_the_copy_must_be_complete() -> None:
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_device_is_not_waited_for_before_the_copy_must_be_complete(stride: int) -> None:
     with stand_in_device() as device:
-        weights = device.tensor(torch.zeros(64))
+        weights = device.tensor(torch.zeros(64 * stride))[::stride]
         shard = Shard({"w": OperatorState("w", ParamSlice(weights, (64,)), {}, 0)})
         watch = WriteWatch()
         device.at_once = False

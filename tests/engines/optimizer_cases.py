@@ -253,11 +253,11 @@ class Nested(torch.optim.Optimizer):
         beside["calls"] = beside.get("calls", 0) + 1
 
     def _create(self, state: dict[Any, Any], parameter: torch.Tensor) -> None:
-        rows = parameter.shape[0] if parameter.dim() else 1
-        state["a.b/c"] = {"rows": torch.zeros(rows), 3: [torch.zeros_like(parameter), None, "text", True]}
-        state["pair"] = (torch.zeros(1), OrderedDict(half=torch.zeros(2, 3, dtype=torch.float16)))
-        state["mask"] = torch.zeros(parameter.shape, dtype=torch.bool)
-        state["x.y/z"], state[7] = torch.zeros(rows), torch.zeros_like(parameter)
+        rows, where = parameter.shape[0] if parameter.dim() else 1, parameter.device
+        state["a.b/c"] = {"rows": torch.zeros(rows, device=where), 3: [torch.zeros_like(parameter), None, "text", True]}
+        state["pair"] = (torch.zeros(1, device=where), OrderedDict(half=torch.zeros(2, 3, dtype=torch.float16)))
+        state["mask"] = torch.zeros(parameter.shape, dtype=torch.bool, device=where)
+        state["x.y/z"], state[7] = torch.zeros(rows, device=where), torch.zeros_like(parameter)
         state["counts"] = {"steps": 0, "scale": -0.0, "single": torch.tensor(0, dtype=torch.int16), "empty": {}}
         state["none"] = None
 

@@ -14,8 +14,13 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.qualify.conformance import BEFORE, Recorder, run, seed
 from cpsr.qualify.torch_jobs import TinyLM, optimizer_of, token_batch
 from cpsr.state.codec import SmallState
+from tests.device import DEVICE, cpu_only
 from tests.engines.torch_cases import TinyConvNet, build, image_batch
 from tests.stand_in_device import stand_in_device
+
+
+def batch_of(*which: int) -> tuple[torch.Tensor, ...]:
+    return tuple(one.to(DEVICE) for one in token_batch(*which))
 
 
 def test_scaler_counts_skipped_steps_and_backs_off() -> None:
@@ -29,6 +34,7 @@ def test_scaler_counts_skipped_steps_and_backs_off() -> None:
     assert job.adapter.scalars()["optimizer_steps"][0]["step"] == 2.0
 
 
+@cpu_only("the stand-in holds host memory")
 def test_numbers_of_a_device_are_left_there_and_are_the_same() -> None:
     """As fused and capturable optimizers keep them, with a learning rate that is a tensor."""
     seed(1)
@@ -90,7 +96,7 @@ def test_the_state_changes_only_once_the_scaler_knows_the_gradients(
 
         monkeypatch.setattr(owner, name, noted)
     job.adapter.attach(recorder)
-    loss = job.called(*token_batch(0, 0, 0))
+    loss = job.called(*batch_of(0, 0, 0))
     job.scaler.scale(loss * (1e38 if overflows else 1.0)).backward()
     job.scaler.step(job.optimizer)
     job.scaler.update()
@@ -111,7 +117,7 @@ def test_a_step_that_a_fused_optimizer_skips_is_not_applied() -> None:
     for factor in (1.0, 1e38, 1.0):
         fused.zero_grad()
         before = [parameter.detach().clone() for parameter in parameters]
-        job.scaler.scale(job.module(*token_batch(0, 0, 0)) * factor).backward()
+        job.scaler.scale(job.module(*batch_of(0, 0, 0)) * factor).backward()
         job.scaler.step(fused)
         job.scaler.update()
         changed = any(not torch.equal(*pair) for pair in zip(parameters, before, strict=True))
@@ -142,16 +148,16 @@ def test_inputs_and_losses_of_training_only() -> None:
     job, recorder = build("fp32", "adamw", "none", micro_batches=2), Recorder()
     job.adapter.attach(recorder)
     with torch.no_grad():
-        job.module(*token_batch(9, 0, 0))
+        job.module(*batch_of(9, 0, 0))
     job.module.eval()
-    job.module(*token_batch(9, 0, 0))
+    job.module(*batch_of(9, 0, 0))
     job.module.train()
     assert recorder.losses == []
     assert not job.adapter.can_evaluate
     job.train_step(0)
     assert len(recorder.losses) == 2
     assert recorder.inputs is not None
-    assert torch.equal(recorder.inputs[0][0], token_batch(0, 1, 0)[0])
+    assert torch.equal(recorder.inputs[0][0], batch_of(0, 1, 0)[0])
 
 
 def test_submodules_kept_in_evaluation_mode_stay_there() -> None:
@@ -161,7 +167,7 @@ def test_submodules_kept_in_evaluation_mode_stay_there() -> None:
     norm.eval()
     with job.adapter.evaluation():
         assert not job.module.training
-        job.adapter.evaluate(image_batch(0, 0, 0), {})
+        job.adapter.evaluate(tuple(one.to(DEVICE) for one in image_batch(0, 0, 0)), {})
     assert job.module.training
     assert not norm.training
 
@@ -174,10 +180,18 @@ def test_buffers_written_while_evaluated_are_put_back() -> None:
         buffer.add_(1.0)
         job.module.drift = torch.ones(7)
     assert job.module.drift is buffer
-    assert torch.equal(buffer, torch.zeros(7))
+    assert not buffer.any()
 
 
 class TestRefusals:
+    def test_a_step_in_a_cuda_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = build("fp32", "adamw", "none")
+        job.adapter.attach(Recorder())
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(UnsupportedEngineError, match=r"AdamW\.step\(\) is being captured.*CUDA graph"):
+            job.train_step(0)
+
     def test_closure(self) -> None:
         job = build("fp32", "sgd", "none")
         job.adapter.attach(Recorder())
@@ -243,7 +257,7 @@ def test_a_copy_of_what_is_watched_is_not_watched() -> None:
     schedules = [copy.deepcopy(job.scheduler), pickle.loads(pickle.dumps(job.scheduler))]
     recorder.events.clear()
     for one in copies:
-        one(*token_batch(0, 0, 0))
+        one(*batch_of(0, 0, 0))
     for schedule in schedules:
         assert type(schedule) is torch.optim.lr_scheduler.CosineAnnealingLR
         schedule.step()

@@ -36,3 +36,13 @@ def test_check(tmp_path: Path) -> None:
 def test_a_killed_job_comes_back_in_every_way(tmp_path: Path, stage: str) -> None:
     told = run(tmp_path, "job", "--device", "cpu", "--size", "tiny", "--zero", stage, "--folder", str(tmp_path / "job"))
     assert "job: 4 of 4 cases" in told
+
+
+def test_the_tests_of_first_run_are_there(tmp_path: Path) -> None:
+    listed = next(line for line in run(tmp_path, "first-run", "--list").splitlines() if line.startswith("tests "))
+    listed = listed.replace("{{", "{").replace("}}", "}")  # as they are formatted
+    expanded = subprocess.run(["bash", "-c", f"echo {listed}"], text=True, capture_output=True, check=True).stdout
+    named = [word for word in expanded.split() if word.endswith(".py")]
+    root = FOLDER.parent.parent
+    assert len(named) > 10
+    assert [one for one in named if not (root / one).exists()] == []
