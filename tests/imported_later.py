@@ -5,6 +5,7 @@
 import scipy.optimize
 import sklearn.isotonic
 import sklearn.linear_model
+import torch._dynamo  # by the first optimizer
 
 import cpsr.experts.saving
 import cpsr.learning.learning
