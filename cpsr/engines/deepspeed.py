@@ -29,7 +29,7 @@ from cpsr.engines.deepspeed_masters import (
     settle_after_forward,
     torch_optimizer,
 )
-from cpsr.engines.deepspeed_refusals import UNMANAGED, require_supported, warn_of_kept_gradients
+from cpsr.engines.deepspeed_refusals import require_supported
 from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps, can_leave_out
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import preserved_training_state, required_loss
@@ -81,7 +81,6 @@ class DeepSpeedAdapter(EngineAdapter):
         self._scaler = autocast_scaler(engine)  # of `torch_autocast` with float16
         self.loop_parts += [] if self._scaler is None else [self._scaler]
         renew_powers(self.optimizer)
-        warn_of_kept_gradients(engine.optimizer, self.optimizer)
         self._masters: list[torch.Tensor] = []  # that `_slices` are of
         self._slices: list[tuple[str, MasterSlice, FrozenPlace]] = []
         self._whole: dict[int, str] = {}  # by the id of a master that is one parameter
@@ -208,11 +207,6 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def resharded(self, scalars: dict[str, Any]) -> dict[str, Any]:
         """See `EngineAdapter.resharded`; each step counts as many micro-batches as it takes now."""
-        if not self._engine.managed_gradient_accumulation():
-            raise UnsupportedEngineError(
-                f"{UNMANAGED}, nor dealt to another number of ranks. Nothing was changed; start with as many ranks as "
-                "the run had"
-            )
         counters = dict(scalars["counters"])
         counters["micro_steps"] = counters["global_steps"] * self.micro_batches_per_iteration
         return {**super().resharded(scalars), "counters": counters}
@@ -238,7 +232,6 @@ class DeepSpeedAdapter(EngineAdapter):
                 setattr(scaler, name, value)
         if self._scaler is not None:
             self._scaler.load_state_dict(scalars["grad_scaler"])
-        engine._unmanaged_backward_count = 0  # of a step that the loop was in
 
     def _advance_counters(self, iterations: int, tensors: int) -> None:
         engine = self._engine
@@ -258,10 +251,6 @@ class DeepSpeedAdapter(EngineAdapter):
     def load_random_states(self, states: dict[str, Any]) -> str | None:
         """Put `random_states()` back; see `load_tracked_states`."""
         return load_tracked_states(states)
-
-    def prediction_obstacle(self) -> str | None:
-        """What of the optimizer cannot be extrapolated, or batches that nobody can count."""
-        return super().prediction_obstacle() if self._engine.managed_gradient_accumulation() else UNMANAGED
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

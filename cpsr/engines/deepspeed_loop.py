@@ -82,9 +82,7 @@ class DeepSpeedLoop:
         """The engine's at the end of its last step: those of a step that is not complete do not count."""
         iteration, at_end = self._boundary
         now, per_step = int(self._engine.micro_steps), int(self._engine.gradient_accumulation_steps())
-        if iteration == self._engine.global_steps:
-            return at_end
-        return now - now % per_step if self._engine.managed_gradient_accumulation() else now
+        return at_end if iteration == self._engine.global_steps else now - now % per_step
 
     def _watching(self) -> StepObserver:
         assert self._observer is not None  # hooks are installed only while there is one

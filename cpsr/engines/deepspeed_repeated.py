@@ -42,7 +42,6 @@ def can_leave_out(engine: Any) -> bool:
     return (
         type(optimizer) in _KINDS
         and type(torch_optimizer(engine)) in _ELEMENTWISE
-        and engine.managed_gradient_accumulation()
         and (engine.mpu is None or isinstance(engine, deepspeed.PipelineEngine))
         and engine.sequence_parallel_size == 1
         and engine.autotp_size() <= 1

@@ -141,22 +141,20 @@ class DeepSpeedJob:
 
     def train_step(self, step: int) -> None:
         """Train one iteration on the batches of this step."""
-        managed = self.engine.managed_gradient_accumulation()
-        count = self.engine.gradient_accumulation_steps() if managed else 1 + step % 3
+        count = self.engine.gradient_accumulation_steps()
         batches = [token_batch(step, micro, self.adapter.rank) for micro in range(count)]
         self.train_on(batches, OVERFLOW if self._scales and step in OVERFLOWING_STEPS else 1.0)
 
     def train_on(self, batches: Sequence[Sequence[torch.Tensor]], factor: float = 1.0) -> torch.Tensor:
         """Train one iteration, with losses times a factor; returns the last micro-batch's loss."""
         loss = torch.zeros(())
-        for index, batch in enumerate(batches):
+        for batch in batches:
             loss = self.engine(*(one.to(self.engine.device) for one in batch), loss_factor=factor)
             if self.direct_backward:
                 loss.backward()
             else:
                 self.engine.backward(loss)
-            if self.engine.managed_gradient_accumulation() or index == len(batches) - 1:
-                self.engine.step()
+            self.engine.step()
             self.after_micro_batch()
         return loss.detach()
 

@@ -4,7 +4,6 @@ Each runs twice: with the kernels in torch, and, in the slow group, with the rea
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -182,7 +181,7 @@ def other_offload_is_refused() -> None:
     engine = job(3, "bf16", "json", **OPTIMIZER).engine
     zero = vars(engine)["_config"].zero_config
     for owner, option, value, instead in (
-        ("offload_optimizer", "ratio", 0.5, 'offload_optimizer.ratio=0.5.*use "ratio": 1'),
+        ("offload_optimizer", "ratio", 0.5, 'offload_optimizer.ratio below 1.*use "ratio": 1'),
         ("offload_optimizer", "super_offload", True, "super_offload: its optimizer runs in processes"),
         (
             "offload_optimizer",
@@ -207,32 +206,6 @@ def wrappers_are_those_of_a_gpu() -> None:
         assert type(job(stage, precision).engine.optimizer) is kind
 
 
-class Sometimes(TinyLM):
-    """`late` has a gradient in every other forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late, self.calls = nn.Parameter(torch.ones(4)), 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss: torch.Tensor = super().forward(*args, **kwargs)
-        self.calls += 1
-        return loss * self.late.mean() if self.calls % 2 else loss
-
-
-def a_kept_gradient_is_reported(stage: int) -> None:
-    """Once, on a rank that updates the parameter, and only where there is one."""
-    log = logging.getLogger("cpsr.engines.deepspeed_refusals")
-    for model, expected in ((Sometimes, 1), (TinyLM, 0)):
-        seed(1)
-        here = job(stage, "bf16", "adamw", 1, model=model, **OPTIMIZER)
-        with mock.patch.object(log, "warning") as warned:
-            run(here, 0, 4)
-        said = torch.tensor(warned.call_count)
-        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX)
-        assert said == expected
-
-
 def pipelines_and_experts() -> None:
     offload = "offload_optimizer"
     check_resume(lambda: DeepSpeedJob(initialize(TinyMoE(2), configuration(2, "bf16", offload=offload))))
@@ -242,27 +215,16 @@ def pipelines_and_experts() -> None:
 FUSED, CPU = "FusedAdam", "DeepSpeedCPUAdam"
 CASES: dict[str, Case] = {
     # An overflow in the second step after the snapshot: only the first can be skipped as if it were trained.
-    "json-zero0-fp32": partial(resumed, 0, "fp32", 3, FUSED),
     "json-zero0-fp16": partial(resumed, 0, "fp16", 1, FUSED),
     "json-zero1-fp32": partial(resumed, 1, "fp32", 3, FUSED),
-    "json-zero2-bf16": partial(resumed, 2, "bf16", 3, FUSED),
-    "json-zero3-bf16": partial(resumed, 3, "bf16", 3, FUSED),
     "json-zero3-sub-groups": partial(resumed, 3, "bf16", 3, FUSED, sub_group_size=50),
-    "offload-json-zero1-fp32": partial(resumed, 1, "fp32", 3, CPU, **OPTIMIZER),
     "offload-json-zero2-bf16": partial(resumed, 2, "bf16", 3, CPU, **OPTIMIZER),
-    "offload-json-zero2-fp16": partial(resumed, 2, "fp16", 1, CPU, **OPTIMIZER),
-    "offload-json-zero2-one-micro-batch": partial(resumed, 2, "bf16", 3, CPU, micro_batches=1, **OPTIMIZER),
-    "offload-json-zero3-bf16": partial(resumed, 3, "bf16", 3, CPU, **OPTIMIZER),
     "offload-json-zero3-sub-groups": partial(resumed, 3, "fp16", 1, CPU, sub_group_size=50, **OPTIMIZER),
     "offload-param-json-zero3-bf16": partial(resumed, 3, "bf16", 3, CPU, **PARAMETERS),
-    "many-lives-json-zero2": partial(many_lives, partial(job, 2, "bf16")),
     "many-lives-offload-zero2": partial(many_lives, partial(job, 2, "bf16", **OPTIMIZER)),
-    "many-lives-offload-zero3": partial(many_lives, partial(job, 3, "fp32", sub_group_size=50, **PARAMETERS)),
     "jumps-json-zero1": partial(jumps_unseen, partial(job, 1, "fp32")),
-    "jumps-offload-zero2": partial(jumps_unseen, partial(job, 2, "fp32", **OPTIMIZER)),
     "wrappers": wrappers_are_those_of_a_gpu,
     "roll-back-json-zero0-fp16": partial(roll_back_from_after_step, 0, "fp16", "json"),
-    "early-state-json-zero0": partial(check_early_state, partial(job, 0, "fp32")),
     "early-state-offload-zero2": partial(check_early_state, partial(job, 2, "bf16", **OPTIMIZER)),
     "plain-loops": plain_loops_resume,
     "fused-loops": fused_loops_resume,
@@ -271,11 +233,7 @@ CASES: dict[str, Case] = {
 }
 # These use torch's AdamW: no kernel.
 OFFLOAD: dict[str, Case] = {
-    "offload-kept-gradient-zero2": partial(a_kept_gradient_is_reported, 2),
-    "offload-kept-gradient-zero3": partial(a_kept_gradient_is_reported, 3),
-    "offload-zero1-fp32": partial(resumed, 1, "fp32", 3, "AdamW", optimizer="adamw", **OPTIMIZER),
     "offload-zero2-bf16": partial(resumed, 2, "bf16", 3, "AdamW", optimizer="adamw", **OPTIMIZER),
-    "offload-zero3-fp16": partial(resumed, 3, "fp16", 1, "AdamW", optimizer="adamw", **OPTIMIZER),
     "offload-param-zero3-bf16": partial(resumed, 3, "bf16", 3, "AdamW", optimizer="adamw", **PARAMETERS),
 }
 

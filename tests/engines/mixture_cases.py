@@ -188,22 +188,16 @@ MIXTURES: dict[str, Case] = {
     for stage in range(3)
 }
 MIXTURES |= {
-    "ep1-zero0-bf16": partial(resume, 1, 0, "bf16"),
-    "ep2-zero0-bf16": partial(resume, 2, 0, "bf16"),
     "ep2-zero0-fp16": partial(resume, 2, 0, "fp16"),
     "ep1-zero1-fp16": partial(resume, 1, 1, "fp16"),
     "ep2-zero1-bf16": partial(resume, 2, 1, "bf16"),
-    "ep2-zero1-bf16-fp32grad": partial(resume, 2, 1, "bf16-fp32grad"),
-    "ep1-zero2-bf16": partial(resume, 1, 2, "bf16"),
     "ep2-zero2-fp16": partial(resume, 2, 2, "fp16"),
     "ep2-zero1-residual": partial(resume, 2, 1, use_residual=True),
     "ep2-zero0-keeping-tokens": partial(resume, 2, 0, drop_tokens=False),
     "ep2-zero1-skip-ahead": partial(resume, 2, 1, skip=3),
     "early-state-ep2-zero1": partial(early_state, 1, "bf16", "adamw", partial(TinyMoE, 2)),
     "evaluation-ep2-zero0": partial(evaluation_leaves_no_trace, 0, partial(TinyMoE, 2)),
-    "evaluation-ep1-zero2": partial(evaluation_leaves_no_trace, 2, partial(TinyMoE, 1)),
     "own-checkpoints-ep2-zero1": partial(own_checkpoints, 1, partial(TinyMoE, 2)),
-    "tokens-ep1": partial(tokens_are_counted_over_all_ranks, 1, "fp32"),
     "tokens-ep2-fp16": partial(tokens_are_counted_over_all_ranks, 2, "fp16"),
     "names": names_are_those_of_the_experts_that_tokens_go_to,
     "refusals": refusals,

@@ -212,20 +212,14 @@ def what_would_hang_is_refused(zero: int, precision: str) -> None:
 
 Case = Callable[[], Any]
 MIXTURE_PIPELINES: dict[str, Case] = {
-    f"ep{expert_parallel}-zero{zero}-{precision}": partial(resume, expert_parallel, zero, precision)
-    for expert_parallel in (1, 2)
-    for zero in (0, 1)
-    for precision in ("fp32", "bf16")
-}
-MIXTURE_PIPELINES |= {
+    "ep1-zero0-bf16": partial(resume, 1, 0, "bf16"),
+    "ep1-zero1-fp32": partial(resume, 1, 1, "fp32"),
     "ep2-zero0-fp16": partial(resume, 2, 0, "fp16"),
-    "none-first-ep2-zero0": partial(resume, 2, 0, "fp32", (0, 2)),
+    "ep2-zero1-bf16": partial(resume, 2, 1, "bf16"),
     "none-last-ep2-zero0": partial(resume, 2, 0, "fp32", (2, 0)),
     "early-state": lambda: check_early_state(partial(build, 2, 1, "bf16")),
-    "layers-of-both": partial(every_rank_knows_the_layers_of_all_stages, (1, 2)),
     "layers-of-the-last": partial(every_rank_knows_the_layers_of_all_stages, (0, 2)),
-    "tokens-ep1": partial(tokens_are_counted_over_all_stages, 1, (1, 2)),
-    "tokens-ep2": partial(tokens_are_counted_over_all_stages, 2, (2, 0)),
+    "tokens": partial(tokens_are_counted_over_all_stages, 2, (1, 2)),
     "other-sizes": groups_of_different_sizes_are_refused_where_experts_are_chosen,
     "refused-zero1": partial(what_would_hang_is_refused, 1, "fp32"),
     "refused-bf16": partial(what_would_hang_is_refused, 0, "bf16"),
