@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_fused_adam", "keeps_powers", "renew_powers", "without_kernel"]
+__all__ = ["is_fused_adam", "renew_powers"]
 
 # By name, since importing them may build their kernels, for minutes.
 CPU_ADAM = ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam")
 FUSED_ADAM = ("deepspeed.ops.adam.fused_adam", "FusedAdam")
-HANDLES = {CPU_ADAM: "ds_opt_adam", FUSED_ADAM: "multi_tensor_adam"}  # the attribute by which each calls its kernel
 _RENEWED = "_cpsr_renews_powers"  # attribute of an optimizer with the hook
 
 
@@ -24,7 +23,7 @@ def renew_powers(optimizer: torch.optim.Optimizer) -> None:
 
     All FusedAdams of a process share a kernel. So each step begins with its own call, whoever stepped before.
     """
-    if not keeps_powers(optimizer) or hasattr(optimizer, _RENEWED):
+    if not _keeps_powers(optimizer) or hasattr(optimizer, _RENEWED):
         return
     setattr(optimizer, _RENEWED, True)
     values, gradient, first, second = (torch.zeros(0, device="cpu") for _ in range(4))
@@ -46,29 +45,14 @@ def is_fused_adam(optimizer: torch.optim.Optimizer) -> bool:
     return _kind(optimizer) == FUSED_ADAM
 
 
-def without_kernel(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Attributes for a copy of the optimizer, with which its steps leave the kernel alone."""
-    return {HANDLES[_kind(optimizer)]: _NoKernel()} if keeps_powers(optimizer) else {}
-
-
-def keeps_powers(optimizer: torch.optim.Optimizer) -> bool:
+def _keeps_powers(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this has a kernel for processors; FusedAdam has others for GPUs."""
     kind = _kind(optimizer)
     # By the buffer that FusedAdam makes on its device: ZeRO may have emptied its groups.
     return kind == CPU_ADAM or (kind == FUSED_ADAM and optimizer._dummy_overflow_buf.device.type == "cpu")  # type: ignore[attr-defined]
 
 
-class _NoKernel:
-    """Stands in for either kernel, and computes nothing."""
-
-    def __call__(self, *_: Any) -> None:
-        pass
-
-    def adam_update(self, *_: Any) -> None:
-        pass
-
-
 def _kind(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
     """Which of the two it is, or a subclass of; else its own names."""
     names = [(kind.__module__, kind.__name__) for kind in type(optimizer).__mro__]
-    return next((name for name in names if name in HANDLES), names[0])
+    return next((name for name in names if name in (CPU_ADAM, FUSED_ADAM)), names[0])

@@ -3,6 +3,7 @@
 `DeepSpeedAdapter` and `TorchAdapter` derive from it; `tests/engines/test_conformance.py` holds both to the same rules.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ import torch
 
 from cpsr.engines.distributed_tensors import local
 from cpsr.engines.module_state import ModuleState
-from cpsr.engines.moe.operators import ModelOperators, Naming
+from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
 from cpsr.engines.naming import Rename, module_identity, named_buffers, parameter_names, plain_name, tensor_identity
 from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
@@ -90,7 +91,7 @@ class Mixture(Protocol):
         naming: how the names of the shard's operators mark experts and gates.
     """
 
-    naming: Naming
+    naming: re.Pattern[str]
 
     def operators(self) -> ModelOperators:
         """Layers of experts and who owns them, from all parameters of the model.

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from cpsr.engines.adam_kernels import without_kernel
 from cpsr.engines.distributed_tensors import is_distributed, layout_of, local
 from cpsr.engines.optimizer_entry import StateEntry
 from cpsr.errors import UnsupportedEngineError
@@ -195,7 +194,7 @@ def _copy_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.o
     trial: torch.optim.Optimizer = object.__new__(kind)
     own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
     vars(trial).update({name: OrderedDict() if name.endswith("_hooks") else _apart(one) for name, one in own.items()})
-    vars(trial).update(state=defaultdict(dict), param_groups=[group], **without_kernel(optimizer))
+    vars(trial).update(state=defaultdict(dict), param_groups=[group])
     vars(trial)[_TRIAL] = True
     if callable(getattr(trial, "train", None)):  # as those have that train on other weights than they evaluate
         trial.train()  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
 """Whether the ranks of a job together hold every expert."""
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 
-from cpsr.engines.moe.operators import Naming, Place
+from cpsr.engines.moe.operators import Place, place_of
 
 __all__ = ["SavedSlice", "wrong_experts"]
 
@@ -14,7 +15,7 @@ SavedSlice = tuple[tuple[int, ...], int, int]
 def wrong_experts(
     parts: Mapping[int, Mapping[str, SavedSlice]],
     ages: Mapping[int, Mapping[str, int]],
-    naming: Naming,
+    naming: re.Pattern[str],
     trained: Collection[str] | None = None,
 ) -> str | None:
     """The first problem of the experts in a checkpoint, as one sentence; None where there is none.
@@ -34,7 +35,7 @@ def wrong_experts(
     for rank, operators in parts.items():
         for name, saved in operators.items():
             slices.setdefault(name, {})[rank] = saved
-    experts = {name: place for name in slices if (place := naming.place(name)) is not None}
+    experts = {name: place for name in slices if (place := place_of(name, naming)) is not None}
     own = {name: slices[name] for name in experts}
     for name in experts:
         shapes = {shape: rank for rank, (shape, _, _) in reversed(own[name].items())}
@@ -54,10 +55,10 @@ def _said(name: str, place: Place) -> str:
     return f"{name!r} (expert {place.expert} of layer {place.layer!r})"
 
 
-def _missing(experts: Mapping[str, Place], naming: Naming, trained: Collection[str] | None) -> Iterator[str]:
+def _missing(experts: Mapping[str, Place], naming: re.Pattern[str], trained: Collection[str] | None) -> Iterator[str]:
     """Experts of which no rank has anything, then parameters of others."""
     there = set(experts.values())
-    wanted = {name: place for name in trained or () if (place := naming.place(name)) is not None}
+    wanted = {name: place for name in trained or () if (place := place_of(name, naming)) is not None}
     every = set(wanted.values())
     if trained is None:
         every = {Place(last.layer, number) for last in there for number in range(last.expert)}
@@ -79,11 +80,11 @@ def _gaps(slices: Mapping[str, Mapping[int, SavedSlice]]) -> Iterator[str]:
             reached = max(reached, end)
 
 
-def _mixed_iterations(ages: Mapping[int, Mapping[str, int]], naming: Naming) -> str | None:
+def _mixed_iterations(ages: Mapping[int, Mapping[str, int]], naming: re.Pattern[str]) -> str | None:
     taken: dict[Place, tuple[int, int]] = {}
     for rank, operators in ages.items():
         for name, iteration in operators.items():
-            if (place := naming.place(name)) is None:
+            if (place := place_of(name, naming)) is None:
                 continue
             first, other = taken.setdefault(place, (iteration, rank))
             if first != iteration:

@@ -16,6 +16,7 @@ from torch import nn
 from cpsr.engines import EngineAdapter
 from cpsr.engines.distributed_tensors import local
 from cpsr.engines.evaluation import capture_random_states, restore_random_states
+from cpsr.engines.moe.operators import place_of
 from cpsr.engines.optimizer_state import learning_rate
 from cpsr.state.codec import SmallState, decode, encode, same
 
@@ -281,9 +282,9 @@ def check_experts(adapter: EngineAdapter) -> None:
     assert operators.layer_names == counts.layer_names
     assert operators.layer_names
     named = {name for names in operators.parameters.values() for name in names}
-    assert {name for name in adapter.shard().operators if naming.place(name) is not None} <= named
+    assert {name for name in adapter.shard().operators if place_of(name, naming) is not None} <= named
     for expert, names in operators.parameters.items():
-        assert {place.expert for name in names if (place := naming.place(name)) is not None} == {expert.index}
+        assert {place.expert for name in names if (place := place_of(name, naming)) is not None} == {expert.index}
     counts.remove()
     for layer in operators.layer_names:
         adapter.mixture.scale_capacity(layer, 1.5)

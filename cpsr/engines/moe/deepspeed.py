@@ -11,7 +11,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.moe.utils import is_moe_param
 
-from cpsr.engines.moe.operators import DEEPSPEED, ExpertParallel, ModelOperators, Naming, operators_of
+from cpsr.engines.moe.operators import DEEPSPEED, ExpertParallel, ModelOperators, operators_of
 from cpsr.engines.moe.token_counts import HookedTokenCounts, RoutingLayer
 from cpsr.engines.naming import Rename, plain_name
 from cpsr.errors import UnsupportedEngineError
@@ -66,7 +66,7 @@ class EngineMixture:
     """
 
     def __init__(self, engine: Any, names: Iterable[str]) -> None:
-        self.naming: Naming = DEEPSPEED
+        self.naming = DEEPSPEED
         self._engine, self._names = engine, list(names)
         self._own: dict[str, MoE] = {
             plain_name(name): layer for name, layer in engine.module.named_modules() if isinstance(layer, MoE)

@@ -14,12 +14,11 @@ __all__ = [
     "ExpertLayer",
     "ExpertParallel",
     "ModelOperators",
-    "Naming",
-    "PatternNaming",
     "Place",
     "check_shared",
     "experts_of",
     "operators_of",
+    "place_of",
 ]
 
 
@@ -36,49 +35,35 @@ class Place:
     expert: int
 
 
-class Naming(Protocol):
-    """What a model with layers of its own has to provide."""
-
-    def place(self, parameter: str) -> Place | None:
-        """Where a parameter belongs; None for what every token passes: attention, norms, gates, shared experts."""
-
-
-@dataclass(frozen=True)
-class PatternNaming:
-    """Names that follow a pattern.
-
-    Attributes:
-        expert: matches from the start of an expert's parameter; its groups are `layer` and `index`.
-    """
-
-    expert: re.Pattern[str]
-
-    def place(self, parameter: str) -> Place | None:
-        """See `Naming.place`."""
-        found = self.expert.match(parameter)
-        return None if found is None else Place(found["layer"] or "", int(found["index"]))
-
-
 class Named(Protocol):
     """What knows how experts are named, as a `Mixture`."""
 
-    naming: Naming
+    naming: re.Pattern[str]
+
+
+def place_of(parameter: str, naming: re.Pattern[str]) -> Place | None:
+    """Where a parameter belongs; None for what every token passes: attention, norms, gates, shared experts.
+
+    Args:
+        parameter: its name.
+        naming: matches from the start of an expert's parameter; its groups are `layer` and `index`.
+    """
+    found = naming.match(parameter)
+    return None if found is None else Place(found["layer"] or "", int(found["index"]))
 
 
 def experts_of(mixture: Named | None, parameters: Iterable[str]) -> dict[str, str]:
     """Parameter -> its expert, as layer and number, of experts' parameters alone; none without a mixture."""
-    places = {} if mixture is None else {name: mixture.naming.place(name) for name in parameters}
+    places = {} if mixture is None else {name: place_of(name, mixture.naming) for name in parameters}
     return {name: f"{place.layer}/{place.expert}" for name, place in places.items() if place is not None}
 
 
 # DeepSpeed's MoE; its residual branch (`mlp`, `coefficient`) is a shared expert and does not match.
-DEEPSPEED = PatternNaming(
-    re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.experts\.deepspeed_experts\.(?P<index>\d+)\.")
-)
+DEEPSPEED = re.compile(r"(?:(?P<layer>.+?)\.)?deepspeed_moe\.experts\.deepspeed_experts\.(?P<index>\d+)\.")
 
 # A `torch.nn.ModuleList` called `experts`, as most MoE models in plain torch have it, but for those in a module whose
 # name ends in `shared`. Experts that are stacked in one tensor have no names of their own: every token passes them.
-MODULE_LIST = PatternNaming(re.compile(r"(?:(?P<layer>.+?)\.)?(?<!shared\.)experts\.(?P<index>\d+)\."))
+MODULE_LIST = re.compile(r"(?:(?P<layer>.+?)\.)?(?<!shared\.)experts\.(?P<index>\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -225,7 +210,7 @@ class ModelOperators:
 
 
 def operators_of(
-    parameters: Iterable[str], naming: Naming, expert_parallel: ExpertParallel | None = None
+    parameters: Iterable[str], naming: re.Pattern[str], expert_parallel: ExpertParallel | None = None
 ) -> ModelOperators:
     """The experts by the names of a model's parameters; layers may have different numbers of them.
 
@@ -235,12 +220,12 @@ def operators_of(
         parameters: all names that the model on this rank has, in its own order, so that all ranks count its layers
             alike. Experts have their numbers over all ranks in them, as engine adapters name them. The names of a shard
             will not do: a rank may own no part of some layer.
-        naming: how names mark experts.
+        naming: see `place_of`.
         expert_parallel: the group that shares the experts of every layer; None where each rank holds all.
     """
     found: dict[str, dict[int, list[str]]] = {}
     for name in parameters:
-        if (place := naming.place(name)) is not None:
+        if (place := place_of(name, naming)) is not None:
             found.setdefault(place.layer, {}).setdefault(place.expert, []).append(name)
     parts = {
         Expert(position, number): tuple(names)

@@ -1,5 +1,6 @@
 """Tokens that gates route to each expert, iteration by iteration; and how a plain torch model tells them."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,6 @@ from cpsr.engines.moe.operators import (
     ExpertLayer,
     ExpertParallel,
     ModelOperators,
-    Naming,
     operators_of,
 )
 from cpsr.engines.naming import plain_name
@@ -201,13 +201,13 @@ class MixtureOfExperts:
 
     Attributes:
         counts_of: how many of this rank's tokens a layer's last forward routed to each expert: integers, `(experts,)`.
-        naming: how parameter names mark experts and gates.
+        naming: matches the names of experts' parameters; see `cpsr.engines.moe.operators.place_of`.
         expert_parallel: the group of ranks that share the experts, equally many each, whose names then have their
             numbers over all ranks; a group of one where each rank has all of them.
     """
 
     counts_of: Callable[[torch.nn.Module], torch.Tensor]
-    naming: Naming = MODULE_LIST
+    naming: re.Pattern[str] = MODULE_LIST
     expert_parallel: ExpertParallel = field(default_factory=ExpertParallel)
 
 

@@ -20,7 +20,6 @@ from cpsr.engines.moe.operators import (
     ExpertLayer,
     ExpertParallel,
     ModelOperators,
-    Place,
     check_shared,
     operators_of,
 )
@@ -99,12 +98,7 @@ def test_plain_torch_layers_with_shared_experts() -> None:
 
 
 def test_a_model_with_names_of_its_own() -> None:
-    class Lettered:
-        def place(self, parameter: str) -> Place | None:
-            head, _, letter = parameter.partition("/")
-            return Place(head, "abc".index(letter)) if letter else None
-
-    found = operators_of(["one/a", "one/b", "norm", "two/a"], Lettered())
+    found = operators_of(["one/0", "one/1", "norm", "two/0"], re.compile(r"(?P<layer>\w+)/(?P<index>\d+)"))
     assert list(found.parameters) == [Expert(0, 0), Expert(0, 1), Expert(1, 0)]
 
 
