@@ -22,7 +22,6 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.engines.moe.operators import PatternNaming
 from cpsr.errors import CPSRError
 from cpsr.experts.completeness import wrong_experts
 from cpsr.state.frozen_parameters import FrozenWeights
@@ -184,7 +183,7 @@ def _weights(rank: int, iteration: int) -> _Weights:
 # The second has no element on either rank; the fourth operator is what every token passes.
 EXPERTS = tuple(f"layers.{index}.weight" for index in range(3))
 ALL = range(len(EXPERTS))
-_NAMING = PatternNaming(re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])\."))
+_NAMING = re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])\.")
 _WRONG: Missing = partial(wrong_experts, naming=_NAMING)
 
 

@@ -16,7 +16,7 @@ from cpsr.checkpoint.commit import Attempt, abandon
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.engines.moe.operators import MODULE_LIST, PatternNaming
+from cpsr.engines.moe.operators import MODULE_LIST
 from cpsr.errors import SaveError
 from cpsr.experts.completeness import wrong_experts
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -28,7 +28,7 @@ NAMES = [f"layers.{index}/weight é" for index in range(len(SIZES))]
 EXPERTS = frozenset(NAMES[2:])
 
 
-NAMED = PatternNaming(re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])/"))
+NAMED = re.compile(r"(?P<layer>layers)\.(?P<index>[0-2])/")
 
 
 def whole(part: ParamSlice) -> ParamSlice:
