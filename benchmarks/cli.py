@@ -246,10 +246,9 @@ def experts(json_path: JsonPath = None) -> None:
 @bench.command()
 def simulate(
     spec: Annotated[Path | None, typer.Option(help="Describes a job, its failures and policies; YAML.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="With --spec: failures as recorded in this file.")] = None,
     json_path: JsonPath = None,
 ) -> None:
     """What failures cost a described job, by checkpoint policy; or, without one, the planner against brute force."""
     from cpsr.benchmarks.simulate.run import main as run_simulations
 
-    run_simulations(spec, trace, json_path)
+    run_simulations(spec, json_path)

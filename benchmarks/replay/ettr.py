@@ -6,9 +6,8 @@ from typing import Any
 
 from cpsr.benchmarks.harness.measurement import Measurement
 from cpsr.benchmarks.replay.compared import CONTROL, DENSE, STALE, WAYS, WINDOW, WINDOWS
-from cpsr.benchmarks.simulate.failures import poisson
 from cpsr.benchmarks.simulate.rivals import gemini
-from cpsr.benchmarks.simulate.simulation import Checkpoints, Job, Recovery, System, simulate
+from cpsr.benchmarks.simulate.simulation import Checkpoints, Failures, Job, Recovery, System, simulate
 from cpsr.planner.inputs import PlannerInputs
 from cpsr.planner.policies import young
 
@@ -37,7 +36,7 @@ def simulated(
         for name, (system, restart_seconds) in systems(comparison, ratios, 60.0 * minutes).items():
             for kind, seconds in (("measured", restart_seconds), ("assumed", ASSUMED_RESTART_SECONDS)):
                 job = Job(iteration_seconds, WALL_SECONDS, restart_seconds=seconds)
-                outcome = simulate(job, system, poisson(60.0 * minutes), RUNS, SEED)
+                outcome = simulate(job, system, Failures(60.0 * minutes), RUNS, SEED)
                 ettr, error = outcome.mean_and_error(outcome.ettr)
                 found.append(
                     {

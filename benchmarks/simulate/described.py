@@ -4,29 +4,26 @@ The description has what `cpsr plan` needs, without `memory`, and then what only
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from cpsr.benchmarks.harness.measurement import Measurement
-from cpsr.benchmarks.simulate.failures import Arrivals, Weibull, read_trace
 from cpsr.benchmarks.simulate.rivals import PCCHECK_CONCURRENT, RULES, pccheck
 from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
+    Failures,
     Job,
     Outcome,
     Recovery,
     System,
     simulate,
 )
-from cpsr.config import read_model
 from cpsr.planner.description import FailureSpec, PlanSpec
 from cpsr.planner.inputs import SECONDS_PER_HOUR, PlannerInputs, bounds_of
 from cpsr.planner.planning import make_plan, policy_names
 
-__all__ = ["SimulationSpec", "outcomes_of", "read_spec", "report", "show"]
+__all__ = ["SimulationSpec", "outcomes_of", "report", "show"]
 
 SECONDS_PER_DAY = 86400.0
 
@@ -34,17 +31,9 @@ SECONDS_PER_DAY = 86400.0
 class ArrivalSpec(FailureSpec):
     """When failures come, and what each costs whoever recovers it."""
 
-    process: Literal["poisson", "weibull", "trace"] = "poisson"
-    weibull_shape: float = Field(default=1.0, gt=0, description="Below 1 failures come in bursts.")
-    trace: Path | None = Field(default=None, description="Its rate takes the place of mtbf_hours.")
+    weibull_shape: float = Field(default=1.0, gt=0, description="1: Poisson; below 1 failures come in bursts.")
     detection_seconds: float = Field(default=0.0, ge=0, description="From the failure until it is known.")
     replacement_seconds: float = Field(default=0.0, ge=0, description="From then until a replacement is there.")
-
-    @model_validator(mode="after")
-    def _trace_is_named(self) -> "ArrivalSpec":
-        if self.process == "trace" and self.trace is None:
-            raise ValueError("the process trace needs failures.trace")
-        return self
 
 
 class SimulationSpec(PlanSpec):
@@ -66,40 +55,14 @@ class SimulationSpec(PlanSpec):
         return self
 
 
-def read_spec(path: Path, trace_path: Path | None = None) -> SimulationSpec:
-    """The description of a simulation in a YAML or JSON file.
-
-    Args:
-        path: of it.
-        trace_path: recorded failures, which replace those of the description.
-
-    Raises:
-        ConfigError: the file cannot be read, a key is unknown or missing, or a value does not fit; the message names
-            each.
-    """
-    spec = read_model(SimulationSpec, path)
-    if trace_path is None:
-        return spec
-    failures = spec.failures.model_copy(update={"process": "trace", "trace": trace_path})
-    return spec.model_copy(update={"failures": failures})
-
-
-def outcomes_of(spec: SimulationSpec) -> tuple[list[Outcome], float]:
-    """The simulated runs of every policy, and the mean seconds between failures.
+def outcomes_of(spec: SimulationSpec) -> list[Outcome]:
+    """The simulated runs of every policy.
 
     Policies get the true parameters of the simulated job. The baselines recompute after a failure; CPSR and the paper's
     forms predict where that is expected to cost less.
-
-    Raises:
-        ConfigError: the trace is not usable.
     """
-    mtbf_seconds = spec.failures.mtbf_hours * SECONDS_PER_HOUR
-    shape = spec.failures.weibull_shape if spec.failures.process == "weibull" else 1.0
-    arrivals: Arrivals = Weibull(mtbf_seconds, shape)
-    if spec.failures.process == "trace" and spec.failures.trace is not None:
-        trace = read_trace(spec.failures.trace)
-        arrivals, mtbf_seconds = trace, trace.mtbf_seconds
-    described = replace(spec.inputs(), failures_per_second=1 / mtbf_seconds)
+    failures = Failures(spec.failures.mtbf_hours * SECONDS_PER_HOUR, spec.failures.weibull_shape)
+    described = spec.inputs()
     job = Job(
         iteration_seconds=spec.iteration_seconds,
         wall_seconds=spec.wall_days * SECONDS_PER_DAY,
@@ -108,7 +71,7 @@ def outcomes_of(spec: SimulationSpec) -> tuple[list[Outcome], float]:
         restart_seconds=spec.failures.restart_seconds,
     )
     systems = [_system(name, described, spec) for name in spec.policies]
-    return [simulate(job, system, arrivals, spec.runs, spec.seed) for system in systems], mtbf_seconds
+    return [simulate(job, system, failures, spec.runs, spec.seed) for system in systems]
 
 
 def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
@@ -133,12 +96,12 @@ def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
     return System(name, checkpoints, recovery, plan.mode or "")
 
 
-def show(call: Measurement, spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float) -> None:
+def show(call: Measurement, spec: SimulationSpec, outcomes: Sequence[Outcome]) -> None:
     """Print what every policy came to."""
     error = max(outcome.mean_and_error(outcome.ettr)[1] for outcome in outcomes)
     title = (
-        f"Simulated: {spec.runs} runs of {spec.wall_days:g} days, {spec.failures.process} failures, "
-        f"MTBF {mtbf_seconds / 60:.1f} min, iteration {spec.iteration_seconds:g} s"
+        f"Simulated: {spec.runs} runs of {spec.wall_days:g} days, MTBF {spec.failures.mtbf_hours:g} h, "
+        f"iteration {spec.iteration_seconds:g} s"
     )
     note = (
         "every: iterations between checkpoints; stall, lost and down (restarting and waiting): % of the wall time; "
@@ -156,11 +119,10 @@ def show(call: Measurement, spec: SimulationSpec, outcomes: Sequence[Outcome], m
     call.table(title, ("system", "every", "ETTR", "5%", "95%", "stall", "lost", "down", "fails"), rows, note)
 
 
-def report(spec: SimulationSpec, outcomes: Sequence[Outcome], mtbf_seconds: float) -> dict[str, Any]:
+def report(spec: SimulationSpec, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Plain data."""
     return {
         "simulated": True,
         "spec": spec.model_dump(mode="json"),
-        "mtbf_seconds": mtbf_seconds,
         "systems": [outcome.to_json() for outcome in outcomes],
     }

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy
 
-from cpsr.benchmarks.simulate.failures import poisson
 from cpsr.benchmarks.simulate.rivals import PCCHECK_CONCURRENT, RULES
 from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
+    Failures,
     Job,
     LinearCost,
     Recovery,
@@ -170,7 +170,7 @@ def _cost(truth: PlannerInputs, interval: int, mode: Mode, slots: int = 1) -> fl
     def lost_failures(failures: int) -> float:
         """Cost of so long a run, in mean times between failures; the same seed begins all alike."""
         job = Job(truth.iteration_seconds, failures * mtbf)
-        return failures * float(simulate(job, system, poisson(mtbf), RUNS, SEED).cost_fraction.mean())
+        return failures * float(simulate(job, system, Failures(mtbf), RUNS, SEED).cost_fraction.mean())
 
     return (lost_failures(FAILURES) - lost_failures(WARM_UP_FAILURES)) / (FAILURES - WARM_UP_FAILURES)
 

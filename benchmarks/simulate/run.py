@@ -4,18 +4,19 @@ from pathlib import Path
 
 from cpsr.benchmarks.harness.measurement import Measurement, measuring, verdict
 from cpsr.benchmarks.simulate import planner_grid
-from cpsr.benchmarks.simulate.described import outcomes_of, read_spec, report, show
+from cpsr.benchmarks.simulate.described import SimulationSpec, outcomes_of, report, show
+from cpsr.config import read_model
 
 __all__ = ["main"]
 
 CASES_SHOWN = 12
 
 
-def main(spec_path: Path | None = None, trace_path: Path | None = None, json_path: Path | None = None) -> None:
+def main(spec_path: Path | None = None, json_path: Path | None = None) -> None:
     """Simulate, print the tables, and write the JSON file.
 
     Raises:
-        ConfigError: the description or the trace is not usable.
+        ConfigError: the description cannot be read, or a key does not fit; the message names each.
     """
     with measuring("simulate", json_path, timed=False) as call:
         if spec_path is None:
@@ -26,10 +27,10 @@ def main(spec_path: Path | None = None, trace_path: Path | None = None, json_pat
             _show(call, found)
             call.leave(planner_grid.report(found))
             return
-        spec = read_spec(spec_path, trace_path)
-        outcomes, mtbf_seconds = outcomes_of(spec)
-        show(call, spec, outcomes, mtbf_seconds)
-        call.leave(report(spec, outcomes, mtbf_seconds))
+        spec = read_model(SimulationSpec, spec_path)
+        outcomes = outcomes_of(spec)
+        show(call, spec, outcomes)
+        call.leave(report(spec, outcomes))
 
 
 def _show(call: Measurement, found: list[planner_grid.Case]) -> None:

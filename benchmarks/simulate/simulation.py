@@ -1,16 +1,17 @@
-"""The simulation: a job, a system that takes its checkpoints and brings it back, and runs from failure to failure."""
+"""The simulation: a job, its failures, a system that brings it back from them, and runs from failure to failure."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
-from cpsr.benchmarks.simulate.failures import Arrivals
 from cpsr.planner.inputs import Array, RecoveryCost
 
 __all__ = [
     "Checkpoints",
+    "Failures",
     "Job",
     "LinearCost",
     "Outcome",
@@ -39,6 +40,19 @@ class Job:
     detection_seconds: float = 0.0
     replacement_seconds: float = 0.0
     restart_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Independent gaps, Weibull with this mean; a `shape` of 1 is Poisson, below 1 failures come in bursts."""
+
+    mtbf_seconds: float
+    shape: float = 1.0
+
+    def gaps(self, runs: int, generator: numpy.random.Generator) -> Array:
+        """Seconds until the next failure of each run."""
+        scale = self.mtbf_seconds / math.gamma(1 + 1 / self.shape)
+        return scale if math.isinf(scale) else scale * generator.weibull(self.shape, runs)
 
 
 @dataclass(frozen=True)
@@ -202,7 +216,7 @@ class Outcome:
         }
 
 
-def simulate(job: Job, system: System, arrivals: Arrivals, runs: int = 1000, seed: int = 0) -> Outcome:
+def simulate(job: Job, system: System, failures: Failures, runs: int = 1000, seed: int = 0) -> Outcome:
     """Run a job under failures many times.
 
     A failure during a recovery begins the recovery again. Systems simulated with the same seed and number of runs meet
@@ -210,12 +224,13 @@ def simulate(job: Job, system: System, arrivals: Arrivals, runs: int = 1000, see
     """
     if runs < 1:
         raise ValueError(f"runs must be at least 1, not {runs}")
-    after = arrivals.stream(runs, numpy.random.default_rng(seed))
+    generator = numpy.random.default_rng(seed)
     state = _Runs(job, system, runs)
-    failure = after(state.began)
+    failure = state.began + failures.gaps(runs, generator)
     while (struck := failure < job.wall_seconds).any():
         state.fail(failure, struck)
-        failure = numpy.where(struck, after(state.began), failure)
+        # One draw for every run, struck or not: so all systems meet the same failures.
+        failure = numpy.where(struck, state.began + failures.gaps(runs, generator), failure)
     return state.end()
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.benchmarks.simulate import planner_grid
-from cpsr.benchmarks.simulate.failures import poisson
 from cpsr.benchmarks.simulate.simulation import (
     Checkpoints,
+    Failures,
     Job,
     LinearCost,
     Outcome,
@@ -35,7 +35,7 @@ def outcome(
     **job: float,
 ) -> Outcome:
     system = System("under test", checkpoints, Recovery() if recovery is None else recovery)
-    return simulate(Job(3.0, days * DAY_SECONDS, **job), system, poisson(mtbf_seconds), runs)
+    return simulate(Job(3.0, days * DAY_SECONDS, **job), system, Failures(mtbf_seconds), runs)
 
 
 @pytest.mark.parametrize("mtbf_seconds", [600.0, 12 * HOUR_SECONDS])
@@ -72,7 +72,7 @@ def test_planner_and_simulation_agree(
     wall = 500 * mtbf
     recovery = Recovery() if lag is None else Recovery(lag, 5.0, watch, lead_after)
     system = System("under test", Checkpoints(interval, stall, persist), recovery)
-    simulated = simulate(Job(3.0, wall), system, poisson(mtbf), 200)
+    simulated = simulate(Job(3.0, wall), system, Failures(mtbf), 200)
     mean, error = simulated.mean_and_error(simulated.cost_fraction)
     inputs = PlannerInputs(
         3.0,
