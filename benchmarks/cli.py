@@ -204,7 +204,6 @@ def predictor(
 
 @bench.command()
 def faults(
-    every: Annotated[int, typer.Option(min=1, help="Only every so many faults of each scenario.")] = 1,
     only: Annotated[
         str,
         typer.Option(
@@ -221,7 +220,7 @@ def faults(
     from cpsr.benchmarks.faults.run import main as run_faults
     from cpsr.benchmarks.faults.selection import select
 
-    run_faults(select(only, every, seed, sample=sample), json_path, workdir)
+    run_faults(select(only, seed, sample=sample), json_path, workdir)
 
 
 @bench.command()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -25,9 +25,6 @@ from cpsr.benchmarks.harness.intervals import Estimate
 from cpsr.demo.device import CPU, describe_device, device_text
 from cpsr.tables import print_table
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # of an extra that only what draws needs
-
 __all__ = [
     "Measurement",
     "busy_warning",
@@ -39,7 +36,6 @@ __all__ = [
     "verdict",
 ]
 
-DOTS_PER_INCH = 110
 PACKAGES = ("cpsr", "torch", "deepspeed", "safetensors", "xxhash", "numpy")
 GIT_SECONDS = 10.0
 LOAD_PER_CORE_MAX = 0.25  # above it, other processes take turns with what is measured
@@ -86,8 +82,8 @@ class Measurement:
         for aim, met in aims.items():
             self.console.print(f"{verdict(met)}  {aim}")
 
-    def leave(self, figures: Mapping[str, Any], plot: "Figure | None" = None) -> None:
-        """Name the machine; write the figures as JSON, and the plot beside them.
+    def leave(self, figures: Mapping[str, Any]) -> None:
+        """Name the machine, and write the figures as JSON.
 
         Raises:
             ValueError: a figure is NaN or infinite, which JSON does not have.
@@ -99,10 +95,7 @@ class Measurement:
         path.parent.mkdir(parents=True, exist_ok=True)
         report = {"benchmark": self.name, "machine": self.machine, **figures}
         path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        drawn = "" if plot is None else f"   plot: {path.with_suffix('.png')}"
-        if plot is not None:
-            plot.savefig(path.with_suffix(".png"), dpi=DOTS_PER_INCH)
-        self.console.print(f"figures: {path}{drawn}")
+        self.console.print(f"figures: {path}")
 
 
 @contextmanager

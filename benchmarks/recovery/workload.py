@@ -15,6 +15,7 @@ from cpsr.demo.model import GPT, GPTConfig, read_corpus, split_files
 from cpsr.errors import ConfigError
 
 __all__ = [
+    "BATCH_WINDOWS",
     "FINAL_CHUNKS",
     "ITERATIONS",
     "OPTIMIZERS",
@@ -28,8 +29,8 @@ __all__ = [
     "Schedule",
     "Task",
     "Workload",
-    "batch_generator",
     "find_workloads",
+    "scheduled_rate",
     "trained_with",
 ]
 

@@ -1,19 +1,21 @@
 """One rank of a real mixture of experts under CPSR, which kills itself when it is told to."""
 
-import importlib
 import json
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.harness.ranks import become_rank, state_digest
+from cpsr.benchmarks.recovery.workload import BATCH_WINDOWS, GPTTask, scheduled_rate
+from cpsr.demo.model import GPTConfig
 
 __all__ = ["Mixture", "Part", "found_path", "rank_main"]
 
 SEED = 3
+SCHEDULE_ITERATIONS = 3000  # as of the dense model of this size
 
 
 @dataclass(frozen=True)
@@ -22,21 +24,16 @@ class Mixture:
 
     Attributes:
         experts: of a layer, which the ranks share equally.
-        layers: of the GPT, as are `heads`, `width` and `context`.
-        batch_windows: of an iteration, over all ranks.
+        gpt: the dense model.
     """
 
     experts: int = 8
-    layers: int = 4
-    heads: int = 4
-    width: int = 96
-    context: int = 64
-    batch_windows: int = 8
+    gpt: GPTConfig = field(default_factory=lambda: GPTConfig(layers=4, heads=4, width=96, context=64))
 
     @property
     def tokens_per_iteration(self) -> int:
         """Routed to experts, in all layers that have them."""
-        return self.batch_windows * self.context * (self.layers // 2)
+        return BATCH_WINDOWS * self.gpt.context * (self.gpt.layers // 2)
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def found_path(result: Path, rank: int) -> Path:
 def rank_main(part: Part, rank: int, ranks: int) -> None:
     """What a rank's process runs."""
     become_rank(part.result.with_suffix(f".{rank}.log"), rank, ranks)
-    importlib.import_module("cpsr.benchmarks.replay.mixture").train(part, rank, ranks)
+    train(part, rank, ranks)
 
 
 def train(part: Part, rank: int, ranks: int) -> None:
@@ -75,15 +72,15 @@ def train(part: Part, rank: int, ranks: int) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     from cpsr import CPSRRecovery
-    from cpsr.benchmarks.replay.model import Data, MixtureGPT, engine_of, learning_rate
+    from cpsr.benchmarks.replay.model import PEAK_LEARNING_RATE, MixtureGPT, engine_of
     from cpsr.demo.device import join_ranks
 
     join_ranks(f"file://{part.result.with_suffix('.ranks')}")  # a port that was free may be taken by now
     torch.set_num_threads(1)
     mixture = part.mixture
     torch.manual_seed(SEED)
-    engine = engine_of(MixtureGPT(mixture, rank, ranks, SEED), mixture.batch_windows // ranks)
-    data = Data(mixture, rank, ranks)
+    engine = engine_of(MixtureGPT(mixture, rank, ranks, SEED), BATCH_WINDOWS // ranks)
+    task = GPTTask(mixture.gpt)
     loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(part.iterations)))
     with CPSRRecovery(engine, part.config) as recovery, found_path(part.result, rank).open("w") as found:
 
@@ -97,8 +94,8 @@ def train(part: Part, rank: int, ranks: int) -> None:
             if recovery.iteration >= part.iterations:
                 break
             for group in engine.optimizer.param_groups:
-                group["lr"] = learning_rate(recovery.iteration)
-            loss = engine(data.batch(SEED, int(index)))
+                group["lr"] = scheduled_rate("cosine", PEAK_LEARNING_RATE, recovery.iteration, SCHEDULE_ITERATIONS)
+            loss = engine(task.batch(SEED, int(index))[rank::ranks])
             engine.backward(loss)
             engine.step()
             note(iteration=recovery.iteration, loss=loss.item())

@@ -1,6 +1,5 @@
 """A byte-level GPT in which every other feed-forward layer is a mixture of experts, under DeepSpeed."""
 
-import math
 from typing import Any, cast
 
 import deepspeed
@@ -9,16 +8,16 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-from cpsr.benchmarks.recovery.workload import SEED_STRIDE, batch_generator
+from cpsr.benchmarks.recovery.workload import SEED_STRIDE
 from cpsr.benchmarks.replay.mixture import Mixture
-from cpsr.demo.model import GPT, GPTConfig, read_corpus
+from cpsr.demo.model import GPT
 
-__all__ = ["Data", "MixtureGPT", "engine_of", "learning_rate"]
+__all__ = ["PEAK_LEARNING_RATE", "MixtureGPT", "engine_of"]
 
 BALANCE = 0.01  # of the auxiliary loss (pec, Table 1)
 CAPACITY, EVALUATION_CAPACITY = 1.25, 2.0
 INITIAL_DEVIATION = 0.02  # as in the dense model
-PEAK_LEARNING_RATE, WARM_UP_ITERATIONS, SCHEDULE_ITERATIONS = 1e-3, 50, 3000  # as of the dense model of this size
+PEAK_LEARNING_RATE = 1e-3
 WEIGHT_DECAY, MAX_GRADIENT_NORM = 0.01, 1.0
 
 
@@ -27,7 +26,7 @@ class _Routed(nn.Module):
         super().__init__()
         self.balance = torch.zeros(())
         self.moe = MoE(
-            mixture.width,
+            mixture.gpt.width,
             dense,
             mixture.experts,
             ep_size=ranks,
@@ -51,8 +50,7 @@ class MixtureGPT(nn.Module):
 
     def __init__(self, mixture: Mixture, rank: int, ranks: int, seed: int) -> None:
         super().__init__()
-        config = GPTConfig(layers=mixture.layers, heads=mixture.heads, width=mixture.width, context=mixture.context)
-        self.gpt = GPT(config)
+        self.gpt = GPT(mixture.gpt)
         self._routed = []
         for place, block in enumerate(self.gpt.blocks):
             if place % 2:
@@ -76,30 +74,6 @@ def _initialise(moe: MoE, rank: int, seed: int, place: int) -> None:
         for module in expert.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INITIAL_DEVIATION, generator=generator)
-
-
-class Data:
-    """What one rank trains on: `(windows, context + 1)` int64."""
-
-    def __init__(self, mixture: Mixture, rank: int, ranks: int) -> None:
-        self._context, self._batch_windows = mixture.context, mixture.batch_windows
-        self._text, _ = read_corpus()
-        self._rank, self._ranks = rank, ranks
-
-    def batch(self, seed: int, iteration: int) -> torch.Tensor:
-        """This rank's part of the windows that take a run from `iteration` to the next."""
-        last = self._text.numel() - self._context
-        starts = torch.randint(last, (self._batch_windows,), generator=batch_generator(seed, iteration))
-        return self._windows(self._text, starts[self._rank :: self._ranks])
-
-    def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        return text[starts[:, None] + torch.arange(self._context + 1)].long()
-
-
-def learning_rate(iteration: int) -> float:
-    """Of the update that takes the run from `iteration` to the next: warm-up, then half a cosine."""
-    warmed = PEAK_LEARNING_RATE * min(1.0, (iteration + 1) / WARM_UP_ITERATIONS)
-    return warmed * 0.5 * (1.0 + math.cos(math.pi * min(1.0, iteration / SCHEDULE_ITERATIONS)))
 
 
 def engine_of(model: MixtureGPT, micro_batch: int) -> Any:

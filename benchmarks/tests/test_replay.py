@@ -23,8 +23,9 @@ from cpsr.benchmarks.replay.job import Shape
 from cpsr.benchmarks.replay.mixture import Mixture
 from cpsr.benchmarks.replay.repeated_step import FROZEN, KINDS, WHOLE
 from cpsr.benchmarks.tests.recovery.tiny import called_here, one_thread
+from cpsr.demo.model import GPTConfig
 
-SMALL = Plan(48, 1, 1, Mixture(experts=4, layers=2, heads=2, width=16, context=16), interval_iterations=5)
+SMALL = Plan(48, 1, 1, Mixture(4, GPTConfig(layers=2, heads=2, width=16, context=16)), interval_iterations=5)
 RESTART = 4.0
 
 
