@@ -51,8 +51,7 @@ class Failures:
 
     def gaps(self, runs: int, generator: numpy.random.Generator) -> Array:
         """Seconds until the next failure of each run."""
-        scale = self.mtbf_seconds / math.gamma(1 + 1 / self.shape)
-        return scale if math.isinf(scale) else scale * generator.weibull(self.shape, runs)
+        return self.mtbf_seconds / math.gamma(1 + 1 / self.shape) * generator.weibull(self.shape, runs)
 
 
 @dataclass(frozen=True)
