@@ -61,7 +61,7 @@ def fit_accuracy(counts: ArrayLike, errors: ArrayLike) -> AccuracyCurve:
     if width == 0:
         raise ValueError(f"all {len(places)} checkpoints that were predicted as a check rest on {places[0]:g} others")
     logarithms, middle = numpy.log(values), float(places.mean())
-    slope, level = robust_line((places - middle) / width, logarithms, numpy.ones_like(places))
+    slope, level = robust_line((places - middle) / width, logarithms)
     tau1 = -slope / width
     tau2 = level + tau1 * middle
     rmse = float(numpy.sqrt(numpy.mean((logarithms - (tau2 - tau1 * places)) ** 2)))

@@ -99,7 +99,7 @@ class PlanReply(BaseModel):
     )
     explanation: dict[str, Any] = Field(
         description="Why: the `rule`; the `inputs`; the active `bound`; what `rivals` would choose from the same "
-        "inputs, and what that would cost; failures by what they leave and their ways back in `classes`; `notes`."
+        "inputs, and what that would cost; failures by what they leave and what they go back to in `classes`; `notes`."
     )
     override: Override | None = Field(description="The current override of the interval.")
     planned_unix_seconds: float

@@ -194,7 +194,7 @@ def _start_training(life: "Life", store: CheckpointStore) -> None:
     """Start what learns and plans beside the loop, and follow the loop."""
     job, loop = life.job, life.loop
     loop.learning.start(job, store)
-    life.planner.start(job.config.run_dir, job.group.size, job.journal)
+    life.planner.start(job.config.run_dir, job.journal)
     life.memory.follow_replicas(life.planner.times.replica)
     loop.begin_life(job)
     loop.events.begin_life(job, life.saver.saved_iteration, loop.tail.defer_here)
@@ -236,13 +236,14 @@ def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitSta
 
 
 def _planner(job: Job, loop: Loop) -> "JobPlanner":
+    """A collective."""
     from cpsr.planner.live.job_planner import JobPlanner
 
     learner, predictor = loop.learning.learner, loop.learning.predictor
     return JobPlanner(
         job.config,
         job.group.rank,
-        job.shard.parameters,
+        int(job.group.sum(job.shard.parameters)),
         second_moment_decay(job.adapter.optimizers),
         lambda: learner.ask(predictor.accuracy),
         lambda: learner.ask(predictor.straightness),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cpsr.checkpoint.tiers import Source
 from cpsr.job import Job
 from cpsr.journal import Beginning
-from cpsr.planner.ways_back import exact_price, predicted_price
+from cpsr.planner.plan import exact_price, predicted_price
 from cpsr.ranks.exits import BEGAN, cause_of, exits_of, forget_exits, ranks_named
 from cpsr.ranks.link import report, restart_obstacle
 from cpsr.restart.restored_state import Recomputes, Restored

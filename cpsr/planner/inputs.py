@@ -134,8 +134,6 @@ class PlannerInputs:
             iterations of training; an earlier failure loses the lead.
         classes: of the failures, whose shares add up to 1; empty: all are of class `everything`.
         memory: snapshots in host memory; None: there are none, and every failure goes back to the disk.
-        load_seconds: of restarts, until the state was read, before it goes into the engine, by where it came from:
-            `disk` or `memory`. What was not measured is left out. They do not move the interval.
         lost_share: of the state, for which `recovery` holds.
     """
 
@@ -151,7 +149,6 @@ class PlannerInputs:
     lead_after_iterations: int = 0
     classes: Mapping[FailureScope, FailureClass] = field(default_factory=dict)
     memory: MemoryTier | None = None
-    load_seconds: Mapping[str, float] = field(default_factory=dict)
     lost_share: float = 1.0
 
     def share(self, scope: FailureScope) -> float:

@@ -1,4 +1,4 @@
-"""The plan that a job follows, and what the training thread tells the planner."""
+"""The plan that a job follows, what the training thread tells the planner, and prices of failures in words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from cpsr.journal import PlanRow
 from cpsr.planner.inputs import Mode
 
-__all__ = ["Plan", "Schedule", "Situation", "fixed_plan"]
+__all__ = ["Plan", "Schedule", "Situation", "exact_price", "fixed_plan", "predicted_price"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +76,20 @@ class Situation:
     schedule: Schedule
     iteration_seconds: float
     plan: Plan
+
+
+def exact_price(iterations: float) -> str:
+    """The price, in words, of going back to a checkpoint that many iterations before the failure."""
+    count = f"{iterations:.0f}"
+    return f"exact: {count} iteration{'' if count == '1' else 's'} later"
+
+
+def predicted_price(end_cost_iterations: float, deviation_iterations: float) -> str:
+    """The price, in words, of a prediction; below 0 the run ends with a lower loss.
+
+    Args:
+        end_cost_iterations: expected.
+        deviation_iterations: standard deviation of that.
+    """
+    spread = f" ± {deviation_iterations:.0f}" if deviation_iterations >= 0.5 else ""
+    return f"predicted state; expected cost {end_cost_iterations:z.0f}{spread} iterations"

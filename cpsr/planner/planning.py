@@ -23,20 +23,17 @@ from cpsr.planner.inputs import (
     bounds_of,
     plain,
 )
-from cpsr.planner.plan import Plan
+from cpsr.planner.plan import Plan, exact_price, predicted_price
 from cpsr.planner.policies import POLICIES, Choice, Rule
 from cpsr.planner.recovery_curve import EndCostCurve
-from cpsr.planner.ways_back import Prices, Way, WayName, exact_price, in_order, predicted_price
 
 __all__ = [
     "LEAST_COST",
-    "WAYS",
     "RecoveryMode",
     "make_plan",
     "optimum",
     "policy_names",
     "preview",
-    "ways_of",
     "with_memory",
 ]
 
@@ -49,12 +46,6 @@ RULES = {
     "theorem1": "CPSR, Theorem 1 as printed: tau1 / (B + r)",
     "young": "Young 1974: sqrt(2 * stall_seconds * mtbf_seconds) / iteration_seconds",
     "daly": "Daly 2006, higher order",
-}
-# What each class of failures leaves, in the order of the recovery ladder: it decides between equal costs.
-WAYS: Mapping[FailureScope, tuple[WayName, ...]] = {
-    "process": ("memory", "window", "predicted", "disk"),
-    "machine": ("replica", "window", "predicted", "disk"),
-    "everything": ("predicted", "disk"),
 }
 _ALL: Mapping[FailureScope, FailureClass] = {"everything": FailureClass(1.0, 1.0)}
 
@@ -147,7 +138,7 @@ def with_memory(plan: Plan, job: PlannerInputs, limits: Limits, recovery_mode: R
     every = planned.memory_interval_iterations
     if every is not None and job.memory is not None and not job.memory.window:
         every = min(every, interval)
-    found = {name: planned.explanation[name] for name in ("expected", "classes", "prices")}
+    found = {name: planned.explanation[name] for name in ("expected", "classes")}
     return replace(plan, memory_interval_iterations=every, explanation={**plan.explanation, **found})
 
 
@@ -218,43 +209,26 @@ def _array(interval: float) -> Array:
     return numpy.array([float(interval)])
 
 
-# The ways back from a failure
+def _goes_back(job: PlannerInputs, chosen: Optimum, scope: FailureScope) -> tuple[str, float]:
+    """What a failure of a class goes back to, and the seconds of training that it is expected to cost.
 
-
-def ways_of(
-    job: PlannerInputs,
-    interval_iterations: int,
-    memory_interval_iterations: int | None,
-    scope: FailureScope,
-    predictable_iterations: int | None = None,
-) -> list[Way]:
-    """What the ways of a class are expected to cost; those that are not possible are left out.
-
-    Args:
-        job: its inputs.
-        interval_iterations: between checkpoints.
-        memory_interval_iterations: between snapshots in host memory; None without any.
-        scope: the class.
-        predictable_iterations: longest interval to predict from; None: no limit is known.
+    Source: the ladder of docs/tiers.md; a restart takes its steps in the same order (`cpsr.restart.choice`).
     """
-    costs, disk, loads = Costs(job), _array(interval_iterations), job.load_seconds
-    recomputed = float(costs.recovery_seconds(disk, "recompute")[0])
-    found: dict[WayName, Way] = {"disk": Way("disk", recomputed, 0.0, loads.get("disk", 0.0))}
-    possible = predictable_iterations is None or interval_iterations <= predictable_iterations
-    horizon = math.inf if job.recovery is None else float(costs.horizon_iterations(disk, "predict")[0])
-    if possible and math.isfinite(horizon):  # else no checkpoint is ever durable
-        deviation = _deviation_iterations(job, horizon, interval_iterations) * job.iteration_seconds
-        cost = float(costs.recovery_seconds(disk, "predict")[0])
-        found["predicted"] = Way("predicted", cost, deviation, loads.get("disk", 0.0))
-    if job.memory is not None and costs.snapshots is not None and memory_interval_iterations is not None:
-        every, load = _array(memory_interval_iterations), loads.get("memory", 0.0)
-        if scope == "process":
-            name: WayName = "window" if job.memory.window else "memory"
-            found[name] = Way(name, float(costs.snapshots.process_seconds(every)[0]), 0.0, load)
-        elif job.memory.replica_seconds is not None:
-            name = "window" if job.memory.window else "replica"
-            found[name] = Way(name, float(costs.snapshots.machine_seconds(every, disk)[0]), 0.0, load)
-    return [found[name] for name in WAYS[scope] if name in found]
+    costs, disk = Costs(job), _array(chosen.interval_iterations)
+    from_disk = "predicted" if chosen.mode == "predict" else "disk", float(costs.recovery_seconds(disk, chosen.mode)[0])
+    memory, snapshots, every = job.memory, costs.snapshots, chosen.memory_interval_iterations
+    if memory is None or snapshots is None or every is None:
+        return from_disk
+    if scope == "process":
+        place, seconds = "memory", float(snapshots.process_seconds(_array(every))[0])
+    elif scope == "machine" and memory.replica_seconds is not None:
+        place, seconds = "replica", float(snapshots.machine_seconds(_array(every), disk)[0])
+    else:
+        return from_disk
+    if not memory.window:
+        return place, seconds
+    # A window may be longer than the interval of the disk.
+    return ("window", seconds) if seconds <= float(costs.recovery_seconds(disk, "recompute")[0]) else from_disk
 
 
 def _deviation_iterations(job: PlannerInputs, horizon: float, interval: float) -> float:
@@ -276,11 +250,8 @@ def _explanation(
     rules: Mapping[str, Rule],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    interval, every = chosen.interval_iterations, chosen.memory_interval_iterations
-    longest, predicts = limits.predictable_interval_iterations, chosen.mode == "predict"
     classes = job.classes or _ALL
-    ways = {scope: in_order(ways_of(job, interval, every, scope, longest), predicts=predicts) for scope in classes}
-    prices = Prices.of_job(job, interval)
+    back = {scope: _goes_back(job, chosen, scope) for scope in classes}
     bounds = {name: value for name, value in vars(chosen.bounds).items() if name != "notes"}
     return {
         "rule": RULES.get(policy, policy),
@@ -289,9 +260,8 @@ def _explanation(
         "bound": chosen.bound,
         "bounds": {**bounds, **vars(limits)},
         "inputs": _inputs(job),
-        "expected": _expected(job, chosen, ways),
-        "classes": {scope: _class(job, classes[scope], ordered) for scope, ordered in ways.items()},
-        "prices": None if prices is None else prices.to_tree(),
+        "expected": _expected(job, chosen, back),
+        "classes": {scope: _class(job, classes[scope], *found) for scope, found in back.items()},
         "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
         "rivals": {name: _rival(job, name, rule) for name, rule in rules.items()},
         "notes": [note for note in (*notes, *chosen.bounds.notes) if note],
@@ -313,11 +283,11 @@ def _inputs(job: PlannerInputs) -> dict[str, Any]:
     return found
 
 
-def _expected(job: PlannerInputs, chosen: Optimum, ways: Mapping[FailureScope, Sequence[Way]]) -> dict[str, Any]:
+def _expected(job: PlannerInputs, chosen: Optimum, back: Mapping[FailureScope, tuple[str, float]]) -> dict[str, Any]:
     """The expected costs of the plan, in seconds per second of wall time and per failure."""
     interval, costs, rate = _array(chosen.interval_iterations), Costs(job), job.failures_per_second
     classes = (job.classes or _ALL).items()
-    recovery = rate * sum(one.share * ways[scope][0].loss_seconds for scope, one in classes if one.share > 0)
+    recovery = rate * sum(one.share * back[scope][1] for scope, one in classes if one.share > 0)
     stall = float(costs.stall_per_second(interval, chosen.mode)[0]) + _memory_stall_per_second(job, chosen)
     return {
         "cost_per_second": plain(chosen.cost_per_second),
@@ -338,28 +308,17 @@ def _memory_stall_per_second(job: PlannerInputs, chosen: Optimum) -> float:
     return float(snapshots.stall_per_second(_array(every), _array(chosen.interval_iterations))[0])
 
 
-def _class(job: PlannerInputs, one: FailureClass, ways: Sequence[Way]) -> dict[str, Any]:
-    """A class of failures: how often it is expected, what one goes back to and costs, and its other ways."""
-    rate, seconds = one.share * job.failures_per_second, ways[0].loss_seconds
-    iterations = 1 / job.iteration_seconds if job.iteration_seconds > 0 else math.nan
+def _class(job: PlannerInputs, one: FailureClass, back_to: str, seconds: float) -> dict[str, Any]:
+    """A class of failures: how often it is expected, what one goes back to, and what that costs."""
+    rate = one.share * job.failures_per_second
     return {
         "failures_per_second": plain(rate),
         "share": plain(one.share),
         "prior_share": one.prior_share,
         "seen": one.seen,
-        "back_to": "disk" if ways[0].name == "predicted" else ways[0].name,  # whose checkpoints it is predicted from
+        "back_to": back_to,
         "loss_iterations": plain(seconds / job.iteration_seconds if job.iteration_seconds > 0 else math.nan),
         "loss_per_second": plain(rate * seconds),
-        "ways": [
-            {
-                "way": way.name,
-                "loss_iterations": plain(way.loss_seconds * iterations),
-                "deviation_iterations": plain(way.deviation_seconds * iterations),
-                "load_seconds": plain(way.load_seconds),
-                "seconds": plain(way.seconds),
-            }
-            for way in ways
-        ],
     }
 
 

@@ -6,7 +6,6 @@ from typing import Literal
 
 from cpsr.checkpoint.tiers import Decision, Source, Tier
 from cpsr.journal import Beginning
-from cpsr.planner.ways_back import Prices, Way, WayName, in_order
 from cpsr.restart.restored_state import Recomputes, Refusal
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "all_from",
     "candidates",
     "choose",
-    "way_of",
 ]
 
 # From one checkpoint, over the lives of the run. A peer that is killed meanwhile shows as an error, too: a second
@@ -90,7 +88,6 @@ class Circumstances:
         dumps: lives that continued from an emergency dump, and have committed nothing since.
         memory_interval_iterations: between snapshots in host memory, as planned before the failure; None if there were
             none between two checkpoints.
-        prices: what the plan before the failure knew of the costs; None: nothing.
     """
 
     mode: Mode
@@ -102,7 +99,6 @@ class Circumstances:
     last_failure: str = ""
     dumps: int = 0
     memory_interval_iterations: int | None = None
-    prices: Prices | None = None
 
     @property
     def failures_allowed(self) -> int:
@@ -165,9 +161,8 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
 
     A whole state at the failure or after it comes first: nothing is lost. In mode `auto` an exact snapshot in host
     memory that loses at most two snapshot intervals comes first too. So does a window, unless all ranks have left a
-    dump, which loses no iteration, or the plan finds a prediction cheaper (`cpsr.planner.ways_back`). Else a state near
-    the failure, where it is allowed: the one with most ranks' state, so that only lost state is predicted. Then whole
-    states, the newest first.
+    dump, which loses no iteration. Else a state near the failure, where it is allowed: the one with most ranks' state,
+    so that only lost state is predicted. Then whole states, the newest first.
 
     Args:
         there: what there is, in any order.
@@ -183,42 +178,11 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     near = sorted((one for one in there if one.near_failure), key=lambda one: one.lost_ranks)
     allowed, refusal = _allowed(near, known)
     few = whole and _loses_few(whole, f, known.memory_interval_iterations)
-    if known.mode == "auto" and few and not (allowed and _goes_before_window(allowed[0], whole, known)):
+    if known.mode == "auto" and few and not (whole[0].is_window and allowed and not allowed[0].lost_ranks):
         what = "window" if whole[0].is_window else "snapshot"
         reason = f"a {what} in host memory is exact, and {whole[0].cost_iterations(f)} iterations older"
         return Choice(tuple(whole), Refusal(Recomputes.IN_MEMORY, reason) if near else None)
     return Choice((*allowed[:1], *whole), refusal)
-
-
-def way_of(candidate: Candidate, checkpoint_iteration: int | None, known: Circumstances) -> Way | None:
-    """What a candidate costs by the prices of the plan; None where they do not say.
-
-    Args:
-        candidate: a state.
-        checkpoint_iteration: of the disk, from which it would be predicted.
-        known: has the prices, and the iteration of the failure.
-    """
-    prices, f = known.prices, known.failure_iteration
-    if prices is None or f is None:
-        return None
-    if candidate.lost_ranks:
-        if checkpoint_iteration is None:
-            return None
-        return prices.predicted(candidate.iteration - checkpoint_iteration, candidate.lost_ranks / known.ranks)
-    name: WayName = "window" if candidate.is_window else "memory" if candidate.in_memory or candidate.dumped else "disk"
-    return prices.repeated(name, candidate.cost_iterations(f))
-
-
-def _goes_before_window(near: Candidate, whole: Sequence[Candidate], known: Circumstances) -> bool:
-    if not whole[0].is_window:
-        return False
-    if not near.lost_ranks:  # left by all ranks: it loses no iteration
-        return True
-    on_disk = next((one.iteration for one in whole if not one.in_memory), None)
-    ways = [way_of(one, on_disk, known) for one in (whole[0], near)]
-    if ways[0] is None or ways[1] is None:
-        return False
-    return in_order([way for way in ways if way is not None], predicts=True)[0].name == "predicted"
 
 
 def _loses_few(whole: Sequence[Candidate], failure_iteration: int, interval_iterations: int | None) -> bool:

@@ -13,7 +13,6 @@ from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
-from cpsr.planner.ways_back import Prices
 from cpsr.restart.choice import Candidate, Circumstances, Mode, all_from, candidates, choose
 from cpsr.restart.experts import (
     OlderExperts,
@@ -127,16 +126,13 @@ class Restorer:
     def _circumstances(self, mode: Mode, checkpoint: Snapshot | None, failure_iteration: int | None) -> Circumstances:
         group = self._job.group
         known = Circumstances(mode, self._inexact, failure_iteration, group.size)
-        if checkpoint is None or failure_iteration is None:
+        if checkpoint is None or failure_iteration is None or mode == "exact":
             return known
         # From rank 0: the other ranks do not know the plan.
         planning = Scalars.from_tree(checkpoint.scalars).planning
-        names = "mode", "memory_interval_iterations", "interval_iterations", "prices"
-        planned, every, interval, prices = group.broadcast([planning.get(name) for name in names])
+        names = "mode", "memory_interval_iterations", "interval_iterations"
+        planned, every, interval = group.broadcast([planning.get(name) for name in names])
         between = every is not None and every < (interval or 0)
-        known = replace(known, prices=Prices.of_tree(prices))
-        if mode == "exact":
-            return known
         failures, last_failure = self._injection.failures.since(checkpoint.iteration)
         dumps, _ = self._injection.dumps.since(checkpoint.iteration)
         return replace(

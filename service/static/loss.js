@@ -101,9 +101,8 @@ function summary({ losses, failures }, fit) {
   if (!lossIsKnown({ losses })) {
     return `${count}, but no loss: the model does not return one. Call recovery.log_loss(loss) in the training loop.`;
   }
-  const error = `${number(fit?.result.held_out_rmse_nats)} nats off on losses that it had not seen`;
   const fitted = fit
-    ? `Fitted at iteration ${number(fit.iteration, 9)} (${fit.result.family.replace("_", " ")}), ${error}.`
+    ? `Fitted at iteration ${number(fit.iteration, 9)}.`
     : "Not fitted yet: that is done at the end of a phase.";
   return `${count}, ${plural(placed(failures).length, "failure")}. ${fitted}`;
 }

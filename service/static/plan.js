@@ -264,16 +264,14 @@ export function showWhy(store) {
 
 function classTable(classes) {
   const every = (rate) => (typeof rate === "number" && rate > 0 ? duration(1 / rate) : number(null));
-  const others = (ways) => ways.slice(1).map((one) => `${WAYS[one.way]} ${number(one.loss_iterations)}`).join(", ");
   return table(
     "Failures by what they leave",
     [
       { title: "Leave", value: ([scope]) => LEFT[scope] ?? scope },
       { title: "One every", numeric: true, value: ([, one]) => every(one.failures_per_second) },
       { title: "Seen", numeric: true, value: ([, one]) => number(one.seen, 9) },
-      { title: "Go back to", value: ([, one]) => WAYS[one.ways[0]?.way ?? one.back_to] ?? one.back_to },
+      { title: "Go back to", value: ([, one]) => WAYS[one.back_to] ?? one.back_to },
       { title: "Iterations lost", numeric: true, value: ([, one]) => number(one.loss_iterations) },
-      { title: "Other ways, iterations", value: ([, one]) => others(one.ways) || "none" },
     ],
     classes,
   );

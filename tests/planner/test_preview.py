@@ -19,7 +19,7 @@ TIERS: list[dict[str, Any]] = [
     {},
     {"memory": MemoryTier(0.01, 7)},
     {"memory": MemoryTier(0.01, None, 2.0)},
-    {"memory": MemoryTier(0.0, 6, 2.0, window=True), "load_seconds": {"disk": 1.0, "memory": 2.0}, "lost_share": 0.5},
+    {"memory": MemoryTier(0.0, 6, 2.0, window=True), "lost_share": 0.5},
 ]
 
 

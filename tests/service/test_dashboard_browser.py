@@ -78,8 +78,6 @@ def curve() -> dict[str, Any]:
     places = [1.0, 60.0, 150.0]
     at = [2 + 30 / (place + 9) for place in places]
     return {
-        "family": "power_law",
-        "held_out_rmse_nats": 0.05,
         "curve": {
             "iterations": places,
             "loss_nats": at,
@@ -130,7 +128,7 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         expect(now).to_contain_text("120")
         expect(now).to_contain_text("predicted state")
         loss = section(page, "Training loss")
-        expect(loss).to_contain_text("120 iterations, 1 failure. Fitted at iteration 100 (power law)")
+        expect(loss).to_contain_text("120 iterations, 1 failure. Fitted at iteration 100.")
         expect(loss.get_by_text("95% of single losses")).to_be_visible()
         interval = measured_plan().interval_iterations
         expect(section(page, "Interval between checkpoints")).to_contain_text(f"Every {interval} iterations now; Young")

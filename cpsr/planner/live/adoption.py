@@ -28,19 +28,15 @@ def first_plan(config: CPSRConfig, saved: Mapping[str, Any]) -> Plan:
         saved: the planner's state in the checkpoint that this life begins with; empty in the first life.
     """
     fixed, planner, interval = config.checkpoint.interval_iterations, config.planner, saved.get("interval_iterations")
-    # The prices stay with the checkpoints: the next failure may come before the next plan.
-    prices = saved.get("prices")
     low, high = planner.interval_min_iterations, planner.interval_max_iterations
     if fixed is not None:
         plan = fixed_plan(fixed)
-        if prices is not None and config.checkpoint.shared_memory:
-            plan = replace(plan, explanation={**plan.explanation, "prices": prices})
     elif interval is None:
         # Costs of zero before any measurement: the minimum decides. Lost work is then the larger risk.
         rate = prior_curves(0, config).failures.total.mean_per_second
         plan = make_plan(PlannerInputs(0.0, 0.0, 0.0, rate), Limits(low, high), "young", "exact")
     else:
-        explanation = {"rule": "as planned before the restart, until the next plan", "prices": prices}
+        explanation = {"rule": "as planned before the restart, until the next plan"}
         plan = Plan(min(max(interval, low), high), planner.policy, explanation, saved.get("mode"))
     every = _first_memory_interval(config, saved.get("memory_interval_iterations"), plan.interval_iterations)
     return replace(plan, memory_interval_iterations=every)
@@ -66,7 +62,7 @@ def memory_tier(
 
     Args:
         config: of the run.
-        costs: of the slowest rank.
+        costs: of rank 0.
         iteration_seconds: of the job.
         window_iterations: length of windows, which take the place of snapshots and go on all the time, so that each
             stalls nothing more; None where none are taken.
@@ -76,7 +72,8 @@ def memory_tier(
         return None if window_iterations is None else MemoryTier(0.0, window_iterations, replica, window=True)
     if not config.checkpoint.shared_memory:
         return None
-    stall_seconds = costs.memory.get("stall_seconds", costs.stall_seconds)
+    # The copy of a checkpoint stands for a snapshot until one was taken.
+    stall_seconds = costs.memory.get("stall_seconds", costs.memory.get("copy_seconds", costs.stall_seconds))
     budget_seconds = config.memory.budget_fraction * iteration_seconds  # per iteration
     longest = None
     if budget_seconds > 0 and math.isfinite(stall_seconds):
@@ -116,9 +113,7 @@ def planned(job: PlannerInputs, limits: Limits, config: CPSRConfig, override: Pl
 
 
 def differs(plan: Plan, current: Plan) -> bool:
-    """Whether a plan is worth adopting in place of the current one; so is the first by which a restart has prices."""
-    if plan.explanation.get("prices") and not current.explanation.get("prices"):
-        return True
+    """Whether a plan is worth adopting in place of the current one."""
     interval, before = plan.interval_iterations, current.interval_iterations
     if abs(interval - before) > REPLAN_FRACTION * before:
         return True

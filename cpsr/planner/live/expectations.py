@@ -5,7 +5,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ SAME_FAILURE_SECONDS = 600.0
 LOSSES_MAX = 20_000
 # Points of a fitted loss curve, for plots: a falling curve needs no more, and a fit stays a few kilobytes.
 CURVE_POINTS = 65
+BAND_DEVIATIONS = 1.96  # of a Gaussian: 95%
 # Intervals at which the prior is evaluated, in iterations: it is smooth between them.
 INTERVALS_ITERATIONS = (10, 20, 35, 50, 75, 100, 150, 200, 300, 500)
 # Failures at which it is evaluated, as shares of the interval: f is anywhere in it.
@@ -62,7 +63,6 @@ class Curves:
         predict_seconds: median of the predictions and injections so far; 0 without any.
         loss: of the training; None if it cannot be fitted.
         accuracy: error of the predictor over checkpoints; None if it cannot be fitted.
-        load_seconds: medians of restarts until the state was read, by where it came from: `disk` or `memory`.
     """
 
     iteration: int
@@ -72,7 +72,6 @@ class Curves:
     predict_seconds: float = 0.0
     loss: LossFit | None = None
     accuracy: AccuracyCurve | None = None
-    load_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_rows(self) -> Iterator[tuple[FitKind, dict[str, Any]]]:
         """Rows for the journal: kind and result of every fitted curve."""
@@ -92,7 +91,6 @@ def fit_curves(
     reader: JournalReader,
     accuracy: Sequence[Mapping[str, Any]],
     iteration: int,
-    span_iterations: int,
     config: CPSRConfig,
     reported: Sequence[ReportedFailure] = (),
 ) -> Curves:
@@ -102,7 +100,6 @@ def fit_curves(
         reader: of the run's journal.
         accuracy: how well the predictor has predicted checkpoints, oldest first.
         iteration: completed steps; later losses, of a branch that was given up, do not count.
-        span_iterations: length of the phase: the loss is extrapolated as far.
         config: of the run.
         reported: failures reported by people; those before the run, or within minutes of a known one, do not count.
 
@@ -120,27 +117,16 @@ def fit_curves(
         tuple(_measured_costs(recoveries, lost)),
         lost,
         statistics.median(predicted) if predicted else 0.0,
-        _loss(reader, iteration, span_iterations),
+        _loss(reader, iteration),
         _accuracy(accuracy),
-        _loads(recoveries),
     )
 
 
-def _loads(recoveries: Sequence[RecoveryRow]) -> dict[str, float]:
-    """A prediction and an emergency dump begin with the checkpoint on the disk."""
-    found: dict[str, list[float]] = {}
-    for row in recoveries:
-        in_memory = {source.source for source in row.sources} == {"memory"}
-        if row.load_seconds is not None:
-            found.setdefault("memory" if in_memory else "disk", []).append(row.load_seconds)
-    return {place: statistics.median(seconds) for place, seconds in found.items()}
-
-
 def _drawn(fit: LossFit) -> dict[str, list[float]]:
-    """The curve and the band of single losses, from the first loss to the end of the held-out span."""
-    places = numpy.linspace(fit.first_iteration, fit.last_iteration + fit.held_out_iterations, CURVE_POINTS).round()
-    low, high = fit.band(places)
-    drawn = {"iterations": places, "loss_nats": fit.at(places), "low_nats": low, "high_nats": high}
+    """The curve, and the band that holds 95% of single losses."""
+    places = numpy.linspace(fit.first_iteration, fit.last_iteration, CURVE_POINTS).round()
+    losses, half = fit.at(places), BAND_DEVIATIONS * fit.noise_nats
+    drawn = {"iterations": places, "loss_nats": losses, "low_nats": losses - half, "high_nats": losses + half}
     return {name: values.tolist() for name, values in drawn.items()}
 
 
@@ -176,14 +162,14 @@ def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[flo
     return len(known) - len(seen_unix_seconds)
 
 
-def _loss(reader: JournalReader, iteration: int, span_iterations: int) -> LossFit | None:
+def _loss(reader: JournalReader, iteration: int) -> LossFit | None:
     steps = [
         (step.iteration, step.loss)
         for step in reader.losses(max(0, iteration - LOSSES_MAX), iteration + 1)
         if step.loss is not None and 0.0 < step.loss < math.inf
     ]
     try:
-        return fit_loss([place for place, _ in steps], [loss for _, loss in steps], span_iterations)
+        return fit_loss([place for place, _ in steps], [loss for _, loss in steps])
     except ValueError as error:
         logger.debug("the loss curve is not known yet: %s", error)
         return None

@@ -1,22 +1,15 @@
-"""What checkpoints and snapshots cost each rank, measured on the training thread, and the slowest rank of the job."""
+"""What checkpoints and snapshots cost, measured on the training thread."""
 
-import logging
 import statistics
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import SaveOutcome
-from cpsr.errors import CheckpointError
 
-__all__ = ["MEASURED", "RankCosts", "RankTimes", "costs_of_ranks", "slowest"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["MEASURED", "RankCosts", "RankTimes"]
 
 MEASURED = 8  # times are medians of this many checkpoints, snapshots or replicas
 CALM_STEPS = 50  # the pace of training is the median of this many steps without a checkpoint under way
@@ -25,25 +18,17 @@ CALM_STEPS_MIN = 5
 
 @dataclass(frozen=True)
 class RankCosts:
-    """The costs of one rank's checkpoints, or of the slowest rank's.
+    """The costs of one rank's checkpoints and snapshots.
 
     Attributes:
-        iteration: of the newest one that was measured.
-        saves: number of saves behind the medians.
         stall_seconds: extra time of the training thread.
         persist_seconds: from the snapshot to the rank's files being durable, and on rank 0 the commit.
-        parameters: weights that the rank owns, or all ranks together.
-        mean_second_moment: of its gradients, or of all ranks'; None if the optimizer keeps none.
         memory: medians of its snapshots in host memory, by name: `stall_seconds` of those that went to memory alone,
             `copy_seconds` of those of checkpoints, `replica_seconds` until a replica is whole on another machine.
     """
 
-    iteration: int
-    saves: int
     stall_seconds: float
     persist_seconds: float
-    parameters: int
-    mean_second_moment: float | None
     memory: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -53,16 +38,12 @@ class RankTimes:
     A checkpoint's stall is how much longer steps take from its begin until it is durable. Until a time is measured in
     this life, that of the last life stands for it.
 
-    Args:
-        parameters: weights that the rank owns.
-
     Attributes:
         snapshots: number of those to host memory alone in this life.
     """
 
-    def __init__(self, parameters: int) -> None:
+    def __init__(self) -> None:
         self.snapshots = 0
-        self._parameters = parameters
         self._calm: deque[float] = deque(maxlen=CALM_STEPS)
         self._under_way: list[float] | None = None
         self._snapshot_seconds = 0.0
@@ -116,20 +97,15 @@ class RankTimes:
         with self._lock:
             saves, before = list(self._saves), self._before
             if before is None and memory_alone and self.snapshots >= MEASURED:
-                before = RankCosts(0, 0, 0.0, 0.0, 0, None)
+                before = RankCosts(0.0, 0.0)
             memory = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
         if before is not None:
             memory = {**before.memory, **memory}
         if not saves:
             return None if before is None else replace(before, memory=memory)
-        newest = saves[-1][0]
         return RankCosts(
-            newest.iteration,
-            len(saves),
             statistics.median(stall for _, stall in saves),
             statistics.median(save.write_seconds + save.commit_seconds for save, _ in saves),
-            self._parameters,
-            newest.mean_second_moment,
             memory,
         )
 
@@ -145,54 +121,3 @@ class RankTimes:
             memory = {name: value for name, value in before.memory.items() if name != "replica_seconds"}
             before = replace(before, memory=memory)
         self._before = before
-
-
-def costs_of_ranks(store_directory: Path, world_size: int) -> list[RankCosts]:
-    """What every rank has reported in the newest checkpoint; empty if a rank has not yet, or it cannot be read.
-
-    Args:
-        store_directory: the run's `checkpoints`.
-        world_size: number of ranks.
-    """
-    committed = [info for info in scan(store_directory).checkpoints if info.full]  # others have no costs
-    if not committed:
-        return []
-    directory = committed[-1].directory
-    found: list[RankCosts] = []
-    try:
-        manifest = read_manifest(directory)
-        for rank in range(world_size):
-            costs = read_rank_manifest(directory, manifest, rank).scalars["planning"]["costs"]
-            if costs is None:
-                return []
-            found.append(RankCosts(**costs))
-    except (CheckpointError, OSError, KeyError, TypeError) as error:
-        logger.warning("cannot read the other ranks' costs from %s, rank 0's are used for all: %s", directory, error)
-        return []
-    return found
-
-
-def slowest(ranks: Sequence[RankCosts]) -> RankCosts:
-    """The costs of ranks in lockstep: all wait for the slowest, and a predicted restart predicts the weights of all.
-
-    The second moment is the mean over all weights. Replicas count if every rank has them.
-
-    Args:
-        ranks: at least one; the first is rank 0.
-    """
-    known = [(rank.parameters, rank.mean_second_moment) for rank in ranks if rank.mean_second_moment is not None]
-    weights = sum(parameters for parameters, _ in known)
-    # Copies of checkpoints stand for the snapshots of a rank that has taken none alone.
-    stalls = [one.memory.get("stall_seconds", one.memory.get("copy_seconds")) for one in ranks]
-    memory = {"stall_seconds": [one for one in stalls if one is not None]}
-    replicas = [one.memory["replica_seconds"] for one in ranks if "replica_seconds" in one.memory]
-    memory["replica_seconds"] = replicas if len(replicas) == len(ranks) else []
-    return RankCosts(
-        ranks[0].iteration,
-        ranks[0].saves,
-        max(one.stall_seconds for one in ranks),
-        max(one.persist_seconds for one in ranks),
-        sum(one.parameters for one in ranks),
-        sum(parameters * moment for parameters, moment in known) / weights if weights else None,
-        {name: max(seconds) for name, seconds in memory.items() if seconds},
-    )

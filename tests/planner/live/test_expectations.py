@@ -42,7 +42,7 @@ def step(iteration: int, loss: float | None) -> StepRow:
 def fitted(journal: Journal, iteration: int = 400) -> Curves:
     assert journal.flush(20.0)
     with JournalReader(journal.path) as reader:
-        return fit_curves(reader, ACCURACY, iteration, 100, CONFIG)
+        return fit_curves(reader, ACCURACY, iteration, CONFIG)
 
 
 def test_all_curves_of_a_run(journal: Journal) -> None:
@@ -89,7 +89,7 @@ def test_what_cannot_be_fitted_is_left_out(journal: Journal) -> None:
     journal.record(*[step(1, None), step(2, float("nan")), step(3, -1.0), step(4, 2.0)])
     assert journal.flush(20.0)
     with JournalReader(journal.path) as reader:
-        found = fit_curves(reader, [], 4, 100, CONFIG)
+        found = fit_curves(reader, [], 4, CONFIG)
     assert (found.loss, found.accuracy) == (None, None)
     assert [kind for kind, _ in found.to_rows()] == ["failure_rate"]
 
@@ -128,7 +128,7 @@ def test_lives_that_were_killed_or_ended_by_an_error_are_failures(
     tmp_path: Path, endings: list[str], failures: int
 ) -> None:
     with JournalReader(lives_of(tmp_path, endings)) as reader:
-        assert fit_curves(reader, [], 1, 100, CONFIG).failures.total.failures == failures
+        assert fit_curves(reader, [], 1, CONFIG).failures.total.failures == failures
 
 
 @given(
@@ -158,7 +158,7 @@ def test_reported_failures_count_once_and_within_the_run(tmp_path: Path) -> None
             ReportedFailure(description="another", failed_unix_seconds=second + 3600.0),
             ReportedFailure(description="the same again", failed_unix_seconds=second + 3601.0),
         ]
-        assert fit_curves(reader, [], 1, 100, CONFIG, reports).failures.total.failures == 2
+        assert fit_curves(reader, [], 1, CONFIG, reports).failures.total.failures == 2
 
 
 def test_failures_are_counted_by_what_they_left(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_failures_are_counted_by_what_they_left(tmp_path: Path) -> None:
         journal.record(FailureRow(life=life, iteration=9, checkpoint_iteration=5, description="", scope=scope))  # type: ignore[arg-type]
     journal.close()
     with JournalReader(path) as reader:
-        found = fit_curves(reader, [], 1, 100, CONFIG).failures
+        found = fit_curves(reader, [], 1, CONFIG).failures
     assert (found.total.failures, dict(found.seen)) == (3, {"process": 1, "machine": 1})
     assert dict(seen_by_scope(found)) == {"process": 1, "machine": 1, "everything": 0}
 
