@@ -39,7 +39,7 @@ _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp
 class TorchAdapter(EngineAdapter):
     """A module and its optimizer; the master weights are the parameters themselves, in their own dtype.
 
-    The end of a step is the last of these calls in the loop, so they must come in this order, once a step::
+    A step ends with the last of these calls in the loop::
 
         loss = module(batch)                    # forward and backward as you like, also several micro-batches
         scaler.scale(loss).backward()
@@ -47,8 +47,8 @@ class TorchAdapter(EngineAdapter):
         scaler.update()                         # only with grad_scaler=
         scheduler.step()                        # only with scheduler=, every step, also when the scaler skipped it
 
-    Several optimizers, or several schedulers, step once in every step each, in the order in which they are given. A
-    scheduler that is stepped once an epoch must not be given here; register it as user state instead. Parameters may be
+    Several optimizers, or several schedulers, step once in every step each, in any order. A scheduler that is stepped
+    once an epoch must not be given here; register it as user state instead. Parameters may be
     split over ranks by `fully_shard` (FSDP2), `parallelize_module` or `distribute_tensor`: before the optimizer is
     built, and so before this adapter. The shards are then the master weights.
 
@@ -62,7 +62,7 @@ class TorchAdapter(EngineAdapter):
 
     Attributes:
         module: the one inside any wrapper.
-        optimizers: as given; with the last one, `optimizer`, a step ends.
+        optimizers: as given.
         data_parallel_ranks: all of them; where parameters are split, those of the mesh of `fully_shard`, or of DDP's
             process group. Without either, ranks that split parameters train on the same batches: this rank alone.
 

@@ -19,11 +19,11 @@ CAPTURED = (
     'torch.compile(model, mode="reduce-overhead")), and call optimizer.step() outside of the graph'
 )
 
-_ORDER = (
-    "CPSR takes the last one's as the end of a step: call each once in every step, in the order in which TorchAdapter "
-    "has them. One that steps more or less often, as the optimizer of a discriminator or a schedule by the epoch, is "
-    'registered instead: recovery.register("optimizer of judge", optimizer). What it trains is registered, too, unless '
-    "it is a part of TorchAdapter's module"
+_ONCE = (
+    "A step ends once the loop has called all that TorchAdapter has: call each once in every step. One that steps more "
+    "or less often, as the optimizer of a discriminator or a schedule by the epoch, is registered instead: "
+    'recovery.register("optimizer of judge", optimizer). What it trains is registered, too, unless it is a part of '
+    "TorchAdapter's module"
 )
 
 
@@ -32,7 +32,7 @@ class TorchLoop:
 
     Args:
         module: the one that the loop calls.
-        optimizers: in the order in which they step; with the last one, once all have stepped, the update ends.
+        optimizers: each steps once in a step of the loop.
         schedulers: likewise.
         scaler: None where there is none.
 
@@ -49,8 +49,8 @@ class TorchLoop:
         scaler: Any,
     ) -> None:
         self._module, self._optimizers, self._schedulers, self._scaler = module, optimizers, schedulers, scaler
+        self._parts = [*optimizers, *([] if scaler is None else [scaler]), *schedulers]
         self._step_hooks: list[StepHooks] = []
-        self._stepped: list[Any] = []  # optimizers and schedulers, in the step in progress
         self._hooks = Hooks()
         self._observer: StepObserver | None = None
         self.iteration = 0
@@ -98,8 +98,7 @@ class TorchLoop:
         self._update_begun = False  # between before_update and the end of the step
         self._changes = False  # between state_changes and the end of the step
         self._applied = False
-        self._awaits_scheduler = False
-        self._stepped = []
+        self._called: list[Any] = []  # of the parts, in the step in progress
         for around in self._step_hooks:
             around.forget()
 
@@ -124,20 +123,26 @@ class TorchLoop:
             UnsupportedEngineError: it is inside one; the message names the call that is missing.
         """
         if self._update_begun:
-            missing = "scheduler.step()" if self._awaits_scheduler else "grad_scaler.update()"
-            if left := self._left():
-                raise UnsupportedEngineError(
-                    f"{type(left[0]).__name__}.step() was not called in optimizer step {self.iteration + 1}. {_ORDER}"
-                )
+            missing = self._missing()[0]
+            call = "update" if missing is self._scaler else "step"
             raise UnsupportedEngineError(
-                f"{missing} was not called after optimizer step {self.iteration + 1}. CPSR takes it as the end of a "
-                "step: call it every step, or do not give it to TorchAdapter (a scheduler stepped once an epoch can "
-                "be registered as user state)"
+                f"{type(missing).__name__}.{call}() was not called in step {self.iteration + 1}. {_ONCE}"
             )
 
-    def _left(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that the step in progress has still to call."""
-        return [one for one in self._optimizers if all(one is not other for other in self._stepped)]
+    def _missing(self) -> list[Any]:
+        """What the step in progress has still to call."""
+        return [one for one in self._parts if all(one is not other for other in self._called)]
+
+    def _begin(self, part: Any) -> None:
+        """The loop calls an optimizer, the scaler's update or a schedule: each once in a step."""
+        if (self._update_begun and not self._called) or any(part is other for other in self._called):
+            self.require_complete()
+
+    def _end(self, part: Any) -> None:
+        """That call has returned; with the last one the step is complete."""
+        self._called.append(part)
+        if not self._missing():
+            self._complete_step()
 
     def _begin_update(self) -> None:
         if not self._update_begun:
@@ -159,7 +164,7 @@ class TorchLoop:
                 "one step; call it without"
             )
         if self._scaler is None:
-            self._take_turn(optimizer)
+            self._begin(optimizer)
         self._begin_update()
         self._change_state()
 
@@ -168,55 +173,37 @@ class TorchLoop:
         overflow = None if self._scaler is None else getattr(optimizer, "found_inf", None)
         known = isinstance(overflow, torch.Tensor) and not overflow.is_cuda
         self._applied = self._applied or not (known and bool(overflow))
-        if self._scaler is None and optimizer is self._optimizers[-1]:
-            self._end_update()
+        if self._scaler is None:
+            self._end(optimizer)
 
     def _around_scaler_step(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         # The scaler first waits for the gradients, to see whether they overflow: the state does not change yet.
-        if any(optimizer is one for one in self._optimizers):
-            self._take_turn(optimizer)
+        ours = any(optimizer is one for one in self._optimizers)
+        if ours:
+            self._begin(optimizer)
             self._begin_update()
-        return original(optimizer, *args, **kwargs)
-
-    def _take_turn(self, optimizer: torch.optim.Optimizer) -> None:
-        """This one steps: after all that were given before it, and as the first of a step only if it is the first."""
-        if not self._stepped or optimizer is self._optimizers[0]:
-            self.require_complete()
-        self._require_turn(optimizer, self._optimizers)
-
-    def _require_turn(self, one: Any, order: Sequence[Any]) -> None:
-        place = next(index for index, other in enumerate(order) if other is one)
-        taken = [other for other in self._stepped if any(other is another for another in order)]
-        if len(taken) != place:
-            expected = type(order[min(len(taken), len(order) - 1)]).__name__
-            raise UnsupportedEngineError(
-                f"{type(one).__name__}.step() was called where {expected}.step() was to come, in step "
-                f"{self.iteration + 1}. {_ORDER}"
-            )
-        self._stepped.append(one)
+        result = original(optimizer, *args, **kwargs)
+        if ours:
+            self._end(optimizer)
+        return result
 
     def _around_scaler_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update_begun:
-            if self._left():
+            self._begin(self._scaler)
+            if any(self._missing()[0] is one for one in self._optimizers):
                 self.require_complete()
             self._change_state()  # the scale, also of a step that was skipped
         result = original(*args, **kwargs)
         if self._update_begun:
-            self._end_update()
+            self._end(self._scaler)
         return result
-
-    def _end_update(self) -> None:
-        if not self._schedulers:
-            self._complete_step()
-        else:
-            self._awaits_scheduler = True
 
     def _around_scheduler_step(self, scheduler: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update_begun:
-            self._require_turn(scheduler, self._schedulers)
+            self._begin(scheduler)
         result = original(*args, **kwargs)
-        if self._awaits_scheduler and scheduler is self._schedulers[-1]:
-            self._complete_step()
+        if self._update_begun:
+            self._end(scheduler)
         return result
 
     def _complete_step(self) -> None:

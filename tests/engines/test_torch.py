@@ -68,7 +68,7 @@ def test_forgotten_scheduler_step_is_refused() -> None:
     job.adapter.attach(Recorder())
     scheduler, job.scheduler = job.scheduler, None
     job.train_step(0)
-    with pytest.raises(UnsupportedEngineError, match=r"scheduler\.step\(\) was not called after optimizer step 1"):
+    with pytest.raises(UnsupportedEngineError, match=r"CosineAnnealingLR\.step\(\) was not called in step 1"):
         job.train_step(1)
     assert scheduler is not None
 

@@ -69,7 +69,7 @@ def test_a_schedule_that_waits_for_the_next_batch_is_refused(tmp_path: Path) -> 
             schedule.step()
             loop.step(nn.functional.mse_loss(layers(x), y))  # CPSR sees no forward
 
-    expected = r"scheduler\.step\(\) was not called after optimizer step 1"
+    expected = r"StepLR\.step\(\) was not called in step 1"
     with CPSRRecovery(adapter, config(tmp_path)) as recovery, pytest.raises(UnsupportedEngineError, match=expected):
         train(recovery)
 
