@@ -22,7 +22,7 @@ from cpsr.planner.plan import Plan
 from cpsr.restart.prediction import LossFunction
 from cpsr.restart.restore import Restored
 from cpsr.state.loader import ResumableLoader
-from cpsr.state.loader_parts import iterable_of
+from cpsr.state.loader_kinds import iterable_of
 
 __all__ = ["CPSRRecovery"]
 

@@ -10,7 +10,7 @@ from cpsr.engines.distributed_tensors import FullySharded, is_distributed, layou
 from cpsr.engines.optimizer_entry import flat_view
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.frozen_parameters import FrozenPlace
-from cpsr.state.loader_parts import is_a
+from cpsr.state.loader_kinds import is_a
 
 __all__ = [
     "FSDP1",

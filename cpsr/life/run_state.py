@@ -23,9 +23,10 @@ from cpsr.life.hyperparameters import Hyperparameters
 from cpsr.restart.prediction import Probes
 from cpsr.restart.restore import Restored
 from cpsr.state import codec
+from cpsr.state.data_recognition import difference_of_data, recognisable
 from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.loader import LoaderHooks, ResumableLoader
-from cpsr.state.loader_parts import difference_of_data, is_repeating, recognisable
+from cpsr.state.loader_kinds import is_repeating
 from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
 from cpsr.state.small_state import DataPosition, Scalars, capture_host_rng, restore_host_rng

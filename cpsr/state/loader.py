@@ -7,7 +7,6 @@ already trained, without loading them. A loader that has a state of its own cont
 `cpsr.state.loader_state`.
 """
 
-import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,17 +19,22 @@ import torch
 from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
-from cpsr.state.loader_parts import (
-    Calls,
+from cpsr.state.loader_generators import (
     data_generators,
+    named_together,
+    order_generators,
+    restore_states,
+    states_of,
+    without_state,
+)
+from cpsr.state.loader_kinds import (
+    Calls,
     has_persistent_workers,
     index_sampler,
     is_plain,
     is_repeating,
     length_of,
-    order_generators,
     with_epochs,
-    without_state,
 )
 from cpsr.state.loader_passes import (
     Dealing,
@@ -273,7 +277,7 @@ class ResumableLoader(Iterator[Any]):
             return replace(position, loader=None, workers=None)
         loader = self._state.capture(position, between=between) if not between or self._follows_a_pass else None
         if loader is not None:
-            loader["generators"] = _states(self._generators if between else without_state(self._generators))
+            loader["generators"] = states_of(self._generators if between else without_state(self._generators))
             self._newest = loader
         return replace(position, loader=loader, workers=self._worker_states(between))
 
@@ -346,8 +350,8 @@ class ResumableLoader(Iterator[Any]):
             return begun
         restore_host_rng(states["host"])  # the loaded state was that of the end of the last pass
         beside = without_state(self._generators)
-        _restore(beside, {name: states["generators"][name] for name in beside})
-        states["generators"] = _states(self._generators)
+        restore_states(beside, {name: states["generators"][name] for name in beside})
+        states["generators"] = states_of(self._generators)
         return self._pass(position.epoch)
 
     def _open_saved(self, target: DataPosition) -> Iterator[Any]:
@@ -377,7 +381,7 @@ class ResumableLoader(Iterator[Any]):
         with self._starting_workers(saved["epoch"], WithState()):
             iterator = self._state.iterate(saved)
         if self._state.is_torchdata:
-            _restore(without_state(self._generators), saved["generators"])
+            restore_states(without_state(self._generators), saved["generators"])
         return iterator
 
     def _open_between(self, saved: dict[str, Any]) -> Iterator[Any]:
@@ -386,7 +390,7 @@ class ResumableLoader(Iterator[Any]):
         if self._state.is_torchdata and not has_persistent_workers(self._loader):
             with self._starting_workers(saved["epoch"], WithState()):
                 self._state.iterate(saved)  # draws the seeds of the last pass once more, maybe from its generator
-        _restore(self._generators, saved["generators"])
+        restore_states(self._generators, saved["generators"])
         self._hooks.on_positioned()
         return self._begin_pass(seeded=self.position.seeded)
 
@@ -485,11 +489,11 @@ class ResumableLoader(Iterator[Any]):
             self.position = replace(self.position, batches_per_epoch=self._length)
 
     def _capture(self) -> dict[str, Any]:
-        return {"host": capture_host_rng(), "generators": _states(self._generators), "epochs": self._epochs()}
+        return {"host": capture_host_rng(), "generators": states_of(self._generators), "epochs": self._epochs()}
 
     def data_states(self) -> dict[str, Any]:
         """States of the generators that the data set keeps, for the next batch; in worker processes they are others."""
-        return _states(self._data_generators)
+        return states_of(self._data_generators)
 
     def name_generators_in_workers(self) -> None:
         """Warn of generators that each worker process has a copy of."""
@@ -497,12 +501,12 @@ class ResumableLoader(Iterator[Any]):
             logger.warning(
                 "the workers of the data loader draw from copies of %s, which CPSR cannot save: after a restart within "
                 "a pass they draw other numbers. Draw from torch's, NumPy's or Python's global generator there",
-                _names(self._data_generators),
+                named_together(self._data_generators),
             )
 
     def restore_data_states(self, states: dict[str, Any]) -> None:
         """Restore what `data_states` returned."""
-        _restore(self._data_generators, states)
+        restore_states(self._data_generators, states)
 
     def _epochs(self) -> list[int]:
         """The epochs last set with `set_epoch`, for samplers and data sets that expose them."""
@@ -526,23 +530,4 @@ class ResumableLoader(Iterator[Any]):
 
     def _restore(self, states: dict[str, Any]) -> None:
         restore_host_rng(states["host"])
-        _restore(self._generators, states["generators"])
-
-
-def _states(generators: dict[str, Stateful]) -> dict[str, Any]:
-    return {name: one.state_dict() for name, one in generators.items()}
-
-
-def _restore(generators: dict[str, Stateful], states: dict[str, Any]) -> None:
-    if generators.keys() != states.keys():
-        raise RecoveryError(
-            f"the data loader has the random generators {_names(generators)}, and had {_names(states)} when the "
-            "position was saved: shuffle with the same sampler and generator as the run did "
-            "(accelerate makes one on several ranks alone, and none with use_seedable_sampler=True)"
-        )
-    for name, state in copy.deepcopy(states).items():
-        generators[name].load_state_dict(state)
-
-
-def _names(generators: Iterable[str]) -> str:
-    return ", ".join(sorted(generators)) or "none"
+        restore_states(self._generators, states["generators"])

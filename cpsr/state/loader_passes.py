@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from cpsr.errors import RecoveryError
-from cpsr.state.loader_parts import index_sampler, is_plain, rebuilt
+from cpsr.state.loader_kinds import index_sampler, is_plain, rebuilt
 from cpsr.state.small_state import DataPosition
 
 __all__ = [

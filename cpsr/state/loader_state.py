@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 from cpsr.errors import RecoveryError
 from cpsr.state import codec
-from cpsr.state.loader_parts import has_own_iteration, has_persistent_workers, index_sampler, is_a
+from cpsr.state.loader_kinds import has_own_iteration, has_persistent_workers, index_sampler, is_a
 from cpsr.state.small_state import DataPosition
 
 __all__ = ["LoaderState", "has_more", "report_once"]

@@ -73,7 +73,7 @@ class DataPosition:
         seeded: the pass that has seeded, or will seed, the persistent workers of this pass; None where each pass seeds
             its workers anew.
         others: loaders beside this one whose persistent workers have been seeded.
-        data: how to recognise the data set (see `cpsr.state.loader_parts`).
+        data: how to recognise the data set (see `cpsr.state.data_recognition`).
         resized: True: another number of ranks saved it, and the loader has still to take that into account.
     """
 

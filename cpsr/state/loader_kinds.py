@@ -1,0 +1,123 @@
+"""What kind of loader it is, and what it is made of: its length and its samplers."""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, TypeGuard
+
+from torch.utils.data import DataLoader, IterableDataset
+
+__all__ = [
+    "Calls",
+    "has_own_iteration",
+    "has_persistent_workers",
+    "index_sampler",
+    "is_a",
+    "is_plain",
+    "is_repeating",
+    "iterable_of",
+    "length_of",
+    "rebuilt",
+    "samplers_of",
+    "with_epochs",
+]
+
+
+class Calls(Iterable[Any]):
+    """Batches that a function draws, one at each call: it has no position but the random states."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            try:
+                batch = self.draw()
+            except StopIteration:
+                return
+            yield batch
+
+
+def iterable_of(loader: Iterable[Any] | Callable[[], Any]) -> Iterable[Any]:
+    """The loader itself; for a function, also inside `iter(function, None)`, the batches that it draws."""
+    if isinstance(loader, type(iter(int, 1))):
+        return Calls(loader.__next__)
+    if isinstance(loader, Iterable) or hasattr(loader, "__getitem__") or not callable(loader):
+        return loader  # type: ignore[return-value]  # a sequence iterates by its indices
+    return Calls(loader)
+
+
+def is_repeating(loader: Any) -> bool:
+    """Whether this is DeepSpeed's RepeatingLoader, which hides the end of a pass."""
+    return type(loader).__name__ == "RepeatingLoader" and hasattr(loader, "loader")
+
+
+def is_a(given: Any, package: str, name: str) -> bool:
+    """Whether its class is, or comes from, that of another package or module, which is not imported here."""
+    return any(
+        base.__name__ == name and f"{base.__module__}.".startswith(f"{package}.") for base in type(given).__mro__
+    )
+
+
+def has_persistent_workers(loader: Any) -> bool:
+    """Whether its workers go on with the next pass."""
+    return isinstance(loader, DataLoader) and loader.persistent_workers
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Batches in a pass; None where only the loader itself finds out."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return None  # its len() is only a guess
+    return len(loader) if isinstance(loader, Sized) else None
+
+
+def is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
+    """Whether this is a map-style DataLoader with torch's own iteration: its sampler alone decides the order."""
+    return (
+        isinstance(loader, DataLoader)
+        and not has_own_iteration(loader)
+        and not isinstance(loader.dataset, IterableDataset)
+    )
+
+
+def has_own_iteration(loader: DataLoader[Any]) -> bool:
+    """Whether this subclass of DataLoader iterates in a way of its own."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def index_sampler(loader: DataLoader[Any]) -> Iterable[Any]:
+    """What deals the indices of each batch."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def rebuilt(loader: DataLoader[Any], dealer: Any) -> DataLoader[Any]:
+    """A loader of torch's with the parts of another one, whose indices of each batch `dealer` gives."""
+    sampling: dict[str, Any] = (
+        {"sampler": dealer, "batch_size": None} if loader.batch_sampler is None else {"batch_sampler": dealer}
+    )
+    return DataLoader(
+        loader.dataset,
+        **sampling,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        in_order=getattr(loader, "in_order", True),
+    )
+
+
+def with_epochs(loader: Iterable[Any]) -> list[Any]:
+    """The samplers and the data set that have `set_epoch`."""
+    dataset = [loader.dataset] if isinstance(loader, DataLoader) else []
+    return [one for one in (*samplers_of(loader), *dataset) if callable(getattr(one, "set_epoch", None))]
+
+
+def samplers_of(loader: Iterable[Any]) -> list[Any]:
+    """What decides the order of a loader; the loader itself where it is no DataLoader."""
+    if not isinstance(loader, DataLoader):
+        return [loader]
+    inner = getattr(loader.batch_sampler, "sampler", None)
+    return [item for item in (loader.sampler, loader.batch_sampler, inner) if item is not None]
