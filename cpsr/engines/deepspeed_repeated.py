@@ -1,13 +1,12 @@
 """Repeated steps of a DeepSpeed engine, without the weight gradients of linear layers that nobody will use.
 
 What a step makes of all gradients together, their norm and an overflow, is noted the first time, and a repeated step
-takes it from there. Written against DeepSpeed 0.19: each of its optimizers decides an overflow and clips in its own
-way. `DeepSpeedRepeatedSteps` wraps these methods on the instance.
+takes it from there. Written against DeepSpeed 0.19, for ZeRO 1 and 2, whose optimizer has a method for each of both;
+`DeepSpeedRepeatedSteps` wraps these on the instance. Other optimizers of DeepSpeed decide in ways of their own.
 
 Source: moevement, sections 3.3 and 3.5. There the optimizer skips frozen operators, too.
 """
 
-import math
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -15,10 +14,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import clip_grad_norm_, clip_tensors_by_global_norm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -31,22 +26,20 @@ __all__ = ["DeepSpeedRepeatedSteps", "LinearGradients", "can_leave_out"]
 
 # Each element's update depends on that element's gradient alone.
 _ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, FusedAdam)
-_KINDS = (DeepSpeedZeroOptimizer, BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer, *_ELEMENTWISE)
 
 
 def can_leave_out(engine: Any) -> bool:
     """Whether gradients of an engine were shown to be left out without a trace."""
     optimizer = engine.optimizer
     compiled = engine.is_compiled or any(one._compiled_call_impl is not None for one in engine.module.modules())
-    others = ("cpu_offload", "custom_loss_scaler", "fused_adam_legacy", "fused_lamb_legacy")
     return (
-        type(optimizer) in _KINDS
+        type(optimizer) is DeepSpeedZeroOptimizer
         and type(torch_optimizer(engine)) in _ELEMENTWISE
         and (engine.mpu is None or isinstance(engine, deepspeed.PipelineEngine))
         and engine.sequence_parallel_size == 1
         and engine.autotp_size() <= 1
         and autocast_scaler(engine) is None
-        and not (compiled or any(getattr(optimizer, name, False) for name in others))
+        and not (compiled or optimizer.cpu_offload or optimizer.custom_loss_scaler)
     )
 
 
@@ -98,19 +91,10 @@ class DeepSpeedRepeatedSteps:
         self._hooks.remove()
 
     def _watch(self) -> None:
-        optimizer, kind, wrap = self._optimizer, type(self._optimizer), self._hooks.wrap
-        if kind in _ELEMENTWISE:
-            wrap(self._engine, "clip_fp32_gradients", self._clip)
-            return
+        optimizer, wrap = self._optimizer, self._hooks.wrap
         wrap(optimizer, "step", self._step)
-        if kind is DeepSpeedZeroOptimizer:
-            wrap(optimizer, "has_overflow", lambda original, *a, **k: self._noted("overflow", original(*a, **k)))
-            wrap(optimizer, "scaled_global_norm", lambda original, *a, **k: self._noted("norm", original(*a, **k)))
-        elif kind is BF16_Optimizer:
-            wrap(optimizer, "get_grads_for_norm", self._bf16_gradients)
-        else:
-            wrap(optimizer.overflow_checker, "has_overflow", self._overflow)
-            wrap(optimizer, "unscale_and_clip_grads", self._unscale)
+        wrap(optimizer, "has_overflow", lambda original, *a, **k: self._noted("overflow", original(*a, **k)))
+        wrap(optimizer, "scaled_global_norm", lambda original, *a, **k: self._noted("norm", original(*a, **k)))
 
     def _noted(self, what: str, found: Any) -> Any:
         """A result, or in its place that of the first time.
@@ -129,41 +113,6 @@ class DeepSpeedRepeatedSteps:
         self._optimizer._global_grad_norm = self._noted("reported", self._optimizer._global_grad_norm)
         self._found["skipped"] = self._optimizer.overflow
         return result
-
-    def _overflow(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Of the first time it is also true where the norm was not finite, which is decided later."""
-        found = original(*args, **kwargs)
-        return found if self._known is None else self._known["skipped"]
-
-    def _unscale(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Its last argument is the norm."""
-        *gradients, norm = args
-        return original(*gradients, self._noted("norm", norm), **kwargs)
-
-    def _bf16_gradients(self, original: Any, for_clipping: bool = False) -> Any:
-        """What the step takes the norm of, and what it clips by it."""
-        found = original(for_clipping)
-        if self._known is None:
-            return found
-        if not for_clipping:
-            others, experts = found
-            infinite = [torch.full((1,), torch.inf, device=self._engine.device)]
-            return infinite if self._known["skipped"] else others, experts
-        norm = self._noted("reported", None)
-        clip_tensors_by_global_norm(found, self._optimizer.clip_grad, norm, self._optimizer.mpu)
-        return []
-
-    def _clip(self, original: Any) -> None:
-        """As the engine does, which drops the norm."""
-        engine, self._found = self._engine, {}
-        most = engine.gradient_clipping() if self._known is None else math.inf  # which changes nothing; see `_noted`
-        norm = self._noted("norm", clip_grad_norm_(engine.module.parameters(), most, mpu=engine.mpu))
-        if self._known is not None:
-            limit = torch.tensor([float(engine.gradient_clipping())], device=norm.device)
-            factor = torch.min(torch.ones_like(limit), limit / (norm + 1e-6))
-            for parameter in engine.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.data.mul_(factor)
 
 
 class LinearGradients:

@@ -7,10 +7,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -135,14 +131,11 @@ def fill(adapter: EngineAdapter, turns: Mapping[str, int], snapshot: Mapping[str
 def job_of(
     stage: int,
     precision: str,
-    kind: Any,
     optimizer: str = "adamw",
     model: Callable[[], nn.Module] = TinyLM,
     **more: Any,
 ) -> DeepSpeedJob:
-    engine = initialize(model(), configuration(stage, precision), optimizer)
-    assert kind is None or type(engine.optimizer) is kind
-    return DeepSpeedJob(engine, **more)
+    return DeepSpeedJob(initialize(model(), configuration(stage, precision), optimizer), **more)
 
 
 def same(*args: Any, **more: Any) -> None:
@@ -162,7 +155,8 @@ def every_gradient_elsewhere() -> None:
     """Where it was not shown that nothing changes, a replay computes all of them."""
     offloaded = configuration(2, "bf16", offload="offload_optimizer")
     casting = configuration(0, "fp32", torch_autocast=autocast("float16"))
-    for config in (offloaded, casting, configuration(3, "bf16")):
+    others = (configuration(0, "fp32"), configuration(0, "fp16"), configuration(1, "bf16-fp32grad"))
+    for config in (offloaded, casting, configuration(3, "bf16"), *others):
         assert steps_of(DeepSpeedJob(initialize(TinyLM(), config))) is None, json.dumps(config)
     compiled = initialize(TinyLM(), configuration(1, "fp32"))
     compiled.compile(backend="eager")
@@ -170,31 +164,16 @@ def every_gradient_elsewhere() -> None:
     assert steps_of(DeepSpeedJob(initialize(TinyLM(), configuration(1, "fp32"), "rmsprop"))) is None
 
 
-ZERO, BF16, FUSED, UNFUSED = DeepSpeedZeroOptimizer, BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer
-
 REPEATED: dict[str, Case] = {
-    "repeated-zero0-fp32": partial(same, 0, "fp32", torch.optim.AdamW),
-    "repeated-zero0-fp16": partial(same, 0, "fp16", UNFUSED),
-    "repeated-zero0-fused-bf16": with_kernels_in_torch(partial(same, 0, "bf16", FUSED, "fused")),
-    "repeated-zero1-bf16-fp32grad": partial(same, 1, "bf16-fp32grad", BF16),
-    "repeated-zero1-fp32": partial(same, 1, "fp32", ZERO),
-    "repeated-zero2-fp16": partial(same, 2, "fp16", ZERO),
-    "repeated-zero1-direct-backward": partial(same, 1, "fp32", ZERO, direct_backward=True),
-    "repeated-zero1-checkpointed": partial(same, 1, "bf16", ZERO, model=Checkpointed),
-    "repeated-ep1-zero2-fp16": partial(same, 2, "fp16", None, model=partial(TinyMoE, 1)),
-    "repeated-ep2-zero0-fp32": partial(same, 0, "fp32", None, model=partial(TinyMoE, 2)),
+    "repeated-zero1-fp32": partial(same, 1, "fp32"),
+    "repeated-zero1-sgd": partial(same, 1, "fp32", "sgd"),
+    "repeated-zero2-fp16": partial(same, 2, "fp16"),
+    "repeated-zero1-fused": with_kernels_in_torch(partial(same, 1, "bf16", "fused")),
+    "repeated-zero1-direct-backward": partial(same, 1, "fp32", direct_backward=True),
+    "repeated-zero1-checkpointed": partial(same, 1, "bf16", model=Checkpointed),
+    "repeated-ep1-zero2-fp16": partial(same, 2, "fp16", model=partial(TinyMoE, 1)),
+    "repeated-ep2-zero1-bf16": partial(same, 1, "bf16", model=partial(TinyMoE, 2)),
     "repeated-every-gradient-elsewhere": every_gradient_elsewhere,
+    "repeated-another-norm": partial(another_norm, 2, "fp16"),
     "pipeline-repeated-zero1-fp16": partial(pipeline, 1, "fp16"),
-    "pipeline-repeated-zero1-bf16-fp32grad": partial(pipeline, 1, "bf16-fp32grad"),
-}
-REPEATED |= {
-    f"repeated-another-norm-{stage}-{precision}-{optimizer}": with_kernels_in_torch(
-        partial(another_norm, stage, precision, kind, optimizer)
-    )
-    for stage, precision, kind, optimizer in (
-        (0, "fp32", None, "adamw"),
-        (0, "bf16", UNFUSED, "adamw"),
-        (1, "bf16-fp32grad", BF16, "adamw"),
-        (2, "fp16", ZERO, "adamw"),
-    )
 }
