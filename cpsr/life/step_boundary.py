@@ -24,7 +24,7 @@ from cpsr.job import Ending, Job, Rewind
 from cpsr.life.run_state import RunState
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
-from cpsr.ranks.heartbeat import Liveness
+from cpsr.ranks.liveness import Liveness
 from cpsr.state.codec import host_copy
 
 __all__ = ["Boundary", "Publication"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import EmergencyDump
-from cpsr.ranks.heartbeat import Liveness
+from cpsr.ranks.liveness import Liveness
 
 WAIT_SECONDS = 120.0  # for what comes within two; the machine may be busy
 

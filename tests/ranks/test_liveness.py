@@ -11,7 +11,8 @@ import pytest
 
 from cpsr.config import RanksConfig
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
-from cpsr.ranks.heartbeat import BEAT_SECONDS, NOTICE_SECONDS, Heartbeat, HeartbeatFiles, Liveness, Phase
+from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
+from cpsr.ranks.liveness import BEAT_SECONDS, NOTICE_SECONDS, Liveness
 from tests.ranks.dumping_ranks import Ranks, ranks
 
 HEARTBEAT_SECONDS = 1.5
@@ -179,7 +180,7 @@ def test_a_pause_of_the_watcher_says_nothing_of_the_others(tmp_path: Path) -> No
 
 def test_locks_that_stay_on_one_machine_end_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS mounted with `nolock`: another machine finds the file of a healthy rank unlocked."""
-    monkeypatch.setattr("cpsr.ranks.heartbeat.NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr("cpsr.ranks.liveness.NOTICE_SECONDS", 0.0)
     watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=60.0)
     os.close(watch.files.hold(1))
     watch.files.write(1, Heartbeat(1, None, 0, Phase.TRAINING))
@@ -198,7 +199,7 @@ def test_a_rank_that_beats_without_its_lock_is_judged_by_its_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that copies the run directory closes the rank's own file, and with it the lock."""
-    monkeypatch.setattr("cpsr.ranks.heartbeat.NOTICE_SECONDS", 3600.0)
+    monkeypatch.setattr("cpsr.ranks.liveness.NOTICE_SECONDS", 3600.0)
     watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=60.0)
     locked = multiprocessing.get_context("fork").Process(target=_hold, args=(watch.files,))
     locked.start()
@@ -210,7 +211,7 @@ def test_a_rank_that_beats_without_its_lock_is_judged_by_its_heartbeat(
     assert watch.look(0, 1.0) is None  # the first late beat
     watch.files.write(1, Heartbeat(1, None, 0, Phase.TRAINING))
     assert watch.look(0, 1.0) is None
-    monkeypatch.setattr("cpsr.ranks.heartbeat.NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr("cpsr.ranks.liveness.NOTICE_SECONDS", 0.0)
     assert all(watch.look(0, 1.0) is None for _ in range(20))
 
 

@@ -1,0 +1,323 @@
+"""The watch of a rank over the others: who sends no heartbeats, hangs, or has ended.
+
+Rank 0 watches all ranks, the others watch rank 0: a beat costs each a small write and a small read, and rank 0 one read
+per rank. A rank that gives another one up marks that in its own heartbeat, and all leave together within a beat.
+"""
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.config import RanksConfig
+from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
+
+__all__ = ["GivenUp", "Liveness"]
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "cpsr-liveness"
+BEAT_SECONDS = 1.0
+LOOK_SECONDS = 0.05  # for locks, before the first beat
+# The time between two checks counts for a quarter of a timeout at most: after a pause of this process, its machine or
+# its file system, a single check says nothing about the others.
+CHECKS_MIN = 4
+BEATS_MIN = 2 * CHECKS_MIN  # in the shortest timeout: two between two checks that count in full
+# How long a training thread has to notice by itself that another process has ended: gloo raises at once, NCCL hangs.
+NOTICE_SECONDS = 3.0
+CLOSE_SECONDS = 5.0  # the thread ends at once, unless the file system hangs
+
+
+class _Stillness:
+    """How long a value has not changed, over repeated checks; without a timeout it may stay so forever."""
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._timeout_seconds = math.inf if timeout_seconds is None else timeout_seconds
+        self._seen: object = None
+        self._seconds = 0.0
+
+    def check(self, value: object, elapsed_seconds: float) -> bool:
+        """Whether it has not changed for too long, `elapsed_seconds` after the last check; None is an unknown value."""
+        if value is not None and value != self._seen:
+            self._seen, self._seconds = value, 0.0
+        elif value is not None:
+            self._seconds += min(elapsed_seconds, self._timeout_seconds / CHECKS_MIN)
+        return self._seconds >= self._timeout_seconds
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Why this process must leave, and because of which rank, if known."""
+
+    reason: str
+    lost_rank: int | None = None
+
+
+class Liveness:
+    """One rank's heartbeat, and its watch over the others from their first beat on.
+
+    `sign`, `step` and `busy` belong to the training thread.
+
+    Args:
+        run_dir: on storage that every rank shares.
+        life: of the run; no two have the same number.
+        leave: ends this process, with the reason as a clause; the watching thread calls it once.
+        report: records an event: its kind, one sentence, the iteration and the logging level.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        life: int,
+        rank: int,
+        size: int,
+        config: RanksConfig,
+        leave: Callable[[str], object],
+        report: Callable[[str, str, int | None, int], None],
+    ) -> None:
+        self._files = HeartbeatFiles(run_dir, life)
+        self._life, self._rank = life, rank
+        self._heartbeat_seconds, self._step_seconds = config.heartbeat_timeout_seconds, config.step_timeout_seconds
+        timeouts = [seconds for seconds in (self._heartbeat_seconds, self._step_seconds) if seconds is not None]
+        self._beat_seconds = min([BEAT_SECONDS, *(seconds / BEATS_MIN for seconds in timeouts)])
+        self._leave, self._report = leave, report
+        watched = range(1, size) if rank == 0 else range(1)
+        self._silence = {other: _Stillness(self._heartbeat_seconds) for other in watched}
+        self._hang = _Stillness(self._step_seconds)
+        self._known: dict[int, Heartbeat] = {}  # the newest of each watched rank
+        self._locked: set[int] = set()  # ranks whose lock was seen
+        self._ended: dict[int, float] = {}  # ranks whose process is gone, and since when that is known
+        self._reported: set[str] = set()
+        self._beats = self._signs = self._busy = 0
+        self._iteration: int | None = None
+        self._checked = time.monotonic()
+        self._paused = self._settled = False
+        self._closing = threading.Event()
+        self._held: int | None = None  # shows the others that this process lives
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to beat and to watch; if the file system refuses, report it and train on unwatched."""
+        try:
+            self._files.write(self._rank, self._heartbeat(Phase.TRAINING), first=True)
+        except OSError as error:
+            self._report_once(
+                "not watched", f"rank {self._rank} cannot write its heartbeat and watches no ranks: {error}"
+            )
+            return
+        if self._silence and self._heartbeat_seconds is not None:
+            try:
+                self._held = self._files.hold(self._rank)
+            except OSError as error:
+                logger.warning("should this process end, only its heartbeat shows it: %s", error)
+        if self._rank == 0:
+            try:
+                self._files.remove_earlier()
+            except OSError as error:
+                logger.warning("cannot remove heartbeats of earlier lives, which does no harm: %s", error)
+        if self._heartbeat_seconds is not None or self._step_seconds is not None:
+            self._checked = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+            self._thread.start()
+
+    # Called by the training thread
+
+    def sign(self) -> None:
+        """A forward, a loss or an update: training makes progress."""
+        self._signs += 1
+
+    def step(self, iteration: int) -> None:
+        """This iteration is finished."""
+        self._iteration = iteration
+        self._signs = 0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """No step ends inside, on purpose: a blocking save, a roll-back."""
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+
+    def finish(self) -> None:
+        """All ranks are done, or have agreed to leave: no further step is expected."""
+        self._busy += 1
+        self._settled = True
+
+    def settle(self) -> None:
+        """The training thread has noticed a failure by itself, and ends this process."""
+        self._settled = True
+
+    def obstacle(self) -> str | None:
+        """Why this process must not dump for the next life; None if it may; on any thread."""
+        newer = self._newer_life()  # if the directory cannot be read, the next life cannot have begun there either
+        if newer is not None:
+            return f"this process is of life {self._life}, and life {newer} has begun"
+        checking = self._thread is not None and not self._closing.is_set()
+        if self._paused or (checking and self._is_pause(time.monotonic() - self._checked)):
+            return "this process was stopped for a while, and the others may have gone on without it"
+        return None
+
+    def close(self, *, ended: bool) -> None:
+        """Stop watching; a second call has no effect.
+
+        Args:
+            ended: in good order, so that no rank waits for this one; after an error the others must notice it.
+        """
+        self._settled = True
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("the heartbeat's thread did not end within %g s; it is abandoned", CLOSE_SECONDS)
+                return
+            if ended:
+                self._beat(Phase.ENDED)
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            until = time.monotonic() + self._beat_seconds
+            while not self._sees_locks() and time.monotonic() < until and not self._closing.wait(LOOK_SECONDS):
+                pass  # a rank may end before the first beat
+            while not self._closing.wait(self._beat_seconds):
+                now = time.monotonic()
+                elapsed_seconds = now - self._checked
+                self._paused = self._paused or self._is_pause(elapsed_seconds)
+                self._checked = now  # after the line before: `obstacle` may run between the two
+                given_up = self.check(elapsed_seconds)
+                if given_up is not None:
+                    self._beat(Phase.LEAVING, given_up.lost_rank)
+                    self._leave(given_up.reason)
+                    return
+        except Exception as error:
+            logger.exception("watching the other ranks failed")
+            self._report_once("not watched", f"rank {self._rank} no longer watches ({type(error).__name__}: {error})")
+            self._beat(Phase.ENDED)  # or a defect here would end a healthy job
+
+    def check(self, elapsed_seconds: float) -> GivenUp | None:
+        """Beat once, and check the others once; by its own thread."""
+        written = self._beat(Phase.BUSY if self._busy else Phase.TRAINING)
+        paused = self._is_pause(elapsed_seconds)
+        newer = self._newer_life() if paused or not written else None
+        if newer is not None:
+            return GivenUp(f"this process is of life {self._life}, and life {newer} has begun")
+        before = dict(self._known)
+        self._sees_locks()
+        for rank in list(self._silence):
+            given_up = self._check_rank(rank, elapsed_seconds, written)
+            if given_up is not None:
+                return given_up
+        if not paused and self._known != before:
+            self._paused = False  # the others still beat: they have not left without this process
+        return self._hanging(elapsed_seconds) if self._rank == 0 else None
+
+    def _check_rank(self, rank: int, elapsed_seconds: float, written: bool) -> GivenUp | None:
+        heartbeat, before = self._read(rank), self._known.get(rank)
+        if heartbeat is not None and heartbeat.phase is Phase.LEAVING:
+            lost = heartbeat.lost_rank
+            whom = "the training" if lost is None else "this rank" if lost == self._rank else f"rank {lost}"
+            return GivenUp(f"rank {rank} has given up {whom}, and leaves", lost)
+        if heartbeat is not None and heartbeat.phase is Phase.ENDED:
+            del self._silence[rank]
+            self._known.pop(rank, None)
+            return None
+        if heartbeat is not None:
+            self._known[rank] = heartbeat
+        if heartbeat != before and self._ended.pop(rank, None) is not None:
+            self._locked.discard(rank)  # it beats without: a process that closes a file loses its locks on that
+        if heartbeat == before and self._is_gone(rank):
+            return GivenUp(f"the process of rank {rank} has ended, and the training thread has not noticed", rank)
+        # If this rank's own beats fail too, the file system may be the cause, and not the other rank.
+        beats = heartbeat.beats if heartbeat is not None and written else None
+        if not self._silence[rank].check(beats, elapsed_seconds):
+            return None
+        return GivenUp(
+            f"rank {rank} sent no heartbeat for {self._heartbeat_seconds:g} s: it is stopped, or its machine is gone",
+            rank,
+        )
+
+    def _sees_locks(self) -> bool:
+        """Note the watched ranks that hold their locks; whether all were seen to, or nobody has any."""
+        if self._heartbeat_seconds is not None:
+            unseen = self._silence.keys() - self._locked
+            self._locked |= {rank for rank in unseen if self._files.is_locked(rank)}
+        return self._heartbeat_seconds is None or self._silence.keys() <= self._locked
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the process of a rank has ended, and this training thread has had time to notice that by itself."""
+        if self._settled or rank not in self._locked:
+            return False
+        if self._files.is_locked(rank) is not False:
+            self._ended.pop(rank, None)
+            return False
+        now = time.monotonic()
+        return now - self._ended.setdefault(rank, now) >= NOTICE_SECONDS
+
+    def _hanging(self, elapsed_seconds: float) -> GivenUp | None:
+        """Whether no rank makes progress although it should (rank 0)."""
+        known = {self._rank: self._heartbeat(Phase.BUSY if self._busy else Phase.TRAINING), **self._known}
+        begun = any(heartbeat.iteration is not None for heartbeat in known.values())
+        if not begun or any(heartbeat.phase is Phase.BUSY for heartbeat in known.values()):
+            self._hang = _Stillness(self._step_seconds)
+            return None
+        places = {rank: heartbeat.place for rank, heartbeat in known.items()}
+        if not self._hang.check(places, elapsed_seconds):
+            return None
+        last = min(places.values())
+        behind = [rank for rank in sorted(places) if places[rank] == last]
+        step = "its first step" if last[0] < 0 else f"the step after iteration {last[0]}"
+        if len(behind) == len(places):
+            where, lost = f"all ranks are at one place of {step}", None
+        else:
+            where, lost = f"rank {', '.join(map(str, behind))} is behind the others, in {step}", behind[0]
+        return GivenUp(f"no rank has made progress for {self._step_seconds:g} s: {where}", lost)
+
+    # The files
+
+    def _heartbeat(self, phase: Phase, lost_rank: int | None = None) -> Heartbeat:
+        return Heartbeat(self._beats, self._iteration, self._signs, phase, lost_rank)
+
+    def _beat(self, phase: Phase, lost_rank: int | None = None) -> bool:
+        """Whether it could be written."""
+        self._beats += 1
+        try:
+            self._files.write(self._rank, self._heartbeat(phase, lost_rank))
+        except OSError as error:
+            self._report_once("not heard", f"the heartbeat of rank {self._rank} cannot be written: {error}")
+            return False
+        return True
+
+    def _read(self, rank: int) -> Heartbeat | None:
+        try:
+            return self._files.read(rank)
+        except OSError as error:
+            self._report_once("not watched", f"rank {self._rank} cannot read the heartbeat of rank {rank}: {error}")
+            return None
+
+    def _newer_life(self) -> int | None:
+        try:
+            return self._files.newer_life()
+        except OSError as error:
+            self._report_once("not watched", f"rank {self._rank} cannot see whether the next life has begun: {error}")
+            return None
+
+    def _is_pause(self, elapsed_seconds: float) -> bool:
+        """Whether the others may have given up this process meanwhile."""
+        return bool(self._silence) and elapsed_seconds > (self._heartbeat_seconds or math.inf)
+
+    def _report_once(self, kind: str, message: str) -> None:
+        """Report each kind once: a broken file system fails at every beat."""
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._report(kind, f"{message}; training goes on", None, logging.ERROR)
