@@ -83,7 +83,7 @@ TRAINING = {
     "updating": Happening(Life, "state_changes", STEPS, after=True),
     "publishing": Happening(ProgressCounter, "publish", STEPS, _second),
     "snapshot": Happening(StateCopier, "_copy_on_host", CHECKPOINTS, _snapshot_of),
-    "sealing": Happening(MemoryFile, "seal", CHECKPOINTS, _sealed),
+    "sealing": Happening(MemoryFile, "prepare", CHECKPOINTS, _sealed),
     "writing": Happening(part_module, "write_tensors", CHECKPOINTS, _written),
     "commit": Happening(store_module, "seal", CHECKPOINTS, _second, ranks=(0,)),
     "retention": Happening(CheckpointStore, "retain", (3, 4, 5), ranks=(0,)),

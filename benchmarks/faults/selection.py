@@ -58,7 +58,7 @@ AT_LEAST = {
     "sparse error: EPERM of a link from there on": 2,
     "sparse error: ENOSPC without links": 50,
     "sparse error: half of a copy lost": 4,
-    "sparse restart: EIO": 150,
+    "sparse restart: EIO": 140,
     "damage": 1500,
     "sparse damage": 2500,
 }
