@@ -60,14 +60,14 @@ def training(life: Life) -> str:
     inputs = torch.randn(64, 8)
     loader = DataLoader(TensorDataset(inputs, inputs[:, :4]), batch_size=8, shuffle=True)
     trainer = Trainer(fault)
-    cut = "cut-" in life.options["asked"]
-    if (fault == "error" and life.number) or (fault == "never cut" and cut):
+    cut = next((job for job in range(3) if fault == "fails" and f"cut-{job}" in life.options["asked"]), None)
+    if (cut == 0 and life.number) or cut == 2:  # after the restart, and before it comes to be cut
         raise ValueError("cannot start")
     with CPSRRecovery(TorchAdapter(model, optimizer), life.config()) as recovery:
         if fault == "registered":
             recovery.register("noise", trainer.noise)
         batches = recovery.resume(loader, epochs=5)
-        while recovery.iteration < (3 if fault == "short" and cut else 40):
+        while recovery.iteration < (3 if cut == 1 else 40):
             x, y = (inputs[:8], inputs[:8, :4]) if "no loader" in fault else next(batches)
             optimizer.zero_grad()
             backward(torch.nn.functional.mse_loss(model(x), y) * trainer.scale())
@@ -121,17 +121,16 @@ def test_a_loop_that_does_not_reproduce_itself_and_takes_no_loader(tmp_path: Pat
     assert any("No batch came from recovery.resume" in one for one in verdict.unprotected)
 
 
-@pytest.mark.parametrize("fault", ["error", "never cut"])
-def test_a_job_that_fails_says_so_and_shows_its_output_whether_it_was_cut_or_not(fault: str, tmp_path: Path) -> None:
+def test_jobs_that_fail_whether_they_were_cut_or_not_and_one_that_ends_before_its_cut(tmp_path: Path) -> None:
     said = StringIO()
-    verdict = rehearsed(training, tmp_path, said, fault=fault)
+    verdict = rehearsed(training, tmp_path, said, fault="fails")
     assert (verdict.result, verdict.status) == ("does not come back", 1)
     assert "the job failed (exit status 1)" in verdict.sentence
-    assert said.getvalue().count("ValueError: cannot start") == 3
-
-
-def test_a_loop_that_ends_before_its_cut_was_not_rehearsed(tmp_path: Path) -> None:
-    assert "step 5 was not reached" in rehearsed(training, tmp_path, fault="short").sentence
+    assert said.getvalue().count("ValueError: cannot start") == 2
+    of_one, of_all, by_sigterm = (line for line in said.getvalue().splitlines() if line.startswith("  SIG"))
+    assert of_one.endswith("the job failed (exit status 1)")
+    assert "was not reached" in of_all
+    assert by_sigterm.endswith("the job failed (exit status 1)")
 
 
 def test_a_job_that_ends_too_early_after_its_restart_did_not_come_back_even_where_steps_vary(tmp_path: Path) -> None:
