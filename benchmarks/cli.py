@@ -89,26 +89,24 @@ def cadence(
 @bench.command()
 def durable(
     json_path: JsonPath = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Checkpoints of each size.")] = 9,
     workdir: Workdir = None,
 ) -> None:
     """Processor time and time until a checkpoint is durable and verified, beside a raw write and read."""
     from cpsr.benchmarks.durable.run import main as run_durable
 
-    run_durable(json_path, rounds, workdir)
+    run_durable(json_path, workdir=workdir)
 
 
 @bench.command()
 def replay(
     json_path: JsonPath = None,
-    rounds: Annotated[int, typer.Option(min=1, help="In each, every variant runs once.")] = 5,
     parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,repeated,comparison",
     workdir: Workdir = None,
 ) -> None:
     """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""
     from cpsr.benchmarks.replay.run import main as run_replay
 
-    run_replay(json_path, rounds, workdir=workdir, parts=parts.split(","))
+    run_replay(json_path, workdir=workdir, parts=parts.split(","))
 
 
 @bench.command()
@@ -146,7 +144,6 @@ def recovery(
 def tune(
     tasks: Annotated[str | None, typer.Option(help="Names, comma-separated; by default all.")] = None,
     schedules: Annotated[str, typer.Option(help="cosine, cosine10, wsd: comma-separated.")] = "cosine,cosine10,wsd",
-    lengths: Annotated[str, typer.Option(help="Iterations of the training, comma-separated.")] = "1200",
     optimizers: Annotated[str, typer.Option(help="adamw, sgd, muon: comma-separated.")] = "adamw",
     seeds: Annotated[int, typer.Option(min=1, help="Trainings at each rate.")] = 3,
     workers: Workers = None,
@@ -158,7 +155,7 @@ def tune(
     from cpsr.benchmarks.recovery.tune import main as run_tune
     from cpsr.benchmarks.recovery.tune import settings
 
-    run_tune(settings(tasks, schedules, lengths, optimizers), seeds, cache, json_path, workers, find_device(device))
+    run_tune(settings(tasks, schedules, optimizers), seeds, cache, json_path, workers, find_device(device))
 
 
 @bench.command()
@@ -190,7 +187,6 @@ def network(
 
 @bench.command()
 def predictor(
-    parameters: Annotated[str, typer.Option(help="Size of the model: 350M, 124M or 10M.")] = "350M",
     methods: Annotated[str, typer.Option(help="default, line, vitp: comma-separated.")] = "default",
     workdir: Workdir = None,
     json_path: JsonPath = None,
@@ -199,7 +195,7 @@ def predictor(
     """Memory and speed of prediction over a history on disk, beside reading it and beside training."""
     from cpsr.benchmarks.predictor_cost.run import main as run_predictor
 
-    run_predictor(parameters, methods, workdir=workdir, json_path=json_path, device=find_device(device))
+    run_predictor(methods, workdir=workdir, json_path=json_path, device=find_device(device))
 
 
 @bench.command()

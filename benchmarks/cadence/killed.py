@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 
 from cpsr.benchmarks.harness.ranks import join_ranks, state_digest
+from cpsr.demo.model import zero_engine
 from cpsr.engines import adapt
 from cpsr.recovery import CPSRRecovery
 
@@ -32,16 +32,7 @@ def main(
     join_ranks(run_dir)
     torch.manual_seed(0)
     model = _Model()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), 1e-3),
-        config={
-            "train_micro_batch_size_per_gpu": BATCH,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-        },
-    )
+    engine = zero_engine(model, torch.optim.AdamW(model.parameters(), 1e-3))
     adapter = adapt(engine)
     config: dict[str, Any] = {
         "run_dir": run,

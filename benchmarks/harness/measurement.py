@@ -7,7 +7,7 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -30,7 +30,6 @@ __all__ = [
     "busy_warning",
     "describe_machine",
     "interval_text",
-    "machine_text",
     "measured_code",
     "measuring",
     "verdict",
@@ -88,12 +87,15 @@ class Measurement:
         Raises:
             ValueError: a figure is NaN or infinite, which JSON does not have.
         """
-        self.console.print(machine_text(self.machine))
+        machine = self.machine
+        self.console.print(
+            f"{machine['cpu_model']}, {machine['cores']} cores, device: {device_text(machine['device'])}"
+        )
         if self.json_path is None:
             return
         path = self.json_path
         path.parent.mkdir(parents=True, exist_ok=True)
-        report = {"benchmark": self.name, "machine": self.machine, **figures}
+        report = {"benchmark": self.name, "machine": machine, **figures}
         path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         self.console.print(f"figures: {path}")
 
@@ -122,17 +124,12 @@ def measuring(
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with _work_folder(workdir) if place is None else _there(place) as directory:
+    with _work_folder(workdir) if place is None else nullcontext(place) as directory:
         machine = describe_machine(directory, device)
         if timed and (warning := busy_warning(machine)):
             console.print(f"[yellow]{warning}[/yellow]")
         with _warnings_only(console), progress:
             yield Measurement(name, json_path, console, progress, directory, machine)
-
-
-@contextmanager
-def _there(place: Path) -> Iterator[Path]:
-    yield place
 
 
 @contextmanager
@@ -181,11 +178,6 @@ def describe_machine(workdir: Path, device: str = CPU) -> dict[str, Any]:
         "code": measured_code(Path(__file__).resolve().parent),
         "versions": {package: version(package) for package in PACKAGES},
     }
-
-
-def machine_text(machine: Mapping[str, Any]) -> str:
-    """Processor and device, for people."""
-    return f"{machine['cpu_model']}, {machine['cores']} cores, device: {device_text(machine['device'])}"
 
 
 def measured_code(directory: Path) -> str | None:

@@ -29,8 +29,7 @@ Result = TypeVar("Result")
 
 def default_workers() -> int:
     """Two, on a machine with as many cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(DEFAULT_WORKERS, cores)
+    return min(DEFAULT_WORKERS, len(os.sched_getaffinity(0)))
 
 
 def in_own_process(

@@ -16,14 +16,10 @@ from cpsr.errors import CPSRError
 from cpsr.predictor.protocol import Target
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["BYTES_PER_VALUE", "SIZES", "SPAN_ITERATIONS", "SyntheticHistory"]
+__all__ = ["BYTES_PER_VALUE", "GPT2_350M", "SPAN_ITERATIONS", "SyntheticHistory"]
 
-# 350M is the paper's GPT2-0.35B: 24 layers, width 1024; all have GPT-2's vocabulary and context.
-SIZES = {
-    "350M": GPTConfig(layers=24, heads=16, width=1024, context=1024, vocabulary=50257),
-    "124M": GPTConfig(layers=12, heads=12, width=768, context=1024, vocabulary=50257),
-    "10M": GPTConfig(layers=4, heads=4, width=160, context=1024, vocabulary=50257),
-}
+# The paper's GPT2-0.35B: 24 layers, width 1024, with GPT-2's vocabulary and context.
+GPT2_350M = GPTConfig(layers=24, heads=16, width=1024, context=1024, vocabulary=50257)
 # A run in its middle, at a constant learning rate, with a history as long as its windows.
 NEWEST_ITERATION = 10_000
 SPAN_ITERATIONS = 294
@@ -90,7 +86,7 @@ class SyntheticHistory:
         if needed > free:
             raise CPSRError(
                 f"{self.directory}: {self.checkpoints} checkpoints of {self.parameters:,} parameters take {needed:,} "
-                f"bytes, {free:,} are free; name another --workdir, or fewer --parameters"
+                f"bytes, {free:,} are free; name another --workdir"
             )
 
 

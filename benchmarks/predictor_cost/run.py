@@ -1,6 +1,5 @@
 """`cpsr bench predictor`: memory and speed of prediction at the size of a real model."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import numpy
 from cpsr.benchmarks.harness.intervals import median_interval, median_ratio_interval
 from cpsr.benchmarks.harness.measurement import interval_text, measuring
 from cpsr.benchmarks.harness.processes import in_own_process
-from cpsr.benchmarks.predictor_cost.history import SIZES, SyntheticHistory
+from cpsr.benchmarks.predictor_cost.history import GPT2_350M, SyntheticHistory
 from cpsr.benchmarks.predictor_cost.measure import METHODS, MethodSamples, measure_method, training_seconds
 from cpsr.demo.device import CPU
 from cpsr.demo.model import GPTConfig
@@ -25,28 +24,22 @@ RATIO_AIM = 0.5  # of the rate at which the same checkpoints are read once
 
 
 def main(
-    parameters: str = "350M",
     methods: str = "default",
     repeats: int = 7,
     workdir: Path | None = None,
     json_path: Path | None = None,
     device: str = CPU,
-    *,
-    sizes: Mapping[str, GPTConfig] = SIZES,
+    config: GPTConfig = GPT2_350M,
 ) -> None:
     """Train a few iterations, write the history, predict from it, print the table, and write the figures.
 
-    `sizes`: name -> shape of the model.
-
     Raises:
-        ConfigError: an argument names nothing that there is.
+        ConfigError: there is no method of a name.
         CPSRError: the disk or the memory does not suffice.
     """
     names = [name.strip() for name in methods.split(",")]
-    for option, given, known in (("methods", names, METHODS), ("parameters", [parameters], sizes)):
-        if unknown := [name for name in given if name not in known]:
-            raise ConfigError(f"--{option}: {', '.join(unknown)} not known; there are {', '.join(known)}")
-    config = sizes[parameters]
+    if unknown := [name for name in names if name not in METHODS]:
+        raise ConfigError(f"--methods: {', '.join(unknown)} not known; there are {', '.join(METHODS)}")
     with measuring("predictor", json_path, workdir, device=device) as call:
         history = SyntheticHistory(call.directory / "run", config, CHECKPOINTS)
         step = call.bar("training, history, prediction", 1 + CHECKPOINTS + len(names))

@@ -166,8 +166,8 @@ def _source(recoveries: Recoveries) -> dict[str, object]:
     return {
         "made_by": "cpsr bench prior",
         "score": "end cost",
-        "runs": sorted(set(recoveries.runs)),
-        "failures": len(set(recoveries.failures)),
+        "runs": sorted(set(recoveries.runs.tolist())),
+        "failures": len(set(recoveries.failures.tolist())),
         "recoveries": len(recoveries.costs),
     }
 

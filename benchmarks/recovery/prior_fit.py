@@ -1,6 +1,6 @@
 """From measured recoveries to the predictor's prior table, and how well it does on a run that it has not seen."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,33 +43,25 @@ class Recoveries:
         costs: in iterations, `(n,)`.
         horizons: in iterations, `(n,)`.
         lost_shares: of the state, `(n,)`.
-        runs: names, `n` of them.
-        failures: number of the failure among all, `n` of them.
+        runs: names, `(n,)`.
+        failures: number of the failure among all, `(n,)`.
     """
 
     terms: _Array
     costs: _Array
     horizons: _Array
     lost_shares: _Array
-    runs: Sequence[str]
-    failures: Sequence[int]
+    runs: NDArray[numpy.str_]
+    failures: NDArray[numpy.int64]
 
     @property
     def whole(self) -> "Recoveries":
         """Those after failures that took the whole state."""
-        return self.of([share == 1.0 for share in self.lost_shares])
+        return self.of(self.lost_shares == 1.0)
 
-    def of(self, chosen: Sequence[bool]) -> "Recoveries":
+    def of(self, chosen: NDArray[numpy.bool_]) -> "Recoveries":
         """The rows chosen."""
-        rows = [row for row, one in enumerate(chosen) if one]
-        return Recoveries(
-            self.terms[rows],
-            self.costs[rows],
-            self.horizons[rows],
-            self.lost_shares[rows],
-            [self.runs[row] for row in rows],
-            [self.failures[row] for row in rows],
-        )
+        return Recoveries(**{name: values[chosen] for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -109,14 +101,7 @@ def recoveries_of(rows: Iterable[Mapping[str, Any]], worths: Mapping[str, Iterat
             shares.append(share)
             runs.append(row["run"])
             failures.append(number)
-    return Recoveries(
-        numpy.array(terms),
-        numpy.array(costs),
-        numpy.array(horizons),
-        numpy.array(shares),
-        runs,
-        failures,
-    )
+    return Recoveries(*map(numpy.array, (terms, costs, horizons, shares, runs, failures)))
 
 
 def _terms(row: Mapping[str, Any], setting: Mapping[str, Any] | None) -> _Array:
@@ -154,7 +139,7 @@ def fit(recoveries: Recoveries, source: Mapping[str, Any]) -> Table:
     if len(names) < MIN_RUNS:
         raise ValueError(f"{len(names)} runs do not show how runs differ; {MIN_RUNS} are needed")
     mean, noise, inverse = _regression(recoveries)
-    without = [_regression(recoveries.of([run != name for run in recoveries.runs]))[0] for name in names]
+    without = [_regression(recoveries.of(recoveries.runs != name))[0] for name in names]
     shifts = numpy.array(without) - mean
     between = (len(names) - 1) * (1 + 1 / len(names)) * shifts.T @ shifts
     covariance = between + inverse
@@ -172,12 +157,12 @@ def leave_one_group_out(recoveries: Recoveries, group_of: Mapping[str, str]) -> 
     """
     found, whole = {}, recoveries.whole
     for group in {group_of[run] for run in recoveries.runs}:
-        others = recoveries.of([group_of[run] != group for run in recoveries.runs])
+        others = recoveries.of(numpy.array([group_of[run] != group for run in recoveries.runs]))
         if len(set(others.runs)) < MIN_RUNS:
             continue
         table = fit(others, {})
         for name in {run for run in recoveries.runs if group_of[run] == group}:
-            found[name] = _judged(name, whole.of([run == name for run in whole.runs]), table)
+            found[name] = _judged(name, whole.of(whole.runs == name), table)
     return [found[name] for name in sorted(found)]
 
 
@@ -186,7 +171,7 @@ def _judged(name: str, mine: Recoveries, table: Table) -> Left:
     deviation = numpy.sqrt(numpy.einsum("ni,ij,nj->n", mine.terms, table.covariance, mine.terms))
     chosen, stale = [], []
     for failure in sorted(set(mine.failures)):
-        rows = [row for row, number in enumerate(mine.failures) if number == failure]
+        rows = numpy.flatnonzero(mine.failures == failure)
         horizon = mine.horizons[rows[0]]
         safe = [row for row in rows if expected[row] + deviation[row] < horizon]
         chosen.append(mine.costs[min(safe, key=lambda row: expected[row])] / horizon if safe else 1.0)

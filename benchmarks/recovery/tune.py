@@ -14,6 +14,7 @@ from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.ending import final_loss
 from cpsr.benchmarks.recovery.trajectory import Run
 from cpsr.benchmarks.recovery.workload import (
+    ITERATIONS,
     OPTIMIZERS,
     RATE_STEP,
     SCHEDULES,
@@ -99,20 +100,17 @@ def main(
         call.leave({"rate_step": RATE_STEP, "seeds": seeds, "settings": plain})
 
 
-def settings(tasks: str | None, schedules: str, lengths: str, optimizers: str = "adamw") -> list[Setting]:
-    """Every combination of comma-separated names and lengths; no tasks are all.
+def settings(tasks: str | None, schedules: str, optimizers: str = "adamw") -> list[Setting]:
+    """Every combination of comma-separated names; no tasks are all.
 
     Raises:
-        ConfigError: a name is unknown, or a length is no number of iterations.
+        ConfigError: a name is unknown.
     """
-    if not all(length.isdecimal() and int(length) > 0 for length in lengths.split(",")):
-        raise ConfigError(f"--lengths {lengths}: expected iterations, comma-separated")
     return [
-        Setting(task, schedule, int(length), optimizer)
+        Setting(task, schedule, ITERATIONS, optimizer)
         for task in (TASKS if tasks is None else _named("--tasks", tasks, tuple(TASKS)))
         for optimizer in _named("--optimizers", optimizers, OPTIMIZERS)
         for schedule in _named("--schedules", schedules, SCHEDULES)
-        for length in lengths.split(",")
     ]
 
 

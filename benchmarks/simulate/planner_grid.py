@@ -193,18 +193,7 @@ def report(found: Sequence[Case]) -> dict[str, Any]:
     """Plain data."""
     excesses = worst(found)
     return {
-        "benchmark": "simulate planner",
         "simulated": True,
-        "failures_per_run": FAILURES,
-        "warm_up_failures": WARM_UP_FAILURES,
-        "runs": RUNS,
-        "seed": SEED,
-        "iteration_seconds": ITERATION_SECONDS,
-        "predict_seconds": PREDICT_SECONDS,
-        "watch_iterations": WATCH_ITERATIONS,
-        "lead_after_iterations": LEAD_AFTER_ITERATIONS,
-        "states_stall_persist_seconds": STATES,
-        "phases": {name: asdict(lag) for name, lag in PHASES.items()},
         "worst": excesses,
         "aims": {name: excesses[name] <= aim for name, aim in AIMS.items()},
         "cases": [asdict(case) | {"over_brute": case.over_brute, "over_rival": case.over_rival} for case in found],

@@ -28,7 +28,7 @@ def test_rates_count_forecast_and_prediction_and_ratios_are_of_the_same_turn() -
 def test_a_tiny_run_leaves_figures_and_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "in_own_process", called_here)
     path, workdir = tmp_path / "predictor.json", tmp_path / "work"
-    main("tiny", "default,line", 2, workdir, path, sizes={"tiny": TINY})
+    main("default,line", 2, workdir, path, config=TINY)
     report = json.loads(path.read_text())
     assert report["checkpoints"] == CHECKPOINTS
     default, line = report["results"]

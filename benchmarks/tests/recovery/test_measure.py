@@ -195,7 +195,7 @@ def test_a_longer_training_ends_lower_and_one_that_does_not_has_no_worth(tmp_pat
 
 
 def test_the_best_rate_has_two_on_either_side_and_is_kept(tmp_path: Path) -> None:
-    chosen = tune.settings("tiny", "cosine,wsd", "60", "adamw")
+    chosen = [tune.Setting("tiny", schedule, 60) for schedule in ("cosine", "wsd")]
     tune.main(chosen, 2, tmp_path / "cache", tmp_path / "tune.json", 1)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     for setting in json.loads((tmp_path / "tune.json").read_text())["settings"]:

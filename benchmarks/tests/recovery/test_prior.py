@@ -39,7 +39,7 @@ def drawn(runs: int, failures: int, settings: int, noise: float) -> tuple[Recove
                 numbers.append(run * failures + failure)
     values = numpy.array(costs)
     whole = numpy.ones(len(values))
-    return Recoveries(numpy.array(terms), values, numpy.array(horizons), whole, names, numbers), shares
+    return Recoveries(*map(numpy.array, (terms, values, horizons, whole, names, numbers))), shares
 
 
 def test_the_fit_finds_the_mean_and_how_runs_differ() -> None:
@@ -65,7 +65,7 @@ def test_each_group_is_judged_without_itself() -> None:
         assert len(left.chosen_over_horizon) == 8
         assert numpy.mean(left.chosen_over_horizon) < left.stale_over_horizon
     of_two = {f"run-{number}": f"group-{number // 2}" for number in range(6)}
-    recoveries.costs[[run in ("run-0", "run-1") for run in recoveries.runs]] *= 5.0
+    recoveries.costs[numpy.isin(recoveries.runs, ("run-0", "run-1"))] *= 5.0
     strange, others = leave_one_group_out(recoveries, of_two), leave_one_group_out(recoveries, alone)
     assert strange[0] != others[0], "the run beside it in the group must not help"
 
