@@ -87,10 +87,8 @@ class Measurement:
         Raises:
             ValueError: a figure is NaN or infinite, which JSON does not have.
         """
-        machine = self.machine
-        self.console.print(
-            f"{machine['cpu_model']}, {machine['cores']} cores, device: {device_text(machine['device'])}"
-        )
+        machine, device = self.machine, device_text(self.machine["device"])
+        self.console.print(f"{machine['cpu_model']}, {machine['cores']} cores, device: {device}")
         if self.json_path is None:
             return
         path = self.json_path

@@ -10,18 +10,14 @@ def test_a_copy_of_a_run_shares_the_files_that_the_run_shares(tmp_path: Path) ->
     write_sparse(tmp_path / "shared")
     copy_run(tmp_path / "shared", tmp_path / "copy")
     for run_dir in (tmp_path / "shared", tmp_path / "copy"):
-        carried = {path.name: holders(run_dir / "checkpoints", path.name) for path in experts_of(run_dir)}
+        files = (run_dir / "checkpoints" / step(NEWEST)).glob("*.experts-*")
+        carried = {path.name: holders(run_dir / "checkpoints", path.name) for path in files}
         assert carried == {
             f"rank-{rank:05d}.experts-{age:010d}.{kind}.safetensors": frozenset(range(age, NEWEST + 1, 10))
             for rank in range(RANKS)
             for age in (20, 30, 40)
             for kind in ("params", "moments")
         }
-
-
-def experts_of(run_dir: Path) -> list[Path]:
-    """Files of experts in the newest checkpoint."""
-    return list((run_dir / "checkpoints" / step(NEWEST)).glob("*.experts-*"))
 
 
 def test_the_regions_are_all_of_every_file(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ def test_a_small_campaign_leaves_its_figures_and_nothing_else(
     assert list(workdir.iterdir()) == []
 
 
-def test_sparse_stands_for_every_part_with_sparse_checkpoints() -> None:
+def test_a_word_stands_for_all_names_that_begin_with_it_and_sparse_for_every_part_with_sparse_checkpoints() -> None:
+    assert parts_asked_for("kill") == [name for name in PARTS if name.startswith("kill: ")]
+    assert "sparse error: EIO" not in parts_asked_for("error")
     names = parts_asked_for("sparse,live")
     assert {"kill: sparse chain", "sparse error: EIO", "sparse restart: EIO", "sparse damage", "live"} <= set(names)
     assert all("sparse" in name for name in names if name != "live")
@@ -47,11 +49,6 @@ def test_without_strace_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(CPSRError, match="apt-get install strace"):
         main(select())
-
-
-def test_a_word_stands_for_all_names_that_begin_with_it() -> None:
-    assert parts_asked_for("kill") == [name for name in PARTS if name.startswith("kill: ")]
-    assert "sparse error: EIO" not in parts_asked_for("error")
 
 
 def test_the_sample_names_parts_and_jobs_that_there_are() -> None:
