@@ -1,7 +1,4 @@
-"""Token counts of layers of experts in plain torch, alone and shared among real gloo processes."""
-
-import textwrap
-from pathlib import Path
+"""Token counts of layers of experts in plain torch; `tests/engines/mixture_cases.py` has those of several ranks."""
 
 import numpy
 import pytest
@@ -11,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 from cpsr.engines.moe.token_counts import Counted, HookedTokenCounts, RoutingLayer
 from cpsr.errors import UnsupportedEngineError
-from tests.two_ranks import run
 
 EXPERTS = (3, 2)
 
@@ -151,44 +147,3 @@ def test_in_a_pipeline_forwards_count_by_themselves_and_other_stages_have_a_plac
     taken += counts.take()
     found = [[list(map(int, numpy.asarray(layer))) for layer in one.tokens] for one in taken]
     assert found == [[[0] * 5, [2, 2, 2], [3, 3]], [[0] * 5, [2, 1, 1], [2, 2]]]
-
-
-SCRIPT = textwrap.dedent(
-    """
-    import json, sys
-    import torch, torch.distributed as dist
-    from cpsr.config import ExpertsConfig
-    from cpsr.engines.torch import TorchAdapter
-    from cpsr.engines.moe.token_counts import MixtureOfExperts
-    from cpsr.errors import CPSRError
-    from cpsr.experts.saving import ExpertSaving
-    from cpsr.engines.moe.operators import ExpertParallel
-    from cpsr.ranks.group import Group
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    model = torch.nn.Module()
-    model.gate = torch.nn.Linear(2, 4)
-    model.experts = torch.nn.ModuleDict({str(number): torch.nn.Linear(2, 2) for number in NUMBERS[rank]})
-    mixture = MixtureOfExperts(lambda layer: torch.zeros(4), expert_parallel=ExpertParallel(2, rank))
-    adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()), experts=mixture)
-    try:
-        saving = ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="sequential"), Group())
-        found = sorted(saving.trained)
-    except CPSRError as error:
-        found = str(error)
-    json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
-    dist.destroy_process_group()  # or one exit in some twelve aborts in gloo's threads, without CPSR too
-    """
-)
-
-
-def test_what_ranks_cannot_share_is_refused_on_both(tmp_path: Path) -> None:
-    first, second = run(f"NUMBERS = [(0, 1), (0, 1)]\n{SCRIPT}", tmp_path)
-    assert first == second
-    assert "experts 0, 1 on rank 0 of 2 expert-parallel ranks" in first
-
-
-def test_names_with_the_numbers_over_all_ranks(tmp_path: Path) -> None:
-    first, second = run(f"NUMBERS = [(0, 1), (2, 3)]\n{SCRIPT}", tmp_path)
-    expected = [f"experts.{number}.{kind}" for number in range(4) for kind in ("bias", "weight")]
-    assert first == second == expected
