@@ -368,9 +368,8 @@ class EngineAdapter(ABC):
         for _ in range(iterations):
             rates.append(learning_rate(self.optimizers))
             self._schedule.advance()
-        updated = self._updated()
-        self._state.advance(updated, iterations)
-        self._advance_counters(iterations, len(updated))
+        self._state.advance(self._updated(), iterations)
+        self._advance_counters(iterations)
         self._loop.forget_step()
         return rates
 
@@ -429,8 +428,7 @@ class EngineAdapter(ABC):
     def _counters(self, *, on_device: bool) -> dict[str, Any]:
         """What `scalars()` has of the engine alone."""
 
-    @abstractmethod
-    def _require_same_parts(self, scalars: dict[str, Any]) -> None:
+    def _require_same_parts(self, scalars: dict[str, Any]) -> None:  # noqa: B027 - most engines have no such parts
         """Raise UnsupportedEngineError where the saved engine had other parts; nothing is changed."""
 
     @abstractmethod
@@ -438,5 +436,5 @@ class EngineAdapter(ABC):
         """Put `_counters()` back."""
 
     @abstractmethod
-    def _advance_counters(self, iterations: int, tensors: int) -> None:
-        """Count so many applied steps, each of an optimizer that updates so many tensors on this rank."""
+    def _advance_counters(self, iterations: int) -> None:
+        """Count so many applied steps."""

@@ -35,7 +35,6 @@ from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import preserved_training_state, required_loss
 from cpsr.engines.moe.deepspeed import EngineMixture, expert_names
 from cpsr.engines.optimizer_state import Updated
-from cpsr.engines.schedules import advance_scaler, autocast_scaler, scaler_state
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.frozen_parameters import FrozenPlace
 
@@ -78,8 +77,6 @@ class DeepSpeedAdapter(EngineAdapter):
         self.data_parallel_ranks = torch.distributed.get_process_group_ranks(engine.data_parallel_group)
         self._engine = engine
         self._pipeline = isinstance(engine, deepspeed.PipelineEngine)
-        self._scaler = autocast_scaler(engine)  # of `torch_autocast` with float16
-        self.loop_parts += [] if self._scaler is None else [self._scaler]
         renew_powers(self.optimizer)
         self._masters: list[torch.Tensor] = []  # that `_slices` are of
         self._slices: list[tuple[str, MasterSlice, FrozenPlace]] = []
@@ -197,7 +194,6 @@ class DeepSpeedAdapter(EngineAdapter):
                 for name in _LOSS_SCALE_VALUES
                 if hasattr(scaler, name)
             },
-            "grad_scaler": None if self._scaler is None else scaler_state(self._scaler, on_device=on_device),
         }
 
     def _loss_scalers(self) -> list[Any]:
@@ -211,14 +207,6 @@ class DeepSpeedAdapter(EngineAdapter):
         counters["micro_steps"] = counters["global_steps"] * self.micro_batches_per_iteration
         return {**super().resharded(scalars), "counters": counters}
 
-    def _require_same_parts(self, scalars: dict[str, Any]) -> None:
-        saved = scalars.get("grad_scaler")
-        if (saved is None) != (self._scaler is None):
-            raise UnsupportedEngineError(
-                f"the saved run had {'no' if saved is None else 'a'} gradient scaler of torch_autocast with "
-                f"float16, and this one has {'none' if self._scaler is None else 'one'}; set torch_autocast as it was"
-            )
-
     def _load_counters(self, scalars: dict[str, Any]) -> None:
         engine = self._engine
         for name in _COUNTERS:
@@ -230,15 +218,11 @@ class DeepSpeedAdapter(EngineAdapter):
         for scaler in self._loss_scalers():
             for name, value in scalars["loss_scale"].items():
                 setattr(scaler, name, value)
-        if self._scaler is not None:
-            self._scaler.load_state_dict(scalars["grad_scaler"])
 
-    def _advance_counters(self, iterations: int, tensors: int) -> None:
+    def _advance_counters(self, iterations: int) -> None:
         engine = self._engine
         for _ in range(iterations):
             advance_loss_scale(engine.optimizer)
-        # ZeRO steps its flat tensors one by one, and the scaler is updated after each.
-        advance_scaler(self._scaler, iterations * (tensors if engine.zero_optimization() else 1))
         engine.global_steps += iterations
         engine.global_samples += iterations * engine.train_batch_size()
         if not self._pipeline:  # pipelines leave this counter at zero

@@ -12,7 +12,6 @@ from cpsr.engines.adapter import StepObserver
 from cpsr.engines.deepspeed_masters import torch_optimizer
 from cpsr.engines.evaluation import loss_of
 from cpsr.engines.hooks import Hooks, uncompiled
-from cpsr.engines.schedules import autocast_scaler
 
 __all__ = [
     "DeepSpeedLoop",
@@ -43,7 +42,6 @@ class DeepSpeedLoop:
         self._hooks = Hooks()
         self._observer: StepObserver | None = None
         self.gives_loss = False
-        self._updates = False  # whether the optimizer stepped in the update in progress
         self.forget_step()
 
     def attach(self, observer: StepObserver) -> None:
@@ -89,12 +87,10 @@ class DeepSpeedLoop:
         return self._observer
 
     def _around_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._updates = False
         self._watching().before_update()
         return original(*args, **kwargs)
 
     def _before_optimizer_step(self, *_: Any) -> None:
-        self._updates = True
         self._watching().state_changes()
 
     def _around_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,12 +116,7 @@ class DeepSpeedLoop:
         for loss in losses:
             self._watching().on_loss(loss)
         # Last, and nothing after it: the observer may roll the whole engine back, or leave the process.
-        self._watching().after_step(self._engine.global_steps, self._applied())
-
-    def _applied(self) -> bool:
-        """Whether the optimizer stepped: the engine does not count a step that a gradient scaler of torch left out."""
-        left_out = autocast_scaler(self._engine) is not None and not self._updates
-        return bool(self._engine.was_step_applied()) and not left_out
+        self._watching().after_step(self._engine.global_steps, bool(self._engine.was_step_applied()))
 
     def forget_step(self) -> None:
         """Drop what was seen of the step in progress: the engine is at the end of a step."""

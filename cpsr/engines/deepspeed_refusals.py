@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from deepspeed.utils import groups
 
 from cpsr.engines.deepspeed_masters import torch_optimizer
@@ -83,6 +84,12 @@ def _unsupported(engine: Any) -> list[tuple[str, bool, str]]:
             "zero_optimization.zero_quantized_gradients",
             bool(zero.zero_quantized_gradients),
             f"{_QUANTISED}, and choose a communication_data_type",
+        ),
+        (
+            "torch_autocast.dtype: float16",
+            bool(engine.torch_autocast_enabled()) and engine.torch_autocast_dtype() == torch.float16,
+            "its gradient scaler is updated once for each tensor of a rank, and never lowered at ZeRO 1 to 3; set it "
+            'to bfloat16, or enable "fp16"',
         ),
         (
             "torch_autocast at ZeRO 3 with parameters that stay whole",

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from cpsr.engines.deepspeed_masters import torch_optimizer
 from cpsr.engines.hooks import Hooks
-from cpsr.engines.schedules import autocast_scaler
 
 __all__ = ["DeepSpeedRepeatedSteps", "LinearGradients", "can_leave_out"]
 
@@ -38,7 +37,6 @@ def can_leave_out(engine: Any) -> bool:
         and (engine.mpu is None or isinstance(engine, deepspeed.PipelineEngine))
         and engine.sequence_parallel_size == 1
         and engine.autotp_size() <= 1
-        and autocast_scaler(engine) is None
         and not (compiled or optimizer.cpu_offload or optimizer.custom_loss_scaler)
     )
 

@@ -15,7 +15,6 @@ from cpsr.state.device_values import DeviceValues, number
 __all__ = [
     "Schedules",
     "advance_scaler",
-    "autocast_scaler",
     "needs_metric",
     "scaler_state",
 ]
@@ -128,10 +127,3 @@ def advance_scaler(scaler: torch.amp.GradScaler | None, updates: int) -> None:
     state["scale"] *= state["growth_factor"] ** growths
     state["_growth_tracker"] = tracker
     scaler.load_state_dict(state)
-
-
-def autocast_scaler(engine: Any) -> torch.amp.GradScaler | None:
-    """The gradient scaler of a DeepSpeed engine: its own at ZeRO 0, that of its optimizer otherwise; None without."""
-    own = getattr(engine, "torch_autocast_z0_gradscaler", None)
-    found: torch.amp.GradScaler | None = own or getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    return found

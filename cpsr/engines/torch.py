@@ -177,7 +177,7 @@ class TorchAdapter(EngineAdapter):
         self._buckets.load(scalars)
         self._loop.iteration = int(scalars["iteration"])
 
-    def _advance_counters(self, iterations: int, tensors: int) -> None:
+    def _advance_counters(self, iterations: int) -> None:
         advance_scaler(self._scaler, iterations)
         self._loop.iteration += iterations
 

@@ -136,8 +136,7 @@ class DeepSpeedJob:
         self.engine, self.module, self.direct_backward = engine, engine.module, direct_backward
         self.adapter = adapt(engine)
         self.after_micro_batch: Callable[[], None] = lambda: None
-        casts = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
-        self._scales = engine.fp16_enabled() or casts
+        self._scales = engine.fp16_enabled()
 
     def train_step(self, step: int) -> None:
         """Train one iteration on the batches of this step."""

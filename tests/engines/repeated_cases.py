@@ -17,7 +17,6 @@ from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, TinyMoE, conf
 from cpsr.qualify.torch_jobs import TinyLM
 from cpsr.state.codec import SmallState
 from tests.engines.deepspeed_cases import Case
-from tests.engines.feature_cases import autocast
 from tests.engines.kernel_cases import with_kernels_in_torch
 
 Job = DeepSpeedJob | PipelineJob
@@ -154,9 +153,8 @@ def another_norm(*args: Any, **more: Any) -> None:
 def every_gradient_elsewhere() -> None:
     """Where it was not shown that nothing changes, a replay computes all of them."""
     offloaded = configuration(2, "bf16", offload="offload_optimizer")
-    casting = configuration(0, "fp32", torch_autocast=autocast("float16"))
     others = (configuration(0, "fp32"), configuration(0, "fp16"), configuration(1, "bf16-fp32grad"))
-    for config in (offloaded, casting, configuration(3, "bf16"), *others):
+    for config in (offloaded, configuration(3, "bf16"), *others):
         assert steps_of(DeepSpeedJob(initialize(TinyLM(), config))) is None, json.dumps(config)
     compiled = initialize(TinyLM(), configuration(1, "fp32"))
     compiled.compile(backend="eager")
