@@ -82,9 +82,8 @@ class FailureRate:
 class FailureClasses:
     """The job's failure rate, and the share of each class.
 
-    Each class has a Gamma prior with its share of the job's prior rate and of its weight, and the exposure of the job.
-    So the rates of the classes add up to that of the job. Failures of unknown class count for each class in proportion
-    to the rates by the known ones.
+    Each class has a prior with its share of the weight. Failures of unknown class count for each class in proportion to
+    the shares by the known ones.
 
     Attributes:
         total: of the whole job, with all failures.
@@ -99,18 +98,7 @@ class FailureClasses:
         weight = self.total.prior_failures
         return (weight * PRIOR_SHARES[scope] + self.seen.get(scope, 0)) / (weight + sum(self.seen.values()))
 
-    def rate(self, scope: FailureScope) -> FailureRate:
-        """Posterior of the failures of one class."""
-        total, share = self.total, PRIOR_SHARES[scope]
-        unknown = total.failures - sum(self.seen.values())
-        return FailureRate(
-            total.prior_mtbf_hours / share,
-            total.prior_failures * share,
-            self.seen.get(scope, 0) + unknown * self.share(scope),
-            total.exposure_seconds,
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: that of the whole job, and `classes` with that of each; `seen` are those of known class."""
-        classes = {scope: self.rate(scope).to_dict() | {"seen": self.seen.get(scope, 0)} for scope in PRIOR_SHARES}
+        """Plain data: that of the whole job, and of each class its share and the failures seen."""
+        classes = {scope: {"share": self.share(scope), "seen": self.seen.get(scope, 0)} for scope in PRIOR_SHARES}
         return {**self.total.to_dict(), "classes": classes}

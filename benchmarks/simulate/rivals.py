@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from cpsr.planner.cost import Costs, cheapest
-from cpsr.planner.inputs import PlannerInputs, in_iterations, whole_iterations
+from cpsr.planner.inputs import PlannerInputs, whole_iterations
 from cpsr.planner.policies import (
     LONGEST,
     LONGEST_TAKEN,
@@ -42,10 +42,8 @@ def checkfreq(inputs: PlannerInputs, overhead_fraction: float = TOLERANCE_FRACTI
 
     Source: Mohan, Phanishayee, Chidambaram, "CheckFreq", FAST 2021, and the profiling of its published code.
     """
-    persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
-    stall = in_iterations(inputs.stall_seconds, inputs.iteration_seconds)
-    if math.isnan(persist) or math.isnan(stall):
-        return Choice(SHORTEST, f"the persist time is not known; {SHORTEST_TAKEN}")
+    persist = inputs.persist_seconds / inputs.iteration_seconds
+    stall = inputs.stall_seconds / inputs.iteration_seconds
     if max(persist, stall / overhead_fraction) >= LONGEST:
         return Choice(LONGEST, f"its overhead is above the limit at every interval; {LONGEST_TAKEN}")
     shortest = max(math.ceil(persist), 1)
@@ -58,10 +56,7 @@ def pccheck(inputs: PlannerInputs) -> Choice:
 
     Source: Strati, Friedman, Klimovic, "PCcheck", ASPLOS 2025; its published code only sweeps intervals.
     """
-    write = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
-    if math.isnan(write):
-        return Choice(SHORTEST, f"the persist time is not known; {SHORTEST_TAKEN}")
-    iterations = write / (PCCHECK_CONCURRENT * (1 + TOLERANCE_FRACTION))
+    iterations = inputs.persist_seconds / inputs.iteration_seconds / (PCCHECK_CONCURRENT * (1 + TOLERANCE_FRACTION))
     return Choice(whole_iterations(math.ceil(iterations)) if iterations < LONGEST else LONGEST)
 
 

@@ -69,8 +69,6 @@ class Costs:
     def __init__(self, job: PlannerInputs) -> None:
         self._job = job
         self.snapshots = None if job.memory is None else Snapshots(job, job.memory)
-        # An unknown or infinite time is left to the bounds.
-        self._persist_seconds = job.persist_seconds if numpy.isfinite(job.persist_seconds) else 0.0
 
     def stall_per_second(self, intervals: Array, mode: Mode) -> Array:
         """Share of the wall time in stalls of checkpoints on the disk: `T_s / (T_c + T_s)` if failures are rare."""
@@ -108,7 +106,7 @@ class Costs:
             mode: how failures are recovered from.
 
         Returns:
-            Seconds per second; not finite if an input is not.
+            Seconds per second; not finite where failures are so frequent that no life trains.
         """
         rate = self._job.failures_per_second * self._job.disk_share
         with numpy.errstate(all="ignore"):
@@ -152,7 +150,7 @@ class Costs:
         period, first = trained + stall_seconds, first_iterations * self._job.iteration_seconds
         # Shares of the 1 / rate seconds of a life: in stalls, and in training that a durable checkpoint preserves.
         stall = -numpy.expm1(-rate * stall_seconds) * numpy.exp(-rate * first) / -numpy.expm1(-rate * period)
-        durable = numpy.exp(-rate * (first + stall_seconds + self._persist_seconds))
+        durable = numpy.exp(-rate * (first + stall_seconds + self._job.persist_seconds))
         kept = durable * rate * (first + trained / numpy.expm1(rate * period))
         return stall, (1 - stall - kept) / rate, durable
 
@@ -170,7 +168,7 @@ class Costs:
         first = self._first_iterations(intervals)
         stalls = numpy.maximum(numpy.ceil((job.lead_after_iterations - first) / intervals), 0.0)
         had = job.lead_after_iterations * job.iteration_seconds + stalls * job.stall_seconds
-        durable = first * job.iteration_seconds + job.stall_seconds + self._persist_seconds
+        durable = first * job.iteration_seconds + job.stall_seconds + self._job.persist_seconds
         # The life has a durable checkpoint of its own, and ends before the lead is reached.
         too_early = numpy.exp(-rate * durable) * -numpy.expm1(-rate * numpy.maximum(had - durable, 0.0))
         return numpy.asarray(too_early * numpy.maximum(-costs, 0.0))

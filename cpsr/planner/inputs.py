@@ -24,7 +24,6 @@ __all__ = [
     "PlannerInputs",
     "RecoveryCost",
     "bounds_of",
-    "in_iterations",
     "plain",
     "whole_iterations",
 ]
@@ -118,10 +117,10 @@ class MemoryTier:
 
 @dataclass(frozen=True)
 class PlannerInputs:
-    """The known costs of the job when a plan is made; ranks wait for each other, so that the slowest counts.
+    """The known costs of the job when a plan is made; finite, and ranks wait for each other, so the slowest counts.
 
     Attributes:
-        iteration_seconds: mean time of one iteration.
+        iteration_seconds: mean time of one iteration; positive.
         stall_seconds: T_s, extra time of the training thread per checkpoint.
         persist_seconds: from the snapshot to the commit record.
         failures_per_second: lambda, of the whole job.
@@ -191,7 +190,7 @@ class Bounds:
         maximum_iterations: at least the minimum.
         minimum_by: what set the minimum.
         maximum_by: what set the maximum.
-        notes: limits that could not be kept, and unknown inputs.
+        notes: limits that could not be kept.
     """
 
     minimum_iterations: int
@@ -213,7 +212,7 @@ def bounds_of(inputs: PlannerInputs, limits: Limits, mode: Mode) -> Bounds | Non
     """The bounds of a job in one mode; None if prediction is impossible at every allowed interval.
 
     A checkpoint must be durable before the next one is due. If the disk needs longer than the user's maximum, that
-    maximum cannot be kept. If a checkpoint is never durable, the user's maximum applies and saves are skipped.
+    maximum cannot be kept.
     """
     if mode == "predict" and inputs.recovery is None:
         return None
@@ -228,41 +227,19 @@ def bounds_of(inputs: PlannerInputs, limits: Limits, mode: Mode) -> Bounds | Non
 
 def _disk_and_user(inputs: PlannerInputs, limits: Limits) -> Bounds:
     low, high = limits.interval_min_iterations, limits.interval_max_iterations
-    persist = in_iterations(inputs.persist_seconds, inputs.iteration_seconds)
-    if math.isnan(persist):
-        return Bounds(low, high)
-    if persist > ITERATIONS_MAX:
-        note = (
-            "a checkpoint is never durable before the next is due; the longest interval is taken and saves are skipped"
-        )
-        return Bounds(high, high, "maximum", "maximum", (note,))
+    persist = inputs.persist_seconds / inputs.iteration_seconds
     if persist <= low:
         return Bounds(low, high)
     shortest = math.ceil(persist)
     if shortest <= high:
         return Bounds(shortest, high, "persist", "maximum")
-    note = f"a checkpoint is durable after {plain(persist)} iterations: an interval of {high} at most cannot be kept"
+    note = f"a checkpoint is durable after {persist} iterations: an interval of {high} at most cannot be kept"
     return Bounds(shortest, shortest, "persist", "persist", (note,))
 
 
-def in_iterations(seconds: float, iteration_seconds: float) -> float:
-    """Seconds in iterations, as a limit if one of the two is 0 or infinite; NaN if there is no limit."""
-    if not (seconds >= 0 and iteration_seconds >= 0) or seconds == iteration_seconds == 0:
-        return math.nan
-    if iteration_seconds == 0:
-        return math.inf
-    # inf / inf is NaN by itself; a quotient too large for a float is infinite.
-    return seconds / iteration_seconds
-
-
 def whole_iterations(iterations: float) -> int:
-    """The nearest valid interval, from 1 to ITERATIONS_MAX.
-
-    NaN is 1: until a job is measured, lost work is the larger risk.
-    """
-    if math.isnan(iterations) or iterations < 1:
-        return 1
-    return ITERATIONS_MAX if iterations > ITERATIONS_MAX else round(iterations)
+    """The nearest valid interval, from 1 to ITERATIONS_MAX."""
+    return round(min(max(iterations, 1.0), ITERATIONS_MAX))
 
 
 def plain(value: float) -> float | str:

@@ -150,7 +150,7 @@ def preview(explanation: Mapping[str, Any], mtbf_hours: float, recovery_mode: Re
         mtbf_hours: mean time between failures of the job.
         recovery_mode: the configured one.
     """
-    if not explanation.get("inputs", {}).get("iteration_seconds", 0) > 0:
+    if "inputs" not in explanation:
         return None
     recorded, bounds = dict(explanation["inputs"]), explanation["bounds"]
     phase, memory, recovery = (recorded.pop(name) for name in ("phase", "memory", "recovery"))
@@ -317,7 +317,7 @@ def _class(job: PlannerInputs, one: FailureClass, back_to: str, seconds: float) 
         "prior_share": one.prior_share,
         "seen": one.seen,
         "back_to": back_to,
-        "loss_iterations": plain(seconds / job.iteration_seconds if job.iteration_seconds > 0 else math.nan),
+        "loss_iterations": plain(seconds / job.iteration_seconds),
         "loss_per_second": plain(rate * seconds),
     }
 

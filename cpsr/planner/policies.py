@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cpsr.planner.inputs import ITERATIONS_MAX, PlannerInputs, in_iterations, whole_iterations
+from cpsr.planner.inputs import ITERATIONS_MAX, PlannerInputs, whole_iterations
 
 __all__ = [
     "LONGEST",
@@ -60,7 +60,7 @@ class Choice:
 
 
 Rule = Callable[[PlannerInputs], Choice]
-"""Chooses an interval for a job before any bound; SHORTEST or LONGEST where an input is zero, infinite or unknown."""
+"""Chooses an interval for a job before any bound; SHORTEST or LONGEST where it has no optimum."""
 
 
 def young(inputs: PlannerInputs) -> Choice:
@@ -68,10 +68,10 @@ def young(inputs: PlannerInputs) -> Choice:
 
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
-    stall, mtbf = inputs.stall_seconds, _mtbf_seconds(inputs)
-    # The product of the roots cannot overflow; the root of the product could.
-    seconds = math.sqrt(2) * math.sqrt(stall) * math.sqrt(mtbf) if stall >= 0 and mtbf >= 0 else math.nan
-    return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)))
+    stall, rate = inputs.stall_seconds, inputs.failures_per_second
+    if rate == 0:
+        return Choice(LONGEST if stall > 0 else SHORTEST)
+    return Choice(whole_iterations(math.sqrt(2 * stall / rate) / inputs.iteration_seconds))
 
 
 def daly(inputs: PlannerInputs) -> Choice:
@@ -80,16 +80,14 @@ def daly(inputs: PlannerInputs) -> Choice:
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3),
     2006: the expansion of the minimum of his exact wall time for exponential failures.
     """
-    stall, mtbf = inputs.stall_seconds, _mtbf_seconds(inputs)
-    if not (stall >= 0 and mtbf >= 0):
-        return Choice(SHORTEST)
-    if math.isinf(mtbf):
-        return Choice(SHORTEST if stall == 0 else LONGEST)
-    seconds = mtbf
+    stall, rate = inputs.stall_seconds, inputs.failures_per_second
+    if rate == 0:
+        return Choice(LONGEST if stall > 0 else SHORTEST)
+    seconds = mtbf = 1 / rate
     if stall < 2 * mtbf:
         ratio = math.sqrt(stall / (2 * mtbf))
         seconds = 2 * mtbf * ratio * (1 + ratio / 3 + ratio * ratio / 9) - stall
-    return Choice(whole_iterations(in_iterations(seconds, inputs.iteration_seconds)))
+    return Choice(whole_iterations(seconds / inputs.iteration_seconds))
 
 
 def theorem1(inputs: PlannerInputs) -> Choice:
@@ -143,17 +141,15 @@ def paper_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
     phase = inputs.phase
     if phase is None:
         return Choice(SHORTEST, f"the curves of loss and accuracy are not known yet; {SHORTEST_TAKEN}")
-    stall = in_iterations(inputs.stall_seconds, inputs.iteration_seconds)
+    stall = inputs.stall_seconds / inputs.iteration_seconds
     failures = inputs.failures_per_second * inputs.iteration_seconds
-    if math.isnan(stall) or math.isnan(failures) or failures < 0:
-        return Choice(SHORTEST, f"stall, iteration time or failure rate is not known; {SHORTEST_TAKEN}")
     if failures == 0:
         return Choice(LONGEST, f"no failures are expected (lambda = 0); {LONGEST_TAKEN}")
     if stall == 0:
         return Choice(SHORTEST, f"checkpoints cost nothing (T_s = 0); {SHORTEST_TAKEN}")
-    if not phase.tau1_per_checkpoint > 0:
+    if phase.tau1_per_checkpoint <= 0:
         return Choice(LONGEST, f"more checkpoints do not make the predictor better (tau1 <= 0); {LONGEST_TAKEN}")
-    if not phase.alpha1_per_iteration > 0:
+    if phase.alpha1_per_iteration <= 0:
         return Choice(SHORTEST, f"the loss does not fall (alpha1 <= 0); {SHORTEST_TAKEN}")
     exponent = phase.tau2 - phase.alpha2
     growth = math.exp(exponent) if exponent < EXPONENT_MAX else math.inf
@@ -161,8 +157,6 @@ def paper_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
     deviation = size * growth / (2 * phase.alpha1_per_iteration)
     if deviation == 0:
         return Choice(LONGEST, f"predictions deviate by nothing (A = 0); {LONGEST_TAKEN}")
-    if not deviation > 0:
-        return Choice(SHORTEST, f"the gradients' second moment (xi) is not known; {SHORTEST_TAKEN}")
     terms = PaperTerms(phase.tau1_per_checkpoint, stall, failures, deviation, phase.alpha1_per_iteration - failures)
     if not all(math.isfinite(value) for value in (*vars(terms).values(), terms.rate_per_iteration)):
         return Choice(SHORTEST, f"a term of the theorem is not finite; {SHORTEST_TAKEN}")
@@ -180,8 +174,3 @@ def linear_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
     if terms.decay_per_iteration + terms.rate_per_iteration <= 0:
         return Choice(LONGEST, f"the cost only falls with the interval (B + r <= 0); {LONGEST_TAKEN}")
     return terms
-
-
-def _mtbf_seconds(inputs: PlannerInputs) -> float:
-    rate = inputs.failures_per_second
-    return math.inf if rate == 0 else 1 / rate if rate > 0 else math.nan

@@ -1,10 +1,7 @@
-import math
-
-import pytest
 from hypothesis import given
 
 from cpsr.planner.inputs import Bounds, Limits, PlannerInputs, bounds_of
-from tests.planner.jobs import ANY, JOB, end_cost, job, limits
+from tests.planner.jobs import ANY, JOB, USUAL, end_cost, job, limits
 
 
 def test_a_disk_that_is_slower_than_the_users_maximum_wins_and_it_is_reported() -> None:
@@ -15,20 +12,13 @@ def test_a_disk_that_is_slower_than_the_users_maximum_wins_and_it_is_reported() 
     assert "cannot be kept" in found.notes[0]
 
 
-@pytest.mark.parametrize(("persist", "interval"), [(math.inf, 500), (math.nan, 10)])
-def test_a_disk_of_which_nothing_is_known(persist: float, interval: int) -> None:
-    found = bounds_of(job(persist_seconds=persist), Limits(10, 500), "recompute")
-    assert found is not None
-    assert found.minimum_iterations == interval
-
-
 def test_the_predictor_bounds_prediction_only() -> None:
     known = Limits(10, 500, predictable_interval_iterations=200)
     assert bounds_of(job(recovery=end_cost(0.0, 0.5)), known, "predict") == Bounds(10, 200, "minimum", "predictor")
     assert bounds_of(JOB, known, "recompute") == Bounds(10, 500)
 
 
-@given(ANY, ANY, limits())
+@given(ANY, USUAL, limits())
 def test_every_bound_can_be_kept(persist: float, iteration: float, allowed: Limits) -> None:
     inputs = PlannerInputs(iteration, 1.0, persist, 1e-5)
     for mode in ("predict", "recompute"):
@@ -37,5 +27,4 @@ def test_every_bound_can_be_kept(persist: float, iteration: float, allowed: Limi
             assert mode == "predict"
             continue
         assert 1 <= found.minimum_iterations <= found.maximum_iterations
-        if 0 < persist / iteration < 2**31 if iteration > 0 else False:
-            assert found.minimum_iterations >= persist / iteration
+        assert found.minimum_iterations >= persist / iteration

@@ -73,9 +73,8 @@ def test_another_rate_is_planned_as_if_it_were_measured(mtbf_hours: float) -> No
         {},
         fixed_plan(50).explanation,
         {"rule": "as planned before the restart"},
-        make_plan(PlannerInputs(0.0, 0.0, 0.0, 1 / 7200), LIMITS, "young", "exact").explanation,
     ],
-    ids=["empty", "fixed", "restarted", "unmeasured"],
+    ids=["empty", "fixed", "restarted"],
 )
 def test_a_plan_that_was_not_made_from_measurements_has_no_preview(explanation: Any) -> None:
     assert preview(explanation, 2.0, "auto") is None

@@ -9,7 +9,6 @@ from typing import Any
 from cpsr.config import CPSRConfig
 from cpsr.journal import PlanOverride
 from cpsr.planner.inputs import Limits, MemoryTier, PlannerInputs
-from cpsr.planner.live.expectations import prior_curves
 from cpsr.planner.live.measurements import RankCosts
 from cpsr.planner.plan import Plan, fixed_plan
 from cpsr.planner.planning import make_plan, with_memory
@@ -32,9 +31,9 @@ def first_plan(config: CPSRConfig, saved: Mapping[str, Any]) -> Plan:
     if fixed is not None:
         plan = fixed_plan(fixed)
     elif interval is None:
-        # Costs of zero before any measurement: the minimum decides. Lost work is then the larger risk.
-        rate = prior_curves(0, config).failures.total.mean_per_second
-        plan = make_plan(PlannerInputs(0.0, 0.0, 0.0, rate), Limits(low, high), "young", "exact")
+        # Lost work is the larger risk until a checkpoint was measured.
+        explanation = {"rule": "the shortest interval, until checkpoints are measured", "bound": "minimum"}
+        plan = Plan(low, planner.policy, explanation, "recompute")
     else:
         explanation = {"rule": "as planned before the restart, until the next plan"}
         plan = Plan(min(max(interval, low), high), planner.policy, explanation, saved.get("mode"))
@@ -76,7 +75,7 @@ def memory_tier(
     stall_seconds = costs.memory.get("stall_seconds", costs.memory.get("copy_seconds", costs.stall_seconds))
     budget_seconds = config.memory.budget_fraction * iteration_seconds  # per iteration
     longest = None
-    if budget_seconds > 0 and math.isfinite(stall_seconds):
+    if budget_seconds > 0:
         longest = max(config.planner.interval_min_iterations, math.ceil(stall_seconds / budget_seconds))
     return MemoryTier(stall_seconds, config.memory.interval_iterations, replica, longest_iterations=longest)
 

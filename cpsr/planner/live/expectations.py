@@ -16,7 +16,7 @@ from cpsr.config import CPSRConfig
 from cpsr.fitter.accuracy import AccuracyCurve, fit_accuracy
 from cpsr.fitter.failures import FailureClasses, FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
-from cpsr.journal import JournalReader, LifeRow, RecoveryRow, ReportedFailure
+from cpsr.journal import JournalReader, RecoveryRow, ReportedFailure
 from cpsr.planner.plan import Schedule
 from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
@@ -136,20 +136,10 @@ def _failures(reader: JournalReader, config: CPSRConfig, reported: Sequence[Repo
     ended = [life for life in lives[:-1] if life.ending in ("running", "error")]
     began = [later.started_unix_seconds for life, later in pairwise(lives) if life in ended]
     unseen = _unseen(reported, began, lives[0].started_unix_seconds if lives else math.inf)
-    exposure_seconds = _exposure_seconds(reader, lives)
-    total = FailureRate(config.planner.mtbf_hours, PRIOR_FAILURES, len(ended) + unseen, exposure_seconds)
+    trained = sum(reader.life_seconds().values())
+    total = FailureRate(config.planner.mtbf_hours, PRIOR_FAILURES, len(ended) + unseen, trained)
     scopes = {failure.life: failure.scope for failure in reader.failures()}
     return FailureClasses(total, Counter(scope for life in ended if (scope := scopes.get(life.life)) is not None))
-
-
-def _exposure_seconds(reader: JournalReader, lives: Sequence[LifeRow]) -> float:
-    """How long the present ranks would have to train for as many failures to be expected as in all lives so far.
-
-    Failures are of machines: a life with twice as many ranks counts twice as long. A life of which the number is not
-    recorded counts as one with the present ranks.
-    """
-    seconds, now = reader.life_seconds(), lives[-1].ranks if lives else None
-    return sum(seconds.get(life.life, 0.0) * (life.ranks / now if life.ranks and now else 1.0) for life in lives)
 
 
 def _unseen(reported: Sequence[ReportedFailure], seen_unix_seconds: Sequence[float], start_unix_seconds: float) -> int:

@@ -1,13 +1,9 @@
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cpsr.config import CPSRConfig
 from cpsr.fitter.failures import FailureClasses
@@ -129,24 +125,6 @@ def test_lives_that_were_killed_or_ended_by_an_error_are_failures(
 ) -> None:
     with JournalReader(lives_of(tmp_path, endings)) as reader:
         assert fit_curves(reader, [], 1, CONFIG).failures.total.failures == failures
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from([1, 2, 4, None]), st.integers(0, 30)), min_size=1, max_size=6),
-    st.sampled_from([1, 2, 4]),
-)
-@settings(max_examples=25, deadline=None)
-def test_a_life_counts_in_proportion_to_its_ranks(lives: list[tuple[int | None, int]], now: int) -> None:
-    """A life with twice as many machines shows as much about failures as twice the time with the present ones."""
-    with tempfile.TemporaryDirectory() as directory:
-        journal = Journal.open(Path(directory) / "journal.db")
-        for ranks, steps in [*lives, (now, 0)]:
-            life = journal.start_life("auto", ranks=ranks)
-            journal.record(*[replace(step(i, 2.0), life=life) for i in range(1, steps + 1)])
-        found = fitted(journal).failures.total
-        journal.close()
-    assert found.failures == len(lives)
-    assert found.exposure_seconds == pytest.approx(sum(0.5 * steps * (ranks or now) / now for ranks, steps in lives))
 
 
 def test_reported_failures_count_once_and_within_the_run(tmp_path: Path) -> None:
