@@ -32,7 +32,6 @@ STARTS_RANKS = {
 }
 # They begin first, in this order, or workers wait at the end for what one of them has left.
 LONG = (
-    "replay/test_windows.py",
     "faults/test_campaign.py",
     "engines/test_conformance.py",
     "launch/test_command.py",
@@ -40,6 +39,7 @@ LONG = (
     "launch/test_rehearse.py",
     "situations/test_lightning.py",
     "replay/test_localized.py",
+    "replay/test_windows.py",
     "launch/test_machines.py",
     "integrations/test_transformers.py",
     "integrations/test_ranks.py",

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import packages_distributions
 
 from packaging.requirements import Requirement
@@ -37,6 +38,7 @@ def imported(*folders: str) -> set[str]:
     return {canonicalize_name(brought.get(module, [module])[0]) for module in foreign}
 
 
+@cache
 def product() -> set[str]:
     others = ("benchmarks", "docs")  # docs links to the pages, of which the wheel has no Python
     rooms = [path.name for path in (ROOT / "cpsr").iterdir() if path.is_dir() and path.name not in others]

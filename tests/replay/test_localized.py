@@ -2,13 +2,14 @@
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
 from cpsr.checkpoint.run_directory import run_id
 from tests.recovery.job import OF_THE_START, Ended, Job
 
@@ -32,10 +33,36 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def launch(job: Job) -> Callable[..., Ended]:
-    def launched(mode: str = "exact", ranks: int = 3, **options: Any) -> Ended:
-        return job.launch(mode, worker=WORKER, ranks=ranks, settings=SETTINGS, **options)
+    return partial(launched, job)
 
-    return launched
+
+def launched(job: Job, ranks: int = 3, **options: Any) -> Ended:
+    return job.launch("exact", worker=WORKER, ranks=ranks, settings=SETTINGS, **options)
+
+
+@pytest.fixture(scope="module")
+def killed_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
+    """A job whose second stage was killed, and a folder with copies of what it left on the disk and in memory."""
+    job, kept = Job(tmp_path_factory.mktemp("killed")), tmp_path_factory.mktemp("kept")
+    launched(job, killed={1: 22}, awaited=17)
+    shutil.copytree(job.run_dir, kept / "run")
+    (kept / "memory").mkdir()
+    for path in SHARED_MEMORY.glob(f"cpsr-{run_id(job.run_dir)}-*"):
+        shutil.copy2(path, kept / "memory")
+    yield job, kept
+    remove_memory_states(run_id(kept / "run"))
+
+
+@pytest.fixture
+def lost(killed_once: tuple[Job, Path]) -> Job:
+    """A job that has lost its second stage's state of iteration 22; each test finds all as it was left."""
+    job, kept = killed_once
+    remove_memory_states(run_id(kept / "run"))
+    shutil.rmtree(job.run_dir)
+    shutil.copytree(kept / "run", job.run_dir)
+    for path in (kept / "memory").iterdir():
+        shutil.copy2(path, SHARED_MEMORY)
+    return job
 
 
 @pytest.fixture(scope="session")
@@ -108,11 +135,10 @@ def test_a_stage_that_lost_its_state_replays_alone(
     ],
 )
 def test_a_kill_during_the_replay_and_after_it_repeats_it(
-    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], rank: int, at: int, until: int
+    lost: Job, uninterrupted: Callable[..., Ended], rank: int, at: int, until: int
 ) -> None:
-    launch(killed={1: 22}, awaited=17)
-    launch(killed={rank: at})
-    back = launch()
+    launched(lost, killed={rank: at})
+    back = launched(lost)
     assert f"have the state of iteration {until} and rest" in back.output[0]
     require_same(back, uninterrupted())
 
@@ -128,50 +154,40 @@ def test_a_lost_machine_replays_a_window_that_another_had_while_the_others_rest(
     require_same(back, uninterrupted())
 
 
-def test_a_failure_during_the_replay_widens_it(
-    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], job: Job
-) -> None:
-    launch(killed={1: 22}, awaited=17)
-    launch(killed={2: 19})
-    for state in left_by(job, 2, "departure"):  # its machine has lost it
+def test_a_failure_during_the_replay_widens_it(lost: Job, uninterrupted: Callable[..., Ended]) -> None:
+    launched(lost, killed={2: 19})
+    for state in left_by(lost, 2, "departure"):  # its machine has lost it
         state.path.unlink()
-    back = launch()
+    back = launched(lost)
     assert "stages 0 have the state of iteration 22 and rest" in back.output[0]
     require_same(back, uninterrupted())
 
 
-def test_without_a_log_all_stages_replay(
-    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], job: Job
-) -> None:
-    launch(killed={1: 22}, awaited=17)
+def test_without_a_log_all_stages_replay(lost: Job, uninterrupted: Callable[..., Ended]) -> None:
     for rank in (0, 2):
-        log = next(one for one in left_by(job, rank, "upstream") if one.iteration == 19)
+        log = next(one for one in left_by(lost, rank, "upstream") if one.iteration == 19)
         with log.path.open("r+b") as file:  # a hash shows it
             file.seek(4096)
             file.write(b"another")
-    back = launch()
+    back = launched(lost)
     assert "all stages replay the window" in back.output[0]
     require_same(back, uninterrupted())
 
 
 def test_a_stage_that_gives_something_else_is_found_out_and_its_neighbour_replays_too(
-    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended]
+    lost: Job, uninterrupted: Callable[..., Ended]
 ) -> None:
-    launch(killed={1: 22}, awaited=17)
-    noisy = launch(noisy=1)
+    noisy = launched(lost, noisy=1)
     assert any("came from rank 1 with other values than the first time" in one for one in noisy.output)
-    back = launch()  # the rank that found it has no use for its logs any more
+    back = launched(lost)  # the rank that found it has no use for its logs any more
     assert "stages 0 have the state of iteration 22 and rest" in back.output[0]
     require_same(back, uninterrupted())
 
 
-def test_an_evaluation_during_the_rest_ends_it(
-    launch: Callable[..., Ended], uninterrupted: Callable[..., Ended]
-) -> None:
-    launch(killed={1: 22}, awaited=17)
-    evaluating = launch(evaluates=19)
+def test_an_evaluation_during_the_rest_ends_it(lost: Job, uninterrupted: Callable[..., Ended]) -> None:
+    evaluating = launched(lost, evaluates=19)
     assert any("eval_batch was called while this stage repeats" in one for one in evaluating.output)
-    back = launch()
+    back = launched(lost)
     assert "all stages replay the window" in back.output[0]
     require_same(back, uninterrupted())
 
