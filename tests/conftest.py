@@ -44,7 +44,6 @@ LONG = (
     "integrations/test_transformers.py",
     "integrations/test_ranks.py",
     "recovery/test_elastic.py",
-    "recovery/test_mixture_pipeline.py",
     "situations/test_seeds_of_workers.py",
     "test_readme.py",
     "hints/test_rewriting.py",

@@ -1,10 +1,9 @@
 """One rank of a pipeline whose stages wait for each other long enough for the predictor to learn meanwhile."""
 
-import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-import cpsr.learning.learner
 import cpsr.learning.pace
 import cpsr.predictor.training
 from cpsr import CPSRRecovery
@@ -23,8 +21,7 @@ from tests.recovery.job import LifeOptions
 
 COMPUTE_SECONDS = 0.02  # of a stage and micro-batch: the other stage waits as long, and a slice takes some milliseconds
 STAGES, MICRO_BATCHES = 2, 2
-LIMIT_SECONDS = 1.0  # in place of the usual one, for a predictor that hangs
-LATER_ITERATIONS = (8, 16)  # likewise: the network is trained on some 30 iterations, and not on 120
+LATER_ITERATIONS = (8, 16)  # in place of the usual ones: the network is trained on some 30 iterations, and not on 120
 STARVED_SECONDS = 0.3  # likewise: the job takes no longer than some seconds
 
 
@@ -34,13 +31,9 @@ class Options(LifeOptions):
 
     Attributes:
         alone: train without CPSR.
-        broken: the predictor raises (`raises`) where it should learn, or never comes back (`hangs`).
-        dies_at: the last stage ends its process before that iteration; the other one waits for it.
     """
 
     alone: bool = False
-    broken: str = ""
-    dies_at: int | None = None
 
 
 class Slow(nn.Module):
@@ -59,19 +52,14 @@ def main(options: Options, rank: int, ranks: int) -> None:
     engine = initialize(stages(), configuration(0, "fp32", MICRO_BATCHES))
     data = loader(dataset(), 1, 0)
     found: dict[str, Any] = {"losses": []}
-    with nullcontext() if options.dies_at is None else suppress(RuntimeError), ExitStack() as stack:
+    with ExitStack() as stack:
         batches: Iterator[Any] = passes(data)
         if not options.alone:
             recovery = stack.enter_context(CPSRRecovery(engine, options.config))
             batches = recovery.resume(data, repeat=True)
-            if options.broken:
-                cpsr.learning.learner.SLICE_LIMIT_SECONDS = LIMIT_SECONDS
-                setattr(recovery.life.loop.learning.predictor, "learn", BROKEN[options.broken])  # noqa: B010 - mypy refuses to assign
         found["started"] = 0 if options.alone else recovery.iteration
         pairs = ((inputs, targets) for inputs, targets, _ in batches)
-        for iteration in range(found["started"], options.iterations):
-            if rank == ranks - 1 and iteration == options.dies_at:
-                os._exit(0)
+        for _ in range(found["started"], options.iterations):
             found["losses"].append(engine.train_batch(pairs).item().hex())
         found["weights"] = [parameter.double().sum().item().hex() for parameter in engine.module.parameters()]
         if not options.alone:
@@ -81,8 +69,6 @@ def main(options: Options, rank: int, ranks: int) -> None:
         found["account"] = asdict(recovery.life.loop.learning.bubbles.account())
     found["threads"] = [thread.name for thread in threading.enumerate()]
     options.leave(rank, found)
-    if options.dies_at is not None:
-        os._exit(0)  # the group cannot be left in order, the other rank is gone
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 
@@ -102,16 +88,3 @@ def stages() -> PipelineModule:
         LayerSpec(nn.Linear, WIDTH, 1),
     ]
     return PipelineModule(layers, num_stages=STAGES, loss_fn=nn.MSELoss(), partition_method="uniform")
-
-
-def raises(history: Any) -> Iterator[None]:
-    yield
-    raise RuntimeError("out of ideas")
-
-
-def hangs(history: Any) -> Iterator[None]:
-    yield
-    threading.Event().wait()
-
-
-BROKEN = {"raises": raises, "hangs": hangs}

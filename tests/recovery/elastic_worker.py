@@ -1,6 +1,7 @@
-"""One rank of a small job whose global batch stays when the number of ranks changes.
+"""One rank of a small job whose global batch stays when the number of ranks changes, or whose ranks split its tensors.
 
-The state at the start and at the end is left as whole parameters and moments, put together from all ranks' slices.
+The state at the start and at the end is left as whole parameters and moments, put together from all ranks' slices, and
+as digests of each rank's own.
 """
 
 import math
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -30,7 +32,7 @@ from tests.recovery.engines import (
     initialize,
     pipeline,
 )
-from tests.recovery.worker import SAVE_SECONDS, Faults, initialize_ranks, seed, train_pipeline
+from tests.recovery.worker import SAVE_SECONDS, Faults, initialize_ranks, seed, state_digest, train_pipeline
 from tests.recovery.worker import Options as WorkerOptions
 
 GLOBAL_BATCH = 12
@@ -41,11 +43,10 @@ class Options(WorkerOptions):
     """What one life of the job does.
 
     Attributes:
-        kind: `ddp`, `fsdp2`, or with the stage `zero` `deepspeed`, `mixture`, of which several ranks share the experts,
-            or `pipeline` of so many `stages`.
+        kind: `ddp`, `fsdp2`, `hsdp` (replicas), `tp` (tensor parallelism, the same batches for all), or with the stage
+            `zero` `deepspeed`, `mixture`, of which several ranks share the experts, or `pipeline` of so many `stages`.
         batch_size: of a rank; the accumulation follows from it.
         dropout: of the model; with it the random states of each rank matter.
-        sampled: whether a `DistributedSampler` deals the samples.
         base: seed of frozen weights that the script loads; 0: the model has none.
         moving: whether the loop writes to some of them in each step.
     """
@@ -53,7 +54,6 @@ class Options(WorkerOptions):
     kind: str = "deepspeed"
     batch_size: int = 1
     dropout: float = 0.0
-    sampled: bool = True
     base: int = 0
     moving: bool = False
 
@@ -96,7 +96,7 @@ class Loop:
             if isinstance(one, torch.nn.Dropout):
                 one.p = options.dropout
         self.module: Any = bare
-        self.parts = ranks // max(options.stages, 1)  # data-parallel
+        self.parts = 1 if options.kind == "tp" else ranks // max(options.stages, 1)  # data-parallel
         self.steps, self.taken = GLOBAL_BATCH // (self.parts * options.batch_size), 0
         self.engine: Any = None
         if options.kind in ("deepspeed", "mixture", "pipeline"):
@@ -105,8 +105,12 @@ class Loop:
             return
         if options.kind == "ddp":
             self.module = DistributedDataParallel(self.module)
-        else:
-            mesh = init_device_mesh(DEVICE, (ranks,))
+        elif options.kind == "tp":
+            split = {"layers.0": ColwiseParallel(), "layers.3": RowwiseParallel()}
+            parallelize_module(self.module, init_device_mesh(DEVICE, (ranks,)), split)
+        else:  # the last layer has one output, of which the last rank has nothing
+            shape = (ranks, 1) if options.kind == "hsdp" else (ranks,)
+            mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             for one in (self.module.layers[0], self.module):
                 fully_shard(one, mesh=mesh)
         trained = [one for one in self.module.parameters() if one.requires_grad]
@@ -141,8 +145,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     seed()
     data = dataset()
     loop = Loop(options, ranks)
-    part = loop.engine.grid.get_data_parallel_id() if options.stages else rank
-    sampler: Any = DistributedSampler(data, loop.parts, part, seed=3) if options.sampled else None
+    part = loop.engine.grid.get_data_parallel_id() if options.stages else rank % loop.parts
+    sampler: DistributedSampler[Any] = DistributedSampler(data, loop.parts, part, seed=3)
     batches: DataLoader[Any] = DataLoader(data, options.batch_size, sampler=sampler)
     dealt: list[list[int]] = []
     losses: dict[int, float] = {}
@@ -155,6 +159,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         started["failure_iteration"] = restored.failure_iteration
         started["ranks"] = [events[0].previous_ranks, events[0].ranks]
         started["whole"] = whole(recovery.life.job.adapter, rank)
+        started |= {"state": state_digest(recovery), "replicas": replicas(recovery.life.job.adapter)}
         started["scalars"] = {key: str(value) for key, value in small(recovery).items()}
         if options.stages:
             dealt = train_pipeline(recovery, loop.engine, batches, options, faults)
@@ -172,6 +177,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
                 break
         ended: dict[str, Any] = {"whole": whole(recovery.life.job.adapter, rank), "draw": torch.rand(()).item()}
         ended["scalars"] = {key: str(value) for key, value in small(recovery).items()}
+        ended["state"] = state_digest(recovery)
     options.leave(rank, {"started": started, "ended": ended, "batches": dealt, "losses": losses})
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
@@ -188,7 +194,7 @@ def steps(numbers: list[dict[str, Any]]) -> list[float]:
 
 
 def whole(adapter: EngineAdapter, rank: int) -> dict[str, list[float]]:
-    """Weights, moments and frozen weights of all ranks' slices; rank 0 has them, a collective."""
+    """Weights, moments and frozen weights of all ranks' slices, but blocks; rank 0 has them, a collective."""
     found: list[Any] = [None] * torch.distributed.get_world_size()
     own, shard, places = [], adapter.shard(), adapter.frozen_places()
     for name, tensor in adapter.frozen().items():
@@ -196,8 +202,7 @@ def whole(adapter: EngineAdapter, rank: int) -> dict[str, list[float]]:
         own.append((f"frozen/{name}", place.global_shape, place.offset, tensor.flatten().tolist()))
     for key, tensor in shard.tensors():
         kind, _, name = key.rpartition("/")
-        if kind != "other":
-            piece = shard.operators[name].parameter
+        if kind != "other" and (piece := shard.operators[name].parameter).block is None:
             own.append((key, piece.global_shape, piece.offset, tensor.tolist()))
     torch.distributed.all_gather_object(found, own)
     wholes: dict[str, list[float]] = {}
@@ -205,6 +210,16 @@ def whole(adapter: EngineAdapter, rank: int) -> dict[str, list[float]]:
         numel = int(torch.Size(shape).numel())
         wholes.setdefault(key, [float("nan")] * numel)[offset : offset + len(values)] = values
     return wholes
+
+
+def replicas(adapter: EngineAdapter) -> dict[str, list[float]]:
+    """The weights of which this rank holds all."""
+    parameters = {name: one.parameter for name, one in adapter.shard().operators.items()}
+    return {
+        name: one.values.tolist()
+        for name, one in parameters.items()
+        if one.block is None and one.values.numel() == torch.Size(one.global_shape).numel()
+    }
 
 
 assert ITEMS % GLOBAL_BATCH == 0

@@ -15,7 +15,6 @@ pytestmark = cpu_only(NO_STAGES)
 
 STAGES = 2
 ITERATIONS = 56  # enough for the network to be trained
-FEWER = 24
 WORKER: dict[str, Any] = {"worker": "tests.recovery.bubble_worker"}
 
 
@@ -55,26 +54,3 @@ def test_it_learns_in_bubbles_and_changes_nothing(job: Job, alone: Ended) -> Non
         assert 0 < mine["started"] < ITERATIONS
         assert mine["losses"] == expected["losses"][mine["started"] :]
         assert mine["weights"] == expected["weights"]
-
-
-@pytest.mark.parametrize(
-    ("broken", "expected"), [("raises", "RuntimeError: out of ideas"), ("hangs", "did not end within")]
-)
-def test_a_broken_predictor_does_not_reach_training(job: Job, alone: Ended, broken: str, expected: str) -> None:
-    ended = job.launch(broken=broken, iterations=FEWER, **WORKER)
-    assert ended.statuses == [0] * STAGES, ended.output[0][-3000:]
-    for stage in range(STAGES):
-        assert ended.result(stage)["losses"] == alone.result(stage)["losses"][:FEWER]
-        assert ended.result(stage)["learned"] == []
-    messages = events(job.run_dir, "learning ended")
-    assert len(messages) == STAGES  # once on every rank
-    assert all(expected in message for message in messages)
-
-
-def test_a_stage_that_dies_in_a_bubble_leaves_no_thread(job: Job) -> None:
-    ended = job.launch(dies_at=FEWER // 2, iterations=FEWER, **WORKER)
-    assert ended.statuses == [0] * STAGES, ended.output[0][-3000:]
-    waited = ended.result(0)
-    assert len(waited["losses"]) == FEWER // 2
-    assert waited["account"]["used_seconds"] > 0
-    assert waited["threads"] == ["MainThread"]

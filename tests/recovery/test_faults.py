@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from cpsr.checkpoint import verify
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.direct_file import Digest
 from cpsr.checkpoint.files import hash_file
-from cpsr.errors import ConfigError, RecoveryError, ResourceError, RunMismatchError
+from cpsr.errors import RecoveryError, ResourceError, RunMismatchError
 from cpsr.journal import JournalReader
 from cpsr.predictor.protocol import Forecast, History, Target
 from cpsr.predictor.vitp import VITPPredictor
@@ -142,29 +142,6 @@ def test_a_clean_end_leaves_a_marker(tmp_path: Path, reference: list[torch.Tenso
         assert journal.failures() == []
 
 
-@pytest.mark.parametrize(("kind", "damage"), [("params", "flip"), ("moments", "truncate"), ("extra", "flip")])
-def test_a_damaged_shard_is_skipped_for_an_older_one(
-    tmp_path: Path, reference: list[torch.Tensor], kind: str, damage: str
-) -> None:
-    life(tmp_path / "run", 11, crash=True)
-    path = tmp_path / "run" / "checkpoints" / "step-0000000009" / f"rank-00000.{kind}.safetensors"
-    data = bytearray(path.read_bytes())
-    if damage == "flip":
-        data[len(data) // 2] ^= 1
-    else:
-        del data[-1:]
-    path.write_bytes(data)
-    recovery, _ = life(tmp_path / "run", 7, seed=5, crash=True)
-    assert recovery.restored.checkpoint_iteration == 6
-    assert list((tmp_path / "run" / "checkpoints").glob("damaged-step-0000000009*")), "kept until newer ones are there"
-    recovery, weights = life(tmp_path / "run", 20, seed=6)
-    assert recovery.restored.checkpoint_iteration == 6
-    assert same(weights, reference)
-    with JournalReader(tmp_path / "run" / "journal.db") as journal:
-        (event,) = [event for event in journal.events() if event.kind == "checkpoint damaged"]
-    assert path.name in event.message
-
-
 def test_a_file_that_cannot_be_read_now_is_no_reason_to_give_its_checkpoint_up(
     tmp_path: Path, reference: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,44 +231,6 @@ def test_a_disk_that_does_not_suffice_is_refused_but_not_for_what_the_run_holds(
     assert life(tmp_path / "run", 13, width=500, checkpoint=short)[0].restored.restored_iteration == 12
 
 
-def test_misuse_says_what_to_do(tmp_path: Path) -> None:
-    recovery = CPSRRecovery(Loop().adapter, config(tmp_path))
-    with pytest.raises(ConfigError, match="inside the `with CPSRRecovery"):
-        recovery.resume(loader())
-    with recovery:
-        with pytest.raises(ConfigError, match="give one of the two"):
-            recovery.resume(loader(), epochs=2, repeat=True)
-        recovery.register("counter", Average())
-        with pytest.raises(ConfigError, match="'counter' is registered already"):
-            recovery.register("counter", Average())
-
-
-def test_a_loss_fn_turns_the_veto_on_for_models_without_a_loss(tmp_path: Path) -> None:
-    def one_life(until: int, crash: bool, mode: Literal["exact", "predict"]) -> CPSRRecovery:
-        loop = Loop(module=nn.Linear(4, 1))
-
-        def loss_fn(batch: Any) -> torch.Tensor:
-            return nn.functional.mse_loss(loop.model(batch[0].to(DEVICE)), batch[1].to(DEVICE))
-
-        try:
-            with CPSRRecovery(loop.adapter, config(tmp_path), loss_fn=loss_fn, mode=mode) as recovery:
-                for batch in recovery.resume(loader(), repeat=True):
-                    loop.step(loss_fn(batch))
-                    recovery.life.saver.drain(10)
-                    if recovery.iteration >= until:
-                        break
-                if crash:
-                    raise CrashError
-        except CrashError:
-            pass
-        return recovery
-
-    one_life(20, True, "exact")
-    back = one_life(24, False, "predict")
-    assert back.restored.method == "line", back.restored.reason
-    assert back.restored.guard["loss"]["loss_checkpoint"] > 0
-
-
 def test_a_predictor_that_raises_leads_to_the_exact_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life(tmp_path, 11, crash=True)
 
@@ -324,45 +263,7 @@ class Average:
         self.state = state
 
 
-def test_a_roll_back_gives_everything_back_and_is_itself_safe(tmp_path: Path) -> None:
-    """Diverging, rolled back, killed right behind it: the checkpoint is still there, and so are the users' values."""
-
-    def one_life(until: int, mode: Literal["exact", "predict"], poison: bool = False) -> tuple[CPSRRecovery, Average]:
-        loop, average = Loop(), Average()
-        schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.9)
-        try:
-            with CPSRRecovery(loop.adapter, config(tmp_path), mode=mode) as recovery:
-                recovery.register("average", average)
-                recovery.register("schedule", schedule)
-                for x, y in recovery.resume(loader(), repeat=True):
-                    poisoned = 1e3 if poison and recovery.restored.predicted else 1.0
-                    loop.step(loop.model(x, poisoned * y))
-                    average.update(recovery.iteration)
-                    schedule.step()
-                    torch.rand(3)
-                    recovery.life.saver.drain(10)
-                    if recovery.iteration == until and not (poison and recovery.restored.predicted):
-                        raise CrashError
-        except CrashError:
-            pass
-        ends.append((schedule.last_epoch, loop.optimizer.param_groups[0]["lr"], torch.rand(3).tolist()))
-        return recovery, average
-
-    ends: list[tuple[int, float, list[float]]] = []
-    one_life(20, "exact")
-    back, average = one_life(20, "predict", poison=True)
-    assert ends[0] == ends[1]
-    assert back.restored.method == "exact"
-    assert "diverged" in back.restored.reason
-    # The checkpoint of step 18 holds the user's update of it; that after the step that was given up is given up, too.
-    assert average.state["seen"] == [*range(1, 18), 18, 19, 20]
-    assert average.state["values"].tolist() == [20.0, 20.0]
-    again, _ = one_life(22, "exact")
-    assert again.restored.checkpoint_iteration == 18
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_sigterm_commits_the_state_when_the_loop_asks_for_its_next_batch(tmp_path: Path, evaluates: bool) -> None:
+def test_sigterm_commits_the_state_when_the_loop_asks_for_its_next_batch(tmp_path: Path) -> None:
     """After the grace a dump is there, and called one, until the loop asks."""
     at = INTERVAL  # where a checkpoint is due, too
 
@@ -384,10 +285,9 @@ def test_sigterm_commits_the_state_when_the_loop_asks_for_its_next_batch(tmp_pat
                 loop.step(loop.model(x, y))
                 if recovery.iteration == at:
                     assert scan(tmp_path / "checkpoints").checkpoints == []
-                    if evaluates:
-                        limit = time.monotonic() + 30
-                        while not dumps() and time.monotonic() < limit:
-                            time.sleep(0.05)
+                    limit = time.monotonic() + 30
+                    while not dumps() and time.monotonic() < limit:
+                        time.sleep(0.05)
                 torch.rand(3)
                 counters["steps"] += 1
                 states.append(torch.get_rng_state())
@@ -403,14 +303,8 @@ def test_sigterm_commits_the_state_when_the_loop_asks_for_its_next_batch(tmp_pat
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{at:010d}"]
     with JournalReader(tmp_path / "journal.db") as journal:
         assert [(one.iteration, one.status) for one in journal.checkpoints()] == [(at, "committed")]
-        assert [event.message for event in journal.events() if event.kind == "sigterm"] == [
-            f"leaving at iteration {at} after SIGTERM: its state is committed"
-        ]
-    if evaluates:
-        assert dumps()[0].startswith(
-            f"SIGTERM, and the loop has asked for no batch for 0.3 s; weights and moments of iteration {at}, as far "
-            "as the loop had finished it, saved to host memory"
-        )
+        assert [event.iteration for event in journal.events() if event.kind == "sigterm"] == [at]
+    assert f"weights and moments of iteration {at}" in dumps()[0]
 
 
 def test_state_that_nobody_registered_again_is_carried_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

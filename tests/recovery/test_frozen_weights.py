@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.checkpoint.manifest import Manifest, RankManifest, holds_frozen, rank_manifest_name, step_name
+from cpsr.checkpoint.manifest import RankManifest, holds_frozen, rank_manifest_name, step_name
 from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader
 from tests.committed import wait_until_committed
@@ -91,27 +91,24 @@ def training(life: Life) -> dict[str, Any]:
     settings={}                 more of CPSR's configuration
     """
     options = life.options
-    if life.ranks > 1:
-        torch.distributed.init_process_group("gloo")
     torch.manual_seed(options.get("base_seed", 3))
     module = Net(teacher=options.get("teacher", False)).to(DEVICE)
     torch.manual_seed(11)
     with torch.no_grad():
         for layer in module.adapted:
             layer.down.normal_(std=0.2)
-    called = nn.parallel.DistributedDataParallel(module) if life.ranks > 1 else module
     optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=1e-2)
-    values = torch.Generator().manual_seed(5 + life.rank)
+    values = torch.Generator().manual_seed(5)
     items = TensorDataset(*(torch.randn(40, FEATURES, generator=values) for _ in range(2)))
     settings = options.get("settings", {})
     checkpoint = {"interval_iterations": INTERVAL, "shared_memory": False, **settings.get("checkpoint", {})}
     losses: dict[int, float] = {}
     with CPSRRecovery(
-        TorchAdapter(called, optimizer), life.config(**settings | {"checkpoint": checkpoint})
+        TorchAdapter(module, optimizer), life.config(**settings | {"checkpoint": checkpoint})
     ) as recovery:
         started = recovery.iteration
         for x, y in recovery.resume(DataLoader(items, batch_size=4, shuffle=True), epochs=100):
-            loss = called(x.to(DEVICE), y.to(DEVICE))
+            loss = module(x.to(DEVICE), y.to(DEVICE))
             optimizer.zero_grad()
             backward(loss)
             optimizer.step()
@@ -123,7 +120,7 @@ def training(life: Life) -> dict[str, Any]:
                 for layer in module.adapted[:2]:
                     layer.merge(through_data=options.get("merge_through_data", False))
             losses[recovery.iteration] = loss.item()
-            if recovery.iteration == life.at and life.rank == life.on_rank and options.get("committed"):
+            if recovery.iteration == life.at and options.get("committed"):
                 wait_until_committed(life.directory / "run", options["committed"])
             life.step(recovery.iteration)
             if recovery.iteration == ITERATIONS:
@@ -139,11 +136,9 @@ class FrozenJob:
         self.run_dir = directory / "run"
         self._lives = 0
 
-    def run(
-        self, *, ranks: int = 1, fails: bool = False, fault: int = 0, failing_rank: int = 0, **options: Any
-    ) -> Ended:
-        """One life; `fails`: it ends by its `fault`, a kill of a rank after that step, or it is refused."""
-        life = Life(self._directory, fault, on_rank=failing_rank, ranks=ranks, number=self._lives, options=options)
+    def run(self, *, fails: bool = False, fault: int = 0, **options: Any) -> Ended:
+        """One life; `fails`: it ends by its `fault`, a kill after that step, or it is refused."""
+        life = Life(self._directory, fault, number=self._lives, options=options)
         self._lives += 1
         ended = live(training, life)
         assert (set(ended.statuses) == {0}) is not fails, ended.output[-3000:]
@@ -154,9 +149,9 @@ class FrozenJob:
         directory = self.run_dir / "checkpoints" / step_name(iteration)
         return {path.name: path.stat() for path in directory.iterdir() if holds_frozen(path.name)}
 
-    def record(self, iteration: int, rank: int = 0) -> RankManifest:
+    def record(self, iteration: int) -> RankManifest:
         directory = self.run_dir / "checkpoints" / step_name(iteration)
-        return RankManifest.parse((directory / rank_manifest_name(rank)).read_bytes())
+        return RankManifest.parse((directory / rank_manifest_name(0)).read_bytes())
 
     def events(self, kind: str) -> list[str]:
         with JournalReader(self.run_dir / "journal.db") as journal:
@@ -187,12 +182,9 @@ def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 def same_end(ended: Ended, expected: Ended) -> bool:
-    """Whether the losses of this life and the last state are those of another run, on every rank."""
-    return all(
-        one["state"] == other["state"] and one["losses"].items() <= other["losses"].items()
-        for one, other in zip(ended.results, expected.results, strict=True)
-        if one is not None and other is not None
-    )
+    """Whether the losses of this life and the last state are those of another run."""
+    one, other = ended.result, expected.result
+    return bool(one["state"] == other["state"] and one["losses"].items() <= other["losses"].items())
 
 
 def test_they_are_written_once_and_a_checkpoint_costs_what_trains(left_alone: Alone) -> None:
@@ -229,14 +221,6 @@ def test_a_damaged_file_that_is_needed_is_refused(frozen: FrozenJob) -> None:
     ended = frozen.run(base_seed=OTHER_BASE, fails=True)
     assert "none of the checkpoints of this run can be restored" in ended.output
     assert name in ended.output
-
-
-def test_a_state_in_memory_takes_them_from_a_checkpoint(frozen: FrozenJob, left_alone: Alone) -> None:
-    _, expected = left_alone()
-    frozen.run(fault=11, committed=8, fails=True, settings=EACH_STEP)
-    ended = frozen.run(base_seed=OTHER_BASE, settings=EACH_STEP)
-    assert ended.result["started"] == 10
-    assert same_end(ended, expected)
 
 
 def test_without_a_checkpoint_a_state_in_memory_needs_the_same_base_weights(
@@ -296,18 +280,3 @@ def test_what_is_written_past_the_version_count_is_never_committed_as_it_was(
     ended = frozen.run(base_seed=OTHER_BASE)
     assert ended.result["started"] == 12
     assert same_end(ended, expected)
-
-
-def test_ranks_that_hold_the_same_share_them_out(frozen: FrozenJob, left_alone: Alone) -> None:
-    _, expected = left_alone(ranks=2)
-    frozen.run(ranks=2, fault=10, committed=8, failing_rank=1, fails=True)
-    records = [frozen.record(8, rank) for rank in range(2)]
-    assert records[0].frozen == records[1].frozen
-    assert {name[:10] for name in frozen.files(8)} == {"rank-00000", "rank-00001"}
-    manifest = Manifest.parse((frozen.run_dir / "checkpoints" / step_name(8) / "manifest.json").read_bytes())
-    held = [load_file(frozen.run_dir / "checkpoints" / step_name(8) / name).keys() for name in frozen.files(8)]
-    assert sum(map(len, held)) == len(records[0].frozen), "each is written by one rank"
-    assert all(record.hashes is not None for record in manifest.ranks.values())
-    ended = frozen.run(ranks=2, base_seed=OTHER_BASE)
-    assert same_end(ended, expected)
-    assert verify_run(frozen.run_dir) == []

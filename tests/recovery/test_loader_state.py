@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tests.situations.lives import Life, backward, live
 from tests.state.loaders import BATCH, Items, Stream, Written, seed, seeded, values
 
 INTERVAL, ITERATIONS, ACCUMULATE = 4, 26, 2
-PREDICTED_FROM, FAILED_AT = 20, 23
 WORKERS: dict[str, Any] = {"num_workers": 2}
 
 
@@ -42,12 +41,10 @@ LOADERS: dict[str, Any] = {
     "map-style, workers": lambda rank, ranks: DataLoader(
         Items(), BATCH, shuffle=True, generator=seeded(rank), **WORKERS
     ),
-    "torchdata, workers": lambda rank, ranks: StatefulDataLoader(Items(), BATCH, shuffle=True, **WORKERS),
     "torchdata, distributed": lambda rank, ranks: StatefulDataLoader(
         Items(31), BATCH, sampler=ordered(rank, ranks), **WORKERS
     ),
     "torchdata, stream": lambda rank, ranks: StatefulDataLoader(OfRank(rank), BATCH, **WORKERS),
-    "stream": lambda rank, ranks: DataLoader(OfRank(rank), BATCH),
     "written": lambda rank, ranks: Written(),
 }
 
@@ -104,23 +101,22 @@ def batches(life: Life, rank: int) -> dict[tuple[int, int], list[str]]:
     return {(iteration, micro): hashes for iteration, micro, *hashes in map(json.loads, lines)}
 
 
-def kills(kind: str) -> list[list[int]]:
-    """Micro-batches before which a life ends, one after each of three checkpoints; the same whenever the test runs."""
+def kills(kind: str, checkpoints: Sequence[int]) -> list[list[int]]:
+    """Micro-batches before which a life ends, one after each of these; the same whenever the test runs."""
     drawn = random.Random(kind)
-    checkpoints = [2 * INTERVAL, 3 * INTERVAL, 5 * INTERVAL]
     return [[at + drawn.randrange(1, INTERVAL), drawn.randrange(ACCUMULATE)] for at in checkpoints]
 
 
-def check(directory: Path, kind: str, ranks: int) -> None:
+def check(directory: Path, kind: str, ranks: int, checkpoints: Sequence[int]) -> None:
     alone = Life(directory / "alone", ranks=ranks, options={"kind": kind})
     whole = live(training, alone)
-    cuts = [*kills(kind), None]
+    cuts = [*kills(kind, checkpoints), None]
     lives = [
         Life(directory / "cut", ranks=ranks, number=number, options={"kind": kind, "cut": cut})
         for number, cut in enumerate(cuts)
     ]
     *killed, back = (live(training, life) for life in lives)
-    assert [one.statuses[0] for one in killed] == [-9] * 3, killed[0].output
+    assert [one.statuses[0] for one in killed] == [-9] * len(checkpoints), killed[0].output
     assert back.results == whole.results
     for rank in range(ranks):
         expected = batches(alone, rank)
@@ -128,34 +124,14 @@ def check(directory: Path, kind: str, ranks: int) -> None:
         trained = [batches(life, rank) for life in lives]
         for number, found in enumerate(trained):
             assert found == {at: expected[at] for at in found}, f"rank {rank}, life {number}"
-        assert [min(found) for found in trained] == [(0, 0), (2 * INTERVAL, 0), (3 * INTERVAL, 0), (5 * INTERVAL, 0)]
+        assert [min(found) for found in trained] == [(0, 0), *((at, 0) for at in checkpoints)]
         assert max(trained[-1]) == max(expected)
 
 
-OFTEN = ("map-style, workers", "torchdata, stream", "written")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in LOADERS]
-)
+@pytest.mark.parametrize("kind", ["map-style, workers", "torchdata, stream", "written"])
 def test_three_kills_in_a_row_lose_and_repeat_no_sample(tmp_path: Path, kind: str) -> None:
-    check(tmp_path, kind, ranks=1)
+    check(tmp_path, kind, 1, [2 * INTERVAL, 3 * INTERVAL, 5 * INTERVAL])
 
 
-@pytest.mark.parametrize("kind", ["torchdata, distributed", pytest.param("torchdata, stream", marks=pytest.mark.slow)])
-def test_every_rank_continues_from_the_state_of_its_own_loader(tmp_path: Path, kind: str) -> None:
-    check(tmp_path, kind, ranks=2)
-
-
-@pytest.mark.parametrize("kind", ["torchdata, stream", pytest.param("torchdata, workers", marks=pytest.mark.slow)])
-def test_a_predicted_restart_continues_after_the_batch_of_the_failure(tmp_path: Path, kind: str) -> None:
-    alone = Life(tmp_path / "alone", options={"kind": kind})
-    live(training, alone)
-    killed = live(training, Life(tmp_path / "cut", options={"kind": kind, "cut": [FAILED_AT, 0]}))
-    assert killed.statuses == [-9], killed.output
-    again = Life(tmp_path / "cut", number=1, options={"kind": kind, "mode": "predict"})
-    assert live(training, again).result
-    trained, expected = batches(again, 0), batches(alone, 0)
-    assert min(trained) == (FAILED_AT, 0)
-    assert {at: items for at, (items, _) in trained.items()} == {at: expected[at][0] for at in trained}
-    assert max(trained) == max(expected)
+def test_every_rank_continues_from_the_state_of_its_own_loader(tmp_path: Path) -> None:
+    check(tmp_path, "torchdata, distributed", 2, [3 * INTERVAL])

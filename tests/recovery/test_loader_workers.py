@@ -71,8 +71,8 @@ def training(life: Life) -> list[int]:
     raise AssertionError("the loop ended")
 
 
-@pytest.mark.parametrize("lives", [2, pytest.param(12, marks=pytest.mark.slow)])
-def test_every_restart_takes_the_memory_over(tmp_path: Path, lives: int) -> None:
+def test_every_restart_takes_the_memory_over(tmp_path: Path) -> None:
+    lives = 2
     killed = [live(training, Life(tmp_path, number=number)) for number in range(lives)]
     assert [one.statuses for one in killed] == [[-signal.SIGKILL]] * lives, killed[-1].output
     last = live(training, Life(tmp_path, number=lives, options={"last": True})).result

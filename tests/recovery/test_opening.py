@@ -1,14 +1,10 @@
 """How a life begins on several ranks: where its configuration comes from, and what happens when a rank cannot."""
 
-import re
-import shlex
 import time
 
 import pytest
-from typer.testing import CliRunner
 
 from cpsr.checkpoint.catalogue import scan
-from cpsr.cli.main import app
 from cpsr.journal import JournalReader
 from tests.recovery.job import Job
 
@@ -40,27 +36,3 @@ def test_a_rank_that_cannot_begin_takes_the_others_with_it(job: Job) -> None:
     assert scan(job.run_dir / "checkpoints").checkpoints == []
     with JournalReader(job.run_dir / "journal.db") as journal:
         assert [life.ending for life in journal.lives()] == ["error"]
-
-
-def test_another_number_of_ranks_is_shown_a_way_that_works(job: Job) -> None:
-    first = job.launch(iterations=4)
-    assert first.statuses == [0, 0], first.output[0][-3000:]
-    refused = job.launch(iterations=8, ranks=1)
-    assert refused.statuses == [1]
-    out = follow_export(refused.output[0])
-    elsewhere = {"run_dir": str(job.directory / "elsewhere")}
-    went_on = job.launch(iterations=8, ranks=1, settings=elsewhere, load_universal=out)
-    assert went_on.statuses == [0], went_on.output[0][-3000:]
-    assert went_on.result()["started"]["iteration"] == 4
-    assert went_on.result()["iteration"] == 8
-    assert went_on.result()["learning_rate"] == pytest.approx([2e-2 / 1.08])  # the schedule of the eighth step
-
-
-def follow_export(message: str) -> str:
-    """Run the command that a refusal names; what it has written."""
-    found = re.search(r"`cpsr (export [^`]+)`", message)
-    assert found is not None, message
-    arguments = shlex.split(found[1])
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    return arguments[arguments.index("--out") + 1]

@@ -1,4 +1,4 @@
-"""A machine is lost with its memory: its state is fetched from the machine that has a replica."""
+"""A machine is lost with its memory or its disk: its state is fetched from where a copy is."""
 
 import shutil
 from pathlib import Path
@@ -50,3 +50,19 @@ def test_a_window_of_a_lost_machine_comes_back_from_another_and_again_before_the
     assert (sources(job), scopes(job)) == ([("memory", first)] * 2, ["machine"] * 2)
     assert "window" in back.result()["started"]["reason"]
     assert [path for path in (tmp_path / "memory").rglob("*") if path.is_file()] == []
+
+
+def test_two_ranks_lose_their_storage_after_a_kill(job: Job, uninterrupted: Uninterrupted) -> None:
+    settings = {"checkpoint": {"target": f"file://{job.directory}/target"}}
+    job.launch(settings=settings, iterations=12)  # its end waits for the copy
+    assert -9 in job.launch(settings=settings, fault="step:1:14").statuses
+    shutil.rmtree(job.run_dir)
+    back = job.launch(settings=settings)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    for rank in range(2):
+        mine, expected = back.result(rank), uninterrupted().result(rank)
+        assert mine["started"]["iteration"] == 12
+        assert mine["batches"] == expected["batches"][12:]
+        # The life that ended at 12 has drawn more of Python's and NumPy's numbers since.
+        for key in ("state", "rng", "learning_rate", "iteration"):
+            assert mine[key] == expected[key], key

@@ -1,10 +1,11 @@
-"""The interval that the planner chooses is agreed by the ranks and explained in the journal."""
+"""The interval that the planner chooses, or a user pins, is agreed by the ranks and explained in the journal."""
 
+import time
 from itertools import pairwise
 from typing import Any
 
-from cpsr.journal import FitRow, JournalReader
-from tests.recovery.job import Job
+from cpsr.journal import FitRow, JournalReader, PlanOverride, override_plan
+from tests.recovery.job import INTERVAL, Job
 
 SETTINGS: dict[str, Any] = {
     "checkpoint": {"interval_iterations": None},
@@ -55,3 +56,21 @@ def test_a_life_goes_on_with_the_interval_and_the_phases_of_the_one_before(job: 
     assert [phase.phase for phase in phases] == list(range(len(phases)))
     assert all(old.last_iteration == new.first_iteration for old, new in pairwise(phases))
     assert any(phase.life == 1 for phase in phases)
+
+
+def test_two_ranks_take_an_override_up_together_also_where_the_interval_is_fixed(job: Job) -> None:
+    before = job.launch(iterations=12)
+    assert before.statuses == [0, 0], before.output[0][-3000:]
+    pinned = 19  # in so many iterations even a busy disk has written a checkpoint
+    expires = time.time() + 600.0
+    override_plan(job.run_dir, PlanOverride(interval_iterations=pinned, reason="repairs", expires_unix_seconds=expires))
+    ended = job.launch(iterations=200)
+    assert ended.statuses == [0, 0], ended.output[0][-3000:]
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        plans, due = journal.plans(), sorted(row.iteration for row in journal.checkpoints())
+        assert "checkpoint failed" not in [event.kind for event in journal.events()]
+    assert [plan.origin for plan in plans] == ["fixed", "fixed", "override"]
+    assert (plans[-2].interval_iterations, plans[-1].interval_iterations) == (INTERVAL, pinned)
+    under = [at for at in due[:-1] if at > plans[-1].from_iteration + pinned]  # the last is at the end of the run
+    assert len(under) > 1
+    assert {second - first for first, second in pairwise(under)} == {pinned}

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.loading import load_branch
 from cpsr.checkpoint.manifest import COMMIT, RankManifest, rank_manifest_name, step_name
 from cpsr.checkpoint.store import verify_run
+from cpsr.checkpoint.verify import read_manifest
 from cpsr.journal import JournalReader
-from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import INTERVAL, RANKS, Job
 
 CHECKPOINT, FAILURE, END = 20, 22, 30
@@ -31,33 +33,9 @@ def writers(job: Job, iteration: int) -> list[Counter[int]]:
     ]
 
 
-def test_exact_is_bitwise(job: Job, uninterrupted: Uninterrupted) -> None:
-    options: dict[str, Any] = {"zero": 0}
-    killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, **options)
-    assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
-    first, second = writers(job, CHECKPOINT)
-    assert first == second
-    assert set(first) == {0, 1}
-    back = job.launch(**options)
-    back.require_rest_of(uninterrupted(**options), CHECKPOINT)
-    assert verify_run(job.run_dir) == []
-
-
-def test_ranks_predict_alike(job: Job) -> None:
-    """Each reads its history from the files of both."""
-    killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, zero=0)
-    assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
-    back = job.launch(mode="predict", zero=0)
-    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
-    assert [back.result(rank)["started"]["method"] for rank in range(RANKS)] == ["line", "line"]
-    assert back.result(0)["started"]["iteration"] == FAILURE
-    assert back.result(0)["state_at_start"] == back.result(1)["state_at_start"]
-
-
-@pytest.mark.parametrize("expert_parallel", [1, 2])
-def test_a_mixture_shares_what_its_ranks_hold_alike(job: Job, expert_parallel: int) -> None:
-    """With experts of their own, ranks share the rest; with all experts on each, those as well."""
-    options: dict[str, Any] = {"zero": 0, "expert_parallel": expert_parallel, "iterations": END}
+def test_a_mixture_shares_what_its_ranks_hold_alike(job: Job) -> None:
+    """With all experts on each of its ranks, those as well."""
+    options: dict[str, Any] = {"zero": 0, "expert_parallel": 1, "iterations": END}
     sections = {**MIXTURE, "checkpoint": SHORT}
     killed = job.launch(mode="auto", fault=f"step:1:{FAILURE}", committed=CHECKPOINT, settings=sections, **options)
     assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
@@ -76,16 +54,9 @@ def drift_messages(job: Job) -> list[str]:
         return [event.message for event in journal.events() if event.kind == "ranks differ"]
 
 
-DRIFTING: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "mixture": {"settings": MIXTURE, "expert_parallel": 1},
-}
-
-
-@pytest.mark.parametrize("what", DRIFTING)
-def test_ranks_that_drift_apart_write_all_their_own(job: Job, what: str) -> None:
+def test_ranks_that_drift_apart_write_all_their_own(job: Job) -> None:
     """What one wrote for both would be no state that the other ever had."""
-    options: dict[str, Any] = {"zero": 0, "iterations": END, **DRIFTING[what]}
+    options: dict[str, Any] = {"zero": 0, "iterations": END}
     killed = job.launch(fault=f"step:0:{FAILURE}", committed=CHECKPOINT, apart=6, mode="auto", **options)
     assert killed.statuses[0] == SIGKILLED, killed.output[0][-3000:]
     committed = sorted(path.parent.name for path in job.run_dir.glob(f"checkpoints/*/{COMMIT}"))
@@ -118,3 +89,43 @@ def test_the_last_state_is_committed_where_it_is_the_first_to_differ(job: Job, e
     assert all(record.by_writer() == {} for record in manifests(job, last))
     (message,) = drift_messages(job)
     assert f"iteration {last}" in message
+
+
+LEARNING: dict[str, Any] = {"predictor": {"direction": "vitp"}, "learning": {"budget_fraction": 1.0}}
+LEARNED: dict[str, Any] = {
+    "zero": 0,
+    "settings": LEARNING,
+    "window_iterations": 100,
+}
+
+
+def learned(job: Job) -> list[set[str]]:
+    """Of each rank, the operators that it had learned of by any of the checkpoints."""
+    found: list[set[str]] = [set() for _ in range(RANKS)]
+    for info in scan(job.run_dir / "checkpoints").checkpoints:
+        manifest = read_manifest(info.directory)
+        for rank in range(RANKS) if info.full else ():
+            branch = load_branch(info.directory, manifest, rank, ("learned", "vitp", "statistics"))
+            found[rank] |= branch["operators"].keys()
+    return found
+
+
+def test_each_rank_learns_from_its_share(job: Job) -> None:
+    """And comes back by prediction in a learned direction, for all operators, and alike."""
+    killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, **LEARNED)
+    assert killed.statuses[1] == -9, killed.output
+    one, other = learned(job)
+    assert one
+    assert other
+    assert not one & other
+    back = job.launch(mode="predict", **LEARNED)
+    assert set(back.statuses) == {0}, back.output
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        recovery = journal.latest_recovery()
+    assert recovery is not None
+    assert recovery.method == "vitp"
+    assert recovery.settings["direction"] == "vitp"
+    assert recovery.settings["line_operators"] == 0
+    first, second = back.result(0), back.result(1)
+    assert first["started"]["iteration"] == second["started"]["iteration"] == recovery.failure_iteration
+    assert first["state_at_start"] == second["state_at_start"]

@@ -19,7 +19,6 @@ WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 # fault, the loader's -> where all leave: the vote that is cast at one check is counted at the next.
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "rank 1": (f"sigterm:1:{AT}", {}, 15),
-    "both ranks": (f"sigterm:all:{AT}", {}, 15),
     "twice": (f"sigterm-twice:all:{AT}", {}, 15),
     "both ranks and their workers": (f"sigterm-group:all:{AT}", WORKERS, 15),
 }

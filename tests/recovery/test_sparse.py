@@ -1,4 +1,4 @@
-"""Sparse checkpoints of DeepSpeed MoE models in a job that is killed: what comes back of experts left out."""
+"""Sparse checkpoints of mixtures in a job that is killed: what comes back of experts left out, in pipelines too."""
 
 import os
 import signal
@@ -21,6 +21,7 @@ from cpsr.engines.torch import TorchAdapter
 from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.journal import JournalReader
 from cpsr.restart.restore import Restored
+from tests.device import NO_STAGES, cpu_only
 from tests.recovery.engines import EXPERTS
 from tests.recovery.job import INTERVAL, RANKS, Ended, Job
 
@@ -122,38 +123,17 @@ def test_experts_go_on_as_they_were_saved(failed: Job, dense: list[dict[tuple[st
     assert set(taken_at(failed, 0, END).values()) == {END}  # the last one holds all
 
 
-def test_a_failure_later_on_is_predicted_over_all_ages(job: Job) -> None:
-    killed_at(job, FAILURE, settings())
-    back = restarted(job, settings(), mode="predict")
-    for rank in range(RANKS):
-        assert back.result(rank)["started"]["iteration"] == FAILURE
-        assert back.result(rank)["started"]["method"] == "line"
-
-
 def test_a_roll_back_to_older_experts_is_labelled(job: Job) -> None:
     killed_at(job, FAILURE, settings())
     back = restarted(job, settings(), mode="predict", poison=True)
     for rank in range(RANKS):
         assert back.result(rank)["started"]["iteration"] == FAILURE
+        assert back.result(rank)["started"]["method"] == "line"
     with JournalReader(job.run_dir / "journal.db") as journal:
         recovery = journal.recoveries()[-1]
         assert (recovery.method, recovery.outcome, recovery.origin) == ("line", "rolled_back", "predicted")
         assert recovery.guard["rolled_back_to"] == "stale"
         assert journal.checkpoints()[-1].origin == "predicted"
-
-
-def test_mode_exact_goes_behind_experts_of_other_ages(job: Job) -> None:
-    killed_at(job, 10, settings())
-    back = restarted(job, settings(), mode="exact")
-    assert [back.result(rank)["started"]["iteration"] for rank in range(RANKS)] == [INTERVAL] * RANKS
-    assert set(taken_at(job, 0, END - 2).values()) == {END - 2}
-
-
-def test_host_memory_holds_what_the_disk_does_not(job: Job) -> None:
-    sections = {**settings(), "checkpoint": {"shared_memory": True, **SHORT}}
-    killed_at(job, CHECKPOINT + 1, sections, in_memory=CHECKPOINT)
-    started = restarted(job, sections, unpredicted=True).result()["started"]
-    assert (started["iteration"], started["method"]) == (CHECKPOINT, "exact"), started
 
 
 class PlainMixture(torch.nn.Module):
@@ -205,29 +185,6 @@ def plain_life(
             if recovery.iteration == fail_after and ends:
                 return restored, start
     raise AssertionError("the data ended")
-
-
-@pytest.mark.parametrize("policy", ["sequential", "load_aware", "dynamic_k", "moetion"])
-def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) -> None:
-    kept = {"interval_iterations": 5, "shared_memory": False}
-    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "mode": "auto"}
-    config["experts"] = {"policy": policy}
-    with pytest.raises(RuntimeError, match="the end of this life"):
-        plain_life(config, 40)
-    history = DiskHistory(tmp_path / "checkpoints", 0)
-    place = len(history.entries) - 1
-    saved = {name: history.read(name, place, 0, history.numel(name)).clone() for name in history.operators}
-    ages = {name: history.taken_at(name, place) for name in history.operators}
-    history.close()
-    restored, start = plain_life(config, 40)
-    assert restored.restored_iteration == 40
-    stale = {name for name, age in ages.items() if age < 40}
-    assert stale <= {name for name in ages if name.startswith("experts.")}
-    assert restored.taken_at == {name: ages[name] for name in stale}
-    assert restored.method == ("stale" if stale else "exact")
-    assert bool(stale) or policy == "moetion"  # which saves all where the disk takes it
-    for name, values in saved.items():
-        assert torch.equal(start[name].reshape(-1), values)
 
 
 def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:
@@ -285,3 +242,77 @@ def test_mode_exact_takes_no_snapshot_with_older_experts(tmp_path: Path) -> None
     restored, _ = plain_life({**config, "mode": "exact"}, 20)
     remove_memory_states(run_id(tmp_path / "run"))
     assert (restored.method, restored.restored_iteration) == ("exact", 20), "at 40 the disk has older experts, too"
+
+
+STAGED_RANKS = 4
+CHECKPOINT, FAILURE = 20, 22
+STAGED: dict[str, Any] = {"ranks": STAGED_RANKS, "stages": 2, "micro_batches": 2, "expert_parallel": 2, "zero": 0}
+
+
+@cpu_only(NO_STAGES)
+def test_experts_of_all_stages_take_turns_and_come_back_with_their_ages(tmp_path: Path) -> None:
+    """One expert of each layer in a checkpoint, after a first one with all."""
+    at, end, routed = 24, 28, (1, 2)
+    options: dict[str, Any] = {**STAGED, "routed": routed, "iterations": end}
+    dense = Job(tmp_path / "dense")
+    assert dense.launch(**{**options, "iterations": at + 1}).statuses == [0] * STAGED_RANKS
+    job = Job(tmp_path / "sparse")
+    settings = {"experts": {"policy": "sequential", "experts_per_layer": 1}}
+    options["unpredicted"] = True  # the run goes on from the newest checkpoint
+    killed = job.launch(mode="auto", fault=f"step:1:{at + 1}", committed=at, settings=settings, **options)
+    assert killed.statuses[1] == SIGKILLED, killed.output[1][-3000:]
+    back = job.launch(mode="auto", settings=settings, began=True, **options)
+    assert back.statuses == [0] * STAGED_RANKS, back.output[0][-3000:]
+    directory = job.run_dir / "checkpoints" / step_name(at)
+    manifest = read_manifest(directory)
+    taken: dict[str, int] = {}
+    for rank in range(STAGED_RANKS):
+        ages = {name: one.iteration for name, one in read_rank_manifest(directory, manifest, rank).operators.items()}
+        found, before = load_file(job.directory / f"life-2.{rank}.safetensors"), trained(dense, rank)
+        for name, age in ages.items():
+            assert torch.equal(found[name], before[name, age].view_as(found[name])), (name, age)
+        assert {age for name, age in ages.items() if ".deepspeed_experts." not in name} == {at}
+        taken |= ages
+        assert (back.result(rank)["started"]["method"], back.result(rank)["started"]["iteration"]) == ("stale", at)
+    layers = [f"{number}.experts" for number in (*range(1, 1 + routed[0]), *range(3, 3 + routed[1]))]
+    for layer in layers:
+        experts = [age for name, age in taken.items() if name.startswith(layer) and name.endswith(".0.weight")]
+        assert sorted(experts) == [at - 12, at - 8, at - 4, at]
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        lost = journal.recoveries()[-1].guard["lost_tokens"]["layers"]
+    assert [one["layer"] for one in lost] == layers
+    assert all(one["stale_experts"] == 3 and one["lost_tokens"] > 0 for one in lost)
+    assert verify_run(job.run_dir) == []
+
+
+@cpu_only(NO_STAGES)
+def test_snapshots_in_memory_leave_out_experts_of_some_stages(tmp_path: Path) -> None:
+    """Half of them in each; a stage without any copies all that it has, and goes back to the same iteration."""
+    routed = (0, 2)
+    options: dict[str, Any] = {
+        **STAGED,
+        "routed": routed,
+        "rounds": 2,
+        "unpredicted": True,
+    }
+    settings = {
+        "experts": {"policy": "sequential"},
+        "checkpoint": {"shared_memory": True, "interval_iterations": 8},
+        "memory": {"interval_iterations": 1},
+    }
+    job = Job(tmp_path)
+    try:
+        killed = job.launch(mode="auto", fault="step:all:23", in_memory=21, settings=settings, **options)
+        assert killed.statuses == [SIGKILLED] * STAGED_RANKS, killed.output[0][-3000:]
+        back = job.launch(mode="auto", settings=settings, **options)
+    finally:
+        remove_memory_states(run_id(job.run_dir))
+    assert back.statuses == [0] * STAGED_RANKS, back.output[0][-3000:]
+    started = [back.result(rank)["started"] for rank in range(STAGED_RANKS)]
+    assert [one["method"] for one in started] == ["stale"] * STAGED_RANKS
+    (began,) = {one["iteration"] for one in started}
+    assert began > 16
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        lost = journal.recoveries()[-1].guard["lost_tokens"]["layers"]
+    assert [one["stale_experts"] for one in lost] == [2] * sum(routed)
+    assert {one["oldest_iteration"] for one in lost} == {began - 1}

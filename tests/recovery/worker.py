@@ -68,8 +68,7 @@ class Options(LifeOptions):
         in_memory: before a rank kills itself the state of every rank must be in shared memory, of one iteration from
             this on.
         zero, precision, micro_batches: of the DeepSpeed configuration.
-        optimizer: the sections `optimizer` and `scheduler` of the DeepSpeed configuration; no Python object then.
-        load_universal: a universal checkpoint that DeepSpeed loads before CPSR begins.
+        optimizer: more sections of the DeepSpeed configuration; with one of that name there is no Python object.
         stages: pipeline stages, 0 is no pipeline.
         expert_parallel: ranks that share the experts of a mixture, 0 is a model without experts.
         routed: of a pipeline: layers of experts in its first half and in its second.
@@ -96,7 +95,6 @@ class Options(LifeOptions):
     precision: str = "fp32"
     micro_batches: int = 1
     optimizer: dict[str, Any] | None = None
-    load_universal: str = ""
     stages: int = 0
     expert_parallel: int = 0
     routed: tuple[int, int] = (1, 2)
@@ -137,8 +135,6 @@ def main(options: Options, rank: int, ranks: int) -> None:
     initialize_ranks(options.result)
     seed()
     engine, batches = build(options, rank)
-    if options.load_universal:
-        engine.load_checkpoint(options.load_universal)
     loop = train_pipeline if options.stages else train
     config = None if options.block else options.config
     with CPSRRecovery(engine, config, **probe_arguments(options, engine, batches)) as recovery:
@@ -196,8 +192,6 @@ def seed() -> None:
 def build(options: Options, rank: int) -> tuple[Any, Any]:
     """The engine and the data, both the same in every life."""
     ds_config: Any = configuration(options.zero, options.precision, options.micro_batches) | (options.optimizer or {})
-    if options.load_universal:
-        ds_config["checkpoint"] = {"load_universal": True}
     if options.block:
         ds_config["cpsr"] = options.config
     if options.block == "file":
@@ -319,9 +313,8 @@ class Faults:
     Phases of the training loop: `step` (killed before a step), `micro` (killed between the micro-batches of one),
     `stop` (before a step), and `error`, which is raised before a step. At `alone` the rank is killed before a step, and
     the others hang there without an error, as over NCCL. Also `sigterm`, and `sigterm-group`, which goes to all
-    processes of the rank's group. Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), `learn`
-    (killed while it learns from that checkpoint or a later one), and `sigterm-twice`, whose second signal comes while
-    the rank is leaving. The iteration is the one that is complete.
+    processes of the rank's group. Phases deeper down: `snapshot`, `persist`, `commit`, `load` (killed there), and
+    `sigterm-twice`, whose second signal comes while the rank is leaving. The iteration is the one that is complete.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
@@ -387,9 +380,6 @@ class Faults:
             before(store_module, "seal", lambda directory, iteration, *rest, **more: iteration == at, self._die)
         elif self._phase == "load":
             before(CheckpointStore, "load", lambda store, iteration, into: iteration == at, self._die)
-        elif self._phase == "learn":
-            known = lambda _, history: any(entry.iteration >= at for entry in history.entries)  # noqa: E731
-            before(VITPPredictor, "learn", known, self._die)
         elif self._phase == "sigterm-twice":
             again = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
             before(CheckpointWriter, "close", lambda writer, timeout: True, again)
