@@ -7,6 +7,7 @@ import sklearn.isotonic
 import sklearn.linear_model
 import torch._dynamo  # by the first optimizer
 
+import cpsr.engines
 import cpsr.experts.saving
 import cpsr.learning.learning
 import cpsr.life.life

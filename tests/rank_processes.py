@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
@@ -68,3 +69,9 @@ def become_rank(log: Path, rank: int, ranks: int, memory: Path | None = None) ->
         # It asks where the shared memory is when it is imported, which the server has done already.
         for name in [name for name in sys.modules if name.partition(".")[0] == "cpsr"]:
             del sys.modules[name]
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.create_server(("localhost", 0)) as one:
+        return int(one.getsockname()[1])

@@ -33,8 +33,7 @@ class Drawing(Dataset[Any]):
         return x + torch.randn(4) + float(numpy.random.rand()) + random.random(), target
 
 
-def drawing_loader(*, persistent: bool, own_generator: bool = False, named: bool = False) -> DataLoader[Any]:
+def drawing_loader(*, persistent: bool, own_generator: bool = False) -> DataLoader[Any]:
     """Eight batches in a pass, with two workers."""
     generator = torch.Generator().manual_seed(5) if own_generator else None
-    data = Drawing(named=named)
-    return DataLoader(data, 4, shuffle=True, num_workers=2, persistent_workers=persistent, generator=generator)
+    return DataLoader(Drawing(), 4, shuffle=True, num_workers=2, persistent_workers=persistent, generator=generator)

@@ -21,7 +21,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tests.rank_processes import become_rank, start_ranks
+from tests.rank_processes import become_rank, free_port, start_ranks
 
 __all__ = ["Ended", "Life", "alone_and_cut", "backward", "digest", "forked", "live"]
 
@@ -104,7 +103,7 @@ Loop = Callable[[Life], Any]
 def live(loop: Loop, life: Life, *, seconds: float = LIMIT_SECONDS) -> Ended:
     """Run one life to its end; a rank that has not ended after `seconds` fails the test."""
     life.directory.mkdir(parents=True, exist_ok=True)
-    processes = start_ranks(_rank, (loop, life, _free_port()), life.ranks)
+    processes = start_ranks(_rank, (loop, life, str(free_port())), life.ranks)
     for process in processes:
         process.join(seconds)
     hangs = [rank for rank, process in enumerate(processes) if process.exitcode is None]
@@ -138,7 +137,7 @@ def forked(loop: Loop, lives: Sequence[Life]) -> list[Any]:
         left = life.directory / f"{life.number}-forked.json"
         left.unlink(missing_ok=True)
         if not (child := os.fork()):
-            os.environ["MASTER_PORT"] = _free_port()  # workers of the life before may still have the old one
+            os.environ["MASTER_PORT"] = str(free_port())  # workers of the life before may still have the old one
             left.write_text(json.dumps(loop(life)))
             sys.stdout.flush()
             os._exit(0)  # an error ends it as it would end the process that it is a fork of
@@ -160,12 +159,6 @@ def digest(*modules: torch.nn.Module) -> str:
             if torch.is_tensor(value):
                 found.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def _left(life: Life, rank: int, ending: str) -> str:

@@ -35,7 +35,6 @@ def closed_over(steps: int) -> Callable[[int], float]:
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int], Any]] = {
     "none": lambda optimizer, steps: None,
     "cosine": lambda optimizer, steps: lr_scheduler.CosineAnnealingLR(optimizer, steps),
-    "one cycle": lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps),
     "warmup, then cosine": lambda optimizer, steps: lr_scheduler.SequentialLR(
         optimizer,
         [
@@ -101,7 +100,6 @@ def test_nothing_is_said_if_nothing_differs(tmp_path: Path) -> None:
     [
         ("none", ""),
         ("warmup, then cosine", ", T_max 64 (the run: 32)"),
-        ("partial", ", steps 64 (the run: 32)"),
     ],
 )
 def test_the_runs_are_used_and_one_line_says_so(schedule: str, steps: str, tmp_path: Path) -> None:
@@ -122,7 +120,7 @@ def test_what_no_checkpoint_holds_is_named(tmp_path: Path) -> None:
     assert "The script's are used of steps 64 (the run: 32): no checkpoint can hold functions" in output
 
 
-@pytest.mark.parametrize("schedule", ["one cycle", "warmup, then cosine", "partial", "registered"])
+@pytest.mark.parametrize("schedule", ["partial", "registered"])
 def test_the_scripts_are_used_if_asked_for(schedule: str, tmp_path: Path) -> None:
     changed = {"lr": 0.002, "weight_decay": 0.0, "steps": 64}
     alone, again, output = lives(tmp_path, schedule=schedule, changed=changed, choice="script")

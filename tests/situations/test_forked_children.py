@@ -24,10 +24,6 @@ class LeftError(Exception):
     """A child leaves the loop with it."""
 
 
-def exits(train: Callable[[], None]) -> None:
-    sys.exit(3)
-
-
 def raises(train: Callable[[], None]) -> None:
     raise LeftError
 
@@ -44,7 +40,7 @@ def is_terminated(train: Callable[[], None]) -> None:
     time.sleep(SECONDS)
 
 
-WAYS = {"exits": exits, "raises": raises, "trains": trains, "is terminated": is_terminated, "returns": None}
+WAYS = {"raises": raises, "trains": trains, "is terminated": is_terminated, "returns": None}
 
 
 def loop(life: Life) -> Any:  # noqa: C901 - a script with all that its child may do
@@ -112,13 +108,11 @@ def waited_for(child: int) -> int | None:
 @pytest.mark.parametrize(
     ("by", "ends", "status"),
     [
-        ("os.fork", "exits", 3),
         ("os.fork", "raises", 4),
         ("os.fork", "trains", 3),
         ("os.fork", "is terminated", -signal.SIGTERM),
         ("os.fork", "returns", 4),
         ("multiprocessing", "raises", 1),
-        ("multiprocessing", "returns", 0),
     ],
 )
 def test_a_child_ends_and_the_run_goes_on(by: str, ends: str, status: int, tmp_path: Path) -> None:

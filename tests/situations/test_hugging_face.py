@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from cpsr import CPSRRecovery
 from cpsr.errors import ConfigError, UnsupportedEngineError
-from tests.situations.drawing import Drawing, drawing_loader
+from tests.situations.drawing import Drawing
 from tests.situations.lives import Life, digest, forked, live
 
 pytest.importorskip("accelerate")
@@ -133,8 +133,6 @@ def with_accelerate(life: Life) -> Any:
     steps, average = Steps(), AveragedModel(net, multi_avg_fn=averaging(0.9))
     accelerator.register_for_checkpointing(steps, average)
     loader: Any = DataLoader(items(), batch_size=4, shuffle=True)  # type: ignore[arg-type]  # a list is a dataset
-    if "persistent" in life.options:
-        loader = drawing_loader(persistent=life.options["persistent"], named=True)
     model, optimizer, loader, schedule = accelerator.prepare(net, adam, loader, schedule)
 
     def train(epoch: int, batch_idx: int, batch: Any) -> None:
@@ -187,25 +185,22 @@ def search_of_transformers(life: Life) -> str:
 
 CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "transformers": (with_trainer, 13, {}),
-    "transformers, stopped early": (with_trainer, 13, {"patience": [5]}),
     "transformers, later with another patience": (with_trainer, 13, {"patience": [5, 100]}),
     "accelerate": (with_accelerate, 13, {"ends": True}),
     "accelerate, accumulated over the ends of passes": (with_accelerate, 18, {"ends": False}),
     "transformers, persistent workers": (with_trainer, 7, {"persistent": True}),
-    "accelerate, workers": (with_accelerate, 7, {"ends": True, "persistent": False}),
 }
 FINISHED = ("transformers", "accelerate")  # of these a finished run is started once more
 REFUSED = {"auto_find_batch_size": search_of_transformers, "find_executable_batch_size": search_of_accelerate}
 
 
 def all_lives(life: Life) -> dict[str, list[Any]]:
-    """Of each case: without CPSR, undisturbed, killed and started again; then what is refused."""
+    """Of each case: without CPSR, killed and started again; then what is refused."""
     ends = {}
     for name, (loop, at, options) in CASES.items():
-        alone, cut = life.directory / name / "alone", life.directory / name / "cut"
+        cut = life.directory / name / "cut"
         lives = [
-            Life(alone, options=options | {"followed": False}),
-            Life(alone, options=options),
+            Life(life.directory / name / "without", options=options | {"followed": False}),
             Life(cut, at, options=options),
             *(Life(cut, number=number, options=options) for number in (1, 2)[: 1 + (name in FINISHED)]),
         ]
@@ -224,16 +219,16 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_loop_comes_back_bit_for_bit(name: str, ends: dict[str, list[Any]]) -> None:
-    without, alone, _, cut, *finished = ends[name]
-    assert alone[:2] == without[:2]
+    without, _, cut, *finished = ends[name]
     assert cut[2] > 0  # the restored iteration
-    assert cut[0] == alone[0]
-    assert cut[1] == alone[1][-len(cut[1]) :]
-    assert all(again[:2] == [alone[0], []] for again in finished)
+    assert cut[0] == without[0]
+    assert cut[1] == without[1][-len(cut[1]) :]
+    assert all(again[:2] == [without[0], []] for again in finished)
 
 
 def test_the_script_may_choose_the_arguments_of_a_callback(ends: dict[str, list[Any]]) -> None:
-    stopped, (steps, *_, begun, ended, _, _) = ends["transformers, stopped early"][0][0][0], ends["choice"][1][0]
+    stopped = ends["transformers, later with another patience"][0][0][0]
+    steps, *_, begun, ended, _, _ = ends["choice"][1][0]
     assert stopped < steps == begun == ended == 32
 
 

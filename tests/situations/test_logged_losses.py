@@ -59,15 +59,7 @@ def events(run_dir: Path, kind: str) -> list[str]:
         return [event.message for event in journal.events(kind)]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"when": "before"},
-        {"when": "after", "kind": "float"},
-        {"when": "after", "both": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"when": "before"}, {"when": "after", "kind": "float", "both": True}], ids=str)
 def test_each_step_has_the_loss_that_the_script_reports(options: dict[str, Any], tmp_path: Path) -> None:
     ended = live(reporting, Life(tmp_path, options=options))
     expected = {int(at): value for at, value in ended.result["reported"].items()}

@@ -1,6 +1,7 @@
 """Scripts with SIGTERM handlers of their own: CPSR commits the state, and their handlers are called."""
 
 import os
+import pickle
 import signal
 import sys
 from pathlib import Path
@@ -104,7 +105,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("handler", "where", "status", "called"),
     [
         ("tells", "before", 143, 1),
-        ("tells", "loop", 143, 1),
         ("exits", "block", 9, 1),
         ("default", "loop", 143, 0),
     ],
@@ -155,3 +155,44 @@ def asked_by_usr1(life: Life) -> Any:
     signal.signal(signal.SIGUSR1, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
     life.options = {"where": "nowhere", "handler": "tells"}
     return loop(life)
+
+
+def in_the_middle_of_a_step(life: Life) -> list[int]:
+    """The signal comes twice, as from a launcher and to each process; returns the steps that were trained."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(torch.randn(8 * STEPS, 8)), batch_size=8)
+    recovery = CPSRRecovery(TorchAdapter(model, optimizer), life.config())
+
+    def reach(moment: str) -> None:
+        for _ in range(2 if moment == life.options["moment"] else 0):
+            life.step(recovery.iteration)
+
+    class Own:
+        def __reduce__(self) -> Any:
+            reach("save")
+            return int, ()
+
+    with recovery, (life.directory / f"{life.number}.steps").open("w") as steps:
+        model.register_forward_hook(lambda *_: reach("forward"))
+        for (batch,) in recovery.resume(loader, epochs=1):
+            loss = model(batch).square().mean()
+            loss.register_hook(lambda gradient: reach("backward"))
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.write(f"{recovery.iteration}\n")
+            pickle.dumps(Own())
+    return [recovery.iteration]
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "save"])
+def test_in_the_middle_of_a_step_nothing_is_lost_or_repeated(moment: str, tmp_path: Path) -> None:
+    left = live(in_the_middle_of_a_step, Life(tmp_path, AT, signal.SIGTERM, options={"moment": moment}))
+    assert left.statuses == [143], left.output
+    at = committed(tmp_path)
+    assert live(in_the_middle_of_a_step, Life(tmp_path, number=1, options={"moment": moment})).result == [STEPS]
+    first, again = ([int(one) for one in (tmp_path / f"{life}.steps").read_text().split()] for life in range(2))
+    assert first[:at] == list(range(1, at + 1))  # two more compare the steps
+    assert again == list(range(at + 1, STEPS + 1))

@@ -47,7 +47,6 @@ class Noisy(Dataset[torch.Tensor]):
 SOURCES: dict[str, Callable[[], Any]] = {
     "generator": one_after_another,
     "function": lambda: drawn,
-    "iterator of calls": lambda: iter(drawn, None),
     "loader": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True),
     "workers": lambda: DataLoader(TensorDataset(ROWS), batch_size=8, shuffle=True, num_workers=1),
 }
@@ -123,29 +122,26 @@ def in_a_plain_loop(life: Life) -> Any:
     return [loss.item(), digest(model)]
 
 
-@pytest.mark.parametrize("source", ["generator", "iterator of calls", "loader", "workers"])
+@pytest.mark.parametrize("source", ["generator", "loader", "workers"])
 def test_batches_drawn_after_the_forward(source: str, tmp_path: Path) -> None:
     alone, cut = alone_and_cut(drawn_after_the_forward, tmp_path, at=13, source=source)
     assert cut.result == alone.result
 
 
-@pytest.mark.parametrize(("source", "how"), [("function", signal.SIGTERM), ("loader", signal.SIGKILL)])
-def test_batches_drawn_after_the_forward_of_several(source: str, how: signal.Signals, tmp_path: Path) -> None:
-    alone, cut = alone_and_cut(drawn_after_the_forward, tmp_path, at=13, how=how, source=source, accumulates=3)
+def test_batches_drawn_after_the_forward_of_several(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"source": "function", "accumulates": 3}
+    alone, cut = alone_and_cut(drawn_after_the_forward, tmp_path, at=13, how=signal.SIGTERM, **options)
     assert cut.result == alone.result
 
 
-@pytest.mark.parametrize(
-    ("source", "depth", "how"),
-    [("generator", 1, signal.SIGKILL), ("loader", 2, signal.SIGTERM), ("workers", 3, signal.SIGKILL)],
-)
+@pytest.mark.parametrize(("source", "depth", "how"), [("generator", 1, signal.SIGTERM), ("workers", 3, signal.SIGKILL)])
 def test_batches_drawn_before_the_forward(source: str, depth: int, how: signal.Signals, tmp_path: Path) -> None:
     alone, cut = alone_and_cut(drawn_before_the_forward, tmp_path, at=13, how=how, source=source, depth=depth)
     assert cut.result == alone.result
 
 
-@pytest.mark.parametrize(("source", "ranks"), [("function", 1), ("loader", 2)])
-def test_a_loop_that_draws_a_batch_and_leaves(source: str, ranks: int, tmp_path: Path) -> None:
+def test_a_loop_that_draws_a_batch_and_leaves(tmp_path: Path) -> None:
+    source, ranks = "loader", 2
     alone = live(in_a_plain_loop, Life(tmp_path / "alone", ranks=ranks, options={"source": source}))
     for number, stop in enumerate((7, 10, 16, STEPS)):
         options = {"source": source, "stop": stop}
