@@ -5,6 +5,7 @@ options, one after the other, in forks of a process that has imported what it im
 """
 
 import ast
+import gc
 import itertools
 import os
 import runpy
@@ -47,6 +48,7 @@ def _main(example: Path, log: Path, lives: Sequence[Sequence[str]]) -> None:
     program = ast.parse(example.read_text())
     program.body = [one for one in program.body if isinstance(one, ast.Import | ast.ImportFrom)]
     exec(compile(program, str(example), "exec"), {})
+    gc.freeze()  # at its end no fork looks through all of this
     for number, options in enumerate(lives):
         if not (child := os.fork()):
             for descriptor in (1, 2):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from cpsr import Restored
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.journal import JournalReader
 from tests.committed import wait_until_committed
@@ -134,28 +133,6 @@ def fail(tmp_path: Path, at: int, **arguments: Any) -> None:
         Life(tmp_path, at, **arguments).run()
 
 
-ARGUMENTS: list[dict[str, Any]] = [{}, {"val_check_interval": 4}, {"max_epochs": -1, "max_steps": 30}]
-# Each place and each of these once; the other pairs in the slow group. 12 and 24 are ends of passes.
-PAIRS = [
-    pytest.param(at, arguments, marks=[] if n % len(ARGUMENTS) == m else pytest.mark.slow)
-    for n, at in enumerate((9, 13, 15, 26))
-    for m, arguments in enumerate(ARGUMENTS)
-]
-
-
-@pytest.mark.parametrize(("at", "arguments"), PAIRS)
-def test_the_run_continues_bit_for_bit(tmp_path: Path, at: int, arguments: dict[str, Any]) -> None:
-    whole = Life(tmp_path / "whole", **arguments).run()
-    fail(tmp_path, at, **arguments)
-    again = Life(tmp_path, **arguments).run()
-    assert isinstance(again.events[0], Restored)
-    assert again.events[0].iteration == at // INTERVAL * INTERVAL
-    assert again.end == whole.end
-    assert again.module.seen == whole.module.seen[-len(again.module.seen) :]
-    assert again.module.seen[0][0] == at // INTERVAL * INTERVAL
-    assert again.trainer.callback_metrics["val_loss"] == whole.trainer.callback_metrics["val_loss"]
-
-
 def test_losses_are_recorded(tmp_path: Path) -> None:
     life = Life(tmp_path).run()
     with JournalReader(tmp_path / "cpsr" / "journal.db") as journal:
@@ -163,13 +140,6 @@ def test_losses_are_recorded(tmp_path: Path) -> None:
     assert len(losses) == life.trainer.global_step
     first = [loss for step, _, _, loss, _ in life.module.seen if step == 0]
     assert losses[1] == pytest.approx(sum(first) / len(first))
-
-
-def test_a_finished_run_trains_nothing_more(tmp_path: Path) -> None:
-    first = Life(tmp_path).run()
-    again = Life(tmp_path).run()
-    assert again.module.seen == []
-    assert again.end == first.end
 
 
 @pytest.mark.parametrize("ended", [10, 12])  # in the middle of a pass, and with it

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from cpsr.errors import RecoveryError
 from cpsr.state.loader import ResumableLoader
@@ -60,22 +60,12 @@ def test_batches_of_changing_ranks_are_one_order(sizes: list[int], steps: list[i
 @pytest.mark.parametrize(
     ("loading", "samples", "one_order"),
     [
-        ({"ranks": 2}, 4, True),
         ({"ranks": 2, "seedable": False}, 4, True),  # accelerate gives it a generator
         ({"ranks": 1, "seedable": False}, 2, False),  # from the global random state
         ({"ranks": 1, "seedable": False, "generator": torch.Generator()}, 2, True),
         ({"ranks": 2, "shuffle": False}, 4, True),
         ({"ranks": 2, "shuffle": None, "sampler": type("Own", (SequentialSampler,), {})(DATA)}, 4, False),
         ({"ranks": 2, "shuffle": False, "batch_sampler": [[1], [2, 3]]}, None, False),
-        (
-            {
-                "ranks": 2,
-                "shuffle": False,
-                "batch_sampler": type("Own", (BatchSampler,), {})(RandomSampler(DATA), 2, False),
-            },
-            None,
-            False,
-        ),
     ],
 )
 def test_what_is_known_of_a_loader(loading: dict[str, Any], samples: int | None, one_order: bool) -> None:

@@ -8,8 +8,8 @@ import pytest
 from torch import distributed
 
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
-from cpsr.launch.agent import BACK_OFF_SECONDS_MAX, Failures, JobEndedError, job_at
-from cpsr.ranks.exits import Exit, cause_of, exits_of, note_exit
+from cpsr.launch.agent import Failures, JobEndedError, job_at
+from cpsr.ranks.exits import Exit, cause_of, exits_of
 from cpsr.ranks.heartbeat import HeartbeatFiles
 from cpsr.ranks.link import REFUSED_STATUS, Opened, Report, Uncaught
 
@@ -151,36 +151,6 @@ def test_an_error_that_comes_twice_at_one_iteration_is_final_and_one_that_moves_
         fails(8, "IndexError: index 8 of 5")  # numbers are not compared
 
 
-def test_the_wait_grows_to_a_bound(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, restarts_max=100)
-    waits = [launch.kill(rank=0) for _ in range(12)]
-    assert waits[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
-    assert set(waits[6:]) == {BACK_OFF_SECONDS_MAX}
-
-
-def test_a_script_that_trains_one_run_after_the_other_is_counted_by_run(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, restarts_max=1)
-    launch.open(0)
-    launch.reach(10_000)
-    assert launch.kill() == 0.0
-    second = tmp_path / "second"
-    counter = ProgressCounter(progress_path(second, 0))
-    for iteration in (5, 9, 14):
-        launch.failures.started({0: 1})
-        launch.report.clear()
-        launch.report.open(Opened(str(second), 0, 1))
-        counter.reset(iteration, iteration)
-        assert launch.kill(rank=0) == 0.0
-
-
-def test_without_restarts_the_first_failure_ends_the_job(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, restarts_max=0)
-    launch.open(0)
-    launch.reach(7)
-    with pytest.raises(JobEndedError, match=r"Rank 1 was killed \(SIGKILL\) after iteration 7. The job is not started"):
-        launch.kill()
-
-
 def test_ranks_that_were_ended_after_the_failure_are_not_its_cause(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
     launch.open(3)
@@ -190,16 +160,6 @@ def test_ranks_that_were_ended_after_the_failure_are_not_its_cause(tmp_path: Pat
     assert launch.failures.after(exits) == 0.0
     assert launch.printed == ["Rank 1 was killed (SIGKILL) after iteration 7. All ranks start again"]
     assert cause_of(exits_of(launch.run_dir, 3), 3) == "rank 1 was killed (SIGKILL)"
-
-
-def test_the_ranks_own_words_say_why(tmp_path: Path) -> None:
-    launch = Launch(tmp_path)
-    launch.open(0)
-    launch.reach(7)
-    note_exit(launch.run_dir, 0, Exit(0, error="RuntimeError: Connection reset by peer", unix_seconds=20.0))
-    note_exit(launch.run_dir, 0, Exit(1, error="ValueError: bad batch", unix_seconds=19.5))
-    launch.failures.after([Exit(0, status=1, unix_seconds=21.0), Exit(1, status=1, unix_seconds=21.0)])
-    assert launch.printed[0].startswith("Rank 1 failed (ValueError: bad batch) after iteration 7")
 
 
 def test_a_run_that_another_job_has_taken_over_is_not_started_again(tmp_path: Path) -> None:

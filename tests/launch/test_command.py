@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from cpsr.launch.agent import HOW_IT_ENDS
 from tests.launch.jobs import SCRIPT, Launched, has_printed, has_reached, iterations
+from tests.rank_processes import free_port
 
 REFUSED = """
 import sys
@@ -48,13 +48,6 @@ FAILS_LATER = SCRIPT.replace(
     "        time.sleep",
     "        if recovery.iteration == 11:\n            raise KeyError('labels')\n        time.sleep",
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def test_a_refused_configuration_is_shown_once_and_not_started_again(tmp_path: Path) -> None:
@@ -115,7 +108,7 @@ def test_a_killed_rank_is_started_again_and_an_error_before_the_run_is_final(tmp
 
 def test_an_error_that_comes_twice_at_one_iteration_is_shown_once_and_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS_LATER)
-    with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=2", "train.py", "run", "20", "0"]) as launched:
+    with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=1", "train.py", "run", "20", "0"]) as launched:
         assert launched.wait() == 1
         lines = launched.lines()
     assert sum(line.startswith("Started") for line in lines) == 2
@@ -169,75 +162,25 @@ with launched(["--nproc-per-node=1", "train.py"], Path("log"), {}):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_no_process_of_a_job_outlives_the_command_that_watches_it(number: int, tmp_path: Path) -> None:
+def test_no_process_of_a_job_outlives_the_command_that_watches_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time; print('training', flush=True); time.sleep(60)")
     (tmp_path / "watch.py").write_text(WATCH)
     with Launched(tmp_path, ["python", "watch.py"]) as watching:
         watching.until(lambda _: (tmp_path / "log").exists() and "training" in (tmp_path / "log").read_text())
         family = psutil.Process(watching.process.pid).children(recursive=True)
-        watching.process.send_signal(number)
+        watching.process.send_signal(signal.SIGHUP)
         watching.process.send_signal(signal.SIGTERM)  # another one while the job ends
-        assert watching.wait() == 128 + number
+        assert watching.wait() == 128 + signal.SIGHUP
     assert len(family) >= 2
     assert [one for one in family if one.is_running() and one.status() != "zombie"] == []
 
 
-# The launcher and the rank get SIGTERM while the rank is in the middle of something.
-TERMINATED = """
-import os, pickle, signal, sys, torch
-from cpsr import CPSRRecovery, TorchAdapter
-
-moment, at = sys.argv[2], 7
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-def reach(name):
-    if moment == name and recovery.iteration == at and first:
-        os.kill(os.getppid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-class Own:
-    def __reduce__(self):
-        reach("save")
-        return (int, ())
-with CPSRRecovery(TorchAdapter(model, optimizer), {"run_dir": sys.argv[1], "mode": "exact"}) as recovery:
-    first = recovery.iteration == 0
-    model.register_forward_hook(lambda *_: reach("forward"))
-    data = torch.utils.data.TensorDataset(torch.arange(48.0).view(12, 4) / 48)
-    for (batch,) in recovery.resume(torch.utils.data.DataLoader(data)):
-        loss = model(batch).pow(2).mean()
-        loss.register_hook(lambda gradient: reach("backward"))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print("iteration", recovery.iteration, flush=True)
-        pickle.dumps(Own())
-"""
-
-
-@pytest.mark.parametrize(
-    "moment",
-    ["backward", pytest.param("forward", marks=pytest.mark.slow), pytest.param("save", marks=pytest.mark.slow)],
-)
-def test_sigterm_in_the_middle_of_a_step_loses_and_repeats_nothing(tmp_path: Path, moment: str) -> None:
-    (tmp_path / "train.py").write_text(TERMINATED)
-    command = ["cpsr", "run", "--nproc-per-node=1", "train.py", "run", moment]
-    with Launched(tmp_path, command) as launched:
-        assert launched.wait() == 143, launched.output
-        (left,) = re.findall(r"leaving at iteration (\d+) after SIGTERM: its state is committed", launched.output)
-    with Launched(tmp_path, command) as again:
-        assert again.wait() == 0, again.output
-        assert f"continues at iteration {left}, exact from" in again.output
-    assert iterations(launched)[: int(left)] == list(range(1, int(left) + 1))  # two more compare the steps
-    assert iterations(again) == list(range(int(left) + 1, 13))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("launcher", ["cpsr run", "cpsr run --master-port", "torchrun --max-restarts=5"])
+@pytest.mark.parametrize("launcher", ["cpsr run", "torchrun --max-restarts=5"])
 def test_five_kills_are_recovered_from(tmp_path: Path, launcher: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    port = [str(free_port())] if launcher.endswith("--master-port") else []
-    command = [*launcher.split(), *port, "--nproc-per-node=2", "train.py", "run", "120", "0.05"]
+    command = [*launcher.split(), "--nproc-per-node=2", "train.py", "run", "120", "0.05"]
     # As README's line for torchrun has it; `cpsr run` sets it by itself.
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher.startswith("torchrun") else {}
     with Launched(tmp_path, command, variables) as launched:
@@ -249,33 +192,6 @@ def test_five_kills_are_recovered_from(tmp_path: Path, launcher: str) -> None:
         assert launched.wait() == 0
     assert iterations(launched)[-1] == 120
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in launched.output
-
-
-@pytest.mark.slow
-def test_torchrun_without_it_is_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = ["torchrun", "--nproc-per-node=2", "--max-restarts=1", "train.py", "run", "3", "0"]
-    with Launched(tmp_path, command) as launched:
-        assert launched.wait() == 0
-    assert launched.output.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 1
-    assert "cpsr run" in launched.output
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_nodes_with_torchruns_static_arguments_come_back(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    shared = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    script = ["train.py", "run", "60", "0.05"]
-    nodes = [Launched(tmp_path, ["cpsr", "run", *shared, f"--node-rank={node}", *script]) for node in range(2)]
-    with nodes[0], nodes[1]:
-        nodes[0].until(lambda _: any(has_reached(node, 15) for node in nodes))
-        os.kill(nodes[1].pids()[0], signal.SIGKILL)
-        assert [node.wait() for node in nodes] == [0, 0]
-    recovered = [line for node in nodes for line in node.lines() if "continue at iteration" in line]
-    assert len(recovered) == 1
-    assert "was killed (SIGKILL) after iteration" in recovered[0]
-    assert max(iterations(nodes[0]) + iterations(nodes[1])) == 60
 
 
 # A rank whose commit takes longer than the 30 s that torch leaves it.
@@ -294,11 +210,9 @@ if not pathlib.Path("began").exists():
 
 @pytest.mark.slow
 def test_ranks_have_ten_minutes_to_commit_also_where_a_machine_joins(tmp_path: Path) -> None:
-    with socket.create_server(("localhost", 0)) as one:
-        port = one.getsockname()[1]
     (tmp_path / "train.py").write_text(LONG_COMMIT)
     command = ["cpsr", "run", "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=join"]
-    command += [f"--rdzv-endpoint=localhost:{port}", "--rdzv-conf=last_call_timeout=1", "train.py"]
+    command += [f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-conf=last_call_timeout=1", "train.py"]
     with Launched(tmp_path, command) as first:
         first.until(lambda _: (tmp_path / "began").exists())
         with Launched(tmp_path, command) as second:

@@ -27,10 +27,6 @@ def test_only_the_lock_of_a_dead_process_goes(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["ops.so"]
 
 
-def test_where_nothing_was_compiled_there_is_nothing_to_remove(tmp_path: Path) -> None:
-    assert remove_stale_locks(tmp_path / "absent") == []
-
-
 def test_the_directory_is_where_torch_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     assert extensions_directory() == tmp_path
