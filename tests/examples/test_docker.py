@@ -48,12 +48,6 @@ def test_what_runs_is_not_root_and_gets_signals() -> None:
     assert json.loads(entrypoint) == ["tini", "--", "cpsr"]  # in this form without a shell, which would keep signals
 
 
-def test_what_is_copied_is_in_the_context() -> None:
-    names = [step.split()[0] for step in steps("COPY") if not step.startswith("--from")]
-    assert names == [".", "examples/train.py"]
-    assert all((ROOT / name).exists() and in_context(name) for name in names[1:])
-
-
 def test_the_context_holds_what_the_wheel_is_built_of() -> None:
     if not (ROOT / "pyproject.toml").exists():
         pytest.skip("the source tree is elsewhere")

@@ -108,14 +108,6 @@ def test_a_job_whose_time_ends_commits_and_its_next_turn_goes_on(folder: Path, j
     assert last_loss(second) == last_loss(whole)
 
 
-@pytest.mark.slow
-def test_a_job_that_is_refused_is_not_put_back(folder: Path, job: int) -> None:
-    with turn(folder, job, "--interval", "0") as launched:
-        assert launched.wait() == 78
-    assert "interval_iterations" in launched.output
-    assert not (folder / "requeued").exists()
-
-
 def test_the_script_asks_slurm_for_what_the_page_says() -> None:
     options = re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(), re.MULTILINE)
     assert {"--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)

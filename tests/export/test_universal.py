@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.checkpoint.verify import DamagedFileError
 from cpsr.errors import UnsupportedEngineError
 from cpsr.export.universal import write_universal
 from cpsr.export.whole_checkpoint import open_whole
@@ -55,14 +54,6 @@ def test_one_step_count_for_all_that_was_updated(tmp_path: Path, monkeypatch: py
         else:
             with pytest.raises(UnsupportedEngineError, match=r"different numbers of steps \(\['49.0', '50.0'\]\)"):
                 write(tmp_path, tmp_path / "refused")
-
-
-def test_scalars_without_an_engine_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_identity(tmp_path)
-    monkeypatch.setitem(made.SCALARS, "engine", [])
-    write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))))
-    with pytest.raises(DamagedFileError, match="counters, param_groups"):
-        write(tmp_path, tmp_path / "out")
 
 
 def test_several_parameter_groups_are_kept_from_zero_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,9 +121,7 @@ def series(newest: int, interval: int, count: int = 100) -> list[HistoryEntry]:
     ("newest", "interval", "count", "expected"),
     [
         (1500, 50, 100, [100, 150, 200, 300]),
-        (1500, 100, 100, [200, 300]),
         (1500, 50, 6, [100, 150, 200]),  # five intervals are there
-        (500, 50, 100, [100, 150, 200]),  # half of its age
         (60, 20, 4, [40]),  # less than the smallest window, but three checkpoints
         (900, 300, 4, [600]),  # three checkpoints, further apart than the largest window
     ],

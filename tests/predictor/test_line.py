@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.predictor.calibration import Calibration, Context, Setting, candidates, context_of, windows
-from cpsr.predictor.line import CAUTION_DEVIATIONS, LinePredictor, line_coefficients
+from cpsr.predictor.calibration import Setting
+from cpsr.predictor.line import LinePredictor, line_coefficients
 from cpsr.predictor.protocol import Forecast, History, Target
 
 MakeHistory = Callable[..., Any]
@@ -103,18 +103,6 @@ TARGET = Target(1030, 1030.0, 1.0)
 def setting_of(forecast: Forecast) -> Setting:
     chosen = forecast.settings
     return Setting(chosen["window_iterations"], chosen["gain"] * 30, chosen["direction"])
-
-
-def test_the_setting_is_the_one_of_the_lowest_cautious_expectation(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    forecast = LinePredictor().forecast(history, TARGET)
-    context = context_of(TARGET, history.entries, straightness=1.0)
-    considered = candidates(context, windows(history.entries))
-    best, expected = Calibration().best(context, considered, CAUTION_DEVIATIONS, "line")
-    assert setting_of(forecast) == best
-    assert forecast.expected_end_cost_iterations == expected.end_cost_iterations
-    assert forecast.settings["expected_deviation_iterations"] == expected.deviation_iterations
-    assert Context(**forecast.settings["context"]) == context
 
 
 def test_measured_lags_change_the_setting_and_survive(make_history: MakeHistory) -> None:

@@ -45,12 +45,9 @@ def one_by_one(make_history: MakeHistory, steps: Steps, span: int, statistics: M
     return history
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("span", [7, 4])
-def test_checkpoint_by_checkpoint_gives_the_gram_matrix(
-    make_history: MakeHistory, dtype: torch.dtype, span: int
-) -> None:
-    steps = [{name: values.to(dtype).float() for name, values in step.items()} for step in walk(7)]
+def test_checkpoint_by_checkpoint_gives_the_gram_matrix(make_history: MakeHistory, span: int) -> None:
+    steps = walk(7)
     statistics = MotionStatistics()
     history = one_by_one(make_history, steps, span, statistics)
     assert statistics.seen == tuple(ITERATIONS[-span:])
@@ -87,11 +84,10 @@ def test_matrices_of_fewer_snapshots_follow(make_history: MakeHistory, chosen: s
     torch.testing.assert_close(merged(products(statistics, "w"), places), found, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_checkpoint_that_is_not_finite_is_left_out_and_listed(make_history: MakeHistory, poison: float) -> None:
+def test_a_checkpoint_that_is_not_finite_is_left_out_and_listed(make_history: MakeHistory) -> None:
     steps = walk(7)
     steps[3] = {name: values.clone() for name, values in steps[3].items()}
-    steps[3]["bias"][4] = poison
+    steps[3]["bias"][4] = math.nan
     statistics = MotionStatistics()
     history = one_by_one(make_history, steps, 7, statistics)
     assert statistics.left_out == (220,)

@@ -81,19 +81,6 @@ def test_an_update_in_parts_is_that_of_one_piece_whatever_comes_between() -> Non
     assert torch.equal(paused.parameters, expected.parameters)
 
 
-def test_no_step_asks_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the learner's thread that is device 0, whatever device this rank trains on."""
-    asked: list[str] = []
-    for name in ("current_accelerator", "current_stream", "current_device_index"):
-        monkeypatch.setattr(
-            torch.accelerator, name, lambda *given, name=name, **named: asked.append(name), raising=False
-        )
-    for name in ("is_available", "current_stream", "current_device", "is_current_stream_capturing"):
-        monkeypatch.setattr(torch.cuda, name, lambda *given, name=name, **named: asked.append(name))
-    assert trained(2).steps == 2
-    assert asked == []
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -136,14 +123,6 @@ def motion(count: int, interval: int = 50, seed: int = 0, size: float = 1.0, rat
     steps = size * torch.randn(count - 1, 40, generator=generator, dtype=torch.float64) + size
     points = tuple(HistoryEntry(interval * k, interval * k * rate, rate) for k in range(count))
     return OperatorMotion(40, points, steps @ steps.T)
-
-
-def test_what_never_moved_or_stood_still_is_no_example() -> None:
-    still = motion(9)
-    zero = OperatorMotion(40, still.points, torch.zeros(8, 8, dtype=torch.float64))
-    broken = OperatorMotion(40, still.points, still.products * float("nan"))
-    for operators in ({}, {"zero": zero, "broken": broken}, {"paused": motion(9, rate=0.0)}):
-        assert returned(module.windows(operators)) is None
 
 
 @pytest.mark.parametrize(("count", "interval"), [(6, 50), (9, 50), (20, 20), (7, 100)])

@@ -2,7 +2,6 @@ import json
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from cpsr.predictor import collectives
+from cpsr.predictor.guard import measure
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Head
@@ -142,21 +142,6 @@ def test_untrained_it_is_exactly_the_line(make_history: MakeHistory) -> None:
     assert pretrained.coefficients != expected.coefficients
 
 
-def test_only_the_direction_changes(make_history: MakeHistory, taught: dict[str, Any]) -> None:
-    steps = noisy(circle, 16)
-    history = until(make_history, steps, 16)
-    options: dict[str, Any] = {**LINE, "gain": 2.0}
-    line, vitp = LinePredictor(**options), loaded(taught, **options)
-    rest = LinePredictor(**{**options, "gain": 0.0})
-    start, straight_on, turned = (
-        predicted(one, history, one.forecast(history, ahead(history))) for one in (rest, line, vitp)
-    )
-    for name in OPERATORS:
-        moved, expected = turned[name] - start[name], straight_on[name] - start[name]
-        torch.testing.assert_close(moved.norm(), expected.norm(), rtol=1e-4, atol=0)
-        assert torch.cosine_similarity(moved, expected, dim=0) < 0.97
-
-
 def test_before_it_is_trained_nobody_asks_it(make_history: MakeHistory) -> None:
     steps = noisy(circle, 8)
     predictor = teach(VITPPredictor(**LINE), make_history, steps)
@@ -179,22 +164,6 @@ def test_operators_that_cannot_be_turned_keep_the_line_and_are_named(
     assert torch.equal(predicted(loaded(taught), history, forecast)["still"], torch.full((3,), 0.1))
 
 
-def test_a_damaged_checkpoint_is_left_out_of_learning_and_of_the_row(
-    make_history: MakeHistory, taught: dict[str, Any]
-) -> None:
-    steps = noisy(circle, 18)
-    steps[16][OPERATORS[0]][3] = math.nan
-    predictor = teach(loaded(taught), make_history, steps, first=17)
-    assert predictor.left_out == (800,)
-    assert [one["iteration"] for one in predictor.accuracy()[-2:]] == [750, 850]
-    history = until(make_history, steps, 18)
-    forecast = predictor.forecast(history, ahead(history))
-    assert forecast.settings["left_out_not_finite"] == [800]
-    assert all(row[-2] == 0.0 for row in forecast.coefficients.values())
-    assert all(bool(torch.isfinite(values).all()) for values in predicted(predictor, history, forecast).values())
-    assert forecast.settings["line_operators"] == 0
-
-
 def same(first: Any, second: Any) -> bool:
     """Equal as trees of plain data and tensors, to the last bit."""
     trees = [codec.encode(tree) for tree in (first, second)]
@@ -202,7 +171,7 @@ def same(first: Any, second: Any) -> bool:
     return trees[0][0] == trees[1][0] and all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
 
 
-@pytest.mark.parametrize("slices", [0, 1, 2, 3])
+@pytest.mark.parametrize("slices", [0, 2])
 def test_what_is_abandoned_counts_as_not_seen(make_history: MakeHistory, taught: dict[str, Any], slices: int) -> None:
     steps = noisy(circle, 17)
     predictor = loaded(taught)
@@ -219,6 +188,25 @@ def test_what_is_abandoned_counts_as_not_seen(make_history: MakeHistory, taught:
     assert same(predictor.state_dict(), straight_on.state_dict())
 
 
+def test_nothing_is_taken_on_the_device_that_the_training_loop_works_on(
+    make_history: MakeHistory, taught: dict[str, Any]
+) -> None:
+    history = until(make_history, noisy(circle, 17), 17)
+
+    def found() -> dict[str, torch.Tensor]:
+        predictor = loaded(taught)
+        for _ in predictor.learn(history):
+            pass
+        forecast = predictor.forecast(history, ahead(history))
+        measure(history, forecast, predictor.predict(history, forecast))
+        return {operator: values for operator, _, values in predictor.predict(history, forecast)}
+
+    expected = found()
+    with torch.device("meta"):  # where any tensor that is made without naming its device would have no values
+        moved = found()
+    assert all(torch.equal(moved[operator], values) for operator, values in expected.items())
+
+
 def test_a_rank_that_does_not_train_keeps_statistics_alone(make_history: MakeHistory) -> None:
     predictor = teach(VITPPredictor(**LINE, ranks=UNTRAINED), make_history, noisy(circle, 9))
     state = predictor.state_dict()["vitp"]
@@ -226,19 +214,13 @@ def test_a_rank_that_does_not_train_keeps_statistics_alone(make_history: MakeHis
     assert len(state["statistics"]["operators"]) == len(OPERATORS)
 
 
-@pytest.mark.parametrize("mode", ["as usual", "inference", "autocast"])
-def test_learning_leaves_the_training_loop_alone(make_history: MakeHistory, taught: dict[str, Any], mode: str) -> None:
+def test_learning_leaves_the_training_loop_alone(make_history: MakeHistory, taught: dict[str, Any]) -> None:
     steps = noisy(circle, 17)
     expected, predictor = loaded(taught), loaded(taught)
     for _ in expected.learn(until(make_history, steps, 17)):
         pass
-    modes: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "as usual": torch.no_grad,
-        "inference": torch.inference_mode,
-        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    }
     torch_state, numpy_state, threads = torch.get_rng_state(), repr(numpy.random.get_state()), torch.get_num_threads()
-    with modes[mode]():
+    with torch.inference_mode():
         grad = torch.is_grad_enabled()
         for _ in predictor.learn(until(make_history, steps, 17)):
             assert torch.is_grad_enabled() == grad
@@ -275,19 +257,6 @@ def test_a_rank_with_other_slices_goes_on_without_the_products_of_the_old_ones(
     history = until(make_history, steps, 18)
     for name, row in straight_on.forecast(history, ahead(history)).coefficients.items():
         assert found.forecast(history, ahead(history)).coefficients[name] == pytest.approx(row, abs=1e-3)
-
-
-def test_what_was_learned_stays_small(make_history: MakeHistory) -> None:
-    generator = torch.Generator().manual_seed(0)
-    names = [f"transformer.layers.{place // 10}.block.{place % 10}.weight" for place in range(300)]
-    steps = [{name: torch.randn(3, generator=generator) for name in names} for _ in range(22)]
-    predictor = VITPPredictor()
-    for count in range(16, 23):
-        history = make_history([20 * k for k in range(max(0, count - 20), count)], steps[max(0, count - 20) : count])
-        for _ in predictor.learn(history):
-            pass
-    data, tensors = codec.encode(predictor.state_dict())
-    assert len(json.dumps(data)) + sum(tensor.nbytes for tensor in tensors.values()) < 10**6
 
 
 class Ranks:
@@ -380,24 +349,3 @@ def test_ranks_apply_the_same_coefficients_as_one_would(make_history: MakeHistor
             assert row != pytest.approx(line.coefficients[name], rel=1e-2, abs=1e-2)
     shared = OPERATORS[3]
     assert forecasts[0].coefficients[shared] == pytest.approx(forecasts[1].coefficients[shared], rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("lagging", [0, 1])
-def test_a_rank_that_lags_measures_the_same_path(make_history: MakeHistory, lagging: int) -> None:
-    steps, ranks = noisy(circle, 17), Ranks()
-    parts = halves(steps)
-    learned = [16 if rank == lagging else 17 for rank in range(2)]
-    predictors = [
-        teach(
-            VITPPredictor(**LINE, direction="line", **ranks.options(rank)), make_history, parts[rank][: learned[rank]]
-        )
-        for rank in range(2)
-    ]
-    histories = [until(make_history, part, 17) for part in parts]
-    target = ahead(histories[0])
-    forecasts = Ranks.together([partial(predictors[rank].forecast, histories[rank], target) for rank in range(2)])
-    whole = teach(VITPPredictor(**LINE, direction="line", ranks=UNTRAINED), make_history, steps[: learned[0]])
-    expected = whole.forecast(until(make_history, steps, 17), target)
-    for forecast in forecasts:
-        for name, row in forecast.coefficients.items():
-            assert row == pytest.approx(expected.coefficients[name], rel=1e-4, abs=1e-6)

@@ -25,8 +25,7 @@ def with_token(run_dir: Path, base_url: str = "http://example.org") -> TestClien
 
 
 @pytest.mark.parametrize(
-    "authorization",
-    [None, "", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer", "Bearer \xe9" * 9],
+    "authorization", [None, TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer", "Bearer \xe9" * 9]
 )
 def test_with_a_token_every_request_needs_it(tmp_path: Path, authorization: str | None) -> None:
     new_run(tmp_path)
@@ -82,9 +81,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     assert read_token(None, {}) is None
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"short", b"x" * 15, b"two words that are long", b"\xff" * 40, "ü".encode() * 40]
-)
+@pytest.mark.parametrize("content", [b"", b"x" * 15, b"two words that are long", b"\xff" * 40])
 def test_a_token_that_is_none_is_refused_and_not_printed(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "token"
     path.write_bytes(content)

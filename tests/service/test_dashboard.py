@@ -37,15 +37,7 @@ def test_browsers_may_load_nothing_else(client: TestClient, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "/static/",
-        "/static/none.js",
-        "/static/../app.py",
-        "/static/%2e%2e/app.py",
-        "/static/..%2fapp.py",
-        "/static/vendor",
-    ],
+    "path", ["/static/", "/static/none.js", "/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py"]
 )
 def test_nothing_else_is_served(client: TestClient, path: str) -> None:
     error_of(client.get(path), 404)
@@ -59,11 +51,6 @@ def test_the_page_opens_before_there_is_a_token_and_nothing_else_does(tmp_path: 
     for path in ("/plan", "/staticplan", "/static", "/openapi.json"):
         error_of(client.get(path, follow_redirects=False), 401)
     assert client.get("/plan", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
-
-
-def test_under_a_foreign_name_not_even_the_page_opens(client: TestClient) -> None:
-    for path in ("/", "/static/app.js"):
-        error_of(client.get(path, headers={"host": "evil.example"}), 403)
 
 
 @pytest.mark.parametrize("name", OWN)

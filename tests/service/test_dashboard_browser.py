@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from cpsr.journal import (
     FitRow,
     Journal,
     PhaseRow,
-    PlanOverride,
     RecoverySource,
     StepRow,
-    override_plan,
 )
 from cpsr.service.access import Access
 from tests.service.conftest import Service
@@ -134,12 +131,6 @@ def test_it_shows_the_run(page: Any, journal: Journal, tmp_path: Path) -> None:
         expect(section(page, "Interval between checkpoints")).to_contain_text(f"Every {interval} iterations now; Young")
         expect(section(page, "What if failures had another rate?").get_by_role("cell", name="Daly")).to_be_visible()
         expect(section(page, "Newest checkpoints")).to_contain_text("skipped: the disk was busy")
-
-
-def test_a_recovery_shows_every_shard_and_the_guard(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    with Service(tmp_path) as service:
-        opened(page, service)
         table = section(page, "Recoveries").get_by_role("table")
         expect(table).to_contain_text("ranks 0\u20132, 4: predicted, of 92")
         expect(table).to_contain_text("rank 3: emergency dump, of 92")
@@ -206,43 +197,6 @@ def test_the_slider_asks_what_if(page: Any, journal: Journal, tmp_path: Path) ->
         expect(own.nth(1)).to_have_text(own_interval)
         panel.get_by_role("button", name="The job's own rate").click()
         expect(own.nth(2)).to_have_text(own_interval)
-
-
-def test_a_lost_connection_is_shown_and_taken_up_again(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    with Service(tmp_path) as service:
-        opened(page, service)
-        expect(section(page, "Now")).to_contain_text("120")
-        service.stop()
-        expect(page.locator("#connection")).to_contain_text("No connection since")
-        expect(section(page, "Now")).to_contain_text("120")
-        journal.record(*losses(LAST + 1, LAST + 2))
-        flushed(journal)
-        service.start()
-        expect(page.locator("#connection")).to_have_text("Live")
-        expect(section(page, "Now")).to_contain_text("122")
-
-
-def test_what_is_amiss_is_shown_first(page: Any, journal: Journal, tmp_path: Path) -> None:
-    record_run(journal)
-    journal.record(CheckpointRow(life=0, iteration=119, status="failed", reason="the disk is full"))
-    flushed(journal)
-    now = time.time()
-    override_plan(
-        tmp_path,
-        PlanOverride(
-            interval_iterations=25,
-            reason="<i>spot prices</i>",
-            expires_unix_seconds=now + 3600,
-            created_unix_seconds=now,
-        ),
-    )
-    with Service(tmp_path) as service:
-        opened(page, service)
-        notices = page.locator("#notices")
-        expect(notices).to_contain_text("Not healthy: the checkpoint at iteration 119 failed: the disk is full.")
-        expect(notices).to_contain_text("The interval is pinned to 25 iterations until")
-        expect(notices).to_contain_text("<i>spot prices</i>; the job has not applied it yet.")
 
 
 def test_with_a_token_it_asks_for_it(page: Any, journal: Journal, tmp_path: Path) -> None:

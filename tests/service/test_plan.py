@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from cpsr.journal import CheckpointRow, Journal, PhaseRow, latest_override
+from cpsr.journal import CheckpointRow, Journal, latest_override
 from cpsr.planner.plan import fixed_plan
 from cpsr.planner.planning import make_plan
 from tests.service.journals import (
@@ -45,17 +45,6 @@ def test_plan_with_everything(tmp_path: Path, client: TestClient, journal: Journ
     assert (body["last_recovery"]["method"], body["last_recovery"]["guard"]) == ("line", {"probe_loss_nats": "nan"})
     assert body["last_recovery"]["sources"] == [{"rank": 1, "source": "disk", "iteration": 50}]
     assert body["descends_from_predicted"]
-
-
-def test_the_phase_is_the_one_after_those_that_ended(client: TestClient, journal: Journal) -> None:
-    journal.record(plan_row())
-    flushed(journal)
-    assert client.get("/plan").json()["phase"] == {"phase": 0, "first_iteration": 0}
-    journal.record(
-        PhaseRow(life=0, phase=0, first_iteration=0, last_iteration=120, xi=1.0, last_xi=2.0, ended_by="change")
-    )
-    flushed(journal)
-    assert client.get("/plan").json()["phase"] == {"phase": 1, "first_iteration": 120}
 
 
 @pytest.mark.parametrize(
@@ -120,12 +109,10 @@ def test_unreadable_journal_is_503(tmp_path: Path, client: TestClient, spoil: An
     assert health.json()["reason"]
 
 
-@pytest.mark.parametrize("after_restart", [False, True])
-def test_the_answer_is_the_planners_own(client: TestClient, journal: Journal, after_restart: bool) -> None:
+def test_the_answer_is_the_planners_own(client: TestClient, journal: Journal) -> None:
     journal.record(plan_row(measured_plan()))
-    if after_restart:
-        explanation = {"rule": "as planned before the restart, until the next plan", "prices": None}
-        journal.record(plan_row(measured_plan(), explanation=explanation))
+    explanation = {"rule": "as planned before the restart, until the next plan", "prices": None}
+    journal.record(plan_row(measured_plan(), explanation=explanation))
     journal.record(CheckpointRow(life=0, iteration=50, status="committed", bytes=1000))
     flushed(journal)
     same = client.post("/plan/preview", json={"mtbf_hours": 12.0}).json()
@@ -138,10 +125,8 @@ def test_the_answer_is_the_planners_own(client: TestClient, journal: Journal, af
     assert client.get("/plan").json()["interval_iterations"] == same["interval_iterations"]
 
 
-@pytest.mark.parametrize("plans", [[], [fixed_plan(50)]], ids=["none", "fixed"])
-def test_what_was_never_measured_cannot_be_previewed(client: TestClient, journal: Journal, plans: list[Any]) -> None:
-    for plan in plans:
-        journal.record(plan_row(plan))
+def test_what_was_never_measured_cannot_be_previewed(client: TestClient, journal: Journal) -> None:
+    journal.record(plan_row(fixed_plan(50)))
     flushed(journal)
     assert error_of(client.post("/plan/preview", json={"mtbf_hours": 3}), 409)["code"] == "nothing_measured"
 

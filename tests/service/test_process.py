@@ -1,6 +1,5 @@
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,16 +12,12 @@ import pytest
 
 from cpsr.config import CPSRConfig
 from cpsr.service.process import ServiceProcess
+from cpsr.service.server import CHILD_NICENESS
+from tests.rank_processes import free_port
 from tests.service.journals import new_run
 
 WAIT_SECONDS = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+LARGEST_NICENESS = 19
 
 
 class EventLog:
@@ -70,12 +65,11 @@ def test_where_it_cannot_be_started_that_is_reported(tmp_path: Path, monkeypatch
 
 
 JOB = """
-import os, sys
-from tests.recovery.test_faults import Loop, config, life, loader
-from cpsr import CPSRRecovery
+import sys
 from pathlib import Path
-import time
-run_dir, port, ending = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+from cpsr import CPSRRecovery
+from tests.recovery.test_faults import Loop, config, loader
+run_dir, port = Path(sys.argv[1]), int(sys.argv[2])
 loop = Loop()
 service = {"enabled": True, "port": port}
 with CPSRRecovery(loop.adapter, config(run_dir, service=service)) as recovery:
@@ -92,17 +86,19 @@ with CPSRRecovery(loop.adapter, config(run_dir, service=service)) as recovery:
 @pytest.mark.parametrize("ending", ["clean", "killed"])
 def test_a_job_has_its_service_as_long_as_it_lives(tmp_path: Path, ending: str) -> None:
     port = free_port()
-    command = [sys.executable, "-c", JOB, str(tmp_path / "run"), str(port), ending]
+    command = [sys.executable, "-c", JOB, str(tmp_path / "run"), str(port)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     job = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert job.stdin is not None
     assert job.stdout is not None
     assert job.stdout.readline() == "five\n"
     (child,) = psutil.Process(job.pid).children()
+    lowest = min(psutil.Process().nice() + CHILD_NICENESS, LARGEST_NICENESS)
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
         try:
             assert httpx.get(f"http://127.0.0.1:{port}/plan").json()["interval_iterations"] == 3
+            assert child.nice() == lowest, "training goes first"
             break
         except (httpx.HTTPError, KeyError):
             assert time.monotonic() < deadline

@@ -1,9 +1,6 @@
 """The health of a run."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -52,14 +49,3 @@ def test_health_of_a_silent_job_depends_on_its_pace(tmp_path: Path, client: Test
     flushed(journal)
     ended = age(3000)
     assert (ended.status_code, ended.json()["life"]) == (200, "clean")
-
-
-def test_health_of_a_killed_job(tmp_path: Path, client: TestClient) -> None:
-    code = "import os, sys; from pathlib import Path; from cpsr.journal import Journal;"
-    code += "Journal.open(Path(sys.argv[1])).start_life('auto'); os.kill(os.getpid(), 9)"
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "journal.db")], timeout=60, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    response = client.get("/healthz")
-    assert response.status_code == 503
-    assert "was killed" in response.json()["reason"]
-    assert response.json()["life"] == "killed"

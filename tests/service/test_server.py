@@ -15,12 +15,11 @@ import pytest
 
 from cpsr.errors import ConfigError
 from cpsr.service.access import TOKEN_VARIABLE, Access
-from cpsr.service.server import CHILD_NICENESS, IDLE_SECONDS, bind
+from cpsr.service.server import IDLE_SECONDS, bind
 from tests.service.journals import error_of, new_run
 
 TOKEN = "c2VjcmV0LXNlY3JldC1zZWNyZXQ="
 WAIT_SECONDS = 30.0
-LARGEST_NICENESS = 19
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
@@ -100,23 +99,6 @@ def test_serve_beside_a_writing_trainer_until_sigterm(tmp_path: Path) -> None:
         assert (server.returncode, errors) == (0, "")
 
 
-def test_sigterm_finishes_requests(tmp_path: Path) -> None:
-    new_run(tmp_path)
-    with serving(tmp_path) as (server, url):
-        host, port = url.removeprefix("http://").split(":")
-        slow = socket.create_connection((host, int(port)))
-        slow.sendall(f"POST /plan/preview HTTP/1.1\r\nHost: {host}\r\nContent-Length: 17\r\n".encode())
-        slow.sendall(b'Content-Type: application/json\r\n\r\n{"mtbf_hours": 3')
-        time.sleep(0.2)
-        server.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        slow.sendall(b"}")
-        assert slow.recv(1000).startswith(b"HTTP/1.1 200"), "a request that was under way is answered"
-        slow.close()
-        _, errors = server.communicate(timeout=20)
-        assert (server.returncode, errors) == (0, "")
-
-
 def ended_after_seconds(connection: socket.socket) -> float:
     """How long the server keeps a connection."""
     began = time.monotonic()
@@ -154,24 +136,3 @@ def test_the_token_opens_and_stands_in_no_log(tmp_path: Path) -> None:
     assert TOKEN not in output + errors
     for file in tmp_path.iterdir():
         assert TOKEN.encode() not in file.read_bytes()
-
-
-def test_it_ends_with_the_process_that_it_belongs_to(tmp_path: Path) -> None:
-    new_run(tmp_path)
-    code = (
-        "import subprocess, sys, os, time;"
-        "child = subprocess.Popen([sys.executable, '-m', 'cpsr', 'serve', '--run-dir', sys.argv[1], '--port', '0',"
-        "'--parent', str(os.getpid())]); print(child.pid, flush=True); time.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    assert " on http" in parent.stdout.readline()
-    deadline = time.monotonic() + WAIT_SECONDS
-    lowest = min(os.getpriority(os.PRIO_PROCESS, 0) + CHILD_NICENESS, LARGEST_NICENESS)
-    while os.getpriority(os.PRIO_PROCESS, child) != lowest and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert os.getpriority(os.PRIO_PROCESS, child) == lowest, "training goes first"
-    parent.kill()
-    parent.wait(10)
-    assert parent.stdout.read() == "", "the pipe is closed once the child has ended as well"

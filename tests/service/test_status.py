@@ -97,16 +97,6 @@ def test_ettr_is_useful_time_over_wall_time_without_pauses(tmp_path: Path) -> No
     assert effective_time_ratio(path) == pytest.approx(10.0 / (20.0 + 50.0 + 1000.0 - 560.0), rel=0.05)
 
 
-def test_ettr_counts_no_iteration_that_the_run_has_not_trained(tmp_path: Path) -> None:
-    """Ten steps of a second in a thousand, from a user's checkpoint, and with another one that is loaded midway."""
-    life = LifeRow(life=0, mode="auto", pid=1, host="a", started_unix_seconds=0.0, ending="clean")
-    ended = replace(life, ended_unix_seconds=1000.0)
-    for name, first, second in (("later", 50_001, 50_006), ("jump", 1, 50_001), ("back", 50_001, 1)):
-        iterations = [*range(first, first + 5), *range(second, second + 5)]
-        _, found = open_run(tmp_path / name, [ended, *(step(0, iteration) for iteration in iterations)])
-        assert found == pytest.approx(0.005 if name == "back" else 0.01), name
-
-
 def open_run(path: Path, rows: Sequence[Any]) -> tuple[Path, float | None]:
     journal = Journal.open(path / "journal.db")
     journal.record(*rows)
@@ -129,15 +119,6 @@ def test_what_it_holds_of_this_machines_memory_is_shown_and_what_others_left(run
     assert others == "1 run whose directory is gone, or not in sight, left 4.0 MB of it as well: cpsr release --orphans"
     usage = json.loads(status(run_dir, "--json")[1])["memory"]
     assert (usage["bytes"] // 1_000_000, usage["orphaned_bytes"] // 1_000_000, usage["orphaned_runs"]) == (3, 4, 1)
-
-
-def test_a_run_without_a_plan_and_one_that_is_not_well(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal.db")
-    journal.start_life("auto")
-    journal.end_life("error")
-    journal.close()
-    code, output, _ = status(tmp_path)
-    assert (code, output.splitlines()) == (0, ["run: degraded: life 0 ended with an error, no step yet", "no plan yet"])
 
 
 def test_a_loop_that_is_not_restored_is_named_and_changes_the_exit_status(run_dir: Path) -> None:
