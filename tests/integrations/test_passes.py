@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
-from cpsr.errors import RecoveryError
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_passes import Dealing
 from cpsr.state.small_state import DataPosition
@@ -74,14 +73,3 @@ def test_what_is_known_of_a_loader(loading: dict[str, Any], samples: int | None,
     assert passes.one_order == one_order
     dealing = Dealing(1, 3 * samples, 7) if one_order and samples else None
     assert Dealing.of_loader(passes, 7) == dealing
-
-
-def test_a_pass_that_would_go_on_within_a_batch_is_refused() -> None:
-    stream = ResumableLoader(Passes(24, prepared(2)), DataPosition(), until_epoch=None)
-    assert [next(stream) for _ in range(3)] == [0, 1, 2]
-    position = replace(stream.saved_position(), resized=True)
-    with pytest.raises(RecoveryError, match="dealt 12 samples of pass 0, and a batch of all ranks has 8 now"):
-        ResumableLoader(Passes(12, prepared(4)), position, until_epoch=None)
-    unknown = Passes(48, prepared(1, seedable=False))
-    with pytest.raises(RecoveryError, match="use_seedable_sampler=True"):
-        ResumableLoader(unknown, position, until_epoch=None)

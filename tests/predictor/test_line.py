@@ -117,13 +117,3 @@ def test_measured_lags_change_the_setting_and_survive(make_history: MakeHistory)
     successor = LinePredictor()
     successor.load_state_dict(predictor.state_dict())
     assert successor.forecast(history, TARGET) == after
-
-
-def test_a_lag_of_a_part_of_the_state_is_that_share_of_the_whole_one(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    settings = LinePredictor().forecast(history, TARGET).settings
-    whole, part = LinePredictor(), LinePredictor()
-    whole.record({"settings": settings, "lag_iterations": 60.0, "standard_error_iterations": 8.0})
-    settings = {**settings, "lost_share": 0.25}
-    part.record({"settings": settings, "lag_iterations": 15.0, "standard_error_iterations": 2.0})
-    assert part.forecast(history, TARGET) == whole.forecast(history, TARGET)

@@ -14,7 +14,7 @@ from cpsr.predictor.guard import measure
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Head
-from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor, without_slices
+from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor, host_memory_bytes, without_slices
 from cpsr.state import codec
 
 UNTRAINED = collectives.Ranks(trains=False)
@@ -349,3 +349,8 @@ def test_ranks_apply_the_same_coefficients_as_one_would(make_history: MakeHistor
             assert row != pytest.approx(line.coefficients[name], rel=1e-2, abs=1e-2)
     shared = OPERATORS[3]
     assert forecasts[0].coefficients[shared] == pytest.approx(forecasts[1].coefficients[shared], rel=1e-5, abs=1e-6)
+
+
+def test_a_usual_model_stays_far_below_200_megabytes() -> None:
+    """What it takes is measured by the benchmark."""
+    assert host_memory_bytes(1000, 60, learns=False) < host_memory_bytes(1000, 60, learns=True) < 130_000_000

@@ -1,11 +1,14 @@
 """Runs of the small job that several tests compare with."""
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
+from cpsr.checkpoint.memory_owners import remove_memory_states
+from cpsr.checkpoint.run_directory import IDENTITY, run_id
 from tests.recovery.job import Ended, Job
 
 
@@ -23,8 +26,11 @@ class Killed(Protocol):
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path)
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    if (job.run_dir / IDENTITY).exists():
+        remove_memory_states(run_id(job.run_dir))
 
 
 @pytest.fixture(scope="session")

@@ -1,17 +1,14 @@
 """A run goes on with fewer ranks, and with more, in the middle of a pass over its data."""
 
 import itertools
-import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cpsr.checkpoint.manifest import file_name, step_name
-from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader
 from tests.recovery.elastic_worker import GLOBAL_BATCH
@@ -172,15 +169,6 @@ IN_MEMORY: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def freed(job: Job) -> Iterator[None]:
-    yield
-    identity = job.run_dir / "run.json"
-    if identity.exists():
-        remove_memory_states(json.loads(identity.read_text())["run_id"])
-
-
-@pytest.mark.usefixtures("freed")
 def test_what_is_left_in_host_memory_is_rescued(job: Job) -> None:
     options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["zero 2 bf16"]}
     killed = job.launch(ranks=2, iterations=9, fault="step:1:6", in_memory=5, **options)
@@ -195,7 +183,6 @@ def test_what_is_left_in_host_memory_is_rescued(job: Job) -> None:
     assert started["whole"] == expected.result()["ended"]["whole"]
 
 
-@pytest.mark.usefixtures("freed")
 def test_a_rescued_state_has_the_frozen_weights_of_a_checkpoint(job: Job) -> None:
     settings = {**IN_MEMORY, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
     options: dict[str, Any] = {"worker": WORKER, "settings": settings, **ENGINES["ddp"], **FROZEN}
@@ -211,7 +198,6 @@ def test_a_rescued_state_has_the_frozen_weights_of_a_checkpoint(job: Job) -> Non
     assert verify_run(job.run_dir) == []
 
 
-@pytest.mark.usefixtures("freed")
 def test_where_all_ranks_hold_the_same_one_survivor_is_enough(job: Job) -> None:
     options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["ddp"]}
     killed = job.launch(ranks=2, iterations=9, fault="step:1:6", nodes=["here", "gone"], **options)
@@ -222,7 +208,6 @@ def test_where_all_ranks_hold_the_same_one_survivor_is_enough(job: Job) -> None:
     assert back.result()["started"]["iteration"] in (5, 6)
 
 
-@pytest.mark.usefixtures("freed")
 def test_the_dump_of_a_survivor_is_rescued(job: Job) -> None:
     settings = {**ELASTIC, "checkpoint": {"interval_iterations": 4, "shared_memory": True}}
     options: dict[str, Any] = {"worker": WORKER, **ENGINES["ddp"], **FROZEN}

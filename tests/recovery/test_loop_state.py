@@ -82,28 +82,6 @@ class Scaled(Loop):
         return self.kept.get_scale()
 
 
-class Scheduled(Loop):
-    """A schedule by the step."""
-
-    argument = "scheduler"
-
-    def made(self) -> Any:
-        return torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=40)
-
-    def after_step(self) -> None:
-        self.kept.step()
-
-
-class ScheduledByEpoch(Loop):
-    """A schedule by the pass."""
-
-    def made(self) -> Any:
-        return torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
-
-    def after_epoch(self) -> None:
-        self.kept.step()
-
-
 class Averaged(Loop):
     """torch's average of the weights."""
 
@@ -131,8 +109,6 @@ class Drawing(Loop):
 LOOPS = {
     "nothing": Loop,
     "scaler": Scaled,
-    "schedule": Scheduled,
-    "schedule by epoch": ScheduledByEpoch,
     "average": Averaged,
     "draws": Drawing,
 }
@@ -213,8 +189,6 @@ OWN = "from recovery.epoch"
 AT_THE_END_OF_A_PASS: dict[str, Any] = {"at": 23, "committed": 20, "own_epochs": OWN}
 CASES: dict[str, dict[str, Any]] = {
     "scaler": {"given": "adapter"},
-    "schedule": {"given": "register"},
-    "schedule by epoch": {"given": "register", **AT_THE_END_OF_A_PASS},
     "average": {"given": "register"},
     "draws": AT_THE_END_OF_A_PASS,
     "nothing, in the middle of an accumulation": {"at": 40, "accumulate": 3},

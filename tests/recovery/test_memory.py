@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,6 @@ from tests.recovery.test_faults import CrashError, Loop, config, loader, train
 
 KILLED = -signal.SIGKILL
 IN_MEMORY = {"checkpoint": {"shared_memory": True}}
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
-    yield job
-    remove_memory_states(run_id(job))
 
 
 def run_id(job: Job) -> str:

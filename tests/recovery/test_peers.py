@@ -30,28 +30,6 @@ def test_the_state_of_a_lost_machine_comes_back_from_another(
     assert [path for path in (tmp_path / "memory").rglob("*") if path.is_file()] == []  # a clean end leaves nothing
 
 
-def test_a_window_of_a_lost_machine_comes_back_from_another_and_again_before_the_next_one_is_whole(
-    job: Job, uninterrupted: Uninterrupted, tmp_path: Path
-) -> None:
-    """Windows begin at 1, 7 and 13. Which of the first two the peers have in full when rank 0 ends is left open."""
-    settings = {
-        "checkpoint": {"shared_memory": True, "interval_iterations": 1000},
-        "replay": {"enabled": True, "window_iterations": 6},
-    }
-    killed = job.launch(fault="step:0:15", in_memory=1, settings=settings, survivor_seconds=1.0, nodes=["a", "b"])
-    assert KILLED in killed.statuses
-    shutil.rmtree(tmp_path / "memory" / "b")
-    again = job.launch(fault="step:0:8", in_memory=1, settings=settings, survivor_seconds=1.0, nodes=["a", "c"])
-    assert KILLED in again.statuses
-    (first,) = {iteration for _, iteration in sources(job)}
-    shutil.rmtree(tmp_path / "memory" / "c")
-    back = job.launch(settings=settings, nodes=["a", "d"])
-    back.require_rest_of(uninterrupted(), first)
-    assert (sources(job), scopes(job)) == ([("memory", first)] * 2, ["machine"] * 2)
-    assert "window" in back.result()["started"]["reason"]
-    assert [path for path in (tmp_path / "memory").rglob("*") if path.is_file()] == []
-
-
 def test_two_ranks_lose_their_storage_after_a_kill(job: Job, uninterrupted: Uninterrupted) -> None:
     settings = {"checkpoint": {"target": f"file://{job.directory}/target"}}
     job.launch(settings=settings, iterations=12)  # its end waits for the copy

@@ -1,18 +1,13 @@
 """FSDP2 and tensor parallelism: killed, and back from the disk, from memory, from dumps and by prediction."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
-from cpsr.journal import JournalReader
 from tests.device import cpu_only
 from tests.recovery.job import RANKS, Ended, Job
+from tests.recovery.test_memory import sources
 
 pytestmark = cpu_only("FSDP2 and tensor parallelism are not tried over gloo with CUDA tensors")
 
@@ -20,19 +15,6 @@ CHECKPOINT, FAILURE = 20, 22
 KILLED = [-signal.SIGKILL] * RANKS
 IN_MEMORY = {"checkpoint": {"shared_memory": True}}
 WORKER: dict[str, Any] = {"worker": "tests.recovery.elastic_worker", "batch_size": 6, "dropout": 0.1}
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
-    yield job
-    remove_memory_states(run_id(job.run_dir))
-
-
-def sources(job: Job) -> list[tuple[str, int]]:
-    """Of the newest recovery: where each rank's state came from."""
-    with JournalReader(job.run_dir / "journal.db") as reader:
-        return [(source.source, source.iteration) for source in reader.recoveries()[-1].sources]
 
 
 def assert_as_if_nothing_had_happened(back: Ended, job: Job, options: dict[str, Any], at: int) -> None:
