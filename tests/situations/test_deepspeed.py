@@ -1,18 +1,6 @@
 """Under DeepSpeed: state beside the tensors, other hyperparameters, a foreign optimizer, SIGTERM of one stage."""
 
 import json
-from pathlib import Path
-from typing import Any
-
-import deepspeed
-import torch
-from torch import nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
-
-from cpsr import CPSRRecovery
-from tests.situations.lives import Life, alone_and_cut, digest, live
-from tests.situations.test_state_of_any_layout import Amax, Bank
 import signal
 from pathlib import Path
 from typing import Any
@@ -22,11 +10,13 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery
 from cpsr.journal import JournalReader
-from tests.situations.lives import Life, alone_and_cut, digest
+from tests.situations.lives import Life, alone_and_cut, digest, live
+from tests.situations.test_state_of_any_layout import Amax, Bank
 
 WIDTH = 16
 
