@@ -245,7 +245,6 @@ def test_mode_exact_takes_no_snapshot_with_older_experts(tmp_path: Path) -> None
 
 
 STAGED_RANKS = 4
-CHECKPOINT, FAILURE = 20, 22
 STAGED: dict[str, Any] = {"ranks": STAGED_RANKS, "stages": 2, "micro_batches": 2, "expert_parallel": 2, "zero": 0}
 
 
