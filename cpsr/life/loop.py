@@ -18,7 +18,7 @@ from cpsr.journal import RankJournal, StepRow
 from cpsr.life.drawn_batches import DrawWarnings
 from cpsr.life.events import EventCallbacks
 from cpsr.life.run_state import RunState
-from cpsr.planner.plan import Plan, Schedule, Situation
+from cpsr.planner.plan import Plan, Situation
 from cpsr.ranks.group import Group
 from cpsr.restart.prediction import LossFunction, Probes
 from cpsr.state.losses import LossRecorder, Step
@@ -254,8 +254,7 @@ class Steps:
 
     def situation(self, iteration: int, peak_learning_rate: float, plan: Plan) -> Situation:
         """The planner's view of the training now."""
-        schedule = Schedule(iteration, self.learning_rate, peak_learning_rate)
-        return Situation(schedule, self.median_seconds, plan)
+        return Situation(iteration, self.learning_rate, peak_learning_rate, self.median_seconds, plan)
 
     def flush(self, *, wait: bool) -> None:
         """Forward the losses that have arrived; at the end of a life wait for the others."""

@@ -7,7 +7,7 @@ from typing import Any
 from cpsr.journal import PlanRow
 from cpsr.planner.inputs import Mode
 
-__all__ = ["Plan", "Schedule", "Situation", "exact_price", "fixed_plan", "predicted_price"]
+__all__ = ["Plan", "Situation", "exact_price", "fixed_plan", "predicted_price"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +49,20 @@ def fixed_plan(interval_iterations: int) -> Plan:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Progress of the training, as far as the expected end cost depends on it.
+class Situation:
+    """The training when its thread asks for a plan.
 
     Attributes:
         iteration: completed steps.
         learning_rate: of the next one.
         peak_learning_rate: largest so far.
+        iteration_seconds: median of the newest iterations.
+        plan: the current one.
     """
 
     iteration: int
     learning_rate: float
     peak_learning_rate: float
-
-
-@dataclass(frozen=True)
-class Situation:
-    """The state of the training thread when it asks for a plan.
-
-    Attributes:
-        schedule: progress of the training.
-        iteration_seconds: median of the newest iterations.
-        plan: the current one.
-    """
-
-    schedule: Schedule
     iteration_seconds: float
     plan: Plan
 

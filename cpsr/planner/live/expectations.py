@@ -17,7 +17,7 @@ from cpsr.fitter.accuracy import AccuracyCurve, fit_accuracy
 from cpsr.fitter.failures import FailureClasses, FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.journal import JournalReader, RecoveryRow, ReportedFailure
-from cpsr.planner.plan import Schedule
+from cpsr.planner.plan import Situation
 from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
 from cpsr.predictor.checkpoint_series import TYPICAL_STRAIGHTNESS
@@ -184,12 +184,12 @@ def _accuracy(accuracy: Sequence[Mapping[str, Any]]) -> AccuracyCurve | None:
 
 
 def expected_costs(
-    schedule: Schedule, kept: Retention, straightness: float | None = None, lost: float = 1.0
+    situation: Situation, kept: Retention, straightness: float | None = None, lost: float = 1.0
 ) -> tuple[EndCostCurve, int] | None:
     """The line through the end costs that the prior expects, and the longest interval to predict from.
 
     Args:
-        schedule: progress of the run.
+        situation: progress of the run.
         kept: how much history is kept.
         straightness: of the run's own path; None takes the typical one.
         lost: share of the state that a failure is expected to lose.
@@ -203,7 +203,7 @@ def expected_costs(
     longest = 0
     for interval in INTERVALS_ITERATIONS:
         horizons = [max(1, round(share * interval)) for share in HORIZON_SHARES]
-        found = [_expected(schedule, kept, interval, horizon, straight) for horizon in horizons]
+        found = [_expected(situation, kept, interval, horizon, straight) for horizon in horizons]
         possible = [(horizon, one) for horizon, one in zip(horizons, found, strict=True) if one is not None]
         if len(possible) < len(horizons):
             break
@@ -225,16 +225,18 @@ def expected_costs(
     return EndCostCurve.with_independent_prior(coefficients.tolist(), errors, scatter, source), longest
 
 
-def _expected(schedule: Schedule, kept: Retention, interval: int, horizon: int, straightness: float) -> Expected | None:
+def _expected(
+    situation: Situation, kept: Retention, interval: int, horizon: int, straightness: float
+) -> Expected | None:
     """Expected end cost with this checkpoint interval, the newest checkpoint now, at the current learning rate."""
-    count = min(kept.history_checkpoints(interval), schedule.iteration // interval + 1)
-    rate = schedule.learning_rate
+    count = min(kept.history_checkpoints(interval), situation.iteration // interval + 1)
+    rate = situation.learning_rate
     points = [
         HistoryEntry(iteration, rate * iteration, rate)
-        for iteration in range(schedule.iteration - (count - 1) * interval, schedule.iteration + 1, interval)
+        for iteration in range(situation.iteration - (count - 1) * interval, situation.iteration + 1, interval)
     ]
-    failure = schedule.iteration + horizon
-    target = Target(failure, rate * failure, schedule.peak_learning_rate)
+    failure = situation.iteration + horizon
+    target = Target(failure, rate * failure, situation.peak_learning_rate)
     # Without the run's measurements, which are added later.
     found = LinePredictor().expected(points, target, straightness)
     return None if isinstance(found, str) else found

@@ -238,7 +238,7 @@ class JobPlanner:
         try:
             reported = reported_failures(run_dir)
             with JournalReader(run_dir / "journal.db") as reader:
-                iteration = situation.schedule.iteration
+                iteration = situation.iteration
                 curves = fit_curves(reader, accuracy, iteration, self._config, reported)
         except JournalError as error:
             logger.warning("the planner cannot read the journal now, and keeps its curves: %s", error)
@@ -261,12 +261,12 @@ class JobPlanner:
         if self._override != self._planned_override:
             self._planned_override = self._override
             kind = "override ended" if self._override is None else "override"
-            journal.event(kind, override_message(self._override), situation.schedule.iteration)
+            journal.event(kind, override_message(self._override), situation.iteration)
 
     def _end_costs(self, situation: Situation) -> tuple[EndCostCurve | None, int | None]:
         """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
         curves = self._curves
-        expected = expected_costs(situation.schedule, Retention(), self._path_straightness, curves.lost_share)
+        expected = expected_costs(situation, Retention(), self._path_straightness, curves.lost_share)
         if self._config.mode == "exact" or expected is None:
             return None, None
         curve, longest = expected

@@ -23,7 +23,7 @@ from cpsr.journal import (
 )
 from cpsr.planner.live import job_planner
 from cpsr.planner.live.job_planner import JobPlanner
-from cpsr.planner.plan import Plan, Schedule, Situation
+from cpsr.planner.plan import Plan, Situation
 from cpsr.ranks.group import Group
 from tests.planner.live.test_expectations import ACCURACY
 
@@ -55,7 +55,7 @@ def saved(iteration: int, moment: float | None = 1.0, stall_seconds: float = 0.0
 
 
 def situation(iteration: int, plan: Plan) -> Situation:
-    return Situation(Schedule(iteration, 1e-3, 1e-3), 0.1, plan)
+    return Situation(iteration, 1e-3, 1e-3, 0.1, plan)
 
 
 def step(iteration: int) -> StepRow:
@@ -329,9 +329,8 @@ from pathlib import Path
 import numpy, torch
 from cpsr.config import CPSRConfig
 from cpsr.ranks.group import Group
-from cpsr.planner.plan import Schedule
 from cpsr.planner.live.job_planner import JobPlanner
-from cpsr.planner.plan import Schedule, Situation
+from cpsr.planner.plan import Situation
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.journal import StepRow, open_journal
 run_dir = Path({str(tmp_path)!r})
@@ -344,7 +343,7 @@ planner = JobPlanner(CPSRConfig.load({{"run_dir": run_dir}}), 0, 1, 0.0, list, l
 planner.start(run_dir, journal)
 assert not {{"scipy.optimize", "sklearn"}} & set(sys.modules)  # the first step of a life would wait for it
 planner.note(SaveOutcome(100, "committed", "", 100, 0.1, 0.1, 0.02, 1.0))
-planner.consider(Situation(Schedule(400, 1e-3, 1e-3), 0.1, planner.first_plan({{}})))
+planner.consider(Situation(400, 1e-3, 1e-3, 0.1, planner.first_plan({{}})))
 until = time.monotonic() + {WAIT_SECONDS}
 while planner.proposal() is None and time.monotonic() < until:
     time.sleep(0.01)

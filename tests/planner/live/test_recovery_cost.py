@@ -7,16 +7,19 @@ import pytest
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.journal import RecoveryRow
 from cpsr.planner.live.expectations import _measured_costs, expected_costs
-from cpsr.planner.plan import Schedule
+from cpsr.planner.plan import Situation, fixed_plan
 from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
 CONTEXT = {"context": {"interval_iterations": 50.0}}
 
 
+def at(iteration: int) -> Situation:
+    return Situation(iteration, 5e-4, 1e-3, 0.1, fixed_plan(50))
+
+
 def test_the_line_follows_what_the_prior_expects() -> None:
-    schedule = Schedule(1500, 5e-4, 1e-3)
-    found = expected_costs(schedule, Retention())
+    found = expected_costs(at(1500), Retention())
     assert found is not None
     curve, longest = found
     assert longest == 200, "400 iterations of history hold three checkpoints up to there"
@@ -29,7 +32,7 @@ def test_the_line_follows_what_the_prior_expects() -> None:
 
 def costs(*, straightness: float | None = None, lost: float = 1.0) -> tuple[Any, str]:
     """Of a failure 40 iterations after a checkpoint, at an interval of 50; and where the curve comes from."""
-    found = expected_costs(Schedule(1500, 5e-4, 1e-3), Retention(), straightness, lost)
+    found = expected_costs(at(1500), Retention(), straightness, lost)
     assert found is not None
     return found[0].end_cost_iterations(numpy.array([40.0]), 50.0)[0], found[0].source
 
@@ -49,7 +52,7 @@ def test_a_part_of_the_state_costs_its_share() -> None:
 
 @pytest.mark.parametrize("iteration", [0, 15])
 def test_a_run_with_too_few_checkpoints_has_no_curve(iteration: int) -> None:
-    assert expected_costs(Schedule(iteration, 1e-3, 1e-3), Retention()) is None
+    assert expected_costs(at(iteration), Retention()) is None
 
 
 def recovery(**changes: Any) -> RecoveryRow:
