@@ -1,8 +1,10 @@
-"""The recovery benchmark on the terminal, and as plain data."""
+"""The recovery benchmark on the terminal, in a picture, and as plain data."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from cpsr.benchmarks.harness.measurement import Measurement, verdict
 from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
@@ -13,7 +15,7 @@ from cpsr.benchmarks.recovery.result import MIN_SEEDS, Group, GroupMean, Mean, d
 from cpsr.benchmarks.recovery.selection import Selection
 from cpsr.fitter.end_cost import IterationWorth
 
-__all__ = ["show", "to_json"]
+__all__ = ["draw", "show", "to_json"]
 
 END_COST_AIM = 0.2  # mean end cost over the grid, in horizons, on workloads that the prior was fitted to
 
@@ -92,6 +94,24 @@ def _against(outcomes: Sequence[Outcome], method: str) -> dict[str, Mean]:
     """A method beside the line, and beside recomputing and moving as far, paired by failure."""
     found = {other: differences(outcomes, method, other) for other in (MOVED, LINE) if other != method}
     return {other: mean_of(samples) for other, samples in found.items() if samples}
+
+
+def draw(selection: Selection, means: Means) -> Figure:
+    """Mean end cost over the horizon by stage of the training: one panel for each lost part."""
+    figure = Figure(figsize=(11, 1.0 + 3.2 * len(selection.lost)), layout="constrained")
+    for axes, lost in zip(figure.subplots(len(selection.lost), squeeze=False)[:, 0], selection.lost, strict=True):
+        for number, method in enumerate(selection.methods):
+            found = [means.get(Group(method, lost, fraction=fraction)) for fraction in selection.fractions]
+            bars = [(place, one.end_cost) for place, one in enumerate(found) if one is not None]
+            places = [place + 0.7 * ((number + 0.5) / len(selection.methods) - 0.5) for place, _ in bars]
+            errors = [0.0 if mean.high is None else mean.high - mean.value for _, mean in bars]
+            axes.errorbar(places, [mean.value for _, mean in bars], errors, fmt="o", label=method)
+        axes.axhline(1, color="black", lw=0.9, ls="--")
+        axes.set_xticks(range(len(selection.fractions)), [f"at {share:.0%}" for share in selection.fractions])
+        axes.set_ylabel("end cost / u")
+        axes.set_title(f"lost: {lost}; dashed: recomputing", loc="left", fontsize=10)
+    figure.axes[0].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    return figure
 
 
 def to_json(

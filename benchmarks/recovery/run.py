@@ -10,7 +10,7 @@ from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.ending import worths
 from cpsr.benchmarks.recovery.grid import Point, points
 from cpsr.benchmarks.recovery.measure import Outcome, outcomes_at
-from cpsr.benchmarks.recovery.report import show, to_json
+from cpsr.benchmarks.recovery.report import draw, show, to_json
 from cpsr.benchmarks.recovery.result import summarise
 from cpsr.benchmarks.recovery.selection import Selection
 from cpsr.benchmarks.recovery.trajectory import Run
@@ -25,7 +25,7 @@ CACHE = Path("runs/bench-recovery")
 def main(
     selection: Selection, cache: Path | None = None, json_path: Path | None = None, workers: int | None = None
 ) -> None:
-    """Train what is missing in the cache, measure what is missing of the points, print and write.
+    """Train what is missing in the cache, measure what is missing of the points, print, draw and write.
 
     Raises:
         CPSRError: the cache is damaged, or the machine does not compute the same twice.
@@ -54,6 +54,8 @@ def main(
         means = summarise(selection, outcomes)
         show(call, selection, means, outcomes, worth)
         call.leave(to_json(selection, means, outcomes, worth))
+        if json_path is not None:
+            draw(selection, means).savefig(json_path.with_suffix(".png"), dpi=110)
 
 
 def train(runs: Sequence[Run], workers: Workers, progress: Progress) -> Mapping[str, IterationWorth]:

@@ -70,6 +70,7 @@ def test_a_call_leaves_figures_and_a_finished_one_measures_nothing_again(
     assert {mean["group"]["method"] for mean in report["means"]} == set(METHODS)
     assert {method: len(of) for method, of in report["failures"][SHORT.name].items()} == dict.fromkeys(METHODS, 1)
     assert report["worths"][SHORT.name]["nats"] > 0
+    assert (tmp_path / "first.png").stat().st_size > 0
     monkeypatch.setattr(measure, "form", None)  # calling it would raise
     main(one, tmp_path / "cache", tmp_path / "second.json", 1)
     assert measured(tmp_path / "first.json") == measured(tmp_path / "second.json")
