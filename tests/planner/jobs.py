@@ -134,7 +134,7 @@ def any_job(draw: st.DrawFn) -> PlannerInputs:
         iteration_seconds=draw(USUAL),
         stall_seconds=draw(ANY),
         persist_seconds=draw(ANY),
-        failures_per_second=draw(st.floats(0.0, 1e3)),
+        failures_per_second=draw(st.just(0.0) | st.floats(1e-15, 1e3)),
         recovery=draw(st.none() | st.builds(end_cost, *[st.floats(-1e3, 1e3)] * 3)),
         restart_seconds=draw(ANY),
         predict_seconds=draw(ANY),
