@@ -1,6 +1,7 @@
 """The training-loss curve, fitted online: how fast the loss falls now, and how much single losses scatter."""
 
 import importlib
+import math
 import random
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,8 +19,7 @@ POINTS_MIN = 10
 OLDEST_SHARE = 0.5
 # At most this many bins are fitted: a line gains nothing from more, and the fit stays short.
 BINS_MAX = 256
-# Standard deviation of a Gaussian over the median of its absolute values.
-GAUSSIAN_MAD = 1.4826
+BAND_SHARE = 0.95  # of single losses
 # Huber's constant: 95% as efficient as least squares on Gaussian noise, and deaf to spikes.
 HUBER_EPSILON = 1.35
 HUBER_ITERATIONS = 1000
@@ -46,7 +46,7 @@ class LossFit:
     Attributes:
         alpha1_per_iteration: zero where the loss stands still, negative where it rises.
         alpha2: logarithm of the loss at iteration 0.
-        noise_nats: standard deviation of single losses about the curve, without spikes.
+        band_nats: half the width of the band about the curve that holds 95% of single losses.
         first_iteration: of the fitted losses.
         last_iteration: of the fitted losses.
         points: number of them.
@@ -54,7 +54,7 @@ class LossFit:
 
     alpha1_per_iteration: float
     alpha2: float
-    noise_nats: float
+    band_nats: float
     first_iteration: int
     last_iteration: int
     points: int
@@ -91,8 +91,10 @@ def fit_loss(iterations: ArrayLike, losses: ArrayLike) -> LossFit:
     slope, level = robust_line((binned - end) / width, numpy.log(medians))
     alpha1 = -slope / width
     alpha2 = level + alpha1 * end
-    noise = GAUSSIAN_MAD * float(numpy.median(numpy.abs(values - numpy.exp(alpha2 - alpha1 * places))))
-    return LossFit(alpha1, alpha2, noise, int(places[0]), int(end), len(places))
+    count, off = len(places), numpy.abs(values - numpy.exp(alpha2 - alpha1 * places))
+    # Squares about a line of two coefficients: 1 - 2 / count of the noise where it was fitted, 1 + 2 / count elsewhere.
+    band = math.sqrt((count + 2) / (count - 2)) * float(numpy.quantile(off, BAND_SHARE, method="higher"))
+    return LossFit(alpha1, alpha2, band, int(places[0]), int(end), count)
 
 
 def robust_line(places: Array, values: Array) -> tuple[float, float]:

@@ -230,7 +230,7 @@ def _disk_and_user(inputs: PlannerInputs, limits: Limits) -> Bounds:
     persist = inputs.persist_seconds / inputs.iteration_seconds
     if persist <= low:
         return Bounds(low, high)
-    shortest = math.ceil(persist)
+    shortest = math.ceil(min(persist, ITERATIONS_MAX))
     if shortest <= high:
         return Bounds(shortest, high, "persist", "maximum")
     note = f"a checkpoint is durable after {persist} iterations: an interval of {high} at most cannot be kept"

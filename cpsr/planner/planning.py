@@ -117,7 +117,7 @@ def make_plan(
     chosen = min(possible, key=lambda one: (one.cost_per_second, one.mode == "predict"))
     if recovery_mode == "predict" and chosen.mode == "recompute":
         notes.append("prediction is not possible at any allowed interval; failures are recomputed")
-    explanation = _explanation(job, limits, policy, chosen, by_mode, rules, notes)
+    explanation = _explanation(job, limits, policy, recovery_mode, chosen, by_mode, rules, notes)
     return Plan(chosen.interval_iterations, policy, explanation, chosen.mode, chosen.memory_interval_iterations)
 
 
@@ -215,7 +215,12 @@ def _goes_back(job: PlannerInputs, chosen: Optimum, scope: FailureScope) -> tupl
     Source: the ladder of docs/tiers.md; a restart takes its steps in the same order (`cpsr.restart.choice`).
     """
     costs, disk = Costs(job), _array(chosen.interval_iterations)
-    from_disk = "predicted" if chosen.mode == "predict" else "disk", float(costs.recovery_seconds(disk, chosen.mode)[0])
+    recomputed = float(costs.recovery_seconds(disk, "recompute")[0])
+    from_disk = "disk", recomputed
+    if chosen.mode == "predict":
+        predicted = float(costs.recovery_seconds(disk, "predict")[0])
+        if math.isfinite(predicted):  # else no life lasts until a checkpoint is durable
+            from_disk = "predicted", predicted
     memory, snapshots, every = job.memory, costs.snapshots, chosen.memory_interval_iterations
     if memory is None or snapshots is None or every is None:
         return from_disk
@@ -228,7 +233,7 @@ def _goes_back(job: PlannerInputs, chosen: Optimum, scope: FailureScope) -> tupl
     if not memory.window:
         return place, seconds
     # A window may be longer than the interval of the disk.
-    return ("window", seconds) if seconds <= float(costs.recovery_seconds(disk, "recompute")[0]) else from_disk
+    return ("window", seconds) if seconds <= recomputed else from_disk
 
 
 def _deviation_iterations(job: PlannerInputs, horizon: float, interval: float) -> float:
@@ -245,13 +250,16 @@ def _explanation(
     job: PlannerInputs,
     limits: Limits,
     policy: str,
+    recovery_mode: RecoveryMode,
     chosen: Optimum,
     by_mode: Mapping[Mode, Optimum | None],
     rules: Mapping[str, Rule],
     notes: Sequence[str],
 ) -> dict[str, Any]:
     classes = job.classes or _ALL
-    back = {scope: _goes_back(job, chosen, scope) for scope in classes}
+    # Mode `predict` predicts before it takes what is in memory.
+    found = replace(job, memory=None) if recovery_mode == "predict" and chosen.mode == "predict" else job
+    back = {scope: _goes_back(found, chosen, scope) for scope in classes}
     bounds = {name: value for name, value in vars(chosen.bounds).items() if name != "notes"}
     return {
         "rule": RULES.get(policy, policy),
@@ -261,7 +269,7 @@ def _explanation(
         "bounds": {**bounds, **vars(limits)},
         "inputs": _inputs(job),
         "expected": _expected(job, chosen, back),
-        "classes": {scope: _class(job, classes[scope], *found) for scope, found in back.items()},
+        "classes": {scope: _class(job, classes[scope], *way) for scope, way in back.items()},
         "modes": {mode: _option(job, best) for mode, best in by_mode.items()},
         "rivals": {name: _rival(job, name, rule) for name, rule in rules.items()},
         "notes": [note for note in (*notes, *chosen.bounds.notes) if note],

@@ -38,7 +38,7 @@ def test_an_exact_exponential_gives_its_own_coefficients() -> None:
     fit = fit_loss(places, numpy.exp(1.3 - 5e-4 * places))
     assert fit.alpha1_per_iteration == pytest.approx(5e-4)
     assert fit.alpha2 == pytest.approx(1.3)
-    assert fit.noise_nats < 1e-6
+    assert fit.band_nats < 1e-6
 
 
 def test_a_loss_that_stands_still_or_rises_says_so() -> None:
@@ -55,7 +55,7 @@ def test_spikes_move_the_forecast_by_less_than_the_noise() -> None:
     spiked[numpy.random.default_rng(2).choice(600, 18, replace=False)] += 10.0
     fit, ahead = fit_loss(places, spiked), numpy.arange(601.0, 721)
     assert numpy.abs(fit.at(ahead) - curve(ahead)).max() < NOISE
-    assert fit.noise_nats == pytest.approx(NOISE, rel=0.2)
+    assert fit.band_nats == pytest.approx(2 * NOISE, rel=0.2)
 
 
 def test_a_real_run_is_forecast_better_than_by_all_its_losses() -> None:
@@ -80,7 +80,25 @@ def test_a_million_losses_are_fitted_as_few_are() -> None:
     assert (fit.first_iteration, fit.last_iteration, fit.points) == (500_001, 1_000_000, 500_000)
     assert fit.at(1_200_000) == pytest.approx(math.exp(0.9), abs=0.01)
     # Of single losses, not of the bins' medians.
-    assert fit.noise_nats == pytest.approx(NOISE, rel=0.1)
+    assert fit.band_nats == pytest.approx(2 * NOISE, rel=0.1)
+
+
+@pytest.mark.parametrize(("count", "share"), [(10, 0.88), (20, 0.88), (40, 0.93), (1000, 0.94)])
+def test_the_band_holds_other_losses_than_those_of_the_fit(count: int, share: float) -> None:
+    held = []
+    for seed in range(60):
+        fit = fit_loss(numpy.arange(1.0, count + 1), drawn(numpy.arange(1.0, count + 1), seed))
+        others = numpy.repeat(numpy.arange(fit.first_iteration, count + 1.0), 10)
+        held.append(numpy.mean(numpy.abs(drawn(others, 1000 + seed) - fit.at(others)) <= fit.band_nats))
+    assert share <= numpy.mean(held) <= 0.98
+
+
+def test_the_band_of_a_real_run_holds_its_losses_from_the_beginning() -> None:
+    iterations, losses = real_run()
+    for count in (20, 60, 150, 300, 600):
+        fit = fit_loss(iterations[:count], losses[:count])
+        fitted = slice(count - fit.points, count)
+        assert numpy.mean(numpy.abs(losses[fitted] - fit.at(iterations[fitted])) <= fit.band_nats) >= 0.9
 
 
 def plain(fit: LossFit) -> dict[str, object]:

@@ -1,6 +1,8 @@
+import pytest
 from hypothesis import given
 
-from cpsr.planner.inputs import Bounds, Limits, PlannerInputs, bounds_of
+from cpsr.planner.inputs import ITERATIONS_MAX, Bounds, Limits, PlannerInputs, bounds_of
+from cpsr.planner.planning import make_plan, policy_names
 from tests.planner.jobs import ANY, JOB, USUAL, end_cost, job, limits
 
 
@@ -18,6 +20,12 @@ def test_the_predictor_bounds_prediction_only() -> None:
     assert bounds_of(JOB, known, "recompute") == Bounds(10, 500)
 
 
+@pytest.mark.parametrize("fields", [{"persist_seconds": 1e300}, {"iteration_seconds": 1e-300}])
+def test_absurd_times_have_a_plan(fields: dict[str, float]) -> None:
+    for policy in policy_names():
+        assert make_plan(job(**fields), Limits(10, 500), policy).interval_iterations == ITERATIONS_MAX
+
+
 @given(ANY, USUAL, limits())
 def test_every_bound_can_be_kept(persist: float, iteration: float, allowed: Limits) -> None:
     inputs = PlannerInputs(iteration, 1.0, persist, 1e-5)
@@ -27,4 +35,4 @@ def test_every_bound_can_be_kept(persist: float, iteration: float, allowed: Limi
             assert mode == "predict"
             continue
         assert 1 <= found.minimum_iterations <= found.maximum_iterations
-        assert found.minimum_iterations >= persist / iteration
+        assert found.minimum_iterations >= min(persist / iteration, ITERATIONS_MAX)

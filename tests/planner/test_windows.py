@@ -1,5 +1,6 @@
 """What failures go back to by a plan, where windows are replayed."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -67,3 +68,23 @@ def test_what_goes_back_to_the_disk_is_predicted_where_the_plan_predicts() -> No
     plan = make_plan(windowed(8, recovery=end_cost(-500.0, 0.01)), Limits(10, 500, 500))
     assert plan.mode == "predict"
     assert [back_to(plan, scope)[0] for scope in ("process", "everything")] == ["window", "predicted"]
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_mode_predict_goes_back_to_no_memory(window: bool) -> None:
+    """As a restart, which predicts from the disk before it takes what is in memory."""
+    inputs = windowed(8, 1.0, recovery=end_cost(-500.0, 0.01))
+    inputs = replace(inputs, memory=MemoryTier(0.0, 8, 1.0, window=window))
+    plan = make_plan(inputs, Limits(10, 500, 500), recovery_mode="predict")
+    alone = make_plan(replace(inputs, memory=None), Limits(plan.interval_iterations, plan.interval_iterations))
+    for scope in SHARES:
+        assert back_to(plan, scope) == back_to(alone, scope)
+        assert back_to(plan, scope)[0] == "predicted"
+    assert plan.memory_interval_iterations == 8
+
+
+def test_nothing_is_predicted_where_no_life_lasts_until_a_checkpoint_is_durable() -> None:
+    frequent = job(1e-5, recovery=end_cost(0.0, 0.1), persist_seconds=100.0)
+    place, iterations = back_to(make_plan(frequent, Limits(200, 500, 500), recovery_mode="predict"), "everything")
+    assert place == "disk"
+    assert math.isfinite(iterations)

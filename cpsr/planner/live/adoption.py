@@ -112,7 +112,9 @@ def planned(job: PlannerInputs, limits: Limits, config: CPSRConfig, override: Pl
 
 
 def differs(plan: Plan, current: Plan) -> bool:
-    """Whether a plan is worth adopting in place of the current one."""
+    """Whether a plan is worth adopting in place of the current one; so is the first that rests on measurements."""
+    if plan.mode != current.mode or "expected" not in current.explanation:
+        return True
     interval, before = plan.interval_iterations, current.interval_iterations
     if abs(interval - before) > REPLAN_FRACTION * before:
         return True

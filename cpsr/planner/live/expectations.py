@@ -44,7 +44,6 @@ SAME_FAILURE_SECONDS = 600.0
 LOSSES_MAX = 20_000
 # Points of a fitted loss curve, for plots: a falling curve needs no more, and a fit stays a few kilobytes.
 CURVE_POINTS = 65
-BAND_DEVIATIONS = 1.96  # of a Gaussian: 95%
 # Intervals at which the prior is evaluated, in iterations: it is smooth between them.
 INTERVALS_ITERATIONS = (10, 20, 35, 50, 75, 100, 150, 200, 300, 500)
 # Failures at which it is evaluated, as shares of the interval: f is anywhere in it.
@@ -125,7 +124,7 @@ def fit_curves(
 def _drawn(fit: LossFit) -> dict[str, list[float]]:
     """The curve, and the band that holds 95% of single losses."""
     places = numpy.linspace(fit.first_iteration, fit.last_iteration, CURVE_POINTS).round()
-    losses, half = fit.at(places), BAND_DEVIATIONS * fit.noise_nats
+    losses, half = fit.at(places), fit.band_nats
     drawn = {"iterations": places, "loss_nats": losses, "low_nats": losses - half, "high_nats": losses + half}
     return {name: values.tolist() for name, values in drawn.items()}
 

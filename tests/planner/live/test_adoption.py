@@ -62,5 +62,12 @@ def test_a_pin_names_what_moved_it_and_a_preview_is_of_the_planner(asked: int, t
 def test_small_changes_are_not_worth_a_plan(
     before: tuple[int, int | None], after: tuple[int, int | None], worth: bool
 ) -> None:
-    plans = [Plan(interval, "cpsr", {}, memory_interval_iterations=every) for interval, every in (after, before)]
+    plans = [Plan(interval, "cpsr", {"expected": {}}, None, every) for interval, every in (after, before)]
     assert differs(*plans) == worth
+
+
+def test_the_first_measured_plan_and_another_mode_are_adopted_at_the_same_interval() -> None:
+    measured = planned(JOB, LIMITS, CPSRConfig.load({"run_dir": "run"}), None)
+    assert not differs(measured, measured)
+    assert differs(measured, replace(measured, explanation={"rule": "the shortest interval"}))
+    assert differs(measured, replace(measured, mode="predict"))
