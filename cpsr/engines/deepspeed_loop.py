@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import schedule
 from cpsr.engines.adapter import StepObserver
 from cpsr.engines.deepspeed_masters import torch_optimizer
 from cpsr.engines.evaluation import loss_of
-from cpsr.engines.hooks import Hooks, uncompiled
+from cpsr.engines.hooks import Hooks, forget_compiled_code, uncompiled
 
 __all__ = [
     "DeepSpeedLoop",
@@ -54,6 +54,7 @@ class DeepSpeedLoop:
             raise RuntimeError("this adapter already has an observer; detach it first")
         self._observer = observer
         engine, hooks = self._engine, self._hooks
+        forget_compiled_code()
         hooks.wrap(engine, "_take_model_step", self._around_update)
         hooks.add(torch_optimizer(engine).register_step_pre_hook(uncompiled(self._before_optimizer_step)))
         hooks.wrap(engine, "load_checkpoint", self._around_load)

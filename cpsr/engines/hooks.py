@@ -10,9 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Hooks", "ModuleHook", "StepHooks", "forget_compiled_code", "uncompiled"]
 
-_OUTSIDE = (
-    "CPSR watches this call outside of compiled graphs. With fullgraph=True, pass the compiled module to TorchAdapter"
-)
+_OUTSIDE = "CPSR watches this call outside of graphs. For fullgraph=True, pass TorchAdapter what torch.compile returns"
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 _ABSENT = object()  # the instance had no attribute of its own: the class's method was visible
 
 
@@ -113,7 +112,9 @@ class ModuleHook:
 
     def __call__(self, *given: Any) -> Any:
         """What torch calls."""
-        return None if self._act is None else self._act(*given)
+        if self._act is None or _is_exporting():
+            return None
+        return self._act(*given)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, ()

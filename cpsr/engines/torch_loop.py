@@ -201,6 +201,7 @@ class TorchLoop:
     def _around_scheduler_step(self, scheduler: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update_begun:
             self._begin(scheduler)
+            self._change_state()  # also where the scaler, which skips this step, is updated later
         result = original(*args, **kwargs)
         if self._update_begun:
             self._end(scheduler)

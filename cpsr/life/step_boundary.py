@@ -34,12 +34,11 @@ logger = logging.getLogger(__name__)
 # At the end of a life, for a device that still has steps in its queue.
 DEVICE_SECONDS = 10.0
 POLL_SECONDS = 0.01  # at the end of a life
-UNSTEPPED_BATCHES = 100  # of an iteration each; then no step will come
-NO_STEP = (
-    "the loop took {} batches, and {}.step() was called after none of them: CPSR counts no step, and saves nothing. "
-    "Pass TorchAdapter the optimizer that the loop calls. Where a CUDA graph holds the step, capture forward and "
-    "backward alone, and call optimizer.step() outside of it. Where a step takes more batches than TorchAdapter knows, "
-    "pass it micro_batches_per_iteration"
+UNSTEPPED_BATCHES = 100  # of an iteration each, in which weights change: something trains them
+UNSEEN = (
+    "weights changed while the loop took {} batches, and {}.step() was called after none of them: CPSR counts no step, "
+    "and saves nothing. Pass TorchAdapter the optimizer that the loop calls. Where a CUDA graph holds the step, capture "
+    "forward and backward alone, and call optimizer.step() outside of it"
 )
 
 
@@ -57,6 +56,7 @@ class Boundary:
         self._job, self._pool, self._state = job, pool, state
         self.no_dump: str | None = None
         self.changing = False
+        self._unstepped: dict[str, str] | None = None  # sums of the weights, while a loop takes batches alone
         self._thread = threading.get_ident()
         state.frozen.on_moved = self._on_frozen_moved
         config, rank = job.config, job.group.rank
@@ -119,8 +119,8 @@ class Boundary:
         """The loop asks for a batch, for which it may wait long.
 
         Raises:
-            UnsupportedEngineError: inside a step, to which the batch would be counted; or none of many batches was
-                followed by a step.
+            UnsupportedEngineError: inside a step, to which the batch would be counted; or weights changed over many
+                batches, of which none was followed by a step.
         """
         self._publication.poll()
         adapter = self._job.adapter
@@ -128,9 +128,17 @@ class Boundary:
             return
         if self.changing:
             adapter.require_complete_step()
+        self._require_steps(adapter)
+
+    def _require_steps(self, adapter: TorchAdapter) -> None:
+        """Compare weights of a loop that takes many batches without a step: an accumulation leaves them as they are."""
         draws = self._state.draws
-        if not draws.counts and draws.drawn >= UNSTEPPED_BATCHES * adapter.micro_batches_per_iteration:
-            raise UnsupportedEngineError(NO_STEP.format(draws.drawn, type(adapter.optimizer).__name__))
+        if draws.counts or not draws.drawn or draws.drawn % (UNSTEPPED_BATCHES * adapter.micro_batches_per_iteration):
+            return
+        weights = {name: _sum_of(one.parameter.values) for name, one in adapter.shard().operators.items()}
+        before, self._unstepped = self._unstepped, weights
+        if before not in (None, weights):
+            raise UnsupportedEngineError(UNSEEN.format(draws.drawn, type(adapter.optimizer).__name__))
 
     def publish(self, iteration: int) -> None:
         """The host has launched a step: the state is that after it."""
@@ -231,6 +239,11 @@ class _Step:
     boundary: int
     begins: torch.cuda.Event | None  # before its update; None: not known
     small: Any = None  # the small state before the next update
+
+
+def _sum_of(values: torch.Tensor) -> str:
+    """In text: NaN is then like NaN."""
+    return str(values.detach().sum(dtype=torch.complex128 if values.is_complex() else torch.float64).item())
 
 
 class Publication:

@@ -125,6 +125,23 @@ def test_a_step_that_a_fused_optimizer_skips_is_not_applied() -> None:
     assert recorder.steps() == [(1, True), (2, False), (3, True)]
 
 
+def test_a_schedule_that_steps_before_the_scaler_is_a_change_of_the_state() -> None:
+    """Also in a step that the scaler skips, so that no dump holds the schedule of the next step."""
+    job, recorder = build("fp32", "adamw", "cosine", scaler=True), Recorder()
+    assert job.scaler is not None
+    epochs: list[int] = []
+    recorder.at_change = lambda: epochs.append(job.scheduler.last_epoch)
+    job.adapter.attach(recorder)
+    for factor in (1.0, 1e38, 1.0):
+        job.optimizer.zero_grad()
+        job.scaler.scale(job.module(*batch_of(0, 0, 0)) * factor).backward()
+        job.scaler.step(job.optimizer)
+        job.scheduler.step()
+        job.scaler.update()
+    assert recorder.steps() == [(1, True), (2, False), (3, True)]
+    assert epochs == [0, 1, 2]
+
+
 def test_detach_restores_everything() -> None:
     job = build("fp32", "adamw", "cosine", scaler=True)
     parts = (job.module, job.optimizer, job.scheduler, job.scaler)

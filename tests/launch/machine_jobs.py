@@ -38,6 +38,7 @@ class MachineJob:
     Args:
         machines: where it runs.
         directory: that all of them share.
+        kind: `ddp`, or a stage of ZeRO.
         settings: more of CPSR's configuration; sections are merged.
         launcher: `cpsr run`, or `torchrun`.
     """
@@ -46,17 +47,18 @@ class MachineJob:
         self,
         machines: Machines,
         directory: Path,
+        kind: str = "ddp",
         settings: Mapping[str, Any] | None = None,
         launcher: str = "cpsr run",
     ) -> None:
         program, *command = launcher.split()
         self._command = [str(BIN / program), *command]
-        self._machines, self.directory = machines, directory
+        self._machines, self.directory, self._kind = machines, directory, kind
         self.run_dir = directory / "run"
         config: dict[str, Any] = {"run_dir": str(self.run_dir), **CONFIGURATION}
         for name, value in (settings or {}).items():
             config[name] = {**config.get(name, {}), **value}
-        self._arguments = [str(directory), json.dumps(config)]
+        self._arguments = [str(directory), json.dumps(config), kind]
         self.launchers: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, machine: int, store: int = 0) -> None:
@@ -73,7 +75,7 @@ class MachineJob:
         command = [*self._command, *options, str(JOB), *self._arguments]
         left_out = ("PET_", "TORCHELASTIC", "CPSR_")
         variables = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-        variables |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        variables |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with self._log(machine).open("a") as output:
             self.launchers[machine] = self._machines.start(machine, command, output, variables)
 
@@ -162,8 +164,13 @@ def kept(rows: list[Row], begins: Mapping[int, Mapping[str, Any]]) -> dict[int, 
     return {at: there for at, there in sorted(found.items()) if len(there) == there[0]["ranks"]}
 
 
-def require_one_training(found: Mapping[int, list[Row]]) -> None:
-    """Each sample once in each pass, no iteration left out, and the losses of one process that trains on the same."""
+def require_one_training(found: Mapping[int, list[Row]], tolerance: float = 1e-3) -> None:
+    """Each sample once in each pass, no iteration left out, and the losses of one process that trains on the same.
+
+    Args:
+        found: by iteration.
+        tolerance: relative, of losses; by itself DeepSpeed differs from plain torch by some percent after 20 updates.
+    """
     assert list(found) == list(range(1, len(found) + 1))
     batches = {at: [index for row in there for index in row["samples"]] for at, there in found.items()}
     per_pass = ITEMS // GLOBAL_BATCH
@@ -179,4 +186,4 @@ def require_one_training(found: Mapping[int, list[Row]]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses = [loss for row in there for loss in row["losses"]]
-        assert abs(sum(losses) / GLOBAL_BATCH - loss.item()) <= 1e-3 * loss.item() + 1e-6, f"iteration {at}"
+        assert abs(sum(losses) / GLOBAL_BATCH - loss.item()) <= tolerance * loss.item() + 1e-6, f"iteration {at}"

@@ -1,6 +1,6 @@
 """A small job whose global batch stays on any number of machines; each rank leaves a line for each iteration.
 
-Arguments: a folder that all machines share, and CPSR's configuration as JSON.
+Arguments: a folder that all machines share, CPSR's configuration as JSON, and `ddp`, or a stage of ZeRO for DeepSpeed.
 The folder gets `rows-<life>-<rank>.jsonl`, and `begins-<life>.json` of rank 0. The file `enough` there ends the job.
 """
 
@@ -42,35 +42,59 @@ def loss_of(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Te
 
 
 class Training:
-    """One update from micro-batches."""
+    """One update from micro-batches, by plain torch or by DeepSpeed."""
 
-    def __init__(self, micro_batches: int) -> None:
+    def __init__(self, kind: str, micro_batches: int) -> None:
         model, self.data = model_and_data()
-        dist.init_process_group("gloo")
-        self._model = DistributedDataParallel(model)
-        self._optimizer = optimizer_of(self._model)
-        self._micro_batches, self._taken = micro_batches, 0
-        self.adapter = TorchAdapter(self._model, self._optimizer, micro_batches_per_iteration=micro_batches)
+        self._micro_batches, self._taken, self._engine = micro_batches, 0, None
+        self.given: Any
+        if kind == "ddp":
+            dist.init_process_group("gloo")
+            self._model: Any = DistributedDataParallel(model)
+            self._optimizer = optimizer_of(self._model)
+            self.given = TorchAdapter(self._model, self._optimizer, micro_batches_per_iteration=micro_batches)
+            return
+        import deepspeed
 
-    def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        loss = loss_of(self._model, inputs, targets)
-        torch.autograd.backward(loss / self._micro_batches)
-        return loss.item()
+        from cpsr.demo.device import join_ranks
+
+        join_ranks()
+        config = {
+            "train_batch_size": GLOBAL_BATCH,
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": int(kind)},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+        }
+        self.given, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
+        self._engine = self._model = self.given
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss_of(self._model, inputs, targets)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._engine is not None:
+            self._engine.backward(loss)
+        else:
+            torch.autograd.backward(loss / self._micro_batches)
 
     def step(self) -> None:
         """After each micro-batch."""
+        if self._engine is not None:
+            self._engine.step()
+            return
         self._taken += 1
         if self._taken % self._micro_batches == 0:
             self._optimizer.step()
             self._optimizer.zero_grad()
 
 
-def main(directory: Path, config: dict[str, Any]) -> None:
+def main(directory: Path, config: dict[str, Any], kind: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     steps = GLOBAL_BATCH // ranks
-    training = Training(steps)
+    training = Training(kind, steps)
     batches = DataLoader(training.data, 1, sampler=DistributedSampler(training.data, ranks, rank, seed=3))
-    with CPSRRecovery(training.adapter, config) as recovery:
+    with CPSRRecovery(training.given, config) as recovery:
         life, restored = recovery.life.job.journal.life, recovery.restored
         if rank == 0:
             begun = {"life": life, "ranks": ranks, "iteration": recovery.iteration, "method": restored.method}
@@ -80,11 +104,13 @@ def main(directory: Path, config: dict[str, Any]) -> None:
             samples: list[int] = []
             losses: list[float] = []
             for inputs, targets, indices in recovery.resume(batches, repeat=True):
-                losses.append(training.backward(inputs, targets))
+                loss = training.forward(inputs, targets)
+                losses.append(loss.item())
                 samples += indices.tolist()
-                if len(samples) == steps:  # before the update: a rank may be killed right after it
+                if len(samples) == steps:  # before the backward, after which the others need this rank no more
                     row = {"life": life, "ranks": ranks, "iteration": recovery.iteration + 1, "samples": samples}
                     rows.write(json.dumps(row | {"losses": losses, "machine": socket.gethostname()}) + "\n")
+                training.backward(loss)
                 training.step()
                 if len(samples) < steps:
                     continue
@@ -109,4 +135,4 @@ def leave(path: Path, content: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])

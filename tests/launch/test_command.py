@@ -194,6 +194,33 @@ def test_five_kills_are_recovered_from(tmp_path: Path, launcher: str) -> None:
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in launched.output
 
 
+@pytest.mark.slow
+def test_torchrun_without_it_is_warned_of(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = ["torchrun", "--nproc-per-node=2", "--max-restarts=1", "train.py", "run", "3", "0"]
+    with Launched(tmp_path, command) as launched:
+        assert launched.wait() == 0
+    assert launched.output.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 1
+    assert "cpsr run" in launched.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_nodes_with_torchruns_static_arguments_come_back(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    shared = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    script = ["train.py", "run", "60", "0.05"]
+    nodes = [Launched(tmp_path, ["cpsr", "run", *shared, f"--node-rank={node}", *script]) for node in range(2)]
+    with nodes[0], nodes[1]:
+        nodes[0].until(lambda _: any(has_reached(node, 15) for node in nodes))
+        os.kill(nodes[1].pids()[0], signal.SIGKILL)
+        assert [node.wait() for node in nodes] == [0, 0]
+    recovered = [line for node in nodes for line in node.lines() if "continue at iteration" in line]
+    assert len(recovered) == 1
+    assert "was killed (SIGKILL) after iteration" in recovered[0]
+    assert max(iterations(nodes[0]) + iterations(nodes[1])) == 60
+
+
 # A rank whose commit takes longer than the 30 s that torch leaves it.
 LONG_COMMIT = """
 import pathlib, signal, sys, time

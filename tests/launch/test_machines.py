@@ -20,11 +20,16 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 @pytest.mark.parametrize(
-    "launcher",
-    ["cpsr run", pytest.param("torchrun", marks=pytest.mark.slow)],
+    ("number", "launcher"),
+    [
+        (2, "cpsr run"),
+        pytest.param(3, "cpsr run", marks=pytest.mark.slow),
+        pytest.param(2, "torchrun", marks=pytest.mark.slow),
+    ],
 )
-def test_a_job_goes_on_without_a_machine_and_with_it_again(machines: Machines, tmp_path: Path, launcher: str) -> None:
-    number = 2
+def test_a_job_goes_on_without_a_machine_and_with_it_again(
+    machines: Machines, tmp_path: Path, number: int, launcher: str
+) -> None:
     job = MachineJob(machines, tmp_path, launcher=launcher)
     before = job.begin(number)
     machines.kill(number - 1)
@@ -39,6 +44,22 @@ def test_a_job_goes_on_without_a_machine_and_with_it_again(machines: Machines, t
 
 
 WATCHED = {"ranks": {"heartbeat_timeout_seconds": 30.0, "step_timeout_seconds": 10.0}}
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_cut_off_is_left_and_joins_again(machines: Machines, tmp_path: Path) -> None:
+    job = MachineJob(machines, tmp_path, settings=WATCHED)
+    before = job.begin(3)
+    machines.cut_off(2)
+    without = job.reached(2, after=before)
+    assert {row["machine"] for row in job.rows() if row["life"] > before} == set(machines.names[:2])
+    machines.reconnect(2)
+    if job.launchers[2].poll() is not None:  # it has given up the others meanwhile
+        job.start(2)
+    again = job.reached(3, after=without)
+    assert set(job.finish().values()) == {0}, job.everything()
+    assert job.begins()[again]["iteration"] >= 3
+    require_one_training(kept(job.rows(), job.begins()))
 
 
 @pytest.mark.slow
@@ -61,3 +82,43 @@ def test_a_machine_that_goes_on_alone_ends_when_the_others_take_over(machines: M
     assert set(job.finish().values()) == {0}, job.everything()
     require_one_training(kept(job.rows(), job.begins()))
     assert verify_run(job.run_dir) == []
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_machine_that_returns_is_out_of_date(machines: Machines, tmp_path: Path) -> None:
+    """It holds later iterations of a life that the others have lost."""
+    settings = {"checkpoint": {"interval_iterations": 50, "shared_memory": True}, "memory": {"interval_iterations": 1}}
+    job = MachineJob(machines, tmp_path, settings=settings)
+    before = job.begin(3, iterations=90)
+    job.kill(0, 1, 2)
+    for machine in (0, 1):
+        machines.forget(machine)
+        job.start(machine)
+    without = job.reached(2, after=before)
+    job.kill(0, 1)
+    again = job.begin(3, after=without)
+    assert set(job.finish().values()) == {0}, job.everything()
+    begins = job.begins()
+    assert begins[without]["iteration"] == 50
+    assert begins[again]["method"] == "exact"
+    assert 50 < begins[again]["iteration"] < begins[without]["failure_iteration"]
+    require_one_training(kept(job.rows(), begins))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "2"])
+def test_the_state_of_a_lost_machine_comes_from_its_replica(machines: Machines, tmp_path: Path, kind: str) -> None:
+    settings = {
+        "checkpoint": {"interval_iterations": 1000, "shared_memory": True},
+        "memory": {"interval_iterations": 1},
+        "peers": {"replicas": 1},
+    }
+    job = MachineJob(machines, tmp_path, kind, settings)
+    before = job.begin(3, iterations=12)
+    machines.kill(2)
+    without = job.reached(2, after=before)
+    began = job.begins()[without]
+    assert began["method"] == "exact"
+    assert began["iteration"] >= 4, job.everything()  # a replica of each few iterations, on a busy machine
+    assert set(job.finish().values()) >= {0}, job.everything()
+    require_one_training(kept(job.rows(), job.begins()), 1e-3 if kind == "ddp" else 0.1)

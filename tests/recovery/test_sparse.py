@@ -187,6 +187,29 @@ def plain_life(
     raise AssertionError("the data ended")
 
 
+@pytest.mark.parametrize("policy", ["sequential", "load_aware", "dynamic_k", "moetion"])
+def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) -> None:
+    kept = {"interval_iterations": 5, "shared_memory": False}
+    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": kept, "mode": "auto"}
+    config["experts"] = {"policy": policy}
+    with pytest.raises(RuntimeError, match="the end of this life"):
+        plain_life(config, 40)
+    history = DiskHistory(tmp_path / "checkpoints", 0)
+    place = len(history.entries) - 1
+    saved = {name: history.read(name, place, 0, history.numel(name)).clone() for name in history.operators}
+    ages = {name: history.taken_at(name, place) for name in history.operators}
+    history.close()
+    restored, start = plain_life(config, 40)
+    assert restored.restored_iteration == 40
+    stale = {name for name, age in ages.items() if age < 40}
+    assert stale <= {name for name in ages if name.startswith("experts.")}
+    assert restored.taken_at == {name: ages[name] for name in stale}
+    assert restored.method == ("stale" if stale else "exact")
+    assert bool(stale) or policy == "moetion"  # which saves all where the disk takes it
+    for name, values in saved.items():
+        assert torch.equal(start[name].reshape(-1), values)
+
+
 def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:
     """A life in a process of its own that copies one of three experts in each snapshot, and is killed."""
     pid = os.fork()

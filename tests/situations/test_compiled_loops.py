@@ -67,20 +67,42 @@ def test_a_compiled_loop_continues_bit_for_bit(what: str, warm: bool, tmp_path: 
     assert cut.result == alone.result
 
 
-def test_a_loop_that_never_steps_the_optimizer_is_refused(tmp_path: Path) -> None:
-    """As where the replay of a CUDA graph steps it."""
+def adapted(model: torch.nn.Module, batches: int) -> TorchAdapter:
+    return TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1), micro_batches_per_iteration=batches)
+
+
+def test_a_loop_whose_weights_move_without_a_step_is_refused(tmp_path: Path) -> None:
+    """As where the replay of a CUDA graph steps the optimizer."""
     model = torch.nn.Linear(8, 8)
-    adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()), micro_batches_per_iteration=2)
     taken: list[Any] = []
 
     def train() -> None:
-        with CPSRRecovery(adapter, config) as recovery:
+        with CPSRRecovery(adapted(model, 2), config(tmp_path)) as recovery:
             for (batch,) in recovery.resume(DataLoader(TensorDataset(ROWS), batch_size=8), repeat=True):
                 taken.append(batch)
-                model(batch)
+                with torch.no_grad():
+                    model.weight.sub_(0.01)
 
-    config = {"run_dir": str(tmp_path), "mode": "exact", "checkpoint": {"interval_iterations": 4}}
-    refused = re.escape("the loop took 200 batches, and AdamW.step() was called after none of them")
+    refused = re.escape("weights changed while the loop took 400 batches, and SGD.step() was called")
     with pytest.raises(UnsupportedEngineError, match=refused):
         train()
-    assert len(taken) == 200
+    assert len(taken) == 400
+
+
+def test_a_loop_that_takes_many_batches_before_it_trains_is_not(tmp_path: Path) -> None:
+    """As to fill a buffer of replays, or to accumulate over more batches than the adapter was told."""
+    model = torch.nn.Linear(8, 8)
+    adapter = adapted(model, 1)
+    with CPSRRecovery(adapter, config(tmp_path)) as recovery:
+        for taken, (batch,) in enumerate(recovery.resume(DataLoader(TensorDataset(ROWS), batch_size=8), repeat=True)):
+            backward(model(batch).square().mean())
+            if taken >= 350:
+                adapter.optimizer.step()
+                adapter.optimizer.zero_grad()
+            if recovery.iteration == 4:
+                break
+    assert adapter.iteration == 4
+
+
+def config(directory: Path) -> dict[str, Any]:
+    return {"run_dir": str(directory), "mode": "exact", "checkpoint": {"interval_iterations": 4}}
