@@ -37,8 +37,8 @@ POLL_SECONDS = 0.01  # at the end of a life
 UNSTEPPED_BATCHES = 100  # of an iteration each, in which weights change: something trains them
 UNSEEN = (
     "weights changed while the loop took {} batches, and {}.step() was called after none of them: CPSR counts no step, "
-    "and saves nothing. Pass TorchAdapter the optimizer that the loop calls. Where a CUDA graph holds the step, capture "
-    "forward and backward alone, and call optimizer.step() outside of it"
+    "and saves nothing. Pass TorchAdapter the optimizer that the loop calls. Where a CUDA graph holds it, capture only "
+    "forward and backward, and call optimizer.step() outside of it"
 )
 
 
