@@ -236,14 +236,14 @@ def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitSta
 
 
 def _planner(job: Job, loop: Loop) -> "JobPlanner":
-    """A collective."""
     from cpsr.planner.live.job_planner import JobPlanner
 
     learner, predictor = loop.learning.learner, loop.learning.predictor
     return JobPlanner(
         job.config,
         job.group.rank,
-        int(job.group.sum(job.shard.parameters)),
+        job.group.size,
+        job.shard.parameters,
         second_moment_decay(job.adapter.optimizers),
         lambda: learner.ask(predictor.accuracy),
         lambda: learner.ask(predictor.straightness),

@@ -61,7 +61,7 @@ def memory_tier(
 
     Args:
         config: of the run.
-        costs: of rank 0.
+        costs: of the job.
         iteration_seconds: of the job.
         window_iterations: length of windows, which take the place of snapshots and go on all the time, so that each
             stalls nothing more; None where none are taken.
@@ -71,8 +71,7 @@ def memory_tier(
         return None if window_iterations is None else MemoryTier(0.0, window_iterations, replica, window=True)
     if not config.checkpoint.shared_memory:
         return None
-    # The copy of a checkpoint stands for a snapshot until one was taken.
-    stall_seconds = costs.memory.get("stall_seconds", costs.memory.get("copy_seconds", costs.stall_seconds))
+    stall_seconds = costs.memory.get("stall_seconds", costs.stall_seconds)
     budget_seconds = config.memory.budget_fraction * iteration_seconds  # per iteration
     longest = None
     if budget_seconds > 0:

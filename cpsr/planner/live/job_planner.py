@@ -18,7 +18,7 @@ from cpsr.journal import FitRow, JournalReader, PhaseRow, PlanOverride, RankJour
 from cpsr.planner.inputs import FailureClass, Limits, PhaseInputs, PlannerInputs
 from cpsr.planner.live.adoption import differs, first_plan, memory_tier, override_message, planned
 from cpsr.planner.live.expectations import expected_costs, fit_curves, prior_curves
-from cpsr.planner.live.measurements import MEASURED, RankCosts, RankTimes
+from cpsr.planner.live.measurements import MEASURED, RankCosts, RankTimes, costs_of_ranks, of_job
 from cpsr.planner.plan import Plan, Situation
 from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
@@ -37,12 +37,12 @@ OVERRIDE_POLL_SECONDS = 1.0
 class JobPlanner:
     """Plans the checkpoints of a running job; the training thread only passes numbers and takes plans.
 
-    Every rank measures, for the life in which it is rank 0. Rank 0 ends the phases, and fits the curves at the end of
-    each. Ranks wait for each other at every step and for each commit, so its steps and saves show the slowest. It
-    proposes a plan if a phase has ended, or if the plan differs enough from the current one. Its errors never reach
-    training: the last plan stays, and `failure` returns why.
+    Every rank records the costs of its checkpoints and snapshots in its part of the next checkpoint. Rank 0 reads them
+    there, ends the phases, and fits the curves at the end of each. It proposes a plan if a phase has ended, or if the
+    plan differs enough from the current one. Its errors never reach training: the last plan stays, and `failure`
+    returns why.
 
-    Phases and the paper's terms follow the mean second moment of rank 0's gradients.
+    Phases follow the mean second moment of rank 0's gradients; the paper's terms have that of all ranks.
 
     An override of the interval (`cpsr.journal.PlanOverride`) is seen within a second. The plan follows once the run has
     measured a checkpoint, or eight snapshots in memory beside a fixed interval. When the override expires, a plan
@@ -51,7 +51,8 @@ class JobPlanner:
     Args:
         config: of the run.
         rank: this process.
-        parameters: weights that all ranks own.
+        ranks: number of them.
+        parameters: weights that this one owns.
         beta2: decay of the optimizer's second moments; 0 if it keeps none.
         accuracy: how well the predictor has predicted checkpoints; called from the planner's thread.
         straightness: of the weights' path, as the predictor has learned it, None if unknown; called likewise.
@@ -64,17 +65,17 @@ class JobPlanner:
         self,
         config: CPSRConfig,
         rank: int,
+        ranks: int,
         parameters: int,
         beta2: float,
         accuracy: Callable[[], Sequence[dict[str, Any]]],
         straightness: Callable[[], float | None],
     ) -> None:
         self._config = config
-        self._rank = rank
+        self._rank, self._ranks = rank, ranks
         self._accuracy = accuracy
         self._straightness = straightness
-        self._parameters = parameters
-        self.times = RankTimes()
+        self.times = RankTimes(parameters)
         self._window_iterations: int | None = None
         self._phases = PhaseDetector(beta2=beta2)
         self._saves: list[SaveOutcome] = []  # not processed yet
@@ -82,6 +83,9 @@ class JobPlanner:
         self._curves = prior_curves(0, config)
         self._path_straightness: float | None = None  # at the newest fit
         self._fitted = False
+        self._others: list[RankCosts] = []
+        self._others_iteration: int | None = None  # when the costs of the others were read
+        self._share = 1.0  # ratio of all ranks' mean second moment to this one's, in one checkpoint
         self._proposed: Plan | None = None  # the newest, taken or not
         self._waiting: Plan | None = None  # not taken yet
         self._newest_override: PlanOverride | None = None  # that could be read
@@ -224,12 +228,29 @@ class JobPlanner:
         own = self.times.costs(memory_alone=fixed and checkpoint.shared_memory)
         if situation is None or own is None:
             return
+        self._read_other_ranks(situation.iteration, run_dir)
         # Beside the ends of phases, also once in a life: the failure that began it is known now.
         if ended or not self._fitted:
             self._fitted = self._fit(situation, run_dir, journal)
         overridden = self._override != self._planned_override
         if overridden or not fixed or checkpoint.shared_memory:
             self._propose(situation, own, journal, anew=bool(ended) or overridden)
+
+    def _read_other_ranks(self, iteration: int, run_dir: Path) -> None:
+        """Read all ranks' costs from the newest checkpoint: at first, and then as often as a phase can end.
+
+        A thousand manifests take this thread 0.15 s or more: too long for every checkpoint.
+        """
+        read_at = self._others_iteration
+        recently = read_at is not None and 0 <= iteration - read_at < self._phases.min_iterations
+        if self._ranks == 1 or recently:
+            return
+        costs = costs_of_ranks(run_dir / "checkpoints", self._ranks)
+        if costs:
+            self._others, self._others_iteration = costs[1:], iteration
+            # Adam's bias is the same on all ranks of one checkpoint, and cancels in the ratio.
+            mean, own = of_job(costs).mean_second_moment, costs[0].mean_second_moment
+            self._share = mean / own if mean and own else 1.0
 
     def _fit(self, situation: Situation, run_dir: Path, journal: RankJournal) -> bool:
         """Fit the curves to the journal; False if it cannot be read now: the old curves stay until the next update."""
@@ -274,8 +295,8 @@ class JobPlanner:
             curve = curve.with_observation(observation)
         return curve, longest
 
-    def _inputs(self, situation: Situation, costs: RankCosts, recovery: EndCostCurve | None) -> PlannerInputs:
-        curves, seconds = self._curves, situation.iteration_seconds
+    def _inputs(self, situation: Situation, own: RankCosts, recovery: EndCostCurve | None) -> PlannerInputs:
+        costs, curves, seconds = of_job([own, *self._others]), self._curves, situation.iteration_seconds
         failures = curves.failures
         return PlannerInputs(
             seconds,
@@ -286,7 +307,7 @@ class JobPlanner:
             predict_seconds=curves.predict_seconds,
             watch_iterations=WATCH_ITERATIONS,
             lead_after_iterations=LEAD_AFTER_ITERATIONS,
-            phase=self._phase(),
+            phase=self._phase(costs.parameters),
             classes={
                 scope: FailureClass(failures.share(scope), prior, failures.seen.get(scope, 0))
                 for scope, prior in PRIOR_SHARES.items()
@@ -295,7 +316,7 @@ class JobPlanner:
             lost_share=curves.lost_share,
         )
 
-    def _phase(self) -> PhaseInputs | None:
+    def _phase(self, parameters: int) -> PhaseInputs | None:
         """The paper's curves for the phase that has begun, assumed to be as long as the one before."""
         curves, xi, first, before = self._curves, self._phases.xi, self._phases.first_iteration, self._phases.phases
         if curves.loss is None or curves.accuracy is None or xi is None or first is None or not before:
@@ -309,6 +330,6 @@ class JobPlanner:
             loss.alpha2,
             accuracy.tau1_per_checkpoint,
             accuracy.tau2,
-            xi,
-            self._parameters,
+            xi * self._share,
+            parameters,
         )

@@ -1,15 +1,22 @@
-"""What checkpoints and snapshots cost, measured on the training thread."""
+"""What checkpoints and snapshots cost each rank, measured on the training thread, and what they cost the job."""
 
+import logging
 import statistics
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.errors import CheckpointError
 
-__all__ = ["MEASURED", "RankCosts", "RankTimes"]
+__all__ = ["MEASURED", "RankCosts", "RankTimes", "costs_of_ranks", "of_job"]
+
+logger = logging.getLogger(__name__)
 
 MEASURED = 8  # times are medians of this many checkpoints, snapshots or replicas
 CALM_STEPS = 50  # the pace of training is the median of this many steps without a checkpoint under way
@@ -18,17 +25,21 @@ CALM_STEPS_MIN = 5
 
 @dataclass(frozen=True)
 class RankCosts:
-    """The costs of one rank's checkpoints and snapshots.
+    """The costs of one rank's checkpoints and snapshots, or of the job's.
 
     Attributes:
         stall_seconds: extra time of the training thread.
         persist_seconds: from the snapshot to the rank's files being durable, and on rank 0 the commit.
+        parameters: weights that the rank owns, or all ranks together.
+        mean_second_moment: of its gradients, or of all ranks'; None if the optimizer keeps none.
         memory: medians of its snapshots in host memory, by name: `stall_seconds` of those that went to memory alone,
             `copy_seconds` of those of checkpoints, `replica_seconds` until a replica is whole on another machine.
     """
 
     stall_seconds: float
     persist_seconds: float
+    parameters: int
+    mean_second_moment: float | None
     memory: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -38,12 +49,16 @@ class RankTimes:
     A checkpoint's stall is how much longer steps take from its begin until it is durable. Until a time is measured in
     this life, that of the last life stands for it.
 
+    Args:
+        parameters: weights that the rank owns.
+
     Attributes:
         snapshots: number of those to host memory alone in this life.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: int) -> None:
         self.snapshots = 0
+        self._parameters = parameters
         self._calm: deque[float] = deque(maxlen=CALM_STEPS)
         self._under_way: list[float] | None = None
         self._snapshot_seconds = 0.0
@@ -97,7 +112,7 @@ class RankTimes:
         with self._lock:
             saves, before = list(self._saves), self._before
             if before is None and memory_alone and self.snapshots >= MEASURED:
-                before = RankCosts(0.0, 0.0)
+                before = RankCosts(0.0, 0.0, self._parameters, None)
             memory = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
         if before is not None:
             memory = {**before.memory, **memory}
@@ -106,6 +121,8 @@ class RankTimes:
         return RankCosts(
             statistics.median(stall for _, stall in saves),
             statistics.median(save.write_seconds + save.commit_seconds for save, _ in saves),
+            self._parameters,
+            saves[-1][0].mean_second_moment,
             memory,
         )
 
@@ -121,3 +138,50 @@ class RankTimes:
             memory = {name: value for name, value in before.memory.items() if name != "replica_seconds"}
             before = replace(before, memory=memory)
         self._before = before
+
+
+def costs_of_ranks(store_directory: Path, ranks: int) -> list[RankCosts]:
+    """What every rank has recorded in the newest checkpoint; empty if one has not yet, or it cannot be read.
+
+    Args:
+        store_directory: the run's `checkpoints`.
+        ranks: number of them.
+    """
+    committed = [info for info in scan(store_directory).checkpoints if info.full]  # others have no costs
+    if not committed:
+        return []
+    directory = committed[-1].directory
+    try:
+        manifest = read_manifest(directory)
+        scalars = [read_rank_manifest(directory, manifest, rank).scalars for rank in range(ranks)]
+        found = [one["planning"]["costs"] for one in scalars]
+        return [] if None in found else [RankCosts(**costs) for costs in found]
+    except (CheckpointError, OSError, KeyError, TypeError) as error:
+        logger.warning("cannot read the ranks' costs from %s, rank 0's are used for all: %s", directory, error)
+        return []
+
+
+def of_job(ranks: Sequence[RankCosts]) -> RankCosts:
+    """What the job plans from: rank 0's checkpoints, the slowest rank's snapshots, and the weights of all.
+
+    Rank 0's commit waits for all files, but nothing at rank 0 shows how long another rank waits for a snapshot. The
+    second moment is the mean over all weights. Replicas count if every rank has them.
+
+    Args:
+        ranks: at least one; the first is rank 0.
+    """
+    known = [(rank.parameters, rank.mean_second_moment) for rank in ranks if rank.mean_second_moment is not None]
+    weights = sum(parameters for parameters, _ in known)
+    # The copy of a checkpoint stands for a rank's snapshot until one was taken.
+    stalls = [rank.memory.get("stall_seconds", rank.memory.get("copy_seconds")) for rank in ranks]
+    replicas = [rank.memory.get("replica_seconds") for rank in ranks]
+    memory = {
+        "stall_seconds": [seconds for seconds in stalls if seconds is not None],
+        "replica_seconds": [] if None in replicas else [seconds for seconds in replicas if seconds is not None],
+    }
+    return replace(
+        ranks[0],
+        parameters=sum(rank.parameters for rank in ranks),
+        mean_second_moment=sum(parameters * moment for parameters, moment in known) / weights if weights else None,
+        memory={name: max(seconds) for name, seconds in memory.items() if seconds},
+    )

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.fitter.phases import PhaseDetector
@@ -23,8 +25,10 @@ from cpsr.journal import (
 )
 from cpsr.planner.live import job_planner
 from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.planner.live.measurements import RankCosts
 from cpsr.planner.plan import Plan, Situation
 from cpsr.ranks.group import Group
+from cpsr.state.shard import Shard
 from tests.planner.live.test_expectations import ACCURACY
 
 PARAMETERS = 1000
@@ -46,8 +50,9 @@ def planner_of(
     rank: int = 0,
     accuracy: Callable[[], Sequence[Any]] = list,
     straightness: Callable[[], float | None] = lambda: None,
+    ranks: int = 1,
 ) -> JobPlanner:
-    return JobPlanner(config, rank, PARAMETERS, 0.0, accuracy, straightness)
+    return JobPlanner(config, rank, ranks, PARAMETERS, 0.0, accuracy, straightness)
 
 
 def saved(iteration: int, moment: float | None = 1.0, stall_seconds: float = 0.02) -> SaveOutcome:
@@ -161,6 +166,8 @@ def test_other_ranks_only_record_their_costs(tmp_path: Path, journal: RankJourna
     assert state["costs"] == {
         "stall_seconds": 0.02,
         "persist_seconds": 0.2,
+        "parameters": PARAMETERS,
+        "mean_second_moment": 1.0,
         "memory": {"copy_seconds": 0.02},
     }
 
@@ -339,7 +346,7 @@ journal = open_journal(run_dir, Group(), "auto")
 for at in range(1, 401):
     journal.record(StepRow(life=0, iteration=at, loss=3 - at / 1000 + noise.normal() / 20, learning_rate=1, seconds=1))
 before = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
-planner = JobPlanner(CPSRConfig.load({{"run_dir": run_dir}}), 0, 1, 0.0, list, lambda: None)
+planner = JobPlanner(CPSRConfig.load({{"run_dir": run_dir}}), 0, 1, 1, 0.0, list, lambda: None)
 planner.start(run_dir, journal)
 assert not {{"scipy.optimize", "sklearn"}} & set(sys.modules)  # the first step of a life would wait for it
 planner.note(SaveOutcome(100, "committed", "", 100, 0.1, 0.1, 0.02, 1.0))
@@ -356,9 +363,40 @@ assert before == (random.getstate(), str(numpy.random.get_state()), torch.get_rn
     assert done.returncode == 0, done.stderr
 
 
-def test_the_theorem_takes_the_moments_without_their_bias(tmp_path: Path, journal: RankJournal) -> None:
+def commit_costs(run_dir: Path, iteration: int, costs: Sequence[RankCosts]) -> None:
+    """Commit a checkpoint in which every rank records what its own cost."""
+    stores = [CheckpointStore(run_dir, rank, len(costs), "run", 0) for rank in range(len(costs))]
+    stores[0].prepare()
+    for store, own in reversed(list(zip(stores, costs, strict=True))):
+        store.write(Snapshot(iteration, Shard({}), {"planning": {"costs": vars(own)}}))
+    assert stores[0].commit(iteration, WAIT_SECONDS, threading.Event()).committed
+
+
+def test_the_slowest_rank_decides_what_snapshots_in_memory_cost(tmp_path: Path, journal: RankJournal) -> None:
+    times = [{"stall_seconds": 0.9, "replica_seconds": 9.0}, {"stall_seconds": 0.3, "replica_seconds": 0.5}]
+    commit_costs(tmp_path, 2000, [RankCosts(0.02, 0.2, PARAMETERS, 1.0, memory) for memory in times])
+    planner = planner_of(configured(tmp_path), ranks=2)
+    planner.start(tmp_path, journal)
+    planner.note_memory(0.1)
+    planner.times.replica(2.0)
+    planner.note(saved(2000))
+    planner.consider(situation(2010, planner.first_plan({})))
+    plan = proposed(planner)
+    planner.close()
+    assert plan is not None
+    shown = plan.explanation["inputs"]["memory"]
+    assert (shown["stall_seconds"], shown["replica_seconds"]) == (0.3, 2.0), "rank 0 knows its own better"
+
+
+@pytest.mark.parametrize("others", [[], [3.0, 5.0]])
+def test_the_theorem_takes_the_moments_of_all_weights_without_their_bias(
+    tmp_path: Path, journal: RankJournal, others: list[float]
+) -> None:
     """Adam's moments began as zeros: those of iteration 19 are smaller than those of 220."""
-    planner = JobPlanner(configured(tmp_path), 0, PARAMETERS, 0.999, lambda: ACCURACY, lambda: None)
+    moments = [1.0, *others]
+    ranks, biased = len(moments), [moment * (1.0 - 0.999**19) for moment in moments]
+    commit_costs(tmp_path, 20, [RankCosts(0.02, 0.2, PARAMETERS, moment) for moment in biased])
+    planner = JobPlanner(configured(tmp_path), 0, ranks, PARAMETERS, 0.999, lambda: ACCURACY, lambda: None)
     planner.start(tmp_path, journal)
     written(journal)
     # The longest phase of these tests ends.
@@ -369,7 +407,7 @@ def test_the_theorem_takes_the_moments_without_their_bias(tmp_path: Path, journa
     planner.close()
     assert plan is not None
     phase = plan.explanation["inputs"]["phase"]
-    assert (phase["xi"], phase["parameters"]) == (pytest.approx(1.0), PARAMETERS)
+    assert (phase["xi"], phase["parameters"]) == (pytest.approx(sum(moments) / ranks), ranks * PARAMETERS)
 
 
 def phases_of(planner: JobPlanner) -> dict[str, Any]:

@@ -1,7 +1,17 @@
+from dataclasses import replace
+
 import pytest
 
 from cpsr.checkpoint.writer import SaveOutcome
-from cpsr.planner.live.measurements import RankTimes
+from cpsr.planner.live.measurements import RankCosts, RankTimes, of_job
+
+COSTS = RankCosts(0.02, 0.2, 1000, 1e-6)
+
+
+def test_the_second_moment_is_the_mean_over_the_weights_of_all_ranks() -> None:
+    ranks = [replace(COSTS, parameters=parameters, mean_second_moment=at) for parameters, at in ((1, 4.0), (3, 8.0))]
+    found = of_job([*ranks, replace(COSTS, mean_second_moment=None)])
+    assert (found.mean_second_moment, found.parameters) == (7.0, 1004)
 
 
 def stall(meter: RankTimes, blocked_seconds: float) -> float:
@@ -13,7 +23,7 @@ def stall(meter: RankTimes, blocked_seconds: float) -> float:
 
 
 def metered(calm: int, under_way: list[float], blocked_seconds: float = 0.01) -> float:
-    meter = RankTimes()
+    meter = RankTimes(1)
     for _ in range(calm):
         meter.step(0.1)
     meter.begun()
@@ -27,7 +37,7 @@ def test_slower_steps_while_it_is_written_are_its_cost() -> None:
 
 
 def test_snapshots_to_memory_meanwhile_are_not_its_cost() -> None:
-    meter = RankTimes()
+    meter = RankTimes(1)
     for _ in range(20):
         meter.snapshot(0.02)
         meter.step(0.12)
