@@ -5,7 +5,7 @@ import statistics
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,12 @@ class RankCosts:
     parameters: int
     mean_second_moment: float | None
     memory: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_tree(cls, tree: Mapping[str, Any] | None) -> "RankCosts | None":
+        """What a checkpoint has of them; None of None, and where another version has left too little."""
+        names = {one.name for one in fields(cls)}
+        return None if tree is None or not names <= tree.keys() else cls(**{name: tree[name] for name in names})
 
 
 class RankTimes:
@@ -133,7 +139,7 @@ class RankTimes:
             costs: as plain data; None where another number of ranks had measured them.
             replicates: whether other machines take replicas in this life; else those of the last life count no more.
         """
-        before = None if costs is None else RankCosts(**costs)
+        before = RankCosts.of_tree(costs)
         if before is not None and not replicates:
             memory = {name: value for name, value in before.memory.items() if name != "replica_seconds"}
             before = replace(before, memory=memory)
@@ -154,11 +160,12 @@ def costs_of_ranks(store_directory: Path, ranks: int) -> list[RankCosts]:
     try:
         manifest = read_manifest(directory)
         scalars = [read_rank_manifest(directory, manifest, rank).scalars for rank in range(ranks)]
-        found = [one["planning"]["costs"] for one in scalars]
-        return [] if None in found else [RankCosts(**costs) for costs in found]
-    except (CheckpointError, OSError, KeyError, TypeError) as error:
+        found = [RankCosts.of_tree(one["planning"]["costs"]) for one in scalars]
+    except (CheckpointError, OSError, KeyError) as error:
         logger.warning("cannot read the ranks' costs from %s, rank 0's are used for all: %s", directory, error)
         return []
+    known = [costs for costs in found if costs is not None]
+    return known if len(known) == ranks else []
 
 
 def of_job(ranks: Sequence[RankCosts]) -> RankCosts:

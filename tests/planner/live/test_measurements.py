@@ -14,6 +14,14 @@ def test_the_second_moment_is_the_mean_over_the_weights_of_all_ranks() -> None:
     assert (found.mean_second_moment, found.parameters) == (7.0, 1004)
 
 
+def test_costs_of_other_versions_are_read_as_far_as_they_are_known() -> None:
+    meter = RankTimes(1000)
+    meter.restore({**vars(COSTS), "iteration": 100, "saves": 3}, replicates=True)
+    assert meter.costs() == COSTS
+    meter.restore({"stall_seconds": 0.02, "persist_seconds": 0.2}, replicates=True)
+    assert meter.costs() is None
+
+
 def stall(meter: RankTimes, blocked_seconds: float) -> float:
     """The cost of checkpoints that all stall alike."""
     meter.durable(SaveOutcome(100, "committed", "", 100, 0.1, 0.1, blocked_seconds, None))
