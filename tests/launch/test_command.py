@@ -153,10 +153,11 @@ def test_sigterm_commits_on_all_ranks_and_the_same_command_goes_on(tmp_path: Pat
 
 # A command that watches a job, as `cpsr demo` does.
 WATCH = """
-import time
+import signal, time
 from pathlib import Path
 from cpsr.launch.process import launched
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 with launched(["--nproc-per-node=1", "train.py"], Path("log"), {}):
     time.sleep(60)
 """
