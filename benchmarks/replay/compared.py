@@ -18,12 +18,11 @@ from cpsr.benchmarks.harness.measurement import Measurement, interval_text
 from cpsr.benchmarks.harness.ranks import start_ranks
 from cpsr.benchmarks.replay.mixture import Mixture, Part, found_path, rank_main
 from cpsr.benchmarks.simulate.rivals import checkfreq
-from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
-from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.errors import CPSRError
 from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.live.measurements import costs_of_ranks
 
 __all__ = ["RARELY", "WAYS", "Plan", "Run", "compare", "lag_iterations", "lost_tokens"]
 
@@ -137,13 +136,12 @@ _SAVED: dict[str, Callable[[int], dict[str, Any]]] = {DENSE: _dense, STALE: _sta
 def _interval(directory: Path, way: Callable[[int], dict[str, Any]], plan: Plan) -> dict[str, Any]:
     """What checkpoints cost this job, and the interval by CheckFreq's rule."""
     run = _run(directory, way(CALIBRATION_INTERVAL), replace(plan, iterations=CALIBRATION_ITERATIONS), [])
-    newest = [info.directory for info in scan(directory / "run" / "checkpoints").checkpoints if info.full][-1]
-    costs = read_rank_manifest(newest, read_manifest(newest), 0).scalars["planning"]["costs"]
-    if costs is None:
+    costs = costs_of_ranks(directory / "run" / "checkpoints", RANKS)
+    if not costs:
         raise CPSRError(
             f"{directory}: no checkpoint of {CALIBRATION_ITERATIONS} iterations has measured what one costs"
         )
-    stall, persist = costs["stall_seconds"], costs["persist_seconds"]
+    stall, persist = max(one.stall_seconds for one in costs), max(one.persist_seconds for one in costs)
     inputs = PlannerInputs(run.step_seconds, stall, persist, 0.0)
     interval = plan.interval_iterations or checkfreq(inputs, OVERHEAD_FRACTION).interval_iterations
     return {

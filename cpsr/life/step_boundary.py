@@ -19,6 +19,7 @@ from cpsr.checkpoint.device_copy import StepEvents
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines import TorchAdapter
+from cpsr.engines.torch_loop import CAPTURED
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Ending, Job, Rewind
 from cpsr.life.run_state import RunState
@@ -36,9 +37,8 @@ DEVICE_SECONDS = 10.0
 POLL_SECONDS = 0.01  # at the end of a life
 UNSTEPPED_BATCHES = 100  # of an iteration each, in which weights change: something trains them
 UNSEEN = (
-    "weights changed while the loop took {} batches, and {}.step() was called after none of them: CPSR counts no step, "
-    "and saves nothing. Pass TorchAdapter the optimizer that the loop calls. Where a CUDA graph holds it, capture only "
-    "forward and backward, and call optimizer.step() outside of it"
+    "weights changed while the loop took {} batches, and {}.step() was called after none of them. Pass TorchAdapter "
+    f"the optimizer that the loop calls; or a CUDA graph holds the step. {CAPTURED}"
 )
 
 

@@ -106,7 +106,7 @@ class Costs:
             mode: how failures are recovered from.
 
         Returns:
-            Seconds per second; not finite where failures are so frequent that no life trains.
+            Seconds per second; infinite or NaN where failures leave no time to train.
         """
         rate = self._job.failures_per_second * self._job.disk_share
         with numpy.errstate(all="ignore"):

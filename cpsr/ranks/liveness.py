@@ -168,7 +168,7 @@ class Liveness:
         """Stop watching; a second call has no effect.
 
         Args:
-            ended: in good order, so that no rank waits for this one; after an error the others must notice it.
+            ended: in good order: no rank waits for this one. After an error the others must notice.
         """
         self._settled = True
         self._closing.set()
@@ -248,7 +248,7 @@ class Liveness:
         )
 
     def _sees_locks(self) -> bool:
-        """Note the watched ranks that hold their locks; whether all were seen to, or nobody has any."""
+        """Look which watched ranks hold their locks. True once all were seen to, or where no locks are held."""
         if self._heartbeat_seconds is not None:
             unseen = self._silence.keys() - self._locked
             self._locked |= {rank for rank in unseen if self._files.is_locked(rank)}

@@ -89,7 +89,7 @@ def order_generators(loader: Iterable[Any]) -> dict[str, Stateful]:
 
 
 def without_state(drawn: dict[str, Stateful]) -> dict[str, Stateful]:
-    """Those of `order_generators` that no state of a loader holds."""
+    """Of `order_generators`, those whose state no loader saves."""
     return {name: one for name, one in drawn.items() if not (isinstance(one, _Counts) and one.in_state)}
 
 

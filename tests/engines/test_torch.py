@@ -126,7 +126,7 @@ def test_a_step_that_a_fused_optimizer_skips_is_not_applied() -> None:
 
 
 def test_a_schedule_that_steps_before_the_scaler_is_a_change_of_the_state() -> None:
-    """Also in a step that the scaler skips, so that no dump holds the schedule of the next step."""
+    """Else a dump in a step that the scaler skips would hold the schedule of the next one."""
     job, recorder = build("fp32", "adamw", "cosine", scaler=True), Recorder()
     assert job.scaler is not None
     epochs: list[int] = []

@@ -111,7 +111,7 @@ def planned(job: PlannerInputs, limits: Limits, config: CPSRConfig, override: Pl
 
 
 def differs(plan: Plan, current: Plan) -> bool:
-    """Whether a plan is worth adopting in place of the current one; so is the first that rests on measurements."""
+    """Whether to adopt a plan instead of the current one; the first that rests on measurements always is."""
     if plan.mode != current.mode or "expected" not in current.explanation:
         return True
     interval, before = plan.interval_iterations, current.interval_iterations
