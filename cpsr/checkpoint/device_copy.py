@@ -9,7 +9,7 @@ import torch
 
 from cpsr.checkpoint.paced import Piece
 from cpsr.errors import SaveError, UnsupportedEngineError
-from cpsr.state.device_values import Deadline
+from cpsr.state.device_values import Deadline, reached
 from cpsr.state.shard import Shard
 
 __all__ = ["DeviceCopy", "Pinning", "StepEvents", "device_of", "new_event"]
@@ -44,7 +44,7 @@ class DeviceCopy:
     @property
     def here(self) -> bool:
         """Whether it is complete; does not wait."""
-        return bool(self._end.query())  # type: ignore[no-untyped-call] # torch's stub has no types
+        return reached(self._end)
 
     def result(self, deadline: Deadline | None = None) -> float:
         """Wait; without a deadline as long as it takes.
@@ -70,13 +70,13 @@ class DeviceCopy:
 
         The thread may have waited longer: for steps that the device had still to compute.
         """
-        if not self._needed.query():  # type: ignore[no-untyped-call] # torch's stub has no types
+        if not reached(self._needed):
             return 0.0  # it is not even there yet
         return max(0.0, self._seconds(self._needed))
 
     def overlap_seconds(self) -> float:
         """From the copy's begin until the device needed it to be complete; 0 where it is not there yet."""
-        if not self._needed.query():  # type: ignore[no-untyped-call] # torch's stub has no types
+        if not reached(self._needed):
             return 0.0
         milliseconds: float = self._start.elapsed_time(self._needed)
         return milliseconds / 1000.0
@@ -161,7 +161,7 @@ class StepEvents:
             RuntimeError: the device has failed.
         """
         with torch.cuda.device(self._device):
-            return bool(event.query())  # type: ignore[no-untyped-call] # torch's stub has no types
+            return reached(event)
 
     def hold(self, event: torch.cuda.Event) -> None:
         """Record this event for no other boundary before `release`, unless all events are held."""

@@ -10,6 +10,7 @@ from cpsr.engines.adapter import StepObserver
 from cpsr.engines.evaluation import loss_of
 from cpsr.engines.hooks import Hooks, ModuleHook, StepHooks, forget_compiled_code
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.device_values import captures
 
 __all__ = ["CAPTURED", "TorchLoop"]
 
@@ -103,6 +104,8 @@ class TorchLoop:
             around.forget()
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if captures():
+            return
         if module.training and torch.is_grad_enabled():
             self.require_complete()
             self._watching().on_forward(args, kwargs)
@@ -110,7 +113,7 @@ class TorchLoop:
             self._watching().on_other_forward()
 
     def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+        if module.training and torch.is_grad_enabled() and not captures():
             loss = loss_of(output)
             self.gives_loss = loss is not None
             if loss is not None:
@@ -155,8 +158,7 @@ class TorchLoop:
             self._watching().state_changes()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's stub has no types
-        if on_cuda and torch.cuda.is_current_stream_capturing():
+        if captures():
             raise UnsupportedEngineError(f"{type(optimizer).__name__}.step() is being captured. {CAPTURED}")
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise UnsupportedEngineError(

@@ -1,5 +1,7 @@
 """Values of the small state that are still on a CUDA device, and their way to the host beside the training."""
 
+import ctypes
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -9,7 +11,7 @@ import torch
 
 from cpsr.errors import SaveError
 
-__all__ = ["Arrival", "Deadline", "DeviceNumber", "DeviceValues", "number"]
+__all__ = ["Arrival", "Deadline", "DeviceNumber", "DeviceValues", "captures", "number", "reached"]
 
 POLL_SECONDS = 0.002
 
@@ -41,6 +43,44 @@ class Deadline:
             time.sleep(POLL_SECONDS)
 
 
+_RELAXED = 2  # of cudaStreamCaptureMode
+
+
+@functools.cache
+def _runtime() -> ctypes.PyDLL | None:
+    """CUDA's runtime, which torch has loaded; None in a build that contains it."""
+    try:
+        return ctypes.PyDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}")
+    except OSError:
+        return None
+
+
+def reached(event: torch.cuda.Event) -> bool:
+    """Whether the device has come to this event; does not wait.
+
+    While any thread captures a CUDA graph, CUDA forbids all threads to ask, and an attempt makes the capture fail. That
+    mode is each thread's own and is suspended here: these events are not part of a graph.
+
+    Raises:
+        RuntimeError: the device has failed.
+    """
+    runtime = _runtime()
+    mode = ctypes.c_int(_RELAXED)
+    if runtime is not None:
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        return bool(event.query())  # type: ignore[no-untyped-call] # torch's stub has no types
+    finally:
+        if runtime is not None:
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def captures() -> bool:
+    """Whether this thread captures a CUDA graph: nothing runs now, and its replay calls no Python."""
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's stub has no types
+    return on_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class Arrival:
     """Completes with the work that the current stream of this thread has now.
 
@@ -55,7 +95,7 @@ class Arrival:
     @property
     def here(self) -> bool:
         """Whether the device is through; does not wait."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return reached(self._event)
 
     def wait(self, what: str, deadline: Deadline | None = None) -> None:
         """Wait; without a deadline as long as it takes.
