@@ -68,7 +68,7 @@ def remains_of(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> Re
     """Look without changing anything."""
     progress = read_progress(run_dir, RANKS)
     stored = [state for state in states_in(run_dir, memories) if verify_memory_state(state) is None]
-    first = newest_life(run_dir)
+    first = newest_life(run_dir)[:2]
     newest = [state for state in stored if (state.life, state.branch) >= first]
     snapshots = {(state.rank, state.iteration) for state in newest if state.kind == "snapshot"}
     # Small states travel only where every rank's weights and moments are the same: any rank's snapshot has them.

@@ -3,20 +3,18 @@
 import fcntl
 import logging
 import os
-import struct
+import threading
 import time
 from pathlib import Path
 
-__all__ = ["FileInUseError", "FileLock", "lock_name"]
+__all__ = ["FileInUseError", "FileLock"]
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.02
 REPORT_SECONDS = 1.0  # a killed process has released its lock by then, unless it was large
 COMMAND_CHARACTERS = 120
-_FLOCK = struct.Struct("hhqqi4x")  # Linux' `struct flock`: type, whence, start, length, process
-
-_held: dict[Path, tuple[int, int]] = {}  # file -> process, and lock; what a forked child finds here is its parent's
+LOCKS = Path("/proc/locks")
 
 
 class FileInUseError(OSError):
@@ -26,13 +24,12 @@ class FileInUseError(OSError):
 class FileLock:
     """An exclusive right to a file, until it is released or this process ends; a stopped process keeps it.
 
-    It is a POSIX lock on a file of its own, `.<name>.lock`, which nobody else opens: a process would lose it with any
-    descriptor of that file that it closes. A forked child does not have it, and the kernel tells who has it.
+    It is the kernel's `flock` on a descriptor of its own, which is not mapped: a mapping would keep the lock.
 
     Args:
         path: the file.
         wait_seconds: how long to wait for another process that has it: a killed process takes a while to end.
-        create: also where there is no such file.
+        create: make the file where there is none.
 
     Raises:
         FileInUseError: another process still had it after that time, or this process has it.
@@ -41,10 +38,10 @@ class FileLock:
 
     def __init__(self, path: Path, wait_seconds: float = 0.0, *, create: bool = False) -> None:
         self.path = path
-        self._lock = path.with_name(lock_name(path.name))
+        self._flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         self._descriptor = -1
         began, reported = time.monotonic(), False
-        while (process := self._holder()) != 0:
+        while (process := self._holder()) is not None:
             waited = time.monotonic() - began
             user = f"{_name_of(process)} still uses {path}"
             if process == os.getpid() or waited >= wait_seconds:
@@ -53,70 +50,76 @@ class FileLock:
                 reported = True
                 logger.warning("waiting up to %.0f s for %s", wait_seconds, user)
             time.sleep(LOOK_SECONDS)
-        try:
-            if path.is_symlink() or not create:
-                os.close(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
-        except OSError:
-            self.release()
-            raise
 
     def remove(self) -> None:
         """Remove the file and release the lock; does nothing without it."""
-        if self._is_held():
+        if self._has_its_name():
             self.path.unlink(missing_ok=True)
         self.release()
 
     def release(self) -> None:
         """Release the lock; does nothing if it was released before, or in a forked child, which does not have it."""
-        if self._is_held():
-            if self._has_its_name(self._descriptor):  # another process may have removed it, and a third have a new one
-                self._lock.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
-            del _held[self.path]
+        if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            _held.discard(self)
+            self._close()
 
-    def _is_held(self) -> bool:
-        return self._descriptor >= 0 and _held.get(self.path) == (os.getpid(), id(self))
+    def _close(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
 
-    def _holder(self) -> int:
-        """Try once: 0 if this lock is taken now, else the process that has it; -1 where that is not visible."""
-        own = os.getpid(), id(self)
-        if _held.setdefault(self.path, own)[0] != own[0]:
-            _held[self.path] = own  # a parent's
-        if _held[self.path] != own:
-            return own[0]
-        process = -1
-        try:
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    def _holder(self) -> int | None:
+        """Try once: None if this lock is taken now, else the process that has it; 0 where that is not visible."""
+        while not self._has_its_name():  # whoever had the lock may have removed the file, and another made a new one
+            self.release()
+            with _forking:
+                self._descriptor = os.open(self.path, self._flags, 0o600)
+                _held.add(self)
             try:
-                process = self._take(descriptor)
-            finally:
-                if process != 0:
-                    os.close(descriptor)
-            self._descriptor = descriptor
-        finally:
-            if process != 0:
-                del _held[self.path]
-        return process
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                process = _locker_of(self._descriptor)
+                self.release()
+                if isinstance(error, BlockingIOError):
+                    return process
+                raise
+        return None
 
-    def _take(self, descriptor: int) -> int:
+    def _has_its_name(self) -> bool:
+        if self._descriptor < 0:
+            return False
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            asked = fcntl.fcntl(descriptor, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-            return int(_FLOCK.unpack(asked)[4]) or -1
-        return 0 if self._has_its_name(descriptor) else -1  # the one before has removed it when it released the lock
-
-    def _has_its_name(self, descriptor: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), self._lock.stat(follow_symlinks=False))
+            return os.path.samestat(os.fstat(self._descriptor), self.path.stat(follow_symlinks=False))
         except FileNotFoundError:
             return False
 
 
-def lock_name(name: str) -> str:
-    """Of a file's name, or of a pattern of names: that of its lock."""
-    return f".{name}.lock"
+_held: set[FileLock] = set()
+_forking = threading.RLock()  # no child is forked between the opening of a file and its place in `_held`
+
+
+def _leave_to_parent() -> None:
+    """In a forked child: a lock stays until the last process has closed the descriptor."""
+    while _held:
+        _held.pop()._close()
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_leave_to_parent)
+
+
+def _locker_of(descriptor: int) -> int:
+    """The process that has a file's lock; 0 where it cannot be seen."""
+    status = os.fstat(descriptor)
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    try:
+        for line in LOCKS.read_text(encoding="ascii").splitlines():
+            _, kind, _, _, process, locked, *_ = line.replace("-> ", "").split()
+            if (kind, locked) == ("FLOCK", file):
+                return int(process)
+    except (OSError, ValueError):
+        pass  # hidden from this container
+    return 0
 
 
 def _name_of(process: int) -> str:

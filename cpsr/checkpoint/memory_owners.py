@@ -1,6 +1,8 @@
 """Whose a run's files in this machine's shared memory are, how much they take, and freeing them.
 
-::
+One rule protects them: a process has the lock of each file that it fills, and whoever frees a file or fills it anew
+takes its lock first. A file without a lock is freed once a process of its own run, or the user, asks for it. If no such
+process comes, other runs free it once the run directory is gone::
 
     cpsr-<run_id>-owner        JSON: the run directory, the machine, and which directories these were
 
@@ -24,9 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from cpsr.checkpoint.file_lock import FileInUseError, FileLock, lock_name
+from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory import shared_memory_left
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, owner_path, size_of
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, owner_path
 from cpsr.checkpoint.resources import available_host_bytes
 
 __all__ = ["HeldRun", "Owner", "bytes_in_memory", "copied_from", "free_orphans", "free_run", "mark_owner", "owner_of"]
@@ -36,9 +38,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 3.0  # for all run directories together: a network file system that hangs must not block the caller
 IDENTITY = "run.json"
-_OWNER_NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-owner")
-_OWNER_BYTES_MAX = 1 << 14  # several times the longest path
-_ABOVE_MAX = 64
+_FILE = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-(owner|rank-\d{5}-[0-9a-z-]+)")
 
 # `there`: its directory is; `gone`: that is gone; `freed`: that was gone; `in use`: a process has it; `unclear`: cannot
 # be determined on this machine.
@@ -55,50 +55,32 @@ class Owner:
         run_id: identity of the run.
         run_dir: its directory, absolute and without links.
         node: the machine, as the job saw it.
-        place: device and inode of that directory.
-        above: those of the directories above it on the same disk, the nearest first.
+        places: device and inode of that directory and of those above it on the same disk, the nearest first.
     """
 
     run_id: str
     run_dir: Path
     node: str
-    place: Place
-    above: tuple[Place, ...]
+    places: tuple[Place, ...]
 
     def look(self) -> tuple[Standing, str]:
         """Whether the run directory is still there, and why; waits for a file system that hangs.
 
-        It is gone if the nearest directory above that exists is the recorded one: the path alone proves nothing.
+        It is gone if the nearest directory that exists is the recorded one: the path alone proves nothing.
         """
         try:
             if _run_id_in(self.run_dir) == self.run_id:
                 return "there", f"{self.run_dir} holds it"
-            here = _place_of(self.run_dir)
-            if here == self.place:
-                return "gone", f"{self.run_dir} holds it no more"
-            for directory, recorded in zip(self.run_dir.parents, self.above, strict=False):
+            for directory, recorded in zip((self.run_dir, *self.run_dir.parents), self.places, strict=False):
                 found = _place_of(directory)
-                if found is not None:
-                    # Another directory in its place may be a mounted disk.
-                    if found == recorded and (here is None or here[0] == found[0]):
-                        return "gone", f"{self.run_dir} is gone"
+                if found == recorded:
+                    return "gone", f"{self.run_dir} " + ("holds it no more" if directory == self.run_dir else "is gone")
+                # Another directory in its place may be a mounted disk; on the same disk it was made anew.
+                if found is not None and (directory != self.run_dir or found[0] != recorded[0]):
                     return "unclear", f"{directory} is another directory than it was: a mounted disk, or a container"
         except OSError as error:
             return "unclear", f"{self.run_dir} cannot be looked at: {error}"
         return "unclear", f"the disk of {self.run_dir} is not here: not mounted now, or in a container"
-
-    def is_beside(self, run_dir: Path) -> bool:
-        """Whether its run directory is there and another one than this, as that of which this is a copy.
-
-        One directory has the same inode under each path, also where a mount gives it another device.
-        """
-        try:
-            if self.look()[0] != "there":
-                return False
-            pairs = [(self.run_dir / name, run_dir / name) for name in (".", IDENTITY)]
-            return any(one.stat().st_ino != other.stat().st_ino for one, other in pairs)
-        except OSError:
-            return False
 
 
 @dataclass(frozen=True)
@@ -132,11 +114,11 @@ def mark_owner(run_id: str, run_dir: Path, node: str, directory: Path = SHARED_M
     Raises:
         OSError: there is no shared memory, or no room in it, or the run directory is gone.
     """
-    real = run_dir.resolve()
-    place = real.stat().st_dev, real.stat().st_ino
-    places = map(_place_of, itertools.islice(real.parents, _ABOVE_MAX))
-    above = list(itertools.takewhile(lambda at: at is not None and at[0] == place[0], places))
-    data = json.dumps({"run_dir": str(real), "node": node, "place": place, "above": above}).encode()
+    real = run_dir.resolve(strict=True)
+    device = real.stat().st_dev
+    found = map(_place_of, (real, *real.parents))
+    places = list(itertools.takewhile(lambda at: at is not None and at[0] == device, found))
+    data = json.dumps({"run_dir": str(real), "node": node, "places": places}).encode()
     descriptor = os.open(owner_path(run_id, directory), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.pwrite(descriptor, data, 0)  # in place and at once: several ranks may write the same
@@ -152,10 +134,10 @@ def owner_of(run_id: str, directory: Path = SHARED_MEMORY) -> Owner | None:
         with os.fdopen(descriptor, "rb") as file:
             if os.fstat(descriptor).st_uid != os.geteuid():
                 return None
-            found = json.loads(file.read(_OWNER_BYTES_MAX))
-        place, *above = [(int(one[0]), int(one[1])) for one in (found["place"], *found["above"])]
-        return Owner(run_id, Path(str(found["run_dir"])), str(found["node"]), place, tuple(above))
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+            found = json.loads(file.read())
+        places = tuple((int(device), int(inode)) for device, inode in found["places"])
+        return Owner(run_id, Path(str(found["run_dir"])), str(found["node"]), places)
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -186,11 +168,26 @@ def runs_in_memory(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
 def free_orphans(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
     """Free the memory of runs whose directory is gone and that no process uses.
 
+    Args:
+        directory: where shared memory is mounted.
+
     Returns:
         The runs whose directory is not there, and whether their memory was freed.
     """
     found = [_freed(run, directory) if run.standing == "gone" else run for run in runs_in_memory(directory)]
     return [run for run in found if run.standing != "there"]
+
+
+def _freed(run: HeldRun, directory: Path) -> HeldRun:
+    try:
+        with _locked(_files_by_run(directory)[run.run_id]):
+            owner = owner_of(run.run_id, directory)  # a job may have started there meanwhile
+            if owner is None or owner.look()[0] != "gone":
+                return replace(run, standing="there")
+            remove_memory_states(run.run_id, directory)
+    except FileInUseError as error:
+        return replace(run, standing="in use", why=str(error))
+    return replace(run, standing="freed")
 
 
 def free_run(run_id: str, directory: Path = SHARED_MEMORY) -> int:
@@ -199,7 +196,7 @@ def free_run(run_id: str, directory: Path = SHARED_MEMORY) -> int:
     Raises:
         FileInUseError: a process uses it; the message names it. Nothing was removed.
     """
-    paths = _files_by_run(directory).get(run_id, [])
+    paths = _files_by_run(directory)[run_id]
     size = _bytes_of(paths)
     with _locked(paths):  # no process can begin to use them now
         remove_memory_states(run_id, directory)
@@ -207,28 +204,36 @@ def free_run(run_id: str, directory: Path = SHARED_MEMORY) -> int:
 
 
 def copied_from(run_id: str, run_dir: Path, directory: Path = SHARED_MEMORY) -> Path | None:
-    """The directory to which a run's files in this machine's memory belong, where that is not `run_dir`.
+    """The directory to which a run's files in this machine's memory belong, where `run_dir` is a copy of that.
 
-    Both have the identity of the run, as one that was copied. None where there are no such files, or that is unclear.
+    Both have the identity of the run. One directory has the same inode under each path, also where a mount gives it
+    another device. None where there are no such files, or that is unclear.
     """
     owner = owner_of(run_id, directory)
     if owner is None or owner.run_dir == run_dir.resolve() or next(files_of(run_id, directory), None) is None:
         return None
-    return owner.run_dir if _in_time({run_id: lambda: owner.is_beside(run_dir)}).get(run_id) else None
+    original = owner.run_dir
+
+    def is_another() -> bool:
+        try:
+            pairs = [(original / name, run_dir / name) for name in (".", IDENTITY)]
+            return _run_id_in(original) == run_id and any(a.stat().st_ino != b.stat().st_ino for a, b in pairs)
+        except OSError:
+            return False
+
+    return original if _in_time({run_id: is_another}).get(run_id) else None
 
 
 def bytes_in_memory(
     run_id: str, ranks: Iterable[int], directory: Path = SHARED_MEMORY, *, prefix: Literal["", "window-"] = ""
 ) -> int:
     """Bytes of this machine's memory that buffers, or windows, of these ranks from an earlier life already take."""
-    own, found = set(ranks), 0
+    own, found = set(ranks), []
     for path in files_of(run_id, directory):
-        matched = NAME.fullmatch(path.name)
-        if matched is None or int(matched["rank"]) not in own or not matched["slot"].startswith(prefix):
-            continue
-        if matched["slot"].removeprefix(prefix).isdigit():
-            found += path.lstat().st_blocks * BLOCK_BYTES
-    return found
+        name = NAME.fullmatch(path.name)
+        if name is not None and int(name["rank"]) in own and name["slot"].startswith(prefix):
+            found += [path] if name["slot"].removeprefix(prefix).isdigit() else []
+    return _bytes_of(found)
 
 
 def room_in_memory(run_id: str, ranks: Iterable[int], *, prefix: Literal["", "window-"] = "") -> int:
@@ -243,48 +248,31 @@ def room_in_memory(run_id: str, ranks: Iterable[int], *, prefix: Literal["", "wi
     return free + bytes_in_memory(run_id, ranks, prefix=prefix)
 
 
-def remove_memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> int:
-    """Remove all files of a run in this machine's shared memory, used or not; return the bytes."""
-    freed = sum(_removed(path) for path in files_of(run_id, directory))
-    # The locks last: a job that waits for one may begin as soon as it is gone.
-    for path in [owner_path(run_id, directory), *directory.glob(lock_name(f"cpsr-{run_id}-rank-*"))]:
+def remove_memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> None:
+    """Remove all files of a run in this machine's shared memory, used or not."""
+    for path in (*files_of(run_id, directory), owner_path(run_id, directory)):
         path.unlink(missing_ok=True)
-    return freed
 
 
-def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: bool = True) -> int:
-    """Remove a run's states outside the buffers of living processes, and fetched ones; return the bytes.
+def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: bool = True) -> None:
+    """Remove a run's states outside the buffers of living processes, and fetched ones.
 
     Args:
         run_id: identity of the run.
         directory: where shared memory is mounted.
         replicas: also remove replicas of ranks on other machines: the process that keeps them has no lock on them.
     """
-    freed = 0
     for path in files_of(run_id, directory):
-        matched = NAME.fullmatch(path.name)
-        if matched is not None and matched["slot"].startswith("replica"):
-            freed += _removed(path) if replicas else 0
+        if not replicas and "-replica-" in path.name:
             continue
         try:
-            lock = FileLock(path)
+            FileLock(path).remove()
         except (FileInUseError, FileNotFoundError):  # another rank was faster
             continue
         except OSError as error:
             logger.warning("%s is left as it is, since it cannot be opened: %s", path, error)
-            continue
-        freed += size_of(path)
-        lock.remove()
     if next(files_of(run_id, directory), None) is None:
         owner_path(run_id, directory).unlink(missing_ok=True)
-    return freed
-
-
-def _removed(path: Path) -> int:
-    """The bytes of a file that is removed; 0 where another rank has removed the same."""
-    size = size_of(path)
-    path.unlink(missing_ok=True)
-    return size
 
 
 def _place_of(directory: Path) -> Place | None:
@@ -310,7 +298,7 @@ def _files_by_run(directory: Path) -> dict[str, list[Path]]:
     """This user's files, by run."""
     found: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(directory.iterdir()) if directory.is_dir() else ():
-        matched = NAME.fullmatch(path.name) or _OWNER_NAME.fullmatch(path.name)
+        matched = _FILE.fullmatch(path.name)
         try:
             status = path.lstat()
         except FileNotFoundError:
@@ -344,18 +332,6 @@ def _in_time(calls: Mapping[str, Callable[[], _Found]]) -> dict[str, _Found]:
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     return dict(found)
-
-
-def _freed(run: HeldRun, directory: Path) -> HeldRun:
-    try:
-        with _locked(_files_by_run(directory).get(run.run_id, [])):
-            owner = owner_of(run.run_id, directory)  # a job may have started there meanwhile
-            if owner is None or owner.look()[0] != "gone":
-                return replace(run, standing="there")
-            remove_memory_states(run.run_id, directory)
-    except FileInUseError as error:
-        return replace(run, standing="in use", why=str(error))
-    return replace(run, standing="freed")
 
 
 @contextmanager

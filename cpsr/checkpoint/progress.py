@@ -15,16 +15,7 @@ from pathlib import Path
 
 from cpsr.checkpoint.files import write_bytes
 
-__all__ = [
-    "Progress",
-    "ProgressCounter",
-    "RankProgress",
-    "has_held_states",
-    "mark_life",
-    "newest_life",
-    "progress_path",
-    "read_progress",
-]
+__all__ = ["Progress", "ProgressCounter", "RankProgress", "mark_life", "newest_life", "progress_path", "read_progress"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,30 +48,18 @@ def mark_life(run_dir: Path, life: int, branch: int = 0, *, holds_states: bool =
         os.close(descriptor)
 
 
-def newest_life(run_dir: Path) -> tuple[int, int]:
-    """The newest life that trained, and how often it went back; (-1, 0) where none is known.
+def newest_life(run_dir: Path) -> tuple[int, int, bool]:
+    """What `mark_life` recorded last: the life, its branch and whether every rank holds a state; -1, 0, False: nothing.
 
     Raises:
         OSError: the file is there and cannot be read.
     """
     try:
-        content = (run_dir / "progress" / LIFE).read_bytes()
-    except FileNotFoundError:
-        return -1, 0
-    words = content.split(b" ")[:2]
-    return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(bytes.isdigit, words)) else (-1, 0)
-
-
-def has_held_states(run_dir: Path) -> bool:
-    """Whether every rank has had a state of the newest life in host memory, as far as that was recorded.
-
-    Raises:
-        OSError: the file is there and cannot be read.
-    """
-    try:
-        return (run_dir / "progress" / LIFE).read_bytes().endswith(b" 1")
-    except FileNotFoundError:
-        return False
+        words = (run_dir / "progress" / LIFE).read_bytes().split(b" ")
+        life, branch = map(int, words[:2])
+    except (FileNotFoundError, ValueError):
+        return -1, 0, False
+    return life, branch, words[2:] == [b"1"]
 
 
 class ProgressCounter:

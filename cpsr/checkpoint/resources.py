@@ -11,8 +11,7 @@ from cpsr.checkpoint.catalogue import Retention
 from cpsr.config import CPSRConfig
 from cpsr.errors import ResourceError
 
-__all__ = ["available_host_bytes", "check_disk", "check_host_memory", "existing_part", "host_buffers"]
-__all__ += ["kept_bytes", "kept_checkpoints"]
+__all__ = ["available_host_bytes", "check_disk", "check_host_memory", "existing_part", "host_buffers", "kept_bytes"]
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -76,16 +75,6 @@ def existing_part(path: Path) -> Path:
     return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
 
 
-def kept_checkpoints(config: CPSRConfig) -> tuple[int, int]:
-    """Checkpoints on the disk at most: whole ones with the one being written, and those of the history."""
-    checkpoint = config.checkpoint
-    copied = int(checkpoint.target is not None)  # stays whole while it is read
-    # If the planner chooses the interval, it is not known yet: assume the longest.
-    interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
-    kept = Retention()
-    return kept.full_checkpoints + 1 + copied, kept.history_checkpoints(interval)
-
-
 def kept_bytes(state_bytes: int, weight_bytes: int, config: CPSRConfig) -> int:
     """Disk space of a run's checkpoints: whole ones, the one being written, and the weights of the history.
 
@@ -94,11 +83,14 @@ def kept_bytes(state_bytes: int, weight_bytes: int, config: CPSRConfig) -> int:
         weight_bytes: of the weights in it.
         config: the run's.
     """
-    whole, entries = kept_checkpoints(config)
-    full, history = whole * state_bytes, entries * weight_bytes
-    limit = config.checkpoint.disk_limit_bytes
-    if limit is not None:
-        history = min(history, max(limit - full, 0))  # retention drops history first
+    checkpoint, kept = config.checkpoint, Retention()
+    copied = int(checkpoint.target is not None)  # stays whole while it is read
+    # If the planner chooses the interval, it is not known yet: assume the longest.
+    interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
+    full = (kept.full_checkpoints + 1 + copied) * state_bytes
+    history = kept.history_checkpoints(interval) * weight_bytes
+    if checkpoint.disk_limit_bytes is not None:
+        history = min(history, max(checkpoint.disk_limit_bytes - full, 0))  # retention drops history first
     return full + history
 
 

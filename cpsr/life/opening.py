@@ -13,7 +13,7 @@ import torch
 from cpsr.checkpoint.commit import Missing, claim_life, superseded
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_owners import bytes_in_memory
-from cpsr.checkpoint.progress import has_held_states, mark_life, newest_life
+from cpsr.checkpoint.progress import mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import check_disk, check_host_memory, host_buffers
 from cpsr.checkpoint.run_directory import RunDirectory, open_run
@@ -94,7 +94,7 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     target.adopt_run()
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
     # A life that has claimed its number may not have trained.
-    known = [*newest_life(config.run_dir), has_held_states(config.run_dir), newest_claim(config.run_dir)]
+    known = [*newest_life(config.run_dir), newest_claim(config.run_dir)]
     number, branch, held, claimed = group.broadcast(known)
     journal = open_journal(config.run_dir, group, config.mode, max(number, claimed))
     job, life.steps = Job(adapter, group, config, run, shard, journal), Steps(adapter, journal, loop.losses)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.checkpoint import file_lock
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 
 PATIENCE_SECONDS = 20.0
@@ -70,6 +71,23 @@ def test_a_child_that_outlives_the_process_does_not_have_it(path: Path, start: S
     os.kill(child, 0)  # it still runs
 
 
+def test_a_child_that_runs_on_does_not_keep_what_its_parent_releases(path: Path, start: Start) -> None:
+    holder = start(f"""
+locks = [FileLock(path, create=True), FileLock(path.with_name("other"), create=True)]
+if os.fork() == 0:
+    own = FileLock(path.with_name("of the child"), create=True)  # with the number of a descriptor that the parent has
+    for lock in locks: lock.release()
+    {SAY_PID}
+else: locks[0].release()
+time.sleep(60)
+""")
+    next_line(holder)
+    FileLock(path, PATIENCE_SECONDS).release()
+    for name in ("other", "of the child"):
+        with pytest.raises(FileInUseError, match="process "):
+            FileLock(path.with_name(name))
+
+
 def test_a_stopped_process_keeps_it_and_is_named(path: Path, start: Start) -> None:
     holder = start("lock = FileLock(path, create=True)\nprint('locked', flush=True)\ntime.sleep(60)")
     assert next_line(holder) == "locked"
@@ -90,6 +108,16 @@ def test_a_process_that_dies_is_waited_for_and_that_is_logged_once(
         FileLock(path, PATIENCE_SECONDS, create=True).release()
     (record,) = caplog.records
     assert f"waiting up to {PATIENCE_SECONDS:g} s for process {holder.pid} (" in record.getMessage()
+
+
+def test_where_the_kernel_does_not_say_who_has_it_it_is_refused_all_the_same(
+    path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a process of another container."""
+    next_line(start(f"lock = FileLock(path, create=True); {SAY_PID}; time.sleep(60)"))
+    monkeypatch.setattr(file_lock, "LOCKS", path.with_name("hidden"))
+    with pytest.raises(FileInUseError, match="a process that cannot be seen from here"):
+        FileLock(path)
 
 
 def test_of_many_that_remove_the_file_one_at_a_time_has_it(path: Path, start: Start) -> None:

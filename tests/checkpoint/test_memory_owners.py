@@ -111,7 +111,7 @@ def test_while_a_process_uses_it_it_is_kept_and_the_process_is_named(memory: Pat
 
 def test_nor_where_the_run_directory_is_a_mount_of_its_own(memory: Path, run_dir: Path) -> None:
     dead(memory, "0123abcd", run_dir)
-    mounted = replace(owner_in(memory), place=(run_dir.stat().st_dev + 1, 2), above=())
+    mounted = replace(owner_in(memory), places=((run_dir.stat().st_dev + 1, 2),))
     (run_dir / "run.json").unlink()
     assert owner_in(memory).look()[0] == "gone"
     assert mounted.look()[0] == "unclear"  # what is there now is the mount point

@@ -107,8 +107,8 @@ def test_killed_while_publishing(tmp_path: Path) -> None:
 
 
 def test_the_newest_life_is_known_with_its_branch(tmp_path: Path) -> None:
-    assert newest_life(tmp_path) == (-1, 0)
+    assert newest_life(tmp_path) == (-1, 0, False)
     mark_life(tmp_path, 7)
-    assert newest_life(tmp_path) == (7, 0)
-    mark_life(tmp_path, 7, branch=2)
-    assert newest_life(tmp_path) == (7, 2)
+    assert newest_life(tmp_path) == (7, 0, False)
+    mark_life(tmp_path, 7, branch=2, holds_states=True)
+    assert newest_life(tmp_path) == (7, 2, True)
