@@ -232,8 +232,7 @@ def forge(step: Path, edit: Callable[[dict[str, Any]], None] = lambda record: No
     edit(record)
     for name in record["files"]:
         if (step / name).is_file():
-            digest = hash_file(step / name)
-            record["files"][name] = {"bytes": digest.bytes, "xxh3_128": digest.xxh3_128}
+            record["files"][name] = hash_file(step / name).model_dump()
     path.write_text(json.dumps(record))
     manifest = json.loads((step / "manifest.json").read_bytes())
     files = {name: file["bytes"] for name, file in record["files"].items()}

@@ -149,8 +149,7 @@ def _copy(source: Path, target: Path, record: FileRecord) -> None:
         shutil.copyfile(source, temporary, follow_symlinks=False)
         temporary.chmod(target.parent.stat().st_mode & 0o666)
         sync_file(temporary)
-        found = hash_file(temporary, direct=True)
-        if (found.bytes, found.xxh3_128) != (record.bytes, record.xxh3_128):
+        if record.first_difference(hash_file(temporary, direct=True)) is not None:
             raise SaveError(f"{target}: the copy of {source} differs from what was written; check the disk")
         temporary.replace(target)
     except (OSError, SaveError):

@@ -1,6 +1,4 @@
-"""Files in pieces: their hashes, and reading and writing past the page cache where the file system permits it.
-
-A file has one hash of all its bytes, and one of every MiB, so that a part is verified without the whole.
+"""Files in pieces: reading and writing past the page cache where the file system permits it.
 
 Descriptors are opened with `DIRECT` (O_DIRECT). A file system that does not permit it refuses the open, or the first
 transfer; the same bytes then take the way through the page cache. What is shorter than a block, at the end of a file,
@@ -15,72 +13,16 @@ import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy
-import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK_BYTES", "DIRECT", "HASHED_PIECE_BYTES", "PIECE_BYTES", "PIECE_DIGITS", "Digest", "FileHash"]
-__all__ += ["aligned_pieces", "block_buffer", "open_direct", "piece_hash", "pieces_in", "read_at", "read_pieces"]
-__all__ += ["write_piece"]
+__all__ = ["BLOCK_BYTES", "DIRECT", "HASHED_PIECE_BYTES", "PIECE_BYTES", "PIECE_DIGITS", "aligned_pieces"]
+__all__ += ["block_buffer", "open_direct", "piece_hash", "pieces_in", "read_at", "read_pieces", "write_piece"]
 
 HASHED_PIECE_BYTES = 1 << 20  # of each piece but the last
 PIECE_DIGITS = 16  # of an xxh3-64 in hexadecimal
-
-
-@dataclass(frozen=True)
-class Digest:
-    """Size in bytes and hashes (hexadecimal) of one file.
-
-    Attributes:
-        bytes: its size.
-        xxh3_128: of all bytes.
-        pieces: the xxh3-64 of every piece, one after the other; None where only the whole was hashed. Two digests are
-            compared without it: it follows from the bytes.
-    """
-
-    bytes: int
-    xxh3_128: str
-    pieces: str | None = field(default=None, compare=False)
-
-
-class FileHash:
-    """Hashes the bytes of a file, which are taken once and in order.
-
-    Args:
-        pieces: hash every piece, too.
-    """
-
-    def __init__(self, *, pieces: bool = False) -> None:
-        self._bytes = 0
-        self._whole = xxhash.xxh3_128()
-        self._piece = xxhash.xxh3_64()
-        self._pieces: list[str] | None = [] if pieces else None
-
-    def take(self, data: memoryview) -> None:
-        """Take the bytes that follow."""
-        if self._pieces is None:
-            self._whole.update(data)
-            self._bytes += len(data)
-            return
-        while data:  # both hashes of a part before the next one: the second finds it in the processor's cache
-            part = data[: HASHED_PIECE_BYTES - self._bytes % HASHED_PIECE_BYTES]
-            self._whole.update(part)
-            self._piece.update(part)
-            self._bytes += len(part)
-            if self._bytes % HASHED_PIECE_BYTES == 0:
-                self._pieces.append(self._piece.hexdigest())
-                self._piece.reset()
-            data = data[len(part) :]
-
-    def digest(self) -> Digest:
-        """Of what was taken."""
-        pieces = self._pieces
-        if pieces is not None and self._bytes % HASHED_PIECE_BYTES:
-            pieces = [*pieces, self._piece.hexdigest()]
-        return Digest(self._bytes, self._whole.hexdigest(), None if pieces is None else "".join(pieces))
 
 
 def pieces_in(size: int) -> int:

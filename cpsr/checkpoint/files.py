@@ -10,12 +10,14 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import torch
+import xxhash
 
-from cpsr.checkpoint.direct_file import Digest, FileHash, aligned_pieces, open_direct, read_pieces, write_piece
+from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, aligned_pieces, open_direct, read_pieces, write_piece
+from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.tensor_file import image_of
 from cpsr.errors import SaveError
 
-__all__ = ["hash_file", "hash_in_pieces", "is_temporary", "make_directory", "open_plain", "read_bytes"]
+__all__ = ["FileHash", "hash_file", "hash_in_pieces", "is_temporary", "make_directory", "open_plain", "read_bytes"]
 __all__ += ["remove_entry", "remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes"]
 __all__ += ["write_tensors"]
 
@@ -24,6 +26,31 @@ _log = logging.getLogger(__name__)
 _CHECK = "check the disk and the memory"
 _PROCESS = secrets.token_hex(4)
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
+
+
+class FileHash:
+    """Hashes every MiB of a file, whose bytes are taken once and in order."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._piece = xxhash.xxh3_64()
+        self._pieces: list[str] = []
+
+    def take(self, data: memoryview) -> None:
+        """Take the bytes that follow."""
+        while data:
+            part = data[: HASHED_PIECE_BYTES - self._bytes % HASHED_PIECE_BYTES]
+            self._piece.update(part)
+            self._bytes += len(part)
+            if self._bytes % HASHED_PIECE_BYTES == 0:
+                self._pieces.append(self._piece.hexdigest())
+                self._piece.reset()
+            data = data[len(part) :]
+
+    def record(self) -> FileRecord:
+        """The record of a file with the bytes that were taken."""
+        last = [self._piece.hexdigest()] if self._bytes % HASHED_PIECE_BYTES else []
+        return FileRecord.of_pieces(self._bytes, "".join([*self._pieces, *last]))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -54,7 +81,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> Digest:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> FileRecord:
     """Write a safetensors file, read it back from the disk, compare it with the tensors and put it in place.
 
     The directory is not forced to the disk here: the caller does that once for all of its files.
@@ -65,7 +92,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
         metadata: of the file, in its header.
 
     Returns:
-        Size and hashes, also of the pieces, of the bytes that were read back and verified.
+        The record of the bytes that were read back and verified.
 
     Raises:
         SaveError: what was read back differs, or no file can hold these tensors.
@@ -74,8 +101,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     temporary = temporary_name(path)
     try:
         written = _write_image(temporary, tensors, metadata)
-        if hash_file(temporary, direct=True) != written:
-            raise SaveError(f"{path}: what was read back differs from what was written; {_CHECK}")
+        if (start := written.first_difference(hash_file(temporary, direct=True))) is not None:
+            raise SaveError(f"{path}: what was read back differs from what was written from byte {start} on; {_CHECK}")
         temporary.replace(path)
     except (OSError, SaveError) as error:
         temporary.unlink(missing_ok=True)
@@ -121,44 +148,40 @@ def read_bytes(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def hash_file(
-    path: Path, *, direct: bool = False, pieces: bool = False, take: Callable[[memoryview], None] | None = None
-) -> Digest:
-    """Size and hash of a file.
+def hash_file(path: Path, *, direct: bool = False, take: Callable[[memoryview], None] | None = None) -> FileRecord:
+    """Size and hashes of a file.
 
     Args:
         path: its name.
         direct: see `open_plain`.
-        pieces: hash every piece, too.
         take: gets the content in parts, each valid until the next.
 
     Raises:
         OSError: see `open_plain`.
     """
-    parts = hash_in_pieces(path, direct=direct, pieces=pieces, take=take)
+    parts = hash_in_pieces(path, direct=direct, take=take)
     while True:
         try:
             next(parts)
         except StopIteration as end:
-            digest: Digest = end.value
-            return digest
+            found: FileRecord = end.value
+            return found
 
 
 def hash_in_pieces(
-    path: Path, *, direct: bool = False, pieces: bool = False, take: Callable[[memoryview], None] | None = None
-) -> Generator[None, None, Digest]:
-    """Size and hash of a file: every `next` reads 4 MiB.
+    path: Path, *, direct: bool = False, take: Callable[[memoryview], None] | None = None
+) -> Generator[None, None, FileRecord]:
+    """Size and hashes of a file: every `next` reads 4 MiB.
 
     Args:
         path: its name.
         direct: see `open_plain`.
-        pieces: see `hash_file`.
         take: see `hash_file`.
 
     Raises:
         OSError: see `open_plain`.
     """
-    found = FileHash(pieces=pieces)
+    found = FileHash()
     descriptor = open_plain(path, direct=direct)
     try:
         for piece in read_pieces(descriptor, _CHUNK_BYTES):
@@ -168,7 +191,7 @@ def hash_in_pieces(
             yield
     finally:
         os.close(descriptor)
-    return found.digest()
+    return found.record()
 
 
 def sync_directory(path: Path) -> None:
@@ -264,12 +287,12 @@ def _read_all(descriptor: int) -> bytes:
     return b"".join(pieces)
 
 
-def _write_image(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> Digest:
-    """Write a new file of the tensors; returns size and hashes of what was to be written."""
+def _write_image(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> FileRecord:
+    """Write a new file of the tensors; returns the record of what was to be written."""
     image = image_of(tensors, metadata)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = open_direct(path, flags)
-    written = FileHash(pieces=True)
+    written = FileHash()
     try:
         for piece in aligned_pieces(image):
             written.take(piece)
@@ -280,4 +303,4 @@ def _write_image(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
         os.close(descriptor)
     # Access to the directory decides who may read its files.
     path.chmod(path.parent.stat().st_mode & 0o666)
-    return written.digest()
+    return written.record()

@@ -266,11 +266,11 @@ class FrozenFiles:
         for name, xxh3_128 in content.items():
             tensors[f"frozen/{name}"] = self.weights.tensors[name].detach().contiguous().cpu()
             self._refuse_changed(path, name, tensors[f"frozen/{name}"], xxh3_128)
-        digest = write_tensors(path, tensors)
+        record = write_tensors(path, tensors)
         for name, xxh3_128 in content.items():  # of the host these are no copies
             if not self.weights.tensors[name].is_cuda:
                 self._refuse_changed(path, name, tensors[f"frozen/{name}"], xxh3_128)
-        return FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128, pieces=digest.pieces)
+        return record
 
     def _refuse_changed(self, path: Path, name: str, values: torch.Tensor, xxh3_128: str) -> None:
         """Raise SaveError where a parameter has other values than the file is to have; the file is then gone."""

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Annotated, Any, Literal, Self
 
+import xxhash
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -15,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from cpsr.checkpoint.direct_file import PIECE_DIGITS, pieces_in
+from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, PIECE_DIGITS, piece_hash, pieces_in
 
 __all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
 __all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
@@ -77,18 +78,37 @@ class _RecordOfSome(_Record):
 
 
 class FileRecord(_RecordOfSome):
-    """One file: its size and hashes."""
+    """One file: its size, and the hash of the hashes of its MiB."""
 
     bytes: Count
-    xxh3_128: Xxh3
+    xxh3_128: Xxh3 = Field(description="hash of the file: xxh3-128 of the xxh3-64 of every MiB")
     pieces: PieceHashes | None = Field(
         default=None, description="xxh3-64 of every MiB, one after the other; absent where another rank has written it"
     )
 
+    @classmethod
+    def of_pieces(cls, size: int, pieces: str) -> Self:
+        """The record of a file with this many bytes, and these hashes of its MiB."""
+        return cls(bytes=size, xxh3_128=xxhash.xxh3_128_hexdigest(bytes.fromhex(pieces)), pieces=pieces)
+
+    def first_difference(self, found: "FileRecord") -> int | None:
+        """First byte of the first MiB in which another file differs; 0 where that is not known; None: the same."""
+        if (self.bytes, self.xxh3_128) == (found.bytes, found.xxh3_128):
+            return None
+        if self.pieces is None or found.pieces is None:
+            return 0
+        both = range(pieces_in(max(self.bytes, found.bytes)))
+        differ = (index for index in both if piece_hash(self.pieces, index) != piece_hash(found.pieces, index))
+        return HASHED_PIECE_BYTES * next(differ, 0)
+
     @model_validator(mode="after")
-    def _has_all_pieces(self) -> Self:
-        if self.pieces is not None and len(self.pieces) != PIECE_DIGITS * pieces_in(self.bytes):
+    def _agrees(self) -> Self:
+        if self.pieces is None:
+            return self
+        if len(self.pieces) != PIECE_DIGITS * pieces_in(self.bytes):
             raise ValueError(f"has {len(self.pieces)} digits of pieces for {self.bytes} bytes")
+        if xxhash.xxh3_128_hexdigest(bytes.fromhex(self.pieces)) != self.xxh3_128:
+            raise ValueError("has another hash than that of its pieces")
         return self
 
 

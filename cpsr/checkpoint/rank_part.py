@@ -10,7 +10,7 @@ from cpsr.checkpoint.commit import Attempt
 from cpsr.checkpoint.files import sync_directory, write_bytes, write_tensors
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks, FrozenPart
 from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
-from cpsr.checkpoint.manifest import FileRecord, OperatorRecord, RankManifest, file_name, rank_manifest_name
+from cpsr.checkpoint.manifest import OperatorRecord, RankManifest, file_name, rank_manifest_name
 from cpsr.checkpoint.replicated import records_of_others, state_hash
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tensor_file import in_memory_order
@@ -72,9 +72,8 @@ class RankPartWriter:
         written, files = outside.written_bytes, files | outside.files
         for name, part in _files(self._rank, snapshot, scalar_tensors).items():
             refuse_abandoned()
-            digest = write_tensors(directory / name, part)
-            files[name] = FileRecord(bytes=digest.bytes, xxh3_128=digest.xxh3_128, pieces=digest.pieces)
-            written += digest.bytes
+            files[name] = write_tensors(directory / name, part)
+            written += files[name].bytes
         sync_directory(directory)
         manifest = RankManifest(
             run_id=attempt.run_id,

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, Digest, piece_hash, pieces_in
+from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, piece_hash
 from cpsr.checkpoint.files import hash_file, hash_in_pieces, open_plain, read_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
@@ -183,7 +183,7 @@ def is_thinned(directory: Path, manifest: Manifest) -> bool:
 
 
 def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
-    """Compare a file with its record, the hashes of its pieces included.
+    """Compare a file with its record.
 
     Args:
         path: of the file.
@@ -194,8 +194,7 @@ def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
         CheckpointCorruptError: it is missing, no plain file, or its size or hash differs.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    pieces = record.pieces is not None
-    _compare(path, persistently(partial(hash_file, direct=direct, pieces=pieces), path), record)
+    _compare(path, persistently(partial(hash_file, direct=direct), path), record)
 
 
 def read_tensors(
@@ -235,7 +234,7 @@ def read_content(path: Path, record: FileRecord, begin: Callable[[], _Content]) 
         UnreadableFileError: as `check_file`.
     """
 
-    def read(path: Path) -> tuple[Digest, _Content]:
+    def read(path: Path) -> tuple[FileRecord, _Content]:
         content = begin()
         return hash_file(path, direct=True, take=content.take), content
 
@@ -264,14 +263,16 @@ def check_in_pieces(path: Path, record: FileRecord) -> Iterator[None]:
     _compare(path, found, record)
 
 
-def _compare(path: Path, found: Digest, record: FileRecord) -> None:
+def _compare(path: Path, found: FileRecord, record: FileRecord) -> None:
+    """Raise DamagedFileError where a file differs from its record; its MiB is named where the record has its hash."""
     if found.bytes != record.bytes:
         raise DamagedFileError(path, f"has {found.bytes} bytes, {record.bytes} were committed")
-    if found.xxh3_128 != record.xxh3_128:
+    start = record.first_difference(found)
+    if start is not None and record.pieces is not None:
+        index = start // HASHED_PIECE_BYTES
+        check_piece(path, record, index, piece_hash(found.pieces or "", index))
+    if start is not None:
         raise DamagedFileError(path, f"its xxh3-128 is {found.xxh3_128}, committed was {record.xxh3_128}")
-    if found.pieces is not None and record.pieces is not None and found.pieces != record.pieces:
-        for index in range(pieces_in(record.bytes)):
-            check_piece(path, record, index, piece_hash(found.pieces, index))
 
 
 def check_piece(path: Path, record: FileRecord, index: int, found: str) -> None:

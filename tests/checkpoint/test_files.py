@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from cpsr.checkpoint import files
-from cpsr.checkpoint.direct_file import DIRECT
+from cpsr.checkpoint.direct_file import DIRECT, HASHED_PIECE_BYTES
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import SaveError
 from tests.checkpoint.conftest import make_snapshot
@@ -119,6 +120,32 @@ def test_tensors_that_read_back_differently_are_refused(
     with pytest.raises(SaveError, match="what was read back differs"):
         files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_back_names_where_it_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+
+    def spoiling(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        content = bytearray(path.read_bytes())
+        content[3 * HASHED_PIECE_BYTES - 1] ^= 1
+        path.write_bytes(content)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spoiling)
+    with pytest.raises(SaveError, match=f"differs from what was written from byte {2 * HASHED_PIECE_BYTES} on"):
+        files.write_tensors(tmp_path / "tensors", {"a": torch.ones(HASHED_PIECE_BYTES)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_hash_of_a_file_is_that_of_the_hashes_of_its_mebibytes(tmp_path: Path) -> None:
+    content = os.urandom(2 * HASHED_PIECE_BYTES + 5)
+    (tmp_path / "file").write_bytes(content)
+    starts = range(0, len(content), HASHED_PIECE_BYTES)
+    hashes = [xxhash.xxh3_64_digest(content[start : start + HASHED_PIECE_BYTES]) for start in starts]
+    found = files.hash_file(tmp_path / "file")
+    assert (found.bytes, found.pieces) == (len(content), b"".join(hashes).hex())
+    assert found.xxh3_128 == xxhash.xxh3_128_hexdigest(b"".join(hashes))
 
 
 def test_reading_back_asks_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

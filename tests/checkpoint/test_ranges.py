@@ -29,10 +29,6 @@ TENSORS = {
 DATA_START = 4096  # of the first tensor
 
 
-def record_of(path: Path) -> FileRecord:
-    return FileRecord(**vars(hash_file(path, pieces=True)))
-
-
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("ranges") / "file.safetensors"
@@ -42,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def record(path: Path) -> FileRecord:
-    return record_of(path)
+    return hash_file(path)
 
 
 def wanted(key: str, start: int = 0, stop: int | None = None, of: dict[str, torch.Tensor] = TENSORS) -> WantedRange:
@@ -131,7 +127,7 @@ def test_a_file_of_another_length_is_damage(tmp_path: Path, path: Path, size: in
     data = path.read_bytes()
     (tmp_path / "file").write_bytes(data + b"\0" if size == 1 else data[:size])
     with pytest.raises(DamagedFileError, match=rf"has \d+ bytes, {len(data)} were committed"):
-        read_ranges(tmp_path / "file", record_of(path), [wanted("scalar")])
+        read_ranges(tmp_path / "file", hash_file(path), [wanted("scalar")])
     (tmp_path / "file").unlink()
     with pytest.raises(DamagedFileError, match="is missing"):
-        read_ranges(tmp_path / "file", record_of(path), [wanted("scalar")])
+        read_ranges(tmp_path / "file", hash_file(path), [wanted("scalar")])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cpsr.checkpoint.direct_file import DIRECT
-from cpsr.checkpoint.manifest import commit_record
+from cpsr.checkpoint.manifest import FileRecord, commit_record
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from tests.checkpoint.conftest import save
 
@@ -87,7 +87,8 @@ def rewrite_records(directory: Path, edit: Callable[[dict[str, Any]], None]) -> 
 
 def test_a_wrong_hash_of_a_piece_is_found(committed: Path) -> None:
     def alter(file: dict[str, Any]) -> None:
-        file["pieces"] = ("1" if file["pieces"][0] == "0" else "0") + file["pieces"][1:]
+        altered = ("1" if file["pieces"][0] == "0" else "0") + file["pieces"][1:]
+        file |= FileRecord.of_pieces(file["bytes"], altered).model_dump()
 
     rewrite_records(committed / "step-0000000020", alter)
     problems = verify_run(committed.parent)

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint import verify
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.direct_file import Digest
 from cpsr.checkpoint.files import hash_file
+from cpsr.checkpoint.manifest import FileRecord
 from cpsr.errors import RecoveryError, ResourceError, RunMismatchError
 from cpsr.journal import JournalReader
 from cpsr.predictor.protocol import Forecast, History, Target
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_read_now_is_no_reason_to_give_its_checkpoint_up(
     life(tmp_path / "run", 11, crash=True)
     before = sorted((tmp_path / "run" / "checkpoints").rglob("*"))
 
-    def refusing(path: Path, **options: Any) -> Digest:
+    def refusing(path: Path, **options: Any) -> FileRecord:
         if path.parent.name == "step-0000000009" and "moments" in path.name:
             raise OSError(errno.EIO, "Input/output error", str(path))
         return hash_file(path, **options)

@@ -368,7 +368,7 @@ def _fetch_file(place: Place, copy: Copy, path: Path, expected: FileRecord) -> N
     try:
         place.receive(copy.folder, path.name, expected, temporary)
         sync_file(temporary)
-        if hash_file(temporary, direct=True).xxh3_128 == expected.xxh3_128:
+        if expected.first_difference(hash_file(temporary, direct=True)) is None:
             temporary.replace(path)
             return
     finally:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import xxhash
 from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from cpsr.checkpoint.files import make_directory, sync_directory, sync_file, write_bytes
+from cpsr.checkpoint.files import FileHash, make_directory, sync_directory, sync_file, write_bytes
 from cpsr.checkpoint.manifest import FileRecord, step_iteration
 from cpsr.errors import ConfigError, CPSRError, TargetError
 
@@ -118,12 +117,12 @@ class Place:
         """Whether a file has the size and the hash of its record; reads all of it."""
         if self._size(folder, file) != record.bytes:
             return False
-        found = xxhash.xxh3_128()
+        found = FileHash()
         with self._asking("reading", folder, file), self._system.open(self._path(folder, file), "rb") as opened:
             while piece := opened.read(_READ_BYTES):
-                found.update(piece)
+                found.take(memoryview(piece))
                 self._refuse_stop()
-        return bool(found.hexdigest() == record.xxh3_128)
+        return record.first_difference(found.record()) is None
 
     def write(self, folder: str, file: str, data: bytes) -> None:
         """Write a small file and read it back; TargetError also where something else was returned."""
