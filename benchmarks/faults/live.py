@@ -11,7 +11,7 @@ from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.part import RANKS, Fault, Part
 from cpsr.benchmarks.faults.remains import remains_of, remove_memory, states_in
 from cpsr.benchmarks.faults.scenarios import Scenario
-from cpsr.checkpoint.memory_states import PAGE_BYTES, SHARED_MEMORY
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, describe
 from cpsr.errors import CPSRError
 
 __all__ = ["live"]
@@ -19,7 +19,7 @@ __all__ = ["live"]
 MORE_LIVES = 2  # after the last fault: restarts that a launcher would make, too, which are counted and reported
 SILENCE_SECONDS = 5.0  # after which a rank is given up: long for a busy machine, and far below what a launcher waits
 SIGTERM_GRACE_SECONDS = 1.0
-DAMAGED_BYTE = PAGE_BYTES + 64  # among the tensors
+DAMAGED_BYTE = 64  # of the tensors
 
 
 def live(directory: Path, scenarios: Sequence[Scenario]) -> Iterator[Outcome]:
@@ -143,8 +143,9 @@ class _Stage:
             if what.endswith("removed"):
                 state.path.unlink()
             elif what.endswith("damaged") and state.rank == 1:
-                content = bytearray(state.path.read_bytes())
-                content[DAMAGED_BYTE] ^= 1
+                found, content = describe(state.path), bytearray(state.path.read_bytes())
+                assert found is not None
+                content[found.size.header_bytes + DAMAGED_BYTE] ^= 1
                 state.path.write_bytes(content)
 
     def _outcome(self, judge: Judge) -> Outcome:

@@ -14,13 +14,14 @@ import torch
 from cpsr.checkpoint.device_copy import Pinning
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
+from cpsr.checkpoint.memory_states import SlabSize
 from cpsr.checkpoint.parts import Held, Parts
 from cpsr.checkpoint.tensor_file import in_file_order, in_memory_order
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["HostBuffer", "PoolBuffers", "Span", "cut", "layout_bytes", "plan_spans"]
+__all__ = ["HostBuffer", "PoolBuffers", "Span", "cut", "layout_bytes", "plan_spans", "slab_size"]
 
 # Of an operator: the slice that given values are, and the names of its moments.
 _Template = tuple[Callable[[torch.Tensor], ParamSlice], tuple[str, ...]]
@@ -62,7 +63,7 @@ class HostBuffer:
     Args:
         template: names, shapes and dtypes.
         pinned: for copies from a GPU; `memory` is pinned by its owner.
-        memory: shared memory of `layout_bytes` for the buffer; by default the process's own memory.
+        memory: shared memory of `slab_size` for the buffer; by default the process's own memory.
         units: operator -> its part, see `Parts`.
 
     Attributes:
@@ -164,6 +165,11 @@ def _template_of(shard: Shard) -> dict[str, _Template]:
 def layout_bytes(template: Shard) -> int:
     """Host memory of one buffer; the same in every process, wherever the tensors lie."""
     return sum(_in_blocks(sum(tensor.nbytes for _, tensor in ones)) for ones in _by_kind(template))
+
+
+def slab_size(template: Shard) -> SlabSize:
+    """The size of one buffer's file in shared memory, without its small state."""
+    return SlabSize.for_tensors((key for key, _ in template.tensors()), layout_bytes(template))
 
 
 def plan_spans(buffer: HostBuffer, shard: Shard) -> list[Span]:
@@ -299,7 +305,7 @@ class PoolBuffers:
     def _make_shared(self, template: Shard, count: int, memory: SharedMemory) -> None:
         files: list[MemoryFile] = []
         try:
-            files = memory.files(count, layout_bytes(template))
+            files = memory.files(count, slab_size(template))
             if self._device is not None:
                 for file in files:
                     self._pinnings.append(Pinning(file.bytes, self._device))

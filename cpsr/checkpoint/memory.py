@@ -1,18 +1,13 @@
 """Host buffers in shared memory: their content survives the process that filled them, not the machine.
 
-A file of `/dev/shm` for each buffer, readable by its user alone::
+Each buffer lies in a file of `/dev/shm` that its user alone may read, as `cpsr.checkpoint.memory_states` describes it:
+`cpsr-<run_id>-rank-00000-0`. Beside the numbered buffers, a rank may have small states (`small-0`: its scalars and
+buffers, without weights and moments), replicas on other machines (`replica-<holder>-0`), and states that a restart
+fetched (`fetched-...`).
 
-    cpsr-<run_id>-rank-00000-0
-        one page: magic, sequence, sizes and xxh3-128 of what follows
-        the tensors, in the layout of the buffer
-        what they are: owner, iteration, life, layout, hash and iteration of each part, and the scalars
-
-Beside the numbered buffers, a rank may have small states (`small-0`: its scalars and buffers, without weights and
-moments), replicas on other machines (`replica-<holder>-0`), and states that a restart fetched (`fetched-...`).
-
-The sequence is odd while the buffer is being filled. A state is valid if the sequence is even and all hashes match. So
-nobody uses a state that is half written, or whose writer died. Each expert is a part with hashes of its own, so that
-one that did not change is neither copied nor hashed nor sent again.
+A file is sealed by the length of its header, which is stored last. So nobody uses a state that is half written, or
+whose writer died. Each expert is a part with hashes of its own, so that one that did not change is neither copied nor
+hashed nor sent again.
 """
 
 import errno
@@ -21,28 +16,36 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
-from cpsr.checkpoint.loading import dtype_name
 from cpsr.checkpoint.memory_states import (
-    HEADER,
-    MAGIC,
-    PAGE_BYTES,
+    NAME,
+    PENDING_HASH,
     SHARED_MEMORY,
     Kind,
+    SlabSize,
     describe,
-    digest_of,
+    hash_of,
     read_at,
     size_of,
+    with_hash,
     write_at,
 )
 from cpsr.checkpoint.parts import Held, Parts
+from cpsr.checkpoint.tensor_file import (
+    LENGTH_BYTES,
+    PlacedTensor,
+    header_of,
+    in_file_order,
+    members_of,
+    placed_after,
+    runs_of,
+)
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
 
@@ -54,25 +57,28 @@ RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
 # A killed process of many gigabytes takes some seconds to end; workers of torch's data loaders, if one has a lock
 # after all, end within 5 s of their parent.
 LOCK_SECONDS = 10.0
-_SEQUENCE_AT = 8
 
 
 class MemoryFile:
     """One buffer in shared memory; whoever fills it unseals it first and seals it at the end.
 
     Args:
-        path: its file; a file of the same size is reused with its state.
-        tensor_bytes: size of the buffer.
+        path: its file; a state of the same size stays in it.
+        size: of the buffer, and of what is reserved for the header before it.
         wait_seconds: how long a process that still has it is waited for.
+
+    Attributes:
+        path: its file.
+        size: as given.
+        bytes: the buffer.
 
     Raises:
         FileInUseError: another process had it to the end of that time.
         OSError: shared memory is not there, or is too small.
     """
 
-    def __init__(self, path: Path, tensor_bytes: int, wait_seconds: float = LOCK_SECONDS) -> None:
-        self.path = path
-        size = PAGE_BYTES + tensor_bytes
+    def __init__(self, path: Path, size: SlabSize, wait_seconds: float = LOCK_SECONDS) -> None:
+        self.path, self.size = path, size
         # Until this process ends: a stopped process that continues would write into the next one's buffer.
         self._lock = FileLock(path, wait_seconds, create=True)
         self._descriptor = -1
@@ -80,34 +86,36 @@ class MemoryFile:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(path, flags, 0o600)
             os.fchmod(self._descriptor, 0o600)
-            if not _is_of_size(self._descriptor, tensor_bytes):
-                os.ftruncate(self._descriptor, 0)
+            found = describe(path)
+            if found is None or found.size != size:
+                os.pwrite(self._descriptor, bytes(LENGTH_BYTES), 0)
+                os.ftruncate(self._descriptor, size.bytes)
             # Allocates the memory now: writing to a page that cannot be allocated ends the process (SIGBUS).
-            os.posix_fallocate(self._descriptor, 0, size)
+            os.posix_fallocate(self._descriptor, 0, size.bytes)
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults are left for the training thread
-            self._map = mmap.mmap(self._descriptor, size, flags=shared)
+            self._map = mmap.mmap(self._descriptor, size.bytes, flags=shared)
         except OSError as error:
             self.close(remove=True)  # a new file holds no state; a file of the right size has its memory already
             if error.errno == errno.ENOSPC:
-                raise _no_room(size, shared_memory_left(path.parent), path.parent) from error
+                raise _no_room(size.bytes, shared_memory_left(path.parent), path.parent) from error
             raise
-        self._tensor_bytes = tensor_bytes
-        self._described_of: tuple[str, ...] | None = None
-        self._described_text = ""
+        self._whole = Parts([("other/all", 0, size.buffer_bytes)], size.buffer_bytes)
+        self._described_of: tuple[object, ...] | None = None
+        self._constant: tuple[str, dict[str, str]] = "", {}
         # Of the whole mapping: a buffer of no bytes is none to torch.
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.bytes = whole[PAGE_BYTES:]
-        self._sequence = whole[_SEQUENCE_AT : _SEQUENCE_AT + 8].view(torch.int64).numpy()
+        self.bytes = whole[size.header_bytes :]
+        self._length = whole[:LENGTH_BYTES].view(torch.int64).numpy()
 
     @property
     def iteration(self) -> int:
         """Iteration of its state, -1 where it holds none."""
         found = describe(self.path)
-        return -1 if found is None else found[0].iteration
+        return -1 if found is None else found.state.iteration
 
     def unseal(self) -> None:
         """Invalidate the state in the buffer, until `seal`."""
-        self._sequence[0] |= 1
+        self._length[0] = 0
 
     def seal(self, *given: Any, **named: Any) -> None:
         """Declare the written state complete; see `prepare`."""
@@ -144,70 +152,98 @@ class MemoryFile:
             Declares it complete, by one store.
 
         Raises:
-            OSError: shared memory is full; the buffer stays unsealed.
+            SaveError: the header does not fit; the buffer stays unsealed.
+            OSError: shared memory is full; likewise.
         """
         self.unseal()
         tree, tensors = encode(scalars, "scalars") if encoded is None else encoded
-        held = self._all_of(iteration) if held is None else held
+        if held is None:
+            held = Held(self._whole, self.bytes)
+            held.fill(held.parts.names, iteration)
         held.hash_rest()
-        stamp: dict[str, Any] = {"rank": rank, "iteration": iteration, "life": life, "branch": branch, "kind": kind}
-        stamp |= {"owned": owned, "taken_at": held.taken_at}
-        stamp["hashes"] = [held.digests[place].hex() for place in sorted(held.digests)]
-        texts = json.dumps(stamp)[1:-1], self._described(shard, held.parts), f'"scalars": {json.dumps(tree)}'
-        description = f"{{{', '.join(texts)}}}".encode()
-        return self._put(description, save(tensors))
+        members, index = self._described(shard, held.parts)
+        matched = NAME.fullmatch(self.path.name)
+        stamp = {"run": "" if matched is None else matched["run_id"], "rank": rank, "life": life, "branch": branch}
+        stamp |= {"kind": kind, "iteration": iteration, "owned": owned}
+        hashes = [held.digests[place].hex() for place in sorted(held.digests)]
+        index = index | {name: str(value) for name, value in stamp.items()}
+        index |= {"taken_at": json.dumps(held.taken_at), "hashes": json.dumps(hashes)}
+        text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
+        small = in_file_order({"small/tree": text} | {f"small/{key}": one for key, one in tensors.items()})
+        return self._put(index, members, small)
 
     def restamp(self, life: int, branch: int) -> None:
         """Make the sealed state one of another life. A kill meanwhile leaves it unsealed.
 
         Raises:
-            OSError: there is none.
+            OSError: there is none, or its header is damaged.
         """
         found = describe(self.path)
         if found is None:
             raise OSError(f"{self.path} holds no complete state")
-        _, stamp, _, (_, length, _) = found
-        text = json.dumps({**stamp, "life": life, "branch": branch}).encode()
-        end = PAGE_BYTES + self._tensor_bytes
-        self._put(text, read_at(self._descriptor, found[3][2], end + length))()
+        index, header, begin = found.index, found.header, self.size.bytes
+        behind = read_at(self._descriptor, int(index["file_bytes"]) - begin, begin)
+        if hash_of(header.content, behind) != index.get("hash"):
+            raise OSError(f"{self.path} is damaged: its hash does not hold")
+        members = [members_of(header.tensors(), header.end)]
+        self._seal({**index, "life": str(life), "branch": str(branch)}, members, behind)()
 
-    def _put(self, description: bytes, saved: bytes) -> Callable[[], None]:
-        """Write description and scalars; returns what declares the state complete."""
+    def _put(self, index: Mapping[str, str], members: str, small: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Write the small state and the header; returns what declares the state complete."""
+        placed = placed_after(self.size.buffer_bytes, small)
+        end = self.size.header_bytes + placed[-1].end
+        # It does not shrink: another process may have it mapped.
+        rest = max(0, os.fstat(self._descriptor).st_size - end)
+        behind = b"".join([*(run.data for run in runs_of(small)), bytes(rest)])
+        os.posix_fallocate(self._descriptor, self.size.bytes, len(behind))
+        write_at(self._descriptor, behind, self.size.bytes)
+        placed += [_padding(placed[-1].end, rest)] if rest else []
+        index = {**index, "buffer_bytes": str(self.size.buffer_bytes), "file_bytes": str(self.size.bytes + len(behind))}
+        return self._seal(index, [members, members_of(placed)], behind)
+
+    def _seal(self, index: Mapping[str, str], members: Iterable[str], behind: bytes) -> Callable[[], None]:
+        """Write the header; returns what declares the state complete."""
         self.unseal()
-        end = PAGE_BYTES + self._tensor_bytes
-        os.posix_fallocate(self._descriptor, end, len(description) + len(saved))
-        write_at(self._descriptor, description, end)
-        write_at(self._descriptor, saved, end + len(description))
-        sequence = (int(self._sequence[0]) | 1) + 1
-        digest = digest_of(description, saved)
-        header = HEADER.pack(MAGIC, sequence - 1, self._tensor_bytes, len(description), len(saved), digest)
-        self._map[: len(header)] = header
+        index = {**index, "hash": PENDING_HASH, "sealed_at": str(time.time_ns())}
+        first = {name: index[name] for name in ("hash", "sealed_at")}  # in the first page
+        header = with_hash(header_of(first | index, members, self.size.header_bytes), behind)
+        self._map[LENGTH_BYTES : len(header)] = header[LENGTH_BYTES:]
 
         def publish() -> None:
-            self._sequence[0] = sequence
+            self._length[0] = len(header) - LENGTH_BYTES
 
         return publish
 
-    def _all_of(self, iteration: int) -> Held:
-        """The whole buffer as one part."""
-        held = Held(Parts([("other/all", 0, self._tensor_bytes)], self._tensor_bytes), self.bytes)
-        held.fill(held.parts.names, iteration)
-        return held
+    def _described(self, shard: Shard, parts: Parts) -> tuple[str, dict[str, str]]:
+        """Of the header, what is the same for all snapshots: the buffer's tensors, operators and segments.
 
-    def _described(self, shard: Shard, parts: Parts) -> str:
-        """Layout, operators and segments as JSON, which are the same for all snapshots."""
-        tensors = (*shard.operators, *shard.others)
-        if self._described_of != tensors:
-            described = {
-                "layout": _layout(shard, self.bytes.data_ptr()),
-                "operators": {
-                    name: [list(operator.parameter.global_shape), operator.parameter.offset, parts.of(name)]
-                    for name, operator in shard.operators.items()
-                },
-                "segments": [[segment.begin, segment.end] for segment in parts.segments],
+        Names alone do not tell: windows of another order have the same ones elsewhere, and parts of their own.
+        """
+        described_of = (parts, *shard.operators, *shard.others)
+        if self._described_of != described_of:
+            operators = {
+                name: [one.parameter.global_shape, one.parameter.offset, one.parameter.block, parts.of(name)]
+                for name, one in shard.operators.items()
             }
-            self._described_of, self._described_text = tensors, json.dumps(described)[1:-1]
-        return self._described_text
+            segments = [[segment.begin, segment.end] for segment in parts.segments]
+            index = {"operators": json.dumps(operators), "segments": json.dumps(segments)}
+            self._described_of, self._constant = described_of, (members_of(self._layout(shard)), index)
+        return self._constant
+
+    def _layout(self, shard: Shard) -> Iterable[PlacedTensor]:
+        """The tensors of the buffer in its order, with padding in the gaps."""
+        start, end = self.bytes.data_ptr(), 0
+        placed = [
+            PlacedTensor(key, tuple(values.shape), values.dtype, values.data_ptr() - start if values.numel() else 0)
+            for key, values in shard.tensors()
+        ]
+        for one in sorted(placed, key=lambda one: (one.first, one.end)):
+            if one.first > end:
+                yield _padding(end, one.first - end)
+            yield one
+            end = one.end
+        if end < self.size.buffer_bytes:
+            yield _padding(end, self.size.buffer_bytes - end)
 
     def close(self, *, remove: bool) -> None:
         """Close the file; its memory stays mapped while tensors use it.
@@ -256,20 +292,20 @@ class SharedMemory:
         self._directory = directory
         self._wait_seconds = wait_seconds
 
-    def files(self, count: int, tensor_bytes: int) -> list[MemoryFile]:
-        """So many buffers, reused from an earlier process where their size fits.
+    def files(self, count: int, size: SlabSize) -> list[MemoryFile]:
+        """So many buffers, with the states of an earlier process where their size fits.
 
         Raises:
             FileInUseError: another process has one, and did not release it in time; none was made.
             OSError: shared memory is not there or too small; none was made.
         """
         made: list[MemoryFile] = []
-        self._require_room(map(str, range(count)), PAGE_BYTES + tensor_bytes)
+        self._require_room(map(str, range(count)), size.bytes)
         until = time.monotonic() + self._wait_seconds
         try:
             for slot in range(count):
                 left_seconds = max(0.0, until - time.monotonic())
-                made.append(MemoryFile(self.path(str(slot)), tensor_bytes, left_seconds))
+                made.append(MemoryFile(self.path(str(slot)), size, left_seconds))
         except OSError as error:
             for file in made:
                 file.close(remove=file.iteration < 0)  # a restart can still use the state of an earlier process
@@ -281,14 +317,14 @@ class SharedMemory:
             raise
         return made
 
-    def file(self, slot: str, tensor_bytes: int) -> MemoryFile:
-        """One more buffer, under a name of its own; its file is reused where the size fits.
+    def file(self, slot: str, size: SlabSize) -> MemoryFile:
+        """One more buffer, under a name of its own; with the state of an earlier process where its size fits.
 
         Raises:
             OSError: as `files`.
         """
-        self._require_room([slot], PAGE_BYTES + tensor_bytes)
-        return MemoryFile(self.path(slot), tensor_bytes, self._wait_seconds)
+        self._require_room([slot], size.bytes)
+        return MemoryFile(self.path(slot), size, self._wait_seconds)
 
     def _require_room(self, slots: Iterable[str], file_bytes: int) -> None:
         """Others need shared memory too: loaders' workers, NCCL."""
@@ -316,14 +352,5 @@ def _no_room(missing: int, left: int, directory: Path) -> OSError:
     )
 
 
-def _is_of_size(descriptor: int, tensor_bytes: int) -> bool:
-    header = os.pread(descriptor, HEADER.size, 0)
-    return len(header) == HEADER.size and HEADER.unpack(header)[2] == tensor_bytes
-
-
-def _layout(shard: Shard, start: int) -> dict[str, Any]:
-    """Byte offset from `start`, dtype and shape of each tensor."""
-    return {
-        key: [values.data_ptr() - start, dtype_name(values.dtype), list(values.shape)]
-        for key, values in shard.tensors()
-    }
+def _padding(first: int, size: int) -> PlacedTensor:
+    return PlacedTensor(f"padding/{first}", (size,), torch.uint8, first)

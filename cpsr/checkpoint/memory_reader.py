@@ -1,19 +1,18 @@
 """Verifies and loads the states in shared memory."""
 
+import json
 import math
 import mmap
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from cpsr.checkpoint.loading import dtype_name
-from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe, digest_of
+from cpsr.checkpoint.memory_states import Described, HeldOperator, MemoryState, describe, hash_of
+from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor
 from cpsr.errors import CheckpointError
 from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -53,27 +52,41 @@ def load_memory_state(state: MemoryState, into: Shard) -> Any:
 def room_for_memory_state(state: MemoryState) -> Shard:
     """Host memory of its own for a state's tensors, of whatever rank and split; for `load_memory_state`.
 
-    Blocks of a parameter (tensor parallelism) look like ranges here.
-
     Raises:
-        CheckpointError: the state is not there any more.
+        CheckpointError: the state is not there any more, or its header is damaged.
     """
-    found = describe(state.path)
-    if found is None or found[0] != state:
-        raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
-    layout, operators = found[1]["layout"], found[1]["operators"]
-    room = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, (_, dtype, shape) in layout.items()}
+    found = _described(state)
+    operators = found.operators
+    room = {key: torch.empty(one.shape, dtype=one.dtype) for key, one in _tensors_in(found).items()}
     moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in operators}
     for key, values in room.items():
         if key.startswith("moment/"):
             moment, name = _moment_of(key, operators)
             moments[name][moment] = values
     owned = {
-        name: OperatorState(name, ParamSlice(room[f"param/{name}"], tuple(shape), offset), moments[name], 0)
-        for name, (shape, offset, _) in operators.items()
+        name: OperatorState(
+            name, ParamSlice(room[f"param/{name}"], one.global_shape, one.offset, one.block), moments[name], 0
+        )
+        for name, one in operators.items()
     }
     prefix = "other/"
     return Shard(owned, {key.removeprefix(prefix): one for key, one in room.items() if key.startswith(prefix)})
+
+
+def _described(state: MemoryState) -> Described:
+    """What the state's file says; CheckpointError where it has another state by now."""
+    found = describe(state.path)
+    if found is None or found.state != state:
+        raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
+    return found
+
+
+def _tensors_in(found: Described) -> dict[str, PlacedTensor]:
+    """Every tensor of a file but padding."""
+    try:
+        return {one.name: one for one in found.header.tensors() if not one.name.startswith("padding/")}
+    except NO_HEADER as error:
+        raise CheckpointError(f"the header of {found.state.path} is damaged: {error}") from error
 
 
 def _moment_of(key: str, operators: Collection[str]) -> tuple[str, str]:
@@ -95,25 +108,25 @@ def verify_memory_state(state: MemoryState) -> str | None:
 def ages_in_memory(state: MemoryState) -> dict[str, int]:
     """Iteration of each operator in a state; nothing is verified. Empty where it is not there any more."""
     found = describe(state.path)
-    if found is None or found[0] != state:
+    if found is None or found.state != state:
         return {}
-    taken_at = found[1]["taken_at"]
-    return {name: int(taken_at[part]) for name, (_, _, part) in found[1]["operators"].items()}
+    return {name: one.iteration for name, one in found.operators.items()}
 
 
 def holds_whole_operators(state: MemoryState) -> bool:
     """Whether a state has all elements of each of its operators; nothing is verified. False where it is gone."""
-    found = describe(state.path)
-    if found is None or found[0] != state:
+    try:
+        found = _described(state)
+        tensors = _tensors_in(found)
+    except CheckpointError:
         return False
-    layout, operators = found[1]["layout"], found[1]["operators"]
-    sizes = ((shape, layout[f"param/{name}"][2]) for name, (shape, _, _) in operators.items())
-    return all(math.prod(whole) == math.prod(held) for whole, held in sizes)
+    operators = found.operators.items()
+    return all(math.prod(one.global_shape) == tensors[f"param/{name}"].numel for name, one in operators)
 
 
 def owned_word(shard: Shard) -> str:
     """Hash of the operators of a rank: names, slices, dtypes and every byte of weights and moments."""
-    slices = {name: (one.parameter.global_shape, one.parameter.offset) for name, one in shard.operators.items()}
+    slices = {name: _slice(one.parameter) for name, one in shard.operators.items()}
     tensors = {
         key: (dtype_name(values.dtype), tuple(values.shape), values.contiguous().reshape(-1).view(torch.uint8))
         for key, values in Shard(shard.operators).tensors()
@@ -137,26 +150,30 @@ class OpenState:
     Args:
         state: as its file describes it.
 
+    Attributes:
+        operators: what it holds of each.
+        tensors: where they lie in the file.
+
     Raises:
         CheckpointError: it is not there any more, or damaged.
     """
 
     def __init__(self, state: MemoryState) -> None:
         self._state = state
-        found = describe(state.path)
-        if found is None or found[0] != state:
-            raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
-        self._description, digest, (tensor_bytes, description_bytes, scalar_bytes) = found[1:]
+        found = _described(state)
         try:
-            data = _mapped(state.path)
+            with state.path.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:  # mapping may fail for lack of memory, or the file may be truncated
             raise CheckpointError(f"{state.path} cannot be read: {error}") from error
         self._bytes = torch.frombuffer(data, dtype=torch.uint8)
-        end = PAGE_BYTES + tensor_bytes
-        description = data[end : end + description_bytes]
-        self._saved = data[end + description_bytes : end + description_bytes + scalar_bytes]
-        if digest_of(description, self._saved) != digest or not self._is_whole(tensor_bytes):
+        content, header = memoryview(data), found.header.content
+        # The header last: whoever overwrites the state changes it first.
+        is_whole = _is_whole(found, content) and content[: len(header)] == header
+        if not is_whole:
             raise CheckpointError(f"{state.path} (iteration {state.iteration}) is damaged: its hash does not hold")
+        self.operators = found.operators
+        self.tensors = _tensors_in(found)
 
     def __enter__(self) -> "OpenState":
         return self
@@ -164,33 +181,24 @@ class OpenState:
     def __exit__(self, *_: object) -> None:
         del self._bytes
 
-    def _is_whole(self, tensor_bytes: int) -> bool:
-        """Whether the segments cover all bytes of the tensors, and the hash of each holds."""
-        end, content = 0, self._bytes.numpy()[PAGE_BYTES : PAGE_BYTES + tensor_bytes]
-        for (begin, after), digest in zip(self._description["segments"], self._description["hashes"], strict=True):
-            if begin != end or xxhash.xxh3_128_hexdigest(content[begin:after].data) != digest:
-                return False
-            end = after
-        return bool(end == tensor_bytes)
-
     def tensor(self, key: str, like: torch.Tensor) -> torch.Tensor:
         """The tensor of that key, of the shape and type of `like`.
 
         Raises:
             CheckpointError: there is none.
         """
-        offset, dtype, shape = self._description["layout"].get(key, (0, "nothing", []))
-        if (dtype, tuple(shape)) != (dtype_name(like.dtype), tuple(like.shape)):
+        one = self.tensors.get(key)
+        if one is None or (one.dtype, one.shape) != (like.dtype, tuple(like.shape)):
+            held = "nothing" if one is None else f"{dtype_name(one.dtype)} of shape {one.shape}"
             raise CheckpointError(
-                f"{self._state.path} holds {key} as {dtype} of shape {tuple(shape)}, this job has "
-                f"{dtype_name(like.dtype)} of shape {tuple(like.shape)}: it is of another model or split over ranks"
+                f"{self._state.path} holds {key} as {held}, this job has {dtype_name(like.dtype)} of shape "
+                f"{tuple(like.shape)}: it is of another model or split over ranks"
             )
-        start = PAGE_BYTES + int(offset)
-        return self._bytes[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+        return self.as_it_is(key)
 
     def has(self, key: str) -> bool:
         """Whether there is a tensor of that key."""
-        return key in self._description["layout"]
+        return key in self.tensors
 
     def as_it_is(self, key: str) -> torch.Tensor:
         """The tensor of that key, of its own shape and type.
@@ -198,21 +206,18 @@ class OpenState:
         Raises:
             CheckpointError: there is none.
         """
-        if not self.has(key):
+        if key not in self.tensors:
             raise CheckpointError(f"{self._state.path} holds no {key}")
-        offset, dtype, shape = self._description["layout"][key]
-        start, kind = PAGE_BYTES + int(offset), getattr(torch, dtype)
-        return self._bytes[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+        one = self.tensors[key]
+        return self._bytes[one.first : one.end].view(one.dtype).view(one.shape)
 
     def owned_word(self) -> str:
         """See `owned_word`."""
-        tensors = {}
-        for key, (offset, dtype, shape) in self._description["layout"].items():
-            if not key.startswith("other/"):
-                start, size = PAGE_BYTES + offset, math.prod(shape) * getattr(torch, dtype).itemsize
-                tensors[key] = dtype, tuple(shape), self._bytes[start : start + size]
-        operators = self._description["operators"].items()
-        return _owned_word({name: (tuple(shape), offset) for name, (shape, offset, _) in operators}, tensors)
+        owned = {key: one for key, one in self.tensors.items() if key.startswith(("param/", "moment/"))}
+        tensors = {
+            key: (dtype_name(one.dtype), one.shape, self._bytes[one.first : one.end]) for key, one in owned.items()
+        }
+        return _owned_word({name: _slice(one) for name, one in self.operators.items()}, tensors)
 
     def taken_at(self, into: Shard) -> dict[str, int]:
         """Iteration of each of these operators.
@@ -220,13 +225,10 @@ class OpenState:
         Raises:
             CheckpointError: a slice does not match.
         """
-        found, taken_at = {}, self._description["taken_at"]
         for name, operator in into.operators.items():
-            shape, offset, part = self._description["operators"].get(name, ([], 0, ""))
-            if (tuple(shape), offset) != (operator.parameter.global_shape, operator.parameter.offset):
+            if name not in self.operators or _slice(self.operators[name]) != _slice(operator.parameter):
                 raise CheckpointError(f"{self._state.path} holds another slice of {name}")
-            found[name] = int(taken_at[part])
-        return found
+        return {name: self.operators[name].iteration for name in into.operators}
 
     def scalars(self) -> Any:
         """A decoded copy, outside shared memory.
@@ -234,20 +236,34 @@ class OpenState:
         Raises:
             CheckpointError: they cannot be decoded.
         """
+        prefix = "small/"
+        small = {key.removeprefix(prefix): self.as_it_is(key) for key in self.tensors if key.startswith(prefix)}
         try:
-            tensors = load(bytes(self._saved))
-            return decode(self._description["scalars"], tensors)
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            tree = json.loads(small.pop("tree").numpy().tobytes())
+            return decode(tree, {key: one.clone() for key, one in small.items()})
+        except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+def _is_whole(found: Described, content: memoryview) -> bool:
+    """Whether the segments cover the buffer, and all hashes hold."""
+    index, buffer, end = found.index, content[found.header.end : found.size.bytes], 0
+    if hash_of(found.header.content, content[found.size.bytes :]) != index.get("hash"):
+        return False
+    for (begin, after), digest in zip(json.loads(index["segments"]), json.loads(index["hashes"]), strict=True):
+        if begin != end or xxhash.xxh3_128_hexdigest(buffer[begin:after]) != digest:
+            return False
+        end = after
+    return end == len(buffer)
+
+
+def _slice(one: ParamSlice | HeldOperator) -> tuple[object, ...]:
+    """What of the whole parameter it is."""
+    return tuple(one.global_shape), one.offset, one.block
 
 
 def _owned_word(
-    slices: Mapping[str, tuple[tuple[int, ...], int]],
+    slices: Mapping[str, tuple[object, ...]],
     tensors: Mapping[str, tuple[str, tuple[int, ...], torch.Tensor]],
 ) -> str:
     """Of the slices by operator, and by key of type, shape and bytes of each tensor."""

@@ -1,46 +1,44 @@
-"""States of a run in a machine's shared memory, by the descriptions in their files; no tensor is read."""
+"""States of a run in a machine's shared memory, by the headers of their files; no tensor is read.
+
+Each file is a slab: one safetensors image, which that library alone can read::
+
+    8 bytes: length of the header; 0 while the file is being filled
+    the header, filled up with spaces to the size that was reserved for it
+    the buffer: `param/...`, `moment/...` and `other/...`, with `padding/...` in the gaps
+    the small state: `small/...`, and its tree as JSON in `small/tree`; the last padding
+
+The header's metadata is the index. Its texts are: `hash`, xxh3-128 of the rest of the header and of all that lies
+behind the buffer; `sealed_at`, in ns, another one at each seal; `run`, `rank`, `life`, `branch`, `kind`, `iteration`,
+`owned` (see `MemoryState`); `buffer_bytes` and `file_bytes`; and as JSON `operators` (global shape, offset, block and
+part of each), `taken_at` (iteration of each part), `segments` (first byte in the buffer and byte after the last) and
+`hashes` (xxh3-128 of each segment).
+"""
 
 import json
 import logging
 import os
 import re
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import xxhash
 
-__all__ = [
-    "BLOCK_BYTES",
-    "HEADER",
-    "MAGIC",
-    "NAME",
-    "PAGE_BYTES",
-    "SHARED_MEMORY",
-    "Kind",
-    "MemoryState",
-    "describe",
-    "digest_of",
-    "files_of",
-    "memory_state",
-    "memory_states",
-    "owner_path",
-    "read_at",
-    "size_of",
-    "write_at",
-]
+from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, TensorHeader
+
+__all__ = ["BLOCK_BYTES", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
+__all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "files_of", "hash_of", "memory_state"]
+__all__ += ["memory_states", "owner_path", "read_at", "size_of", "with_hash", "write_at"]
 
 logger = logging.getLogger(__name__)
 
 # Tests use other directories, so that one machine acts as several.
 SHARED_MEMORY = Path(os.environ.get("CPSR_SHARED_MEMORY", "/dev/shm"))  # noqa: S108 - that it is shared memory is the purpose; mode 0600, links refused
 PAGE_BYTES = 4096
+# Of a header; see `SlabSize.for_tensors`.
+INDEX_BYTES, TENSOR_BYTES, SMALL_TENSOR_BYTES, SMALL_TENSORS = 2000, 400, 200, 2000
 BLOCK_BYTES = 512  # of st_blocks, by POSIX
-MAGIC = b"CPSRMEM2"
-# Magic, sequence, tensor bytes, description bytes, scalar bytes, hash of both; the description has those of tensors.
-HEADER = struct.Struct("<8s4Q16s")
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
 
 Kind = Literal["snapshot", "departure", "small", "window", "upstream"]
@@ -48,7 +46,7 @@ Kind = Literal["snapshot", "departure", "small", "window", "upstream"]
 
 @dataclass(frozen=True)
 class MemoryState:
-    """A complete state in shared memory, as its file describes it.
+    """A complete state in shared memory, as its file's header describes it.
 
     Attributes:
         path: its file.
@@ -84,17 +82,17 @@ class MemoryState:
 
 
 def memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[MemoryState]:
-    """The states of a run in this machine's shared memory, by their descriptions; not verified."""
+    """The states of a run in this machine's shared memory, by their headers; not verified."""
     described = (describe(path) for path in files_of(run_id, directory))
     return sorted(
-        (found[0] for found in described if found is not None), key=lambda state: (state.rank, state.iteration)
+        (found.state for found in described if found is not None), key=lambda state: (state.rank, state.iteration)
     )
 
 
 def memory_state(path: Path) -> MemoryState | None:
     """The state that a file describes, not verified; None where the file holds no complete state."""
     found = describe(path)
-    return None if found is None else found[0]
+    return None if found is None else found.state
 
 
 def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
@@ -112,12 +110,54 @@ def files_of(run_id: str, directory: Path) -> Iterator[Path]:
             yield path
 
 
-# A state, its description and hash; bytes of its tensors, its description and its scalars.
-Described = tuple[MemoryState, Mapping[str, Any], bytes, tuple[int, int, int]]
+@dataclass(frozen=True)
+class SlabSize:
+    """Bytes of a file that are known before its state is: where the buffer begins, and how long it is."""
+
+    header_bytes: int
+    buffer_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Of both."""
+        return self.header_bytes + self.buffer_bytes
+
+    @classmethod
+    def for_tensors(cls, keys: Iterable[str], buffer_bytes: int, small_tensors: int = SMALL_TENSORS) -> Self:
+        """The size of a file with so many tensors in its small state, and those of these keys in its buffer.
+
+        A tensor takes its key and some 110 bytes of the header. In the index, an operator takes its name, that of its
+        part and some 60; and a part twice its name and 150. A small state has tens of tensors, or as many as the model
+        where a loop keeps averages of its weights.
+        """
+        wanted = LENGTH_BYTES + INDEX_BYTES + sum(TENSOR_BYTES + 6 * len(json.dumps(key)) for key in keys)
+        wanted += small_tensors * SMALL_TENSOR_BYTES
+        return cls(-(-wanted // PAGE_BYTES) * PAGE_BYTES, buffer_bytes)
+
+
+@dataclass(frozen=True)
+class HeldOperator:
+    """What a state holds of an operator; the first three as of `cpsr.state.shard.ParamSlice`."""
+
+    global_shape: tuple[int, ...]
+    offset: int
+    block: tuple[int, ...] | None
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the header of a file says of its state; not verified. The size is without the small state."""
+
+    state: MemoryState
+    size: SlabSize
+    operators: Mapping[str, HeldOperator]
+    index: Mapping[str, str]
+    header: TensorHeader
 
 
 def describe(path: Path) -> Described | None:
-    """The description of a file's state, with hash and sizes; None where the file holds no complete state."""
+    """What a file's header says; None where the file holds no complete state."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -126,37 +166,59 @@ def describe(path: Path) -> Described | None:
         logger.warning("%s cannot be read, and is ignored: %s", path, error)
         return None
     with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_uid != os.geteuid():
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
             logger.warning("%s belongs to another user, and is ignored", path)
             return None
-        header = file.read(HEADER.size)
-        if len(header) < HEADER.size:
-            return None
-        magic, sequence, tensor_bytes, description_bytes, scalar_bytes, digest = HEADER.unpack(header)
-        end = PAGE_BYTES + tensor_bytes + description_bytes + scalar_bytes
-        if magic != MAGIC or sequence % 2 or end > os.fstat(descriptor).st_size:
-            return None
-        file.seek(PAGE_BYTES + tensor_bytes)
+        header = TensorHeader(status.st_size)
         try:
-            description = json.loads(file.read(description_bytes))
-            rank, iteration, life, branch = (int(description[name]) for name in ("rank", "iteration", "life", "branch"))
-            kind = description["kind"]
-            if kind not in get_args(Kind):
-                raise ValueError(f"{kind!r} is no kind of state")
-            ages = [int(one) for one in description["taken_at"].values()]
-            owned = str(description["owned"])
-            state = MemoryState(path, rank, iteration, life, kind, owned, branch, min(ages), max(ages))
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("the description of the state in %s cannot be read; it is ignored: %r", path, error)
+            header.take(memoryview(file.read(LENGTH_BYTES)))
+            if header.end == LENGTH_BYTES:  # it is being filled, or holds nothing
+                return None
+            header.take(memoryview(file.read(header.end - LENGTH_BYTES)))
+            index = header.metadata()
+            if int(index["file_bytes"]) != status.st_size:
+                return None
+            size = SlabSize(header.end, int(index["buffer_bytes"]))
+            return Described(_state_in(path, index), size, _operators_in(index), index, header)
+        except NO_HEADER as error:
+            logger.warning("the header of the state in %s cannot be read; it is ignored: %r", path, error)
             return None
-    return state, description, digest, (tensor_bytes, description_bytes, scalar_bytes)
 
 
-def digest_of(description: bytes, saved: bytes) -> bytes:
-    """xxh3-128 of a state's description, which has the hashes of its tensors, and of its scalars."""
-    state = xxhash.xxh3_128(description)
-    state.update(saved)
-    return state.digest()
+def _state_in(path: Path, index: Mapping[str, str]) -> MemoryState:
+    kind: Any = index["kind"]
+    if kind not in get_args(Kind):
+        raise ValueError(f"{kind!r} is no kind of state")
+    rank, iteration, life, branch = (int(index[name]) for name in ("rank", "iteration", "life", "branch"))
+    ages = [int(one) for one in json.loads(index["taken_at"]).values()]
+    return MemoryState(path, rank, iteration, life, kind, index["owned"], branch, min(ages), max(ages))
+
+
+def _operators_in(index: Mapping[str, str]) -> dict[str, HeldOperator]:
+    taken_at = json.loads(index["taken_at"])
+    return {
+        name: HeldOperator(tuple(shape), offset, None if block is None else tuple(block), int(taken_at[part]))
+        for name, (shape, offset, block, part) in json.loads(index["operators"]).items()
+    }
+
+
+_HASH_AT = LENGTH_BYTES + len(f'{{"{METADATA}":{{"hash":"')  # it comes first
+HASH_DIGITS = 32
+PENDING_HASH = "0" * HASH_DIGITS
+
+
+def hash_of(header: bytes, behind: bytes | memoryview) -> str:
+    """The hash that belongs into a header: of all else in it, and of what lies behind the buffer."""
+    state = xxhash.xxh3_128(memoryview(header)[LENGTH_BYTES:_HASH_AT])
+    state.update(memoryview(header)[_HASH_AT + HASH_DIGITS :])
+    state.update(behind)
+    return state.hexdigest()
+
+
+def with_hash(header: bytes, behind: bytes) -> bytes:
+    """The header with its hash in the place of `PENDING_HASH`."""
+    return b"".join([header[:_HASH_AT], hash_of(header, behind).encode(), header[_HASH_AT + HASH_DIGITS :]])
 
 
 def size_of(path: Path) -> int:

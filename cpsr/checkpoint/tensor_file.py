@@ -3,9 +3,9 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.errors import SaveError
 
 __all__ = ["HEADER_BYTES_MAX", "LENGTH_BYTES", "METADATA", "NO_HEADER", "MappedTensors", "PlacedTensor"]
-__all__ += ["TensorContent", "TensorHeader", "bytes_of", "dtype_of", "image_of", "in_file_order", "in_memory_order"]
+__all__ += ["TensorContent", "TensorHeader", "bytes_of", "dtype_of", "header_of", "image_of", "in_file_order"]
+__all__ += ["in_memory_order", "members_of", "placed_after", "runs_of"]
 
 LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
 HEADER_BYTES_MAX = 100_000_000  # the library reads no longer one
@@ -43,7 +44,8 @@ def image_of(
             too many.
     """
     ordered = in_file_order(tensors)
-    return [numpy.frombuffer(_header(ordered, metadata), numpy.uint8), *_runs(ordered)]
+    header = header_of(metadata, [members_of(placed_after(0, ordered))])
+    return [numpy.frombuffer(header, numpy.uint8), *runs_of(ordered)]
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -86,21 +88,76 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def _header(ordered: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
-    if METADATA in ordered:
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor that a header describes; `first` is its first byte in the file, or as the caller counts."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first: int
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """The byte after its last one."""
+        return self.first + self.numel * self.dtype.itemsize
+
+
+def placed_after(first: int, tensors: Mapping[str, torch.Tensor]) -> list[PlacedTensor]:
+    """The tensors one after the other, from this byte on."""
+    placed = []
+    for name, tensor in tensors.items():
+        placed.append(PlacedTensor(name, tuple(tensor.shape), tensor.dtype, first))
+        first += tensor.nbytes
+    return placed
+
+
+def members_of(tensors: Iterable[PlacedTensor], start: int = 0) -> str:
+    """What a header says of tensors that lie one after the other without gaps; the data begins at byte `start`.
+
+    Raises:
+        SaveError: safetensors cannot hold a tensor's dtype or name.
+    """
+    described = {
+        one.name: {
+            "dtype": _dtype(one.dtype),
+            "shape": list(one.shape),
+            "data_offsets": [one.first - start, one.end - start],
+        }
+        for one in tensors
+    }
+    if METADATA in described:
         raise SaveError(f"a safetensors file cannot hold a tensor of the name {METADATA}")
-    described: dict[str, object] = {} if metadata is None else {METADATA: dict(metadata)}
-    end = 0
-    for key, tensor in ordered.items():
-        start, end = end, end + tensor.nbytes
-        described[key] = {"dtype": _dtype(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
-    if len(text) > HEADER_BYTES_MAX - BLOCK_BYTES:
-        raise SaveError(
-            f"{len(ordered)} tensors are too many for one safetensors file: their header has {len(text)} bytes"
-        )
-    text += b" " * (-(LENGTH_BYTES + len(text)) % BLOCK_BYTES)
+    return _json(described)[1:-1]
+
+
+def header_of(metadata: Mapping[str, str] | None, members: Iterable[str], size: int | None = None) -> bytes:
+    """A file's header with its length.
+
+    Args:
+        metadata: of the file, which comes first.
+        members: of `members_of`, in the order of the data.
+        size: that spaces fill it up to; None: to whole blocks.
+
+    Raises:
+        SaveError: it is longer than that, or than the library reads.
+    """
+    texts = [] if metadata is None else [f'"{METADATA}":{_json(dict(metadata))}']
+    text = f"{{{','.join([*texts, *filter(None, members)])}}}".encode()
+    room = HEADER_BYTES_MAX - BLOCK_BYTES if size is None else size - LENGTH_BYTES
+    if len(text) > room:
+        raise SaveError(f"there are too many tensors for one file: their header has {len(text)} bytes of {room}")
+    text += b" " * (-(LENGTH_BYTES + len(text)) % BLOCK_BYTES if size is None else room - len(text))
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 @cache
@@ -122,7 +179,7 @@ def _dtype(dtype: torch.dtype) -> str:
     return name
 
 
-def _runs(ordered: Mapping[str, torch.Tensor]) -> list[NDArray[numpy.uint8]]:
+def runs_of(ordered: Mapping[str, torch.Tensor]) -> list[NDArray[numpy.uint8]]:
     """The tensors' bytes, with those that follow each other in one storage joined."""
     found: list[tuple[torch.UntypedStorage, int, int]] = []  # storage, its first byte and the one after the last
     for key, tensor in ordered.items():
@@ -148,21 +205,6 @@ def _bytes(storage: torch.UntypedStorage, start: int, end: int) -> NDArray[numpy
 
 # What reading a header raises that is none.
 NO_HEADER = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
-
-
-@dataclass(frozen=True)
-class PlacedTensor:
-    """A tensor that a header describes; `first` is its first byte in the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    first: int
-
-    @property
-    def numel(self) -> int:
-        """Its elements."""
-        return math.prod(self.shape)
 
 
 class TensorHeader:
@@ -204,17 +246,33 @@ class TensorHeader:
         Raises:
             Exception: any of `NO_HEADER`: it describes no tensors that this file can hold.
         """
-        described = json.loads(self._taken[LENGTH_BYTES:])
-        described.pop(METADATA, None)
-        end = 0
-        for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
-            (first, last), shape, dtype = one["data_offsets"], tuple(one["shape"]), dtype_of(one["dtype"])
-            size = math.prod(shape) * dtype.itemsize
-            lies_there = end <= first and first + size == last <= self._file_bytes - self.end
+        end = self.end
+        described = (item for item in self._described.items() if item[0] != METADATA)
+        for name, one in sorted(described, key=lambda item: item[1]["data_offsets"]):
+            (first, last), shape = one["data_offsets"], tuple(one["shape"])
+            tensor = PlacedTensor(name, shape, dtype_of(one["dtype"]), self.end + first)
+            lies_there = end <= tensor.first and tensor.end == self.end + last <= self._file_bytes
             if min(shape, default=0) < 0 or not lies_there:
-                raise ValueError(f"{name!r} of shape {shape} and {dtype} lies at {first} to {last}")
-            end = last
-            yield PlacedTensor(name, shape, dtype, self.end + first)
+                raise ValueError(f"{name!r} of shape {shape} and {tensor.dtype} lies at {first} to {last}")
+            end = tensor.end
+            yield tensor
+
+    def metadata(self) -> dict[str, Any]:
+        """The file's metadata; call it once the header is whole.
+
+        Raises:
+            Exception: any of `NO_HEADER`.
+        """
+        return dict(self._described[METADATA])
+
+    @property
+    def content(self) -> bytes:
+        """Its bytes, with the length."""
+        return bytes(self._taken)
+
+    @cached_property
+    def _described(self) -> Any:
+        return json.loads(self._taken[LENGTH_BYTES:])
 
 
 class TensorContent:

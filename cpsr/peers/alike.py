@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
+from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import newest_whole
 from cpsr.checkpoint.manifest import RankManifest, file_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word
-from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState
+from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.errors import CheckpointError
@@ -40,7 +40,7 @@ class SmallStates:
         others = _others(template)
         self._files: list[tuple[MemoryFile, HostBuffer]] = []
         for number in range(FILES):
-            file = MemoryFile(memory.path(f"small-{number}"), layout_bytes(others))
+            file = MemoryFile(memory.path(f"small-{number}"), slab_size(others))
             self._files.append((file, HostBuffer(others, pinned=False, memory=file)))
 
     def seal(self, snapshot: Snapshot) -> Path:
@@ -73,8 +73,8 @@ class SmallStates:
 
 
 def small_bytes(template: Shard) -> int:
-    """Bytes of a small state without its description and scalars."""
-    return PAGE_BYTES + layout_bytes(_others(template))
+    """Bytes of a small state without its scalars."""
+    return slab_size(_others(template)).bytes
 
 
 def load_states(states: Sequence[MemoryState], into: Shard) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from cpsr.checkpoint.buffers import layout_bytes
+from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, SHARED_MEMORY, memory_state, memory_states
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, SHARED_MEMORY, memory_state, memory_states
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
@@ -436,7 +436,7 @@ class Replicator:
 
 def _gathered(group: Group, label: int, template: Shard, checkpoints: Path, window_bytes: int) -> list[Member]:
     """What the placement must know of every rank."""
-    whole = window_bytes or PAGE_BYTES + layout_bytes(template)
+    whole = window_bytes or slab_size(template).bytes
     small = window_bytes or small_bytes(template)  # nobody else has a rank's window, or a part of it
     owned = [fingerprint(template), committed_words(checkpoints, group.rank)]
     gathered = group.gather([this_node(), label, whole, small, owned])

@@ -14,6 +14,7 @@ from torch.distributed import Work
 from cpsr.checkpoint.memory_reader import verify_memory_state
 from cpsr.checkpoint.memory_states import BLOCK_BYTES, PAGE_BYTES, memory_state, write_at
 from cpsr.checkpoint.resources import available_host_bytes
+from cpsr.checkpoint.tensor_file import LENGTH_BYTES
 from cpsr.errors import CheckpointError
 from cpsr.ranks.group import SideGroup
 
@@ -238,7 +239,9 @@ def receive_state(channel: Channel, first: Message, path: Path) -> bool:
             return False
         if message.kind is not Kind.COMPLETE or message.iteration != first.iteration:
             raise CheckpointError(f"rank {channel.peer} sent {message} in the middle of {first}")
-        write_at(descriptor, channel.view(message.length), message.offset)
+        page = channel.view(message.length)  # its first bytes make the state count: they come last, as at its owner
+        write_at(descriptor, page[LENGTH_BYTES:], LENGTH_BYTES)
+        write_at(descriptor, page[:LENGTH_BYTES], 0)
         return True
     finally:
         os.close(descriptor)

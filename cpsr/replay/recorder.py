@@ -14,7 +14,7 @@ from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
 from cpsr.checkpoint.copying import copy_beside_training
 from cpsr.checkpoint.device_copy import DeviceCopy, Pinning, device_of
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.memory_states import describe
+from cpsr.checkpoint.memory_states import SlabSize, describe
 from cpsr.checkpoint.parts import Held
 from cpsr.experts.memory_turns import CopyBudget
 from cpsr.replay.schedule import WindowLayout
@@ -162,9 +162,9 @@ class Recorder:
         found = describe(paths[slot])
         if found is None:
             raise OSError(f"{path} holds no window any more")
-        file = self._memory.file(f"window-{slot}", found[3][0])
+        file = self._memory.file(f"window-{slot}", found.size)
         file.restamp(self._memory.life, self._memory.branch)
-        self._files[slot], self._firsts[slot] = file, found[0].iteration
+        self._files[slot], self._firsts[slot] = file, found.state.iteration
         return file.path
 
     def replicated(self, iteration: int | None) -> None:
@@ -185,7 +185,7 @@ class Recorder:
         """
         for slot, file in enumerate(self._files):
             if file is None:
-                self._open(slot, layout.bytes)
+                self._open(slot, layout.size)
 
     def begin_window(
         self, layout: WindowLayout, iteration: int, small_state: Callable[[], Any], *, send: bool = False
@@ -205,7 +205,7 @@ class Recorder:
         slot = self._free()
         self._window, self._firsts[slot] = None, -1
         try:
-            file = self._open(slot, layout.bytes)
+            file = self._open(slot, layout.size)
             file.unseal()
             layout.copy_others(self._shard(), file.bytes)
             window = Window(slot, layout, file, layout.held(file.bytes), iteration, SmallState(small_state()))
@@ -352,9 +352,10 @@ class Recorder:
             planned = self._planned[window.slot, step] = window.layout, shard.operators, pairs
         return planned[2]
 
-    def _open(self, slot: int, size: int) -> MemoryFile:
+    def _open(self, slot: int, size: SlabSize) -> MemoryFile:
         file = self._files[slot]
-        if file is None or file.bytes.numel() != size:
+        fits = file is not None and file.size.buffer_bytes == size.buffer_bytes
+        if file is None or not fits or file.size.header_bytes < size.header_bytes:
             self._planned.clear()
             if file is not None:
                 if slot in self._pinnings:
@@ -413,7 +414,7 @@ class Recorder:
 def _first_in(path: Path) -> int:
     """First iteration of the window in a file, -1 where it holds none."""
     found = describe(path)
-    return -1 if found is None else found[0].iteration
+    return -1 if found is None else found.state.iteration
 
 
 def _on_device(pairs: _Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

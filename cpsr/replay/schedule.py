@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cpsr.checkpoint.memory_states import PAGE_BYTES
+from cpsr.checkpoint.memory_states import PAGE_BYTES, SlabSize
 from cpsr.checkpoint.parts import REST, Held, Parts
 from cpsr.engines.weight_sample import sampled
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -177,7 +177,7 @@ class WindowLayout:
 
     Attributes:
         turns: as given.
-        bytes: of the file.
+        size: of the file, without the small state.
     """
 
     def __init__(self, template: Shard, turns: Schedule, compute: Mapping[str, torch.dtype]) -> None:
@@ -202,7 +202,10 @@ class WindowLayout:
                 self._add(f"other/{sample_key(step, name)}", sampled(values, SAMPLED_ELEMENTS))
             self._end = -(-self._end // PAGE_BYTES) * PAGE_BYTES
             self._ends.append(self._end)
-        self.bytes = self._end
+        tensors = [(key, place.offset, place.bytes) for places in self._places for key, place in places.items()]
+        units = {name: f"snapshot {step}" for step, active in enumerate(turns) for name in active}
+        self._parts = Parts(tensors, self._end, units)
+        self.size = SlabSize.for_tensors((key for key, _, _ in tensors), self._end)
 
     def _add(self, key: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         place = _Place(-(-self._end // _ALIGNED) * _ALIGNED, dtype or like.dtype, tuple(like.shape))
@@ -238,9 +241,7 @@ class WindowLayout:
 
     def held(self, content: torch.Tensor) -> Held:
         """What the file holds, by snapshot; nothing yet."""
-        tensors = [(key, place.offset, place.bytes) for places in self._places for key, place in places.items()]
-        units = {name: f"snapshot {step}" for step, active in enumerate(self.turns) for name in active}
-        return Held(Parts(tensors, self.bytes, units), content)
+        return Held(self._parts, content)
 
     def taken(self, held: Held, step: int, iteration: int) -> None:
         """A snapshot is complete: hash it."""

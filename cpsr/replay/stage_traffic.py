@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from cpsr.checkpoint.device_copy import Pinning, new_event
 from cpsr.checkpoint.loading import dtype_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_reader import OpenState
-from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, describe
+from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, SlabSize, describe
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError, SaveError
@@ -29,6 +30,7 @@ from cpsr.state.shard import Shard
 __all__ = ["LoggedSteps", "StageLogs", "stage_logs"]
 
 LEAST = 2  # iterations; a failure loses at least as many
+PLAIN_TENSORS = 8  # of the random states beside an operation
 _ALIGNED = 64
 _WHOLE = "all"
 
@@ -91,7 +93,7 @@ class StageLogs:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-upstream")
         self.paused = False
         self._wanted = self._kept = 0  # iterations that windows need, and that there is memory for
-        self._bytes = 0  # of one iteration; 0 until the first was measured
+        self._size = SlabSize(0, 0)  # of one iteration; of no bytes until the first was measured
         self._slots: list[_Slot] = []
         self._slot: _Slot | None = None  # that is filled
         self._off = self._dropped = False
@@ -139,8 +141,9 @@ class StageLogs:
 
     def end(self, applied: bool, form: Any) -> None:
         """Seal it beside the training."""
-        if self._end > self._bytes:
-            self._fit(self._end)
+        plain = sum(entry["plain"] is not None for entry in self._entries)
+        aligned = -(-self._end // PAGE_BYTES) * PAGE_BYTES
+        self._fit(SlabSize.for_tensors([f"other/{_WHOLE}"], aligned, PLAIN_TENSORS * plain))
         slot, self._slot = self._slot, None
         if slot is None or self._dropped:
             return
@@ -173,12 +176,12 @@ class StageLogs:
             found = describe(log.path)
             if found is None:
                 raise OSError(f"{log.path} holds no log any more")
-            file = self._memory.file(f"upstream-{_number_in(log.path.name)}", found[3][0])
+            file = self._memory.file(f"upstream-{_number_in(log.path.name)}", found.size)
             self._slots.append(_Slot(file, None, log.iteration))
             file.restamp(self._memory.life, self._memory.branch)
             kept[log.iteration] = replace(log, life=self._memory.life, branch=self._memory.branch)
         if self._slots:
-            self._fit(max(slot.file.bytes.numel() for slot in self._slots))
+            self._fit(*(slot.file.size for slot in self._slots))
         return kept
 
     def forget(self) -> None:
@@ -202,18 +205,18 @@ class StageLogs:
         if len(self._slots) < self._kept:
             taken = {_number_in(slot.file.path.name) for slot in self._slots}
             number = next(number for number in range(len(taken) + 1) if number not in taken)
-            slot = _Slot(self._memory.file(f"upstream-{number}", self._bytes), None, -1)
+            slot = _Slot(self._memory.file(f"upstream-{number}", self._size), None, -1)
             self._slots.append(slot)
         else:
             slot = min(self._slots, key=lambda one: one.iteration)
             if slot.sealed is not None:
                 slot.sealed.result()
-            if slot.file.bytes.numel() < self._bytes:
+            if _larger(slot.file.size, self._size) != slot.file.size:
                 number = _number_in(slot.file.path.name)
                 if slot.pinning is not None:
                     slot.pinning.undo()
                 slot.file.close(remove=True)
-                slot.file, slot.pinning = self._memory.file(f"upstream-{number}", self._bytes), None
+                slot.file, slot.pinning = self._memory.file(f"upstream-{number}", self._size), None
         if self._device is not None and slot.pinning is None:
             slot.pinning = Pinning(slot.file.bytes, self._device)
         return slot
@@ -246,18 +249,19 @@ class StageLogs:
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
 
-    def _fit(self, size: int = 0) -> None:
+    def _fit(self, *sizes: SlabSize) -> None:
         """As many as there is memory for, now that the size of one is known, or has grown."""
-        self._bytes = max(self._bytes, -(-size // PAGE_BYTES) * PAGE_BYTES)
-        if not self._bytes:
+        size = reduce(_larger, sizes, self._size)
+        if not size.bytes or (sizes and size == self._size):
             return
-        there = sum(slot.file.bytes.numel() for slot in self._slots)
+        self._size = size
+        there = sum(slot.file.size.bytes for slot in self._slots)
         try:
-            self._kept = min(self._wanted, (self._room() + there) // self._bytes)
+            self._kept = min(self._wanted, (self._room() + there) // self._size.bytes)
         except OSError as error:
             self._give_up(error)
             return
-        each, total = self._bytes / 1e6, self._kept * self._bytes / 1e6
+        each, total = self._size.bytes / 1e6, self._kept * self._size.bytes / 1e6
         if self._kept < self._wanted:
             self._report(
                 f"of the {self._wanted} iterations since the oldest window, host memory takes what this stage sends to "
@@ -312,6 +316,11 @@ class LoggedSteps:
     def applied(self, iteration: int) -> bool:
         """See `Repeats.applied`; known once its operations were read."""
         return self._applied[iteration]
+
+
+def _larger(one: SlabSize, other: SlabSize) -> SlabSize:
+    """With room for both."""
+    return SlabSize(max(one.header_bytes, other.header_bytes), max(one.buffer_bytes, other.buffer_bytes))
 
 
 def _values(content: torch.Tensor, kept: Any) -> torch.Tensor | None:

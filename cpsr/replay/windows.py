@@ -9,7 +9,7 @@ from typing import Any
 
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_owners import bytes_in_memory, room_in_memory
-from cpsr.checkpoint.memory_states import PAGE_BYTES, memory_state
+from cpsr.checkpoint.memory_states import memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, SaveError
@@ -48,7 +48,7 @@ class Windows:
         self._replaying: Conversion | None = None
         self._steps = job.adapter.repeated_steps()
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
-        self.file_bytes = PAGE_BYTES + self._layout.bytes
+        self.file_bytes = self._layout.size.bytes
         files = _files(job)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
@@ -266,7 +266,7 @@ class Windows:
         ranks = self._job.run.local_ranks
         left = room_in_memory(self._job.run.run_id, ranks, prefix="window-")
         room = left / (len(ranks) * self._recorder.files)
-        while wanted > 1 and self._laid_out(wanted).bytes > room:
+        while wanted > 1 and self._laid_out(wanted).size.bytes > room:
             wanted = wanted * 3 // 4
         return wanted
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.checkpoint.buffers import HostBuffer
+from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word, owned_word_in_memory, verify_memory_state
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
@@ -47,7 +47,7 @@ def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str, monkeyp
     state, pread = hold(run_id), os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 100), offset))
     memory = SharedMemory(run_id, 0, 5)
-    file = memory.file("0", HostBuffer(live_shard(0), pinned=False).content.numel())
+    file = memory.file("0", slab_size(live_shard(0)))
     file.restamp(memory.life, 1)
     (found,) = memory_states(run_id)
     assert (found.life, found.branch, found.iteration) == (5, 1, state.iteration)

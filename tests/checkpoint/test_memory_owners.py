@@ -22,7 +22,7 @@ from cpsr.checkpoint.memory_owners import (
     owner_of,
     runs_in_memory,
 )
-from cpsr.checkpoint.memory_states import owner_path
+from cpsr.checkpoint.memory_states import SlabSize, owner_path
 
 BUFFER_BYTES = 10_000
 
@@ -50,7 +50,7 @@ def left(memory: Path, run_id: str, run_dir: Path | None) -> list[MemoryFile]:
     """What a rank leaves that dies; still locked, as while it lives."""
     if run_dir is not None:
         mark_owner(run_id, run_dir, "node-1", memory)
-    return SharedMemory(run_id, 0, 0, memory).files(2, BUFFER_BYTES)
+    return SharedMemory(run_id, 0, 0, memory).files(2, SlabSize.for_tensors([], BUFFER_BYTES))
 
 
 def dead(memory: Path, run_id: str, run_dir: Path | None) -> None:
@@ -237,6 +237,6 @@ def test_who_waits_for_memory_that_is_being_freed_gets_his_own(memory: Path, run
 def _patiently(memory: SharedMemory) -> list[MemoryFile]:
     while True:  # another thread of one process is not waited for
         try:
-            return memory.files(1, BUFFER_BYTES)
+            return memory.files(1, SlabSize.for_tensors([], BUFFER_BYTES))
         except FileInUseError:
             time.sleep(0.001)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from cpsr.checkpoint.buffers import HostBuffer, layout_bytes
+from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
@@ -43,7 +43,7 @@ class States:
         self.template = template = shard(rank, 0, elements, alike=alike)
         self.memory = SharedMemory(RUN_ID, rank, 0, directory)
         self._rank, self._elements, self._alike = rank, elements, alike
-        files = self.memory.files(slots, layout_bytes(template))
+        files = self.memory.files(slots, slab_size(template))
         self._buffers: list[tuple[MemoryFile, HostBuffer]] = [
             (file, HostBuffer(template, pinned=False, memory=file)) for file in files
         ]

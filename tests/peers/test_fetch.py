@@ -35,7 +35,7 @@ def fails():
         return str(error).replace(str(root), "")
 if rank == 0:
     with replica.open("r+b") as file:
-        file.seek(100_000)
+        file.seek(600_000)
         file.write(b"damage")
 found["damaged"] = fails()
 if rank == 0:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tests.imported_later  # noqa: F401 - for what it imports
 from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.memory_states import describe, memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.journal import JournalReader
@@ -159,10 +159,13 @@ def leave(life: dict[str, Any]) -> None:
 
 def damage_newest_window(run_dir: Path) -> None:
     windows = [state for state in memory_states(run_id(run_dir)) if state.kind == "window"]
-    with max(windows, key=lambda state: state.iteration).path.open("r+b") as file:
-        file.seek(5000)
+    path = max(windows, key=lambda state: state.iteration).path
+    found = describe(path)
+    assert found is not None
+    with path.open("r+b") as file:
+        file.seek(found.size.header_bytes + 900)
         byte = file.read(1)
-        file.seek(5000)
+        file.seek(found.size.header_bytes + 900)
         file.write(bytes([byte[0] ^ 1]))
 
 

@@ -24,7 +24,7 @@ RUN_ID = "0123abcd"
 def shard_at(iteration: int) -> Shard:
     operators = {}
     for name in ("first", "second"):
-        values = torch.arange(16, dtype=torch.float32) + iteration
+        values = torch.arange(16, dtype=torch.float32) + iteration + (100 if name == "second" else 0)
         operators[name] = OperatorState(name, ParamSlice(values, (16,), 0), {"exp_avg": values / 3}, iteration)
     return Shard(operators, {"mean": torch.tensor([float(iteration)])})
 
@@ -158,3 +158,20 @@ def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_fi
 
 def refuse(_: object) -> None:
     raise RuntimeError("no memory")
+
+
+def test_a_file_that_held_another_order_of_the_operators_tells_the_new_one(tmp_path: Path) -> None:
+    """Popular experts have their turns later: in windows of one iteration this moves tensors and changes no name."""
+    rank = Rank(tmp_path)
+    for order in (("first", "second"), ("second", "first")):
+        rank.layout = WindowLayout(shard_at(0), (order,), {})
+        for _ in range(FILES):
+            rank.iteration += 1
+            rank.recorder.begin_window(rank.layout, rank.iteration, dict)
+            rank.recorder.finish()
+    rank.recorder.close(remove=False)
+    for state in memory_states(RUN_ID, tmp_path):
+        load_window(state, into := shard_at(0))
+        expected = shard_at(state.iteration)
+        for name, operator in into.operators.items():
+            assert torch.equal(operator.parameter.values, expected.operators[name].parameter.values), name
