@@ -24,6 +24,7 @@ import torch
 
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory_states import (
+    HASH_PLACE,
     NAME,
     PENDING_HASH,
     SHARED_MEMORY,
@@ -33,7 +34,6 @@ from cpsr.checkpoint.memory_states import (
     hash_of,
     read_at,
     size_of,
-    with_hash,
     write_at,
 )
 from cpsr.checkpoint.parts import Held, Parts
@@ -101,7 +101,7 @@ class MemoryFile:
             raise
         self._whole = Parts([("other/all", 0, size.buffer_bytes)], size.buffer_bytes)
         self._described_of: tuple[object, ...] | None = None
-        self._constant: tuple[str, dict[str, str]] = "", {}
+        self._constant: tuple[bytes, dict[str, str]] = b"", {}
         # Of the whole mapping: a buffer of no bytes is none to torch.
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes = whole[size.header_bytes :]
@@ -156,7 +156,7 @@ class MemoryFile:
             OSError: shared memory is full; likewise.
         """
         self.unseal()
-        tree, tensors = encode(scalars, "scalars") if encoded is None else encoded
+        tree, tensors = encode(scalars) if encoded is None else encoded
         if held is None:
             held = Held(self._whole, self.bytes)
             held.fill(held.parts.names, iteration)
@@ -169,7 +169,7 @@ class MemoryFile:
         index = index | {name: str(value) for name, value in stamp.items()}
         index |= {"taken_at": json.dumps(held.taken_at), "hashes": json.dumps(hashes)}
         text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
-        small = in_file_order({"small/tree": text} | {f"small/{key}": one for key, one in tensors.items()})
+        small = in_file_order({"small": text} | {f"small/{key}": one for key, one in tensors.items()})
         return self._put(index, members, small)
 
     def restamp(self, life: int, branch: int) -> None:
@@ -188,7 +188,7 @@ class MemoryFile:
         members = [members_of(header.tensors(), header.end)]
         self._seal({**index, "life": str(life), "branch": str(branch)}, members, behind)()
 
-    def _put(self, index: Mapping[str, str], members: str, small: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def _put(self, index: Mapping[str, str], members: bytes, small: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Write the small state and the header; returns what declares the state complete."""
         placed = placed_after(self.size.buffer_bytes, small)
         end = self.size.header_bytes + placed[-1].end
@@ -201,20 +201,24 @@ class MemoryFile:
         index = {**index, "buffer_bytes": str(self.size.buffer_bytes), "file_bytes": str(self.size.bytes + len(behind))}
         return self._seal(index, [members, members_of(placed)], behind)
 
-    def _seal(self, index: Mapping[str, str], members: Iterable[str], behind: bytes) -> Callable[[], None]:
+    def _seal(self, index: Mapping[str, str], members: Iterable[bytes], behind: bytes) -> Callable[[], None]:
         """Write the header; returns what declares the state complete."""
         self.unseal()
         index = {**index, "hash": PENDING_HASH, "sealed_at": str(time.time_ns())}
         first = {name: index[name] for name in ("hash", "sealed_at")}  # in the first page
-        header = with_hash(header_of(first | index, members, self.size.header_bytes), behind)
-        self._map[LENGTH_BYTES : len(header)] = header[LENGTH_BYTES:]
+        _, *pieces = header_of(first | index, members, self.size.header_bytes)
+        self._map.seek(LENGTH_BYTES)
+        for piece in pieces:
+            self._map.write(piece)
+        with memoryview(self._map)[: self.size.header_bytes] as header:
+            self._map[HASH_PLACE] = hash_of(header, behind).encode()
 
         def publish() -> None:
-            self._length[0] = len(header) - LENGTH_BYTES
+            self._length[0] = self.size.header_bytes - LENGTH_BYTES
 
         return publish
 
-    def _described(self, shard: Shard, parts: Parts) -> tuple[str, dict[str, str]]:
+    def _described(self, shard: Shard, parts: Parts) -> tuple[bytes, dict[str, str]]:
         """Of the header, what is the same for all snapshots: the buffer's tensors, operators and segments.
 
         Names alone do not tell: windows of another order have the same ones elsewhere, and parts of their own.

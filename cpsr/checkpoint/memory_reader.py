@@ -239,7 +239,7 @@ class OpenState:
         prefix = "small/"
         small = {key.removeprefix(prefix): self.as_it_is(key) for key in self.tensors if key.startswith(prefix)}
         try:
-            tree = json.loads(small.pop("tree").numpy().tobytes())
+            tree = json.loads(self.as_it_is("small").numpy().tobytes())
             return decode(tree, {key: one.clone() for key, one in small.items()})
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error

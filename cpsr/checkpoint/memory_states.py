@@ -5,7 +5,7 @@ Each file is a slab: one safetensors image, which that library alone can read::
     8 bytes: length of the header; 0 while the file is being filled
     the header, filled up with spaces to the size that was reserved for it
     the buffer: `param/...`, `moment/...` and `other/...`, with `padding/...` in the gaps
-    the small state: `small/...`, and its tree as JSON in `small/tree`; the last padding
+    the small state: `small/...`, and its tree as JSON in `small`; the last padding
 
 The header's metadata is the index. Its texts are: `hash`, xxh3-128 of the rest of the header and of all that lies
 behind the buffer; `sealed_at`, in ns, another one at each seal; `run`, `rank`, `life`, `branch`, `kind`, `iteration`,
@@ -27,9 +27,9 @@ import xxhash
 
 from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, TensorHeader
 
-__all__ = ["BLOCK_BYTES", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
+__all__ = ["BLOCK_BYTES", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
 __all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "files_of", "hash_of", "memory_state"]
-__all__ += ["memory_states", "owner_path", "read_at", "size_of", "with_hash", "write_at"]
+__all__ += ["memory_states", "owner_path", "read_at", "size_of", "write_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path(os.environ.get("CPSR_SHARED_MEMORY", "/dev/shm"))  # noqa: S108 - that it is shared memory is the purpose; mode 0600, links refused
 PAGE_BYTES = 4096
 # Of a header; see `SlabSize.for_tensors`.
-INDEX_BYTES, TENSOR_BYTES, SMALL_TENSOR_BYTES, SMALL_TENSORS = 2000, 400, 200, 2000
+INDEX_BYTES, TENSOR_BYTES, OPERATOR_BYTES, SMALL_TENSOR_BYTES, SMALL_TENSORS = 2000, 240, 240, 200, 2000
 BLOCK_BYTES = 512  # of st_blocks, by POSIX
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
 
@@ -126,12 +126,14 @@ class SlabSize:
     def for_tensors(cls, keys: Iterable[str], buffer_bytes: int, small_tensors: int = SMALL_TENSORS) -> Self:
         """The size of a file with so many tensors in its small state, and those of these keys in its buffer.
 
-        A tensor takes its key and some 110 bytes of the header. In the index, an operator takes its name, that of its
-        part and some 60; and a part twice its name and 150. A small state has tens of tensors, or as many as the model
-        where a loop keeps averages of its weights.
+        A tensor takes its key and some 110 bytes of the header, and padding before it as many. In the index, an
+        operator takes its name, that of its part and some 60; and a part twice its name and some 150. A small state
+        has tens of tensors, or as many as the model where a loop keeps averages of its weights.
         """
-        wanted = LENGTH_BYTES + INDEX_BYTES + sum(TENSOR_BYTES + 6 * len(json.dumps(key)) for key in keys)
-        wanted += small_tensors * SMALL_TENSOR_BYTES
+        wanted = LENGTH_BYTES + INDEX_BYTES + small_tensors * SMALL_TENSOR_BYTES
+        for key in keys:
+            name = len(json.dumps(key))
+            wanted += TENSOR_BYTES + name + (OPERATOR_BYTES + 5 * name if key.startswith("param/") else 0)
         return cls(-(-wanted // PAGE_BYTES) * PAGE_BYTES, buffer_bytes)
 
 
@@ -204,21 +206,16 @@ def _operators_in(index: Mapping[str, str]) -> dict[str, HeldOperator]:
 
 
 _HASH_AT = LENGTH_BYTES + len(f'{{"{METADATA}":{{"hash":"')  # it comes first
-HASH_DIGITS = 32
-PENDING_HASH = "0" * HASH_DIGITS
+PENDING_HASH = "0" * 32
+HASH_PLACE = slice(_HASH_AT, _HASH_AT + len(PENDING_HASH))
 
 
-def hash_of(header: bytes, behind: bytes | memoryview) -> str:
+def hash_of(header: bytes | memoryview, behind: bytes | memoryview) -> str:
     """The hash that belongs into a header: of all else in it, and of what lies behind the buffer."""
-    state = xxhash.xxh3_128(memoryview(header)[LENGTH_BYTES:_HASH_AT])
-    state.update(memoryview(header)[_HASH_AT + HASH_DIGITS :])
+    state = xxhash.xxh3_128(memoryview(header)[LENGTH_BYTES : HASH_PLACE.start])
+    state.update(memoryview(header)[HASH_PLACE.stop :])
     state.update(behind)
     return state.hexdigest()
-
-
-def with_hash(header: bytes, behind: bytes) -> bytes:
-    """The header with its hash in the place of `PENDING_HASH`."""
-    return b"".join([header[:_HASH_AT], hash_of(header, behind).encode(), header[_HASH_AT + HASH_DIGITS :]])
 
 
 def size_of(path: Path) -> int:

@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def image_of(
     """
     ordered = in_file_order(tensors)
     header = header_of(metadata, [members_of(placed_after(0, ordered))])
-    return [numpy.frombuffer(header, numpy.uint8), *runs_of(ordered)]
+    return [numpy.frombuffer(b"".join(header), numpy.uint8), *runs_of(ordered)]
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -117,7 +117,7 @@ def placed_after(first: int, tensors: Mapping[str, torch.Tensor]) -> list[Placed
     return placed
 
 
-def members_of(tensors: Iterable[PlacedTensor], start: int = 0) -> str:
+def members_of(tensors: Iterable[PlacedTensor], start: int = 0) -> bytes:
     """What a header says of tensors that lie one after the other without gaps; the data begins at byte `start`.
 
     Raises:
@@ -136,8 +136,8 @@ def members_of(tensors: Iterable[PlacedTensor], start: int = 0) -> str:
     return _json(described)[1:-1]
 
 
-def header_of(metadata: Mapping[str, str] | None, members: Iterable[str], size: int | None = None) -> bytes:
-    """A file's header with its length.
+def header_of(metadata: Mapping[str, str] | None, members: Iterable[bytes], size: int | None = None) -> list[bytes]:
+    """The pieces of a file's header, of which the length is the first.
 
     Args:
         metadata: of the file, which comes first.
@@ -147,17 +147,17 @@ def header_of(metadata: Mapping[str, str] | None, members: Iterable[str], size: 
     Raises:
         SaveError: it is longer than that, or than the library reads.
     """
-    texts = [] if metadata is None else [f'"{METADATA}":{_json(dict(metadata))}']
-    text = f"{{{','.join([*texts, *filter(None, members)])}}}".encode()
-    room = HEADER_BYTES_MAX - BLOCK_BYTES if size is None else size - LENGTH_BYTES
-    if len(text) > room:
-        raise SaveError(f"there are too many tensors for one file: their header has {len(text)} bytes of {room}")
-    text += b" " * (-(LENGTH_BYTES + len(text)) % BLOCK_BYTES if size is None else room - len(text))
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+    texts = [] if metadata is None else [_json({METADATA: dict(metadata)})[1:-1]]
+    text = b",".join([*texts, *filter(None, members)])
+    wanted, most = LENGTH_BYTES + len(text) + len("{}"), HEADER_BYTES_MAX if size is None else size
+    end = -(-wanted // BLOCK_BYTES) * BLOCK_BYTES if size is None else size
+    if end > most or wanted > end:
+        raise SaveError(f"there are too many tensors for one file: their header has {wanted} bytes of {most}")
+    return [(end - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little"), b"{", text, b"}", b" " * (end - wanted)]
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 @cache
@@ -247,32 +247,32 @@ class TensorHeader:
             Exception: any of `NO_HEADER`: it describes no tensors that this file can hold.
         """
         end = self.end
-        described = (item for item in self._described.items() if item[0] != METADATA)
-        for name, one in sorted(described, key=lambda item: item[1]["data_offsets"]):
-            (first, last), shape = one["data_offsets"], tuple(one["shape"])
-            tensor = PlacedTensor(name, shape, dtype_of(one["dtype"]), self.end + first)
-            lies_there = end <= tensor.first and tensor.end == self.end + last <= self._file_bytes
+        described = json.loads(self._taken[LENGTH_BYTES:])
+        described.pop(METADATA, None)
+        for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+            (first, last), shape, dtype = one["data_offsets"], tuple(one["shape"]), dtype_of(one["dtype"])
+            first, last = self.end + first, self.end + last
+            lies_there = end <= first and first + math.prod(shape) * dtype.itemsize == last <= self._file_bytes
             if min(shape, default=0) < 0 or not lies_there:
-                raise ValueError(f"{name!r} of shape {shape} and {tensor.dtype} lies at {first} to {last}")
-            end = tensor.end
-            yield tensor
+                raise ValueError(f"{name!r} of shape {shape} and {dtype} lies at {first} to {last}")
+            end = last
+            yield PlacedTensor(name, shape, dtype, first)
 
     def metadata(self) -> dict[str, Any]:
-        """The file's metadata; call it once the header is whole.
+        """The file's metadata, where they come first as `header_of` has them; call it once the header is whole.
 
         Raises:
             Exception: any of `NO_HEADER`.
         """
-        return dict(self._described[METADATA])
+        text, first = self._taken[LENGTH_BYTES:].decode(), f'{{"{METADATA}":'
+        if not text.startswith(first):
+            raise ValueError("it has no metadata at its start")
+        return dict(json.JSONDecoder().raw_decode(text, len(first))[0])
 
     @property
     def content(self) -> bytes:
         """Its bytes, with the length."""
         return bytes(self._taken)
-
-    @cached_property
-    def _described(self) -> Any:
-        return json.loads(self._taken[LENGTH_BYTES:])
 
 
 class TensorContent:
