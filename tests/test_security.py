@@ -165,7 +165,7 @@ def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (aside / "rank-00000.json").write_text("{}")
     cut_off = run_dir / "checkpoints" / "step-0000000010"
     cut_off.mkdir()
-    for name in ("ABANDONED", "rank-00000.skip", "rank-00000.json"):
+    for name in ("rank-00000.skip", "rank-00001.skip", "rank-00000.json"):
         (cut_off / name).write_text("{}")
     return run_dir
 
@@ -209,7 +209,7 @@ def test_the_payload_works(tmp_path: Path) -> None:
 def test_a_pickle_in_the_place_of_any_file_is_never_executed(failed_run: Path, tmp_path: Path) -> None:
     names = kinds(failed_run)
     files = "params moments extra COMMIT manifest.json THINNED run.json journal ended prediction-failed"
-    for words in (*files.split(), "events/", "progress/", "ABANDONED", "skip"):
+    for words in (*files.split(), "events/", "progress/", "skip"):
         assert any(words in name for name in names), words
     marker = tmp_path / "marker"
     # One file of each kind alone (newest checkpoint), then all of them at once, in every disguise.

@@ -7,13 +7,21 @@ before a later checkpoint was committed (and read back when it was written).
 import datetime
 import logging
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
-from cpsr.checkpoint.files import is_temporary, remove_tree, sync_directory, write_bytes
-from cpsr.checkpoint.manifest import COMMIT, THINNED, Manifest, holds_weights, step_iteration, thinned_record
+from cpsr.checkpoint.files import exhaust, is_temporary, remove_tree, sync_directory, write_bytes
+from cpsr.checkpoint.manifest import (
+    COMMIT,
+    THINNED,
+    Manifest,
+    holds_weights,
+    is_shared,
+    step_iteration,
+    thinned_record,
+)
 from cpsr.checkpoint.verify import (
     DamagedFileError,
     Problem,
@@ -23,9 +31,8 @@ from cpsr.checkpoint.verify import (
     read_manifest,
 )
 
-__all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "newest_whole", "plan_retention"]
-__all__ += ["remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside"]
-__all__ += ["set_aside_list", "warn_once"]
+__all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "plan_retention"]
+__all__ += ["remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside", "set_aside_list", "warn_once"]
 
 # Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
 CHECKPOINTS_AT_ONCE = 8
@@ -36,32 +43,50 @@ _ASIDE = re.compile(r"(?P<kind>damaged|abandoned)-(?P<step>step-\d+)-(?P<sequenc
 _log = logging.getLogger(__name__)
 _warned: set[tuple[Path, str]] = set()
 
-_Found = TypeVar("_Found")
-
 
 @dataclass(frozen=True)
 class CheckpointInfo:
     """One committed checkpoint.
 
     Attributes:
-        iteration: iteration of the state.
         directory: where it lies.
+        manifest: over all ranks.
         full: False for thinned checkpoints; training can restart exactly from full ones only.
-        bytes: tensor bytes on disk, all ranks together.
-        world_size: ranks that wrote it.
-        label: what the state came from (`scalars["origin"]`), None where that is not recorded.
-        created: time of the commit (UTC).
-        sequence: counts the commits of the run.
     """
 
-    iteration: int
     directory: Path
+    manifest: Manifest
     full: bool
-    bytes: int
-    world_size: int
-    label: str | None
-    created: datetime.datetime
-    sequence: int
+
+    @property
+    def iteration(self) -> int:
+        """Iteration of the state."""
+        return self.manifest.iteration
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that wrote it."""
+        return self.manifest.world_size
+
+    @property
+    def label(self) -> str | None:
+        """What the state came from (`scalars["origin"]`), None where that is not recorded."""
+        return self.manifest.label
+
+    @property
+    def sequence(self) -> int:
+        """Counts the commits of the run."""
+        return self.manifest.sequence
+
+    @property
+    def created(self) -> datetime.datetime:
+        """Time of the commit (UTC)."""
+        return datetime.datetime.fromtimestamp(self.manifest.created_unix_seconds, datetime.UTC)
+
+    @property
+    def bytes(self) -> int:
+        """Tensor bytes on disk, all ranks together."""
+        return sum(size for name, size in self.manifest.files().items() if self.full or holds_weights(name))
 
 
 @dataclass(frozen=True)
@@ -100,50 +125,24 @@ class SetAside:
 
 def scan(checkpoints: Path) -> Catalogue:
     """Read the commit records and manifests (not the tensors) of a run."""
-    pieces = scan_in_pieces(checkpoints)
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as end:
-            found: Catalogue = end.value
-            return found
+    return exhaust(scan_in_pieces(checkpoints))
 
 
 def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
     """`scan` that yields after every few checkpoints, and after each unreadable one."""
     found = Catalogue([], [], [])
     for number, (iteration, directory) in enumerate(_steps(checkpoints), start=1):
-        # An unreadable one is retried several times, which takes most of a second or more.
-        if not _add(found, iteration, directory) or number % CHECKPOINTS_AT_ONCE == 0:
+        try:
+            info = _committed(directory)
+            found.checkpoints.extend([] if info is None else [info])
+        except (DamagedFileError, UnreadableFileError) as error:
+            kind = found.problems if isinstance(error, DamagedFileError) else found.unreadable
+            kind.append(Problem(error.file, error.what, iteration))
+            yield  # an unreadable one is retried several times, which takes most of a second or more
+        if number % CHECKPOINTS_AT_ONCE == 0:
             yield
     found.checkpoints.sort(key=lambda info: info.iteration)
     return found
-
-
-def newest_whole(checkpoints: Path, since: int = 0) -> tuple[Path, Manifest] | None:
-    """The newest full checkpoint, found without reading all the others.
-
-    Damaged ones are skipped, and logged once.
-
-    Args:
-        checkpoints: the run's directory of them.
-        since: older ones do not count.
-
-    Raises:
-        CheckpointError: the file system cannot read a manifest on the way now.
-        OSError: the directory cannot be read.
-    """
-    for iteration, directory in sorted(_steps(checkpoints), reverse=True):
-        if iteration < since:
-            break
-        try:
-            manifest = _of_committed(directory, read_manifest)
-        except DamagedFileError as error:
-            warn_once(checkpoints, f"checkpoint is skipped: {error}")
-            continue
-        if manifest is not None:
-            return directory, manifest
-    return None
 
 
 def _steps(checkpoints: Path) -> list[tuple[int, Path]]:
@@ -153,27 +152,13 @@ def _steps(checkpoints: Path) -> list[tuple[int, Path]]:
     return [(iteration, directory) for iteration, directory in named if iteration is not None]
 
 
-def _add(catalogue: Catalogue, iteration: int, directory: Path) -> bool:
-    """Add a checkpoint to the catalogue; False where it cannot be read."""
-    try:
-        info = _of_committed(directory, _info)
-    except DamagedFileError as error:
-        catalogue.problems.append(Problem(error.file, error.what, iteration))
-        return False
-    except UnreadableFileError as error:
-        catalogue.unreadable.append(Problem(error.file, error.what, iteration))
-        return False
-    if info is not None:
-        catalogue.checkpoints.append(info)
-    return True
-
-
-def _of_committed(directory: Path, read: Callable[[Path], _Found]) -> _Found | None:
+def _committed(directory: Path) -> CheckpointInfo | None:
     """The entry of a checkpoint; None where there is no commit record."""
     if not is_committed(directory):
         return None
     try:
-        return read(directory)
+        manifest = read_manifest(directory)
+        return CheckpointInfo(directory, manifest, full=not is_thinned(directory, manifest))
     except DamagedFileError:
         if is_committed(directory):
             raise
@@ -225,21 +210,6 @@ def set_aside_list(checkpoints: Path) -> list[SetAside]:
     return sorted(found, key=lambda aside: (aside.after_sequence, aside.directory.name))
 
 
-def _info(directory: Path) -> CheckpointInfo:
-    manifest = read_manifest(directory)
-    thinned = is_thinned(directory, manifest)
-    return CheckpointInfo(
-        iteration=manifest.iteration,
-        directory=directory,
-        full=not thinned,
-        bytes=manifest.history_bytes() if thinned else manifest.state_bytes(),
-        world_size=manifest.world_size,
-        label=manifest.label,
-        created=datetime.datetime.fromtimestamp(manifest.created_unix_seconds, datetime.UTC),
-        sequence=manifest.sequence,
-    )
-
-
 _COMMITS_BEFORE_REMOVAL = 2  # a checkpoint that was set aside is deleted once this many later ones exist
 
 
@@ -266,76 +236,66 @@ class Retention:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """Iterations to thin and to delete, each ascending."""
+    """Iterations to thin and to delete, each ascending, and the bytes that the run's checkpoints then take."""
 
     thin: list[int]
     delete: list[int]
+    bytes: int
 
 
 def plan_retention(
     checkpoints: Sequence[CheckpointInfo],
     rules: Retention,
-    thinned_bytes: dict[int, int],
     other_bytes: int = 0,
     pinned: int | None = None,
     copied: int | None = None,
-    carried: Mapping[int, Mapping[str, int]] | None = None,
 ) -> RetentionPlan:
     """Decide about committed checkpoints.
 
     Args:
-        checkpoints: ascending in iteration.
+        checkpoints: ascending in iteration, at least one.
         rules: spans, counts and the cap on the disk.
-        thinned_bytes: iteration -> bytes that remain of a checkpoint when it is thinned.
         other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
         pinned: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
         copied: a checkpoint that stays whole, because it is being copied elsewhere.
-        carried: iteration -> files that others may share, with their bytes; those of one name are one on the disk.
     """
-    if not checkpoints:
-        return RetentionPlan([], [])
     newest = checkpoints[-1].iteration if pinned is None else min(pinned, checkpoints[-1].iteration)
-    until_newest = [info for info in checkpoints if info.iteration <= newest]
-    recent = {info.iteration for info in until_newest[-rules.history_min_checkpoints :]}
-    whole = {info.iteration for info in checkpoints if info.full}
-    keep_whole = set(sorted(whole)[-rules.full_checkpoints :]) | {
-        iteration for iteration in whole if iteration in (pinned, copied)
-    }
-    kept = [
-        info
+    until_newest = [info.iteration for info in checkpoints if info.iteration <= newest]
+    recent = set(until_newest[-rules.history_min_checkpoints :])
+    whole = [info.iteration for info in checkpoints if info.full]
+    keep_whole = {*whole[-rules.full_checkpoints :], *(one for one in whole if one in (pinned, copied))}
+    kept = {
+        info.iteration: _sizes(info.manifest, whole=info.iteration in keep_whole)
         for info in checkpoints
         if info.iteration in keep_whole | recent or newest - info.iteration <= rules.history_span_iterations
-    ]
-    sizes = {
-        info.iteration: info.bytes if info.iteration in keep_whole else thinned_bytes[info.iteration] for info in kept
     }
-    twice = _Shared(carried or {}, keep_whole)
     # Over the cap, delete the oldest history first, then older whole ones, never the newest whole one.
-    for iteration in [*sorted(set(sizes) - keep_whole), *sorted(keep_whole)[:-1]]:
-        taken = sum(sizes.values()) - twice.bytes(sizes) + other_bytes
-        if rules.disk_limit_bytes is None or taken <= rules.disk_limit_bytes:
+    for iteration in [*sorted(kept.keys() - keep_whole), *sorted(keep_whole)[:-1]]:
+        if rules.disk_limit_bytes is None or _taken(kept.values()) + other_bytes <= rules.disk_limit_bytes:
             break
-        del sizes[iteration]
+        del kept[iteration]
     return RetentionPlan(
-        thin=sorted((whole - keep_whole) & sizes.keys()),
-        delete=sorted({info.iteration for info in checkpoints} - sizes.keys()),
+        thin=sorted((set(whole) - keep_whole) & kept.keys()),
+        delete=sorted({info.iteration for info in checkpoints} - kept.keys()),
+        bytes=_taken(kept.values()) + other_bytes,
     )
 
 
-class _Shared:
-    """Bytes that checkpoint sizes count more than once, because later ones carry files of earlier ones."""
+def _sizes(manifest: Manifest, *, whole: bool) -> tuple[int, dict[str, int]]:
+    """Bytes of a checkpoint's own files, and of each file that others may share; unless whole, of weights alone."""
+    files = {name: size for name, size in manifest.files().items() if whole or holds_weights(name)}
+    shared = {name: size for name, size in files.items() if is_shared(name)}
+    return sum(files.values()) - sum(shared.values()), shared
 
-    def __init__(self, carried: Mapping[int, Mapping[str, int]], whole: Collection[int]) -> None:
-        self._sizes = {
-            iteration: {name: size for name, size in files.items() if iteration in whole or holds_weights(name)}
-            for iteration, files in carried.items()
-        }
 
-    def bytes(self, kept: Collection[int]) -> int:
-        """Such bytes among these checkpoints."""
-        files = [self._sizes.get(iteration, {}) for iteration in kept]
-        distinct = {name: size for one in files for name, size in one.items()}
-        return sum(sum(one.values()) for one in files) - sum(distinct.values())
+def _taken(kept: Iterable[tuple[int, dict[str, int]]]) -> int:
+    """Bytes of all; those that checkpoints share count once."""
+    shared: dict[str, int] = {}
+    own = 0
+    for size, others in kept:
+        own += size
+        shared |= others
+    return own + sum(shared.values())
 
 
 def retain(
@@ -355,29 +315,26 @@ def retain(
 
     Raises:
         OSError: the file system refused; what is still there is still valid.
-        CheckpointError: a checkpoint became damaged or unreadable meanwhile; remaining ones are valid.
+        CheckpointError: a checkpoint became unreadable meanwhile; remaining ones are valid.
     """
-    catalogue = scan(checkpoints)
-    if not catalogue.checkpoints:
-        return RetentionPlan([], [])
-    asides = _remove_asides(checkpoints, catalogue)
-    newest = max(catalogue.checkpoints, key=lambda info: info.sequence)
-    remove_uncommitted(checkpoints, before=newest.iteration)
-    manifests = {info.iteration: read_manifest(info.directory) for info in catalogue.checkpoints}
-    remaining = {iteration: manifest.history_bytes() for iteration, manifest in manifests.items()}
-    carried = {iteration: manifest.shared_files() for iteration, manifest in manifests.items()}
-    other_bytes = sum(aside.bytes for aside in asides)
-    plan = plan_retention(catalogue.checkpoints, rules, remaining, other_bytes, pinned, copied, carried)
-    directories = {info.iteration: info.directory for info in catalogue.checkpoints}
-    for iteration in plan.thin:
-        _thin(directories[iteration])
-    for iteration in plan.delete:
-        remove_tree(directories[iteration], first=COMMIT)
-        _log.debug("checkpoint %s was deleted: outside the history that is kept", directories[iteration])
-    for info in catalogue.checkpoints:
-        if not info.full and info.iteration not in plan.delete:
-            _unlink_thinned(info.directory)
-    _warn_over_limit(rules, remaining, catalogue, plan, carried)
+    found = scan(checkpoints).checkpoints
+    if not found:
+        return RetentionPlan([], [], 0)
+    asides = _remove_asides(checkpoints, found)
+    remove_uncommitted(checkpoints, before=max(found, key=lambda info: info.sequence).iteration)
+    plan = plan_retention(found, rules, sum(aside.bytes for aside in asides), pinned, copied)
+    for info in found:
+        if info.iteration in plan.delete:
+            remove_tree(info.directory, first=COMMIT)
+            _log.debug("checkpoint %s was deleted: outside the history that is kept", info.directory)
+        elif info.iteration in plan.thin or not info.full:
+            _thin(info)
+    if rules.disk_limit_bytes is not None and plan.bytes > rules.disk_limit_bytes:
+        _log.warning(
+            "checkpoints take %d bytes, more than disk_limit_bytes=%d: the newest whole one is never deleted",
+            plan.bytes,
+            rules.disk_limit_bytes,
+        )
     return plan
 
 
@@ -406,45 +363,24 @@ def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: i
             _log.warning("%s was removed: left by a process that was killed", path)
 
 
-def _thin(directory: Path) -> None:
-    write_bytes(directory / THINNED, thinned_record(read_manifest(directory)))
-    _unlink_thinned(directory)
-    sync_directory(directory)
-    _log.debug("checkpoint %s was thinned to its weights", directory)
+def _thin(info: CheckpointInfo) -> None:
+    """Remove all but the weights; also what an interrupted pass has left."""
+    if info.full:
+        write_bytes(info.directory / THINNED, thinned_record(info.manifest))
+        _log.debug("checkpoint %s is thinned to its weights", info.directory)
+    for name in info.manifest.thinned_files():
+        (info.directory / name).unlink(missing_ok=True)
+    sync_directory(info.directory)
 
 
-def _unlink_thinned(directory: Path) -> None:
-    for name in read_manifest(directory).thinned_files():
-        (directory / name).unlink(missing_ok=True)
-
-
-def _remove_asides(checkpoints: Path, catalogue: Catalogue) -> list[SetAside]:
+def _remove_asides(checkpoints: Path, committed: Sequence[CheckpointInfo]) -> list[SetAside]:
     """Remove what was set aside long enough ago; returns what stays."""
     kept: list[SetAside] = []
     for aside in set_aside_list(checkpoints):
-        later = sum(info.sequence > aside.after_sequence for info in catalogue.checkpoints)
+        later = sum(info.sequence > aside.after_sequence for info in committed)
         if later < _COMMITS_BEFORE_REMOVAL:
             kept.append(aside)
             continue
         remove_tree(aside.directory, first=COMMIT)
         _log.info("%s was deleted: %d later checkpoints are committed", aside.directory, later)
     return kept
-
-
-def _warn_over_limit(
-    rules: Retention,
-    remaining: dict[int, int],
-    catalogue: Catalogue,
-    plan: RetentionPlan,
-    carried: Mapping[int, Mapping[str, int]],
-) -> None:
-    kept = [info for info in catalogue.checkpoints if info.iteration not in plan.delete]
-    whole = {info.iteration for info in kept if info.full} - set(plan.thin)
-    total = sum(remaining[info.iteration] if info.iteration in plan.thin else info.bytes for info in kept)
-    total -= _Shared(carried, whole).bytes([info.iteration for info in kept])
-    if rules.disk_limit_bytes is not None and total > rules.disk_limit_bytes:
-        _log.warning(
-            "checkpoints take %d bytes, more than disk_limit_bytes=%d: the newest whole one is never deleted",
-            total,
-            rules.disk_limit_bytes,
-        )

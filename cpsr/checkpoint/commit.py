@@ -1,7 +1,8 @@
 """The commit protocol: through files alone, the ranks agree that a checkpoint exists or never will.
 
 Every rank writes its shard and then its manifest. Rank 0 waits for all manifests of the same attempt and writes the
-commit record, or an ABANDONED marker for late ranks. A rank that cannot save writes a skip marker.
+commit record. A rank that cannot save writes a skip marker, at which rank 0 abandons the checkpoint: its own skip
+marker tells late ranks so.
 
 A machine that is cut off, or a job that was taken for dead, may go on beside the job that took its place. Each life
 claims its number by making the directory of its heartbeats, which succeeds for one. From then on no earlier life
@@ -30,17 +31,14 @@ from cpsr.checkpoint.manifest import (
     frozen_writer,
     rank_manifest_name,
 )
-from cpsr.checkpoint.replicated import DriftedError, drifted, missing_among
+from cpsr.checkpoint.replicated import missing_among, refuse_drifted
 from cpsr.errors import CheckpointError, RunDirectoryError, SaveError
 from cpsr.ranks.group import Group
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.ranks.link import JOB
 
-__all__ = ["ABANDONED", "Attempt", "CommitResult", "Missing", "SavedSlice", "SupersededError", "abandon"]
-__all__ += ["abandoned_reason", "claim_life", "mark_abandoned", "mark_skipped", "refuse_superseded", "seal"]
-__all__ += ["superseded", "wait_for_ranks"]
-
-ABANDONED = "ABANDONED"
+__all__ = ["Attempt", "CommitResult", "Missing", "SavedSlice", "SupersededError", "abandon", "claim_life"]
+__all__ += ["mark_skipped", "refuse_superseded", "seal", "skipped_reason", "superseded", "wait_for_ranks"]
 
 # A rank's slice of a parameter: the global shape, the first element and the number of elements.
 SavedSlice = tuple[Sequence[int], int, int]
@@ -132,30 +130,33 @@ def refuse_superseded(run_dir: Path, life: int) -> None:
 
 
 def mark_skipped(directory: Path, rank: int, attempt: Attempt, reason: str) -> None:
-    """Report to rank 0 that this rank writes no shard."""
-    _write_marker(directory / _skip_name(rank), attempt, reason)
+    """Tell rank 0 that a rank writes no shard; the marker of rank 0 tells all ranks that the attempt is abandoned."""
+    content = {"run_id": attempt.run_id, "life": attempt.life, "attempt": attempt.attempt, "reason": reason}
+    write_bytes(directory / _skip_name(rank), json.dumps(content).encode("ascii"))
+    if rank == 0:
+        _log.warning("checkpoint %s is abandoned: %s", directory, reason)
 
 
-def abandoned_reason(directory: Path, attempt: Attempt) -> str | None:
-    """Why rank 0 abandoned this attempt; None while it did not."""
-    return _read_marker(directory / ABANDONED, attempt)
-
-
-def mark_abandoned(directory: Path, attempt: Attempt, reason: str) -> None:
-    """Abandon the attempt for all ranks; the next retention pass removes its files."""
-    _write_marker(directory / ABANDONED, attempt, reason)
-    _log.warning("checkpoint %s is abandoned: %s", directory, reason)
+def skipped_reason(directory: Path, rank: int, attempt: Attempt) -> str | None:
+    """Why a rank skipped this attempt (rank 0: abandoned it for all); None while it did not."""
+    try:
+        content = json.loads((directory / _skip_name(rank)).read_bytes())
+    except FileNotFoundError:
+        return None
+    if (content["run_id"], content["life"], content["attempt"]) != (attempt.run_id, attempt.life, attempt.attempt):
+        return None
+    return str(content["reason"])
 
 
 def abandon(directory: Path, attempt: Attempt, reason: str) -> None:
     """Abandon the attempt for all ranks: write the marker that they find, then remove everything."""
     try:
-        mark_abandoned(directory, attempt, reason)
+        mark_skipped(directory, 0, attempt, reason)
     except OSError as error:
         # On a full disk the removal below still has to happen; late ranks then find their files gone.
         _log.warning("checkpoint %s is abandoned (%s), but the marker cannot be written: %s", directory, reason, error)
     for path in list(directory.iterdir()):
-        if path.name != ABANDONED:
+        if path.name != _skip_name(0):
             remove_entry(path)
 
 
@@ -168,7 +169,7 @@ def wait_for_ranks(
     while True:
         names = {path.name for path in directory.iterdir()}
         for rank in range(attempt.world_size):
-            reason = _read_marker(directory / _skip_name(rank), attempt) if _skip_name(rank) in names else None
+            reason = skipped_reason(directory, rank, attempt) if _skip_name(rank) in names else None
             if reason is not None:
                 return f"rank {rank} skipped it: {reason}"
             if rank not in found and rank_manifest_name(rank) in names:
@@ -250,8 +251,7 @@ def _check_parts(directory: Path, records: Mapping[int, RankManifest], missing: 
                 raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
     for rank, what in missing_among(records):
         raise SaveError(f"rank {rank} {what}")
-    if (found := drifted(records)) is not None:
-        raise DriftedError(found)
+    refuse_drifted(records)
     slices = {rank: _saved_slices(record) for rank, record in records.items()}
     ages = {
         rank: {name: operator.iteration for name, operator in record.operators.items()}
@@ -290,18 +290,3 @@ def _belongs(data: bytes, rank: int, attempt: Attempt) -> bool:
     """Whether a manifest is of this attempt, not of an earlier life or of an attempt before a roll-back."""
     record = RankManifest.parse(data)
     return (record.rank, Attempt(record.run_id, record.life, record.attempt, record.world_size)) == (rank, attempt)
-
-
-def _write_marker(path: Path, attempt: Attempt, reason: str) -> None:
-    content = {"run_id": attempt.run_id, "life": attempt.life, "attempt": attempt.attempt, "reason": reason}
-    write_bytes(path, json.dumps(content).encode("ascii"))
-
-
-def _read_marker(path: Path, attempt: Attempt) -> str | None:
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    if (content["run_id"], content["life"], content["attempt"]) != (attempt.run_id, attempt.life, attempt.attempt):
-        return None
-    return str(content["reason"])

@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -17,7 +18,8 @@ from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.tensor_file import image_of
 from cpsr.errors import SaveError
 
-__all__ = ["FileHash", "hash_file", "hash_in_pieces", "is_temporary", "make_directory", "open_plain", "read_bytes"]
+__all__ = ["FileHash", "exhaust", "hash_file", "hash_in_pieces", "is_temporary", "link_file", "make_directory"]
+__all__ += ["open_plain", "read_bytes"]
 __all__ += ["remove_entry", "remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes"]
 __all__ += ["write_tensors"]
 
@@ -26,6 +28,10 @@ _log = logging.getLogger(__name__)
 _CHECK = "check the disk and the memory"
 _PROCESS = secrets.token_hex(4)
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
+# Errors of `link` on file systems without hard links, or with no more links for this file.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
+
+_Result = TypeVar("_Result")
 
 
 class FileHash:
@@ -112,6 +118,38 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     return written
 
 
+def link_file(source: Path, target: Path, record: FileRecord) -> None:
+    """Give a file another name too; where there are no hard links, a verified copy. The caller forces the directory.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        SaveError: a copy differs from what was written.
+        OSError: the file system refused. In these cases nothing has the name.
+    """
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _copy(source, target, record)
+
+
+def _copy(source: Path, target: Path, record: FileRecord) -> None:
+    """Copy under a temporary name, verify the copy against the original's record, and rename it."""
+    temporary = temporary_name(target)
+    try:
+        shutil.copyfile(source, temporary, follow_symlinks=False)
+        temporary.chmod(target.parent.stat().st_mode & 0o666)
+        sync_file(temporary)
+        if record.first_difference(hash_file(temporary, direct=True)) is not None:
+            raise SaveError(f"{target}: the copy of {source} differs from what was written; check the disk")
+        temporary.replace(target)
+    except (OSError, SaveError):
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def open_plain(path: Path, *, direct: bool = False) -> int:
     """Descriptor of a plain file, to read from.
 
@@ -159,13 +197,17 @@ def hash_file(path: Path, *, direct: bool = False, take: Callable[[memoryview], 
     Raises:
         OSError: see `open_plain`.
     """
-    parts = hash_in_pieces(path, direct=direct, take=take)
+    return exhaust(hash_in_pieces(path, direct=direct, take=take))
+
+
+def exhaust(steps: Generator[None, None, _Result]) -> _Result:
+    """The result of a generator, without pauses."""
     while True:
         try:
-            next(parts)
+            next(steps)
         except StopIteration as end:
-            found: FileRecord = end.value
-            return found
+            result: _Result = end.value
+            return result
 
 
 def hash_in_pieces(

@@ -12,6 +12,7 @@ the file of any rank that has a parameter. What the loop writes into is not in a
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,8 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.carried import put_files, put_verified
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
-from cpsr.checkpoint.files import write_tensors
+from cpsr.checkpoint.files import link_file, write_tensors
 from cpsr.checkpoint.loading import dtype_name, place, settle
 from cpsr.checkpoint.manifest import (
     FileRecord,
@@ -33,7 +33,7 @@ from cpsr.checkpoint.manifest import (
     frozen_writer,
     holds_frozen,
 )
-from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest, read_tensors
+from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest, read_tensors
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
@@ -235,10 +235,12 @@ class FrozenFiles:
         if file in self._places:
             record, places = self._places[file]
             for source in reversed(places):
-                if source != directory and put_files(directory, source, {file: record}):
-                    return record
+                with suppress(FileNotFoundError):  # retention was there, or the checkpoint was abandoned
+                    if source != directory:
+                        link_file(source / file, directory / file, record)
+                        return record
         for source, record in self._earlier(file):
-            if put_verified(directory / file, source / file, record):
+            if _link_earlier(source / file, directory / file, record):
                 return record
         self._places.pop(file, None)
         return None
@@ -364,6 +366,17 @@ class FrozenFiles:
             raise DamagedFileError(path, f"holds no {lacking}, which its manifest describes")
 
 
+def _link_earlier(source: Path, target: Path, record: FileRecord) -> bool:
+    """Link a file of an earlier life, which is read first; False, with the reason in the log, where it is not whole."""
+    try:
+        check_file(source, record, direct=True)
+        link_file(source, target, record)
+    except (CheckpointError, OSError) as error:
+        _log.warning("%s is not linked, and is looked for elsewhere: %s", source, error)
+        return False
+    return True
+
+
 def newest_first(checkpoints: Path) -> list[CheckpointInfo]:
     """Committed checkpoints, the one that was committed last first."""
     return sorted(scan(checkpoints).checkpoints, key=lambda info: -info.sequence)
@@ -446,12 +459,10 @@ class FrozenLinks:
         return record
 
     def _link(self, directory: Path, info: CheckpointInfo, record: RankManifest) -> dict[str, FileRecord] | None:
-        """Link the files of this part; None, and no new name, where one is not whole."""
+        """Link the files of this part; None where one is not whole."""
         found = self._files(info, record)
         for file, one in found.items():
-            if not put_verified(directory / self._name(file), info.directory / file, one):
-                for done in found:
-                    (directory / self._name(done)).unlink(missing_ok=True)
+            if not _link_earlier(info.directory / file, directory / self._name(file), one):
                 return None
         return {self._name(file): one for file, one in found.items()}
 

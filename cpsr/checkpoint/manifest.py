@@ -29,7 +29,7 @@ __all__ += [
     "frozen_writer",
     "holds_frozen",
 ]
-__all__ += ["holds_weights", "thinned_record"]
+__all__ += ["holds_weights", "is_shared", "thinned_record"]
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
@@ -251,7 +251,7 @@ class RankManifest(_Record):
 
     @property
     def sparse(self) -> bool:
-        """Whether experts have files of their own (see `cpsr.checkpoint.carried`)."""
+        """Whether experts have files of their own (see `cpsr.checkpoint.rank_part`)."""
         return any(experts_taken_at(name) is not None for name in self.files)
 
 
@@ -300,24 +300,13 @@ class Manifest(_Record):
             raise ValueError(f"is of iteration {manifest.iteration}, not of its directory's")
         return manifest
 
-    def history_bytes(self) -> int:
-        """Bytes of the files that a thinned checkpoint keeps."""
-        records = self.ranks.values()
-        return sum(size for record in records for name, size in record.files.items() if holds_weights(name))
-
-    def shared_files(self) -> dict[str, int]:
-        """Files of all ranks that other checkpoints may share, and their bytes: of experts, and of frozen weights."""
-        files = ((name, size) for record in self.ranks.values() for name, size in record.files.items())
-        return {name: size for name, size in files if experts_taken_at(name) is not None or holds_frozen(name)}
-
-    def state_bytes(self) -> int:
-        """Bytes of all tensor files of all ranks."""
-        return sum(sum(record.files.values()) for record in self.ranks.values())
+    def files(self) -> dict[str, int]:
+        """Bytes of the tensor files of all ranks, by name."""
+        return {name: size for record in self.ranks.values() for name, size in record.files.items()}
 
     def thinned_files(self) -> list[str]:
         """Names that thinning removes: all but the weights."""
-        names = (name for record in self.ranks.values() for name in record.files)
-        return sorted(name for name in names if not holds_weights(name))
+        return sorted(name for name in self.files() if not holds_weights(name))
 
 
 def step_name(iteration: int) -> str:
@@ -328,6 +317,11 @@ def step_name(iteration: int) -> str:
 def holds_weights(name: str) -> bool:
     """Whether a file holds weights, which thinning leaves."""
     return name.endswith(".params.safetensors")
+
+
+def is_shared(name: str) -> bool:
+    """Whether checkpoints may have a file of this name in common: of experts, or of frozen weights."""
+    return experts_taken_at(name) is not None or holds_frozen(name)
 
 
 def step_iteration(name: str) -> int | None:
@@ -347,8 +341,8 @@ def file_name(rank: int, kind: Literal["params", "moments", "extra"], taken_at: 
     Args:
         rank: whose.
         kind: of tensors.
-        taken_at: of experts that have files of their own (see `cpsr.checkpoint.carried`): the iteration at which those
-            in this one were saved.
+        taken_at: of experts that have files of their own (see `cpsr.checkpoint.rank_part`): the iteration at which
+            those in this one were saved.
     """
     experts = "" if taken_at is None else f"experts-{taken_at:010d}."
     return f"rank-{rank:05d}.{experts}{kind}.safetensors"

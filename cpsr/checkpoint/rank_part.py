@@ -1,27 +1,54 @@
-"""One rank's part of a checkpoint: its tensor files, carried files, operators in other ranks' files, its manifest."""
+"""One rank's part of a checkpoint: tensor files, and operators that lie in files of earlier ones or of other ranks.
 
-from collections.abc import Callable
+In a *sparse* checkpoint of a mixture every rank writes all but some experts, and links the files with those. Experts
+have their own files, named after the iteration at which they were saved::
+
+    rank-00000.params.safetensors                       what every token passes, of this checkpoint
+    rank-00000.experts-0000000100.params.safetensors    experts of this checkpoint, 100
+    rank-00000.experts-0000000080.params.safetensors    a link to what checkpoint 80 wrote, for those not saved since
+
+A file is carried until every expert in it was saved again. So every sparse checkpoint holds every operator, and can
+be verified, loaded and deleted like any other. The manifest gives each operator's iteration, which names its file;
+the same operator in an older file is out of date.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from cpsr.checkpoint.carried import CarriedFiles
 from cpsr.checkpoint.commit import Attempt
-from cpsr.checkpoint.files import sync_directory, write_bytes, write_tensors
+from cpsr.checkpoint.files import link_file, sync_directory, write_bytes, write_tensors
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks, FrozenPart
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
-from cpsr.checkpoint.manifest import OperatorRecord, RankManifest, file_name, rank_manifest_name
-from cpsr.checkpoint.replicated import records_of_others, state_hash
+from cpsr.checkpoint.manifest import (
+    FileRecord,
+    OperatorRecord,
+    RankManifest,
+    expert_files,
+    file_name,
+    rank_manifest_name,
+)
+from cpsr.checkpoint.replicated import state_hash
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tensor_file import in_memory_order
+from cpsr.errors import SaveError
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
 
 __all__ = ["RankPartWriter"]
 
+# Parts that are searched for carried files, newest first; retention never removes the newest two.
+_REMEMBERED_PARTS = 8
+
 
 class RankPartWriter:
-    """Writes this rank's parts, and remembers them for checkpoints that carry files.
+    """Writes this rank's parts, and remembers where those of this life are durable.
+
+    Nothing is carried from an earlier life, or from a state before a roll-back. Where the newest checkpoint was
+    abandoned, the files before it are the newest.
 
     Args:
         rank: this one.
@@ -29,7 +56,7 @@ class RankPartWriter:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._carried = CarriedFiles()
+        self._parts: deque[tuple[Path, RankManifest]] = deque(maxlen=_REMEMBERED_PARTS)  # newest first
 
     def remove(self, directory: Path) -> None:
         """Remove this rank's files of an uncommitted step, its manifest first."""
@@ -60,20 +87,19 @@ class RankPartWriter:
             SaveError: from `refuse_abandoned`; or what was read back differs, or something cannot be carried.
             OSError: the file system refused.
         """
-        contents, shard = snapshot.contents, snapshot.contents.written(snapshot.shard)
         refuse_abandoned()
         outside = FrozenPart(snapshot.scalars)
         if frozen is not None:
             outside = frozen.write(directory, snapshot.scalars, refuse_abandoned)
         data, scalar_tensors = encode(outside.scalars, prefix=SCALARS)
-        same = attempt.life, attempt.attempt
-        files, operators = self._carried.put_into(directory, same, contents)
-        operators |= records_of_others(contents, snapshot.shard, snapshot.iteration, self._carried.newest(same))
-        written, files = outside.written_bytes, files | outside.files
-        for name, part in _files(self._rank, snapshot, scalar_tensors).items():
+        files, operators = self._carry(directory, snapshot.contents, attempt)
+        operators |= self._of_others(snapshot, attempt)
+        files |= outside.files
+        new_bytes = outside.written_bytes
+        for name, tensors in _files(self._rank, snapshot, scalar_tensors).items():
             refuse_abandoned()
-            files[name] = write_tensors(directory / name, part)
-            written += files[name].bytes
+            files[name] = write_tensors(directory / name, tensors)
+            new_bytes += files[name].bytes
         sync_directory(directory)
         manifest = RankManifest(
             run_id=attempt.run_id,
@@ -82,18 +108,67 @@ class RankPartWriter:
             rank=self._rank,
             world_size=attempt.world_size,
             iteration=snapshot.iteration,
-            operators=_described(snapshot) | operators,
-            others={name: tensor_record(tensor) for name, tensor in shard.others.items()},
+            operators=_written_operators(snapshot) | operators,
+            others={name: tensor_record(tensor) for name, tensor in snapshot.shard.others.items()},
             frozen=outside.records,
             files=files,
             scalars=data,
         )
         write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes())
-        self._carried.record(directory, manifest)
-        return written
+        self._parts.appendleft((directory, manifest))
+        return new_bytes
+
+    def _earlier(self, attempt: Attempt) -> list[tuple[Path, RankManifest]]:
+        """Parts of this attempt, the newest first."""
+        same = attempt.life, attempt.attempt
+        return [part for part in self._parts if (part[1].life, part[1].attempt) == same]
+
+    def _carry(
+        self, directory: Path, contents: Contents, attempt: Attempt
+    ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
+        """Link the files of carried operators; returns their records, and the operators' as they were taken."""
+        carried = contents.carried_here
+        for source, part in self._earlier(attempt) if carried else ():
+            known = {name: part.operators[name] for name in carried if name in part.operators}
+            operators = {name: one for name, one in known.items() if one.saved_by is None}  # else it is not here
+            if len(operators) < len(carried):
+                break
+            ages = sorted({one.iteration for one in operators.values()})
+            files = {name: part.files[name] for age in ages for name in expert_files(self._rank, age)}
+            try:
+                for name, record in files.items():
+                    link_file(source / name, directory / name, record)
+            except FileNotFoundError:
+                continue  # it was abandoned, or retention was there; the commit removes what was linked
+            return files, operators
+        if carried:
+            raise SaveError(
+                f"{directory}: {len(carried)} parameters of experts are not saved now, and were not saved since the "
+                f"run went on either (the first is {min(carried)}); the next checkpoint must save all experts"
+            )
+        return {}, {}
+
+    def _of_others(self, snapshot: Snapshot, attempt: Attempt) -> dict[str, OperatorRecord]:
+        """Records of the operators that other ranks write; those of carried ones are of the part before."""
+        contents = snapshot.contents
+        before: Mapping[str, OperatorRecord] = next((part.operators for _, part in self._earlier(attempt)), {})
+        found: dict[str, OperatorRecord] = {}
+        for name, writer in contents.writers.items():
+            if name not in contents.carried:
+                xxh3_128 = state_hash(snapshot.shard.operators[name])
+                taken = {"iteration": snapshot.iteration, "saved_by": writer, "xxh3_128": xxh3_128}
+                found[name] = contents.replicated[name].model_copy(update=taken)
+            elif name in before and before[name].saved_by == writer:
+                found[name] = before[name]
+            else:
+                raise SaveError(
+                    f"{name!r} is not saved now, and rank {writer} was not to save it since the run went on either; "
+                    "the next checkpoint must save all experts"
+                )
+        return found
 
 
-def _described(snapshot: Snapshot) -> dict[str, OperatorRecord]:
+def _written_operators(snapshot: Snapshot) -> dict[str, OperatorRecord]:
     """Records of the written operators, with hashes of those that other ranks hold, too."""
     contents = snapshot.contents
     return {

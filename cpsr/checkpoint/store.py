@@ -7,7 +7,7 @@
         rank-00000.moments.safetensors   the optimizer's tensors
         rank-00000.extra.safetensors     buffers, and the tensors among the scalars
         rank-00000.frozen-<hash>.safetensors      see `cpsr.checkpoint.frozen_files`
-        rank-00000.experts-0000000100.{params,moments}.safetensors   of sparse ones: see `cpsr.checkpoint.carried`
+        rank-00000.experts-0000000100.{params,moments}.safetensors   of sparse ones: see `cpsr.checkpoint.rank_part`
         rank-00000.json                  what this rank wrote, with sizes and hashes
         manifest.json                    the SHA-256 of every rank's manifest
         COMMIT                           the SHA-256 of manifest.json; without it there is no checkpoint
@@ -39,11 +39,10 @@ from cpsr.checkpoint.commit import (
     CommitResult,
     Missing,
     abandon,
-    abandoned_reason,
-    mark_abandoned,
     mark_skipped,
     refuse_superseded,
     seal,
+    skipped_reason,
     wait_for_ranks,
 )
 from cpsr.checkpoint.files import make_directory, write_bytes
@@ -51,7 +50,7 @@ from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
 from cpsr.checkpoint.loading import load_shard
 from cpsr.checkpoint.manifest import COMMIT, Manifest, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
-from cpsr.checkpoint.replicated import Drifted, DriftedError
+from cpsr.checkpoint.replicated import DriftedError
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.verify import (
     Problem,
@@ -89,7 +88,7 @@ class CheckpointStore:
         directory: `<run_dir>/checkpoints`.
         pinned_iteration: a checkpoint that `retain` keeps whole, with the history that led to it; None: none.
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
-        drifted: replicas that a commit found to differ (rank 0); None: none so far.
+        drifted: which replicas a commit found to differ (rank 0), as a sentence; None: none so far.
         frozen: files of this rank's parameters outside the optimizer; None: it has none.
         reshard: loads a checkpoint of another number of ranks into the views; None: refused.
         attempt: every rank increases it when the job rolls back within its life, with the writers drained. So shards of
@@ -111,7 +110,7 @@ class CheckpointStore:
         self._largest_sequence = 0  # largest commit count that was seen or assigned in this life
         self.pinned_iteration: int | None = None
         self.copied_iteration: int | None = None
-        self.drifted: Drifted | None = None
+        self.drifted: str | None = None
         self.frozen: FrozenFiles | None = None
         self.reshard: Callable[[Path, Manifest, Shard], Any] | None = None
         self._rank = rank
@@ -192,10 +191,7 @@ class CheckpointStore:
             _log.warning("%s is committed already; nothing to skip", directory)
             return
         make_directory(directory)
-        if self._rank == 0:
-            mark_abandoned(directory, self._same_attempt(), f"rank 0 skipped it: {reason}")
-        else:
-            mark_skipped(directory, self._rank, self._same_attempt(), reason)
+        mark_skipped(directory, self._rank, self._same_attempt(), reason)
 
     def commit(self, iteration: int, timeout_seconds: float, cancelled: threading.Event) -> CommitResult:
         """Wait for every rank's part and write the commit record; rank 0 alone.
@@ -225,7 +221,7 @@ class CheckpointStore:
         except (OSError, ValueError, SaveError) as error:
             refuse_superseded(self.directory.parent, self._life)
             if isinstance(error, DriftedError):
-                self._record_drift(error.drifted)
+                self._record_drift(str(error))
             self._abandon_uncommitted(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", total)
@@ -242,7 +238,7 @@ class CheckpointStore:
         directory = self.directory / step_name(iteration)
         if is_committed(directory) or not is_there(directory / rank_manifest_name(self._rank)):
             return True
-        return abandoned_reason(directory, self._same_attempt()) is not None
+        return skipped_reason(directory, 0, self._same_attempt()) is not None
 
     def catalogue(self) -> list[CheckpointInfo]:
         """Committed checkpoints, ascending in iteration, without those with an invalid commit record.
@@ -328,11 +324,11 @@ class CheckpointStore:
         pinned, copied = self.pinned_iteration, self.copied_iteration
         return retain(self.directory, rules, pinned=pinned, copied=copied)
 
-    def _record_drift(self, drifted: Drifted) -> None:
+    def _record_drift(self, drifted: str) -> None:
         """Record differing replicas for this life and, in the run's directory, for later ones."""
         self.drifted = drifted
         try:
-            write_bytes(self.directory.parent / DIFFERING, str(drifted).encode())
+            write_bytes(self.directory.parent / DIFFERING, drifted.encode())
         except OSError as error:
             _log.warning("that ranks differ is not recorded for the next life, which will detect it again: %s", error)
 
@@ -364,7 +360,7 @@ class CheckpointStore:
 
     def _refuse_abandoned(self, directory: Path, attempt: Attempt, cause: Exception | None = None) -> None:
         refuse_superseded(self.directory.parent, self._life)
-        reason = abandoned_reason(directory, attempt)
+        reason = skipped_reason(directory, 0, attempt)
         if reason is not None:
             self._part.remove(directory)
             raise SaveError(f"{directory} was abandoned by rank 0: {reason}") from cause

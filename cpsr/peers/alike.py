@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
-from cpsr.checkpoint.catalogue import newest_whole
+from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.manifest import RankManifest, file_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import load_memory_state, owned_word
@@ -134,8 +134,11 @@ def committed_words(checkpoints: Path, *ranks: int) -> list[str] | None:
         ranks: to compare.
     """
     try:
-        newest = newest_whole(checkpoints)
-        return None if newest is None else [_word(read_rank_manifest(*newest, rank)) for rank in ranks]
+        found = scan(checkpoints)
+        if found.unreadable or not found.checkpoints:  # what cannot be read now may be the newest one
+            return None
+        newest = found.checkpoints[-1]
+        return [_word(read_rank_manifest(newest.directory, newest.manifest, rank)) for rank in ranks]
     except (OSError, CheckpointError, KeyError) as error:
         # Retention deletes meanwhile, or the disk refuses; damage is the next restart's to find.
         logger.debug("whether ranks hold the same cannot be read from %s: %r", checkpoints, error)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from cpsr.checkpoint.catalogue import newest_whole, remove_uncommitted, scan
-from cpsr.checkpoint.manifest import COMMIT, MANIFEST, THINNED
+from cpsr.checkpoint.catalogue import remove_uncommitted, scan
+from cpsr.checkpoint.manifest import COMMIT, THINNED
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import UnreadableFileError
-from tests.checkpoint.conftest import RefuseReading, refuse_asking, save
+from tests.checkpoint.conftest import refuse_asking, save
 
 
 @pytest.mark.parametrize("name", [COMMIT, THINNED])
@@ -41,21 +40,3 @@ def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
     found = scan(store.directory).checkpoints
     assert [info.iteration for info in found] == [10, 20, 30, 40]
     assert [info.sequence for info in found] == [1, 2, 3, 4]
-
-
-def test_the_newest_whole_one_that_is_not_damaged_is_found(
-    store: CheckpointStore, caplog: pytest.LogCaptureFixture, refuse_reading: RefuseReading
-) -> None:
-    for iteration in (10, 20, 30):
-        save(store, iteration)
-    (store.directory / "step-0000000030" / MANIFEST).write_text("torn")
-    for _ in range(2):  # as for every checkpoint that is learned from
-        found = newest_whole(store.directory)
-        assert found is not None
-        assert (found[0].name, found[1].iteration) == ("step-0000000020", 20)
-    assert caplog.text.count("step-0000000030") == 1
-    assert "checkpoint is skipped" in caplog.text
-    assert newest_whole(store.directory, since=30) is None
-    refuse_reading(store.directory / "step-0000000020", 1_000)
-    with pytest.raises(UnreadableFileError):  # it may be whole: an older one is not the newest
-        newest_whole(store.directory)

@@ -49,7 +49,7 @@ def test_a_skip_of_rank_one_abandons_the_step_at_once(stores: tuple[CheckpointSt
     assert time.monotonic() - started < 5
     assert not result.committed
     assert result.reason == "rank 1 skipped it: no host buffer is free"
-    assert [path.name for path in (stores[0].directory / "step-0000000010").iterdir()] == ["ABANDONED"]
+    assert [path.name for path in (stores[0].directory / "step-0000000010").iterdir()] == ["rank-00000.skip"]
     assert stores[0].catalogue() == []
 
 
@@ -64,7 +64,7 @@ def test_a_late_writer_finds_out_and_leaves_nothing(stores: tuple[CheckpointStor
     stores[0].commit(10, 0.0, NEVER)
     with pytest.raises(SaveError, match="abandoned by rank 0: the shards of ranks"):
         stores[1].write(make_snapshot(10))
-    assert [path.name for path in (stores[0].directory / "step-0000000010").iterdir()] == ["ABANDONED"]
+    assert [path.name for path in (stores[0].directory / "step-0000000010").iterdir()] == ["rank-00000.skip"]
     for store in reversed(stores):
         store.write(make_snapshot(20))
     assert stores[0].commit(20, 5.0, NEVER).committed
@@ -91,7 +91,7 @@ def test_a_shard_or_skip_from_before_a_roll_back_never_counts(stores: tuple[Chec
         store.attempt = 2
         store.write(make_snapshot(10))
     assert stores[0].commit(10, 5.0, NEVER).committed
-    assert not (stores[0].directory / "step-0000000010" / "ABANDONED").exists()
+    assert not (stores[0].directory / "step-0000000010" / "rank-00000.skip").exists()
 
 
 def test_after_a_roll_back_the_same_iterations_can_be_saved(stores: tuple[CheckpointStore, CheckpointStore]) -> None:

@@ -1,13 +1,14 @@
 """What stays and what goes, as rules and over random sequences of saves, roll-backs and damage."""
 
-import datetime
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.catalogue import CheckpointInfo, Retention, plan_retention
+from cpsr.checkpoint.manifest import Manifest, RankRecord
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
 
@@ -15,19 +16,13 @@ FULL, THIN = 300, 100
 
 
 def infos(iterations: list[int], full: int) -> list[CheckpointInfo]:
-    created = datetime.datetime.now(datetime.UTC)
+    files = {"rank-00000.params.safetensors": THIN, "rank-00000.moments.safetensors": FULL - THIN}
+    rank = RankRecord(sha256="0" * 64, files=files)
+    made: dict[str, Any] = {"run_id": "run", "life": 1, "attempt": 0, "world_size": 1, "label": None}
+    made |= {"created_unix_seconds": 0.0, "ranks": {0: rank}}
     return [
-        CheckpointInfo(
-            i,
-            Path("x"),
-            n >= len(iterations) - full,
-            FULL if n >= len(iterations) - full else THIN,
-            1,
-            None,
-            created,
-            n,
-        )
-        for n, i in enumerate(iterations)
+        CheckpointInfo(Path("x"), Manifest(iteration=one, sequence=n, **made), n >= len(iterations) - full)
+        for n, one in enumerate(iterations)
     ]
 
 
@@ -35,12 +30,11 @@ def plan(
     iterations: list[int], full: int = 3, other_bytes: int = 0, pinned: int | None = None, **config: int
 ) -> tuple[list[int], list[int]]:
     settings_ = Retention(**({"history_span_iterations": 100, "history_min_checkpoints": 2} | config))
-    made = plan_retention(infos(iterations, full), settings_, dict.fromkeys(iterations, THIN), other_bytes, pinned)
+    made = plan_retention(infos(iterations, full), settings_, other_bytes, pinned)
     return made.thin, made.delete
 
 
 def test_rules() -> None:
-    assert plan([]) == ([], [])
     assert plan([10]) == ([], [])
     assert plan([10, 20, 30]) == ([10], [])
     assert plan([10, 20, 30, 120, 130]) == ([30], [10, 20])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.catalogue import _thin
+from cpsr.checkpoint.catalogue import _thin, scan
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.snapshot import Snapshot
@@ -146,8 +146,8 @@ def test_channels_last_weights_come_back_in_their_own_order(tmp_path: Path) -> N
 def test_the_newest_whole_checkpoint_is_the_default(tmp_path: Path) -> None:
     write_identity(tmp_path)
     for iteration in (10, 20, 30):
-        directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))), iteration=iteration)
-    _thin(directory)
+        write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))), iteration=iteration)
+    _thin(scan(tmp_path / "checkpoints").checkpoints[-1])
     assert open_whole(tmp_path, None, moments=True).info.iteration == 20
     assert open_whole(tmp_path, 10, moments=True).info.iteration == 10
     for iteration in (15, 30):  # never taken, and thinned to its weights

@@ -13,6 +13,7 @@ from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
 from cpsr.peers.alike import SmallStates, committed_words, fingerprint, load_together
+from tests.checkpoint.conftest import refuse_asking
 from tests.peers.states import RUN_ID, States, shard
 
 ELEMENTS = 100
@@ -69,6 +70,15 @@ def test_of_ranks_that_committed_the_same_the_words_are_equal(tmp_path: Path, ex
     words = committed_words(tmp_path / "checkpoints", 0, 1, 2)
     assert words is not None
     assert words[0] == words[2] != words[1]
+
+
+def test_an_older_one_does_not_stand_for_one_that_cannot_be_read_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 10, (True, True))
+    refused = commit(tmp_path, 20, (True, False)) / "COMMIT"
+    refuse_asking(monkeypatch, refused, 1_000)
+    assert committed_words(tmp_path / "checkpoints", 0, 1) is None
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00001.json", "COMMIT"])

@@ -100,7 +100,7 @@ class CheckpointTarget:
             data = str(chosen[1]).encode()
             copy = Copy(str(chosen[0]), Manifest.parse(data), data, b"")
             iteration = copy.manifest.iteration
-            shown = f"checkpoint {iteration} ({copy.manifest.state_bytes()} bytes)"
+            shown = f"checkpoint {iteration} ({sum(copy.manifest.files().values())} bytes)"
             logger.info("fetching %s from %s", shown, place.shown)
             problem = self._fetch_together(place, store, copy)
             if problem is None:
