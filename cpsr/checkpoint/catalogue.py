@@ -247,7 +247,6 @@ def plan_retention(
     checkpoints: Sequence[CheckpointInfo],
     rules: Retention,
     other_bytes: int = 0,
-    pinned: int | None = None,
     copied: int | None = None,
 ) -> RetentionPlan:
     """Decide about committed checkpoints.
@@ -256,14 +255,12 @@ def plan_retention(
         checkpoints: ascending in iteration, at least one.
         rules: spans, counts and the cap on the disk.
         other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
-        pinned: a checkpoint that stays whole, with the history that led to it, as if it were the newest.
         copied: a checkpoint that stays whole, because it is being copied elsewhere.
     """
-    newest = checkpoints[-1].iteration if pinned is None else min(pinned, checkpoints[-1].iteration)
-    until_newest = [info.iteration for info in checkpoints if info.iteration <= newest]
-    recent = set(until_newest[-rules.history_min_checkpoints :])
+    newest = checkpoints[-1].iteration
+    recent = {info.iteration for info in checkpoints[-rules.history_min_checkpoints :]}
     whole = [info.iteration for info in checkpoints if info.full]
-    keep_whole = {*whole[-rules.full_checkpoints :], *(one for one in whole if one in (pinned, copied))}
+    keep_whole = {*whole[-rules.full_checkpoints :], *(one for one in whole if one == copied)}
     kept = {
         info.iteration: _sizes(info.manifest, whole=info.iteration in keep_whole)
         for info in checkpoints
@@ -298,19 +295,12 @@ def _taken(kept: Iterable[tuple[int, dict[str, int]]]) -> int:
     return own + sum(shared.values())
 
 
-def retain(
-    checkpoints: Path,
-    rules: Retention,
-    *,
-    pinned: int | None = None,
-    copied: int | None = None,
-) -> RetentionPlan:
+def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> RetentionPlan:
     """Apply the rules to a run's directory, after a commit; also completes interrupted earlier passes.
 
     Args:
         checkpoints: the run's `checkpoints` directory.
         rules: spans, counts and the cap on the disk.
-        pinned: see `plan_retention`.
         copied: see `plan_retention`.
 
     Raises:
@@ -322,7 +312,7 @@ def retain(
         return RetentionPlan([], [], 0)
     asides = _remove_asides(checkpoints, found)
     remove_uncommitted(checkpoints, before=max(found, key=lambda info: info.sequence).iteration)
-    plan = plan_retention(found, rules, sum(aside.bytes for aside in asides), pinned, copied)
+    plan = plan_retention(found, rules, sum(aside.bytes for aside in asides), copied)
     for info in found:
         if info.iteration in plan.delete:
             remove_tree(info.directory, first=COMMIT)

@@ -27,6 +27,7 @@ _WRONG_PATH = frozenset([errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, 
 IDENTITY = "run.json"
 _PIPELINE = "PipelineEngine"
 ENDED = "ended.json"
+_REFUSALS = (RunMismatchError, ConfigError, RunDirectoryError)  # by rank 0, which broadcasts their names
 _FROM_A_COPY = "put it back from a copy, or use another run_dir"
 
 
@@ -58,10 +59,6 @@ class RunDirectory:
     def resized(self) -> bool:
         """Whether the life before had another number of ranks."""
         return self.ranks != self.previous_ranks
-
-    def checkpoint_bytes(self) -> int:
-        """Bytes that the run's checkpoints take on the disk now."""
-        return checkpoint_bytes(self.path)
 
     def adopt_ranks(self) -> None:
         """Make this number of ranks the run's, once all of them hold a state of it (rank 0).
@@ -110,17 +107,20 @@ def open_run(
     nodes = group.gather(this_node())
     here = _Here(group.size, tensors, layouts if any(layouts) else [], elastic or ElasticConfig())
     opened = group.broadcast(_open_on_rank_0(path, mode, description, here) if group.rank == 0 else None)
-    if "mismatch" in opened:
-        raise RunMismatchError(opened["mismatch"])
-    if "unusable" in opened:
-        raise ConfigError(opened["unusable"])
-    if "unreachable" in opened:
-        raise RunDirectoryError(opened["unreachable"])
+    for refusal in _REFUSALS:
+        if refusal.__name__ in opened:
+            raise refusal(opened[refusal.__name__])
     _check_shared(path, group, opened["run_id"])
-    local = _local(nodes)
-    replicated = description["zero_stage"] in (None, 0) and description["engine"] != _PIPELINE and not here.layouts
-    known = opened["run_id"], local, group.size, opened["previous_ranks"], here.layouts, replicated, opened["ended"]
-    return RunDirectory(path, *known)
+    return RunDirectory(
+        path,
+        run_id=opened["run_id"],
+        local_ranks=tuple(rank for rank, node in enumerate(nodes) if node == this_node()),
+        ranks=group.size,
+        previous_ranks=opened["previous_ranks"],
+        layouts=here.layouts,
+        replicated=description["zero_stage"] in (None, 0) and description["engine"] != _PIPELINE and not here.layouts,
+        ended=opened["ended"],
+    )
 
 
 def checkpoint_bytes(run_dir: Path) -> int:
@@ -166,10 +166,6 @@ def _layout_hash(tensors: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(split, sort_keys=True).encode()).hexdigest()[:16] if split else ""
 
 
-def _local(nodes: list[str]) -> tuple[int, ...]:
-    return tuple(rank for rank, node in enumerate(nodes) if node == this_node())
-
-
 def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Global shapes by name, over all ranks; those of stages or experts need not be known on every rank."""
     tensors: dict[str, Any] = {}
@@ -202,14 +198,13 @@ def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _H
             _write_json(path / IDENTITY, known)
         return {"run_id": known["run_id"], "previous_ranks": previous, "ended": _read_json(path / ENDED)}
     except RunMismatchError as error:
-        return {"mismatch": str(error)}
-    except CPSRError as error:
-        return {"unusable": f"the run directory {path} cannot be used: {error}"}
+        return {RunMismatchError.__name__: str(error)}
     except (KeyError, TypeError, AttributeError) as error:  # on this rank alone: the others wait for it
-        return {"unusable": f"{path / IDENTITY} is damaged ({error!r}); {_FROM_A_COPY}"}
-    except OSError as error:
-        kind = "unusable" if error.errno in _WRONG_PATH else "unreachable"
-        return {kind: f"the run directory {path} cannot be used: {error}"}
+        return {ConfigError.__name__: f"{path / IDENTITY} is damaged ({error!r}); {_FROM_A_COPY}"}
+    except (OSError, CPSRError) as error:
+        temporary = isinstance(error, OSError) and error.errno not in _WRONG_PATH
+        refusal = RunDirectoryError if temporary else ConfigError
+        return {refusal.__name__: f"the run directory {path} cannot be used: {error}"}
 
 
 def _told_by_checkpoints(path: Path) -> dict[str, Any] | None:

@@ -16,12 +16,10 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from cpsr.checkpoint.catalogue import (
     Catalogue,
@@ -33,6 +31,7 @@ from cpsr.checkpoint.catalogue import (
     scan,
     set_aside,
     set_aside_list,
+    warn_once,
 )
 from cpsr.checkpoint.commit import (
     Attempt,
@@ -59,7 +58,6 @@ from cpsr.checkpoint.verify import (
     is_there,
     is_thinned,
     read_manifest,
-    verify_checkpoint,
     verify_run,
 )
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
@@ -85,8 +83,8 @@ class CheckpointStore:
         missing: returns what all ranks' parts together lack, in a sentence; a commit requires None.
 
     Attributes:
+        rank, run_id: as given.
         directory: `<run_dir>/checkpoints`.
-        pinned_iteration: a checkpoint that `retain` keeps whole, with the history that led to it; None: none.
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
         drifted: which replicas a commit found to differ (rank 0), as a sentence; None: none so far.
         frozen: files of this rank's parameters outside the optimizer; None: it has none.
@@ -108,28 +106,16 @@ class CheckpointStore:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
         self._largest_sequence = 0  # largest commit count that was seen or assigned in this life
-        self.pinned_iteration: int | None = None
         self.copied_iteration: int | None = None
         self.drifted: str | None = None
         self.frozen: FrozenFiles | None = None
         self.reshard: Callable[[Path, Manifest, Shard], Any] | None = None
-        self._rank = rank
+        self.rank = rank
         self._world_size = world_size
-        self._run_id = run_id
+        self.run_id = run_id
         self._life = life
         self._missing = missing
-        self._reported: set[Problem] = set()
         self._part = RankPartWriter(rank)
-
-    @property
-    def rank(self) -> int:
-        """This process."""
-        return self._rank
-
-    @property
-    def run_id(self) -> str:
-        """Identity of the run."""
-        return self._run_id
 
     def prepare(self) -> list[Problem]:
         """Clean up after earlier lives; by rank 0 alone, before any rank writes.
@@ -143,9 +129,7 @@ class CheckpointStore:
             UnreadableFileError: the file system cannot read a commit record now; nothing was changed.
         """
         make_directory(self.directory)
-        found = self._readable()
-        problems = found.problems
-        self._newest_sequence(found)
+        problems = self._readable().problems
         for problem in problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
         remove_uncommitted(self.directory)
@@ -191,7 +175,7 @@ class CheckpointStore:
             _log.warning("%s is committed already; nothing to skip", directory)
             return
         make_directory(directory)
-        mark_skipped(directory, self._rank, self._same_attempt(), reason)
+        mark_skipped(directory, self.rank, self._same_attempt(), reason)
 
     def commit(self, iteration: int, timeout_seconds: float, cancelled: threading.Event) -> CommitResult:
         """Wait for every rank's part and write the commit record; rank 0 alone.
@@ -222,7 +206,10 @@ class CheckpointStore:
             refuse_superseded(self.directory.parent, self._life)
             if isinstance(error, DriftedError):
                 self._record_drift(str(error))
-            self._abandon_uncommitted(directory, attempt, str(error))
+            # The commit record may be in place and only its fsync have failed: without it the step is not durable.
+            (directory / COMMIT).unlink(missing_ok=True)
+            if directory.is_dir():
+                abandon(directory, attempt, str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", total)
 
@@ -236,7 +223,7 @@ class CheckpointStore:
             OSError: the same.
         """
         directory = self.directory / step_name(iteration)
-        if is_committed(directory) or not is_there(directory / rank_manifest_name(self._rank)):
+        if is_committed(directory) or not is_there(directory / rank_manifest_name(self.rank)):
             return True
         return skipped_reason(directory, 0, self._same_attempt()) is not None
 
@@ -245,22 +232,17 @@ class CheckpointStore:
 
         Those that the file system cannot read now are left out, too.
         """
-        catalogue = scan(self.directory)
-        for problem in {*catalogue.problems, *catalogue.unreadable} - self._reported:
-            _log.warning("checkpoint is skipped: %s %s", problem.file, problem.what)
-            self._reported.add(problem)
-        return catalogue.checkpoints
+        found = scan(self.directory)
+        for problem in (*found.problems, *found.unreadable):
+            warn_once(self.directory, f"checkpoint is skipped: {problem.file} {problem.what}")
+        return found.checkpoints
 
     def remains(self) -> list[str]:
         """Names of directories that prove earlier commits of this run, restorable or not."""
-        catalogue = scan(self.directory)
-        known = [info.directory.name for info in catalogue.checkpoints]
-        known += [problem.file.parent.name for problem in catalogue.unreadable]
+        found = scan(self.directory)
+        known = [info.directory.name for info in found.checkpoints]
+        known += [problem.file.parent.name for problem in found.unreadable]
         return known + [aside.directory.name for aside in set_aside_list(self.directory)]
-
-    def problems(self) -> list[Problem]:
-        """Directories with an invalid commit record; does not read the tensors (see `verify`)."""
-        return scan(self.directory).problems
 
     def load(self, iteration: int, into: Shard) -> Any:
         """Copy this rank's part of a committed checkpoint into the views of `into`, and frozen weights into the engine.
@@ -280,14 +262,11 @@ class CheckpointStore:
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
         if self.reshard is not None and manifest.world_size != self._world_size:
             return self.reshard(directory, manifest, into)
-        scalars = load_shard(directory, manifest, self._rank, into, self._frozen_tensors())
+        frozen = {} if self.frozen is None else self.frozen.weights.tensors
+        scalars = load_shard(directory, manifest, self.rank, into, frozen)
         if self.frozen is not None:
             self.frozen.load(directory)
         return scalars
-
-    def verify(self, iteration: int) -> list[Problem]:
-        """Everything that is wrong with one committed checkpoint; reads all bytes of all ranks."""
-        return verify_checkpoint(self._step(iteration))
 
     def quarantine(self, iteration: int, reason: str) -> Path | None:
         """Set a damaged checkpoint aside as `damaged-step-...`, so that its step can be committed again.
@@ -306,7 +285,7 @@ class CheckpointStore:
             UnreadableFileError: the file system cannot read the commit record of a newer one now, which could come back
                 later; nothing was changed.
         """
-        if self._rank != 0:
+        if self.rank != 0:
             return []
         refuse_superseded(self.directory.parent, self._life)
         newer = [one.iteration for one in self._readable(after=iteration).checkpoints if one.iteration > iteration]
@@ -321,8 +300,7 @@ class CheckpointStore:
             OSError: the file system refused; what is still there is valid.
             CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
-        pinned, copied = self.pinned_iteration, self.copied_iteration
-        return retain(self.directory, rules, pinned=pinned, copied=copied)
+        return retain(self.directory, rules, self.copied_iteration)
 
     def _record_drift(self, drifted: str) -> None:
         """Record differing replicas for this life and, in the run's directory, for later ones."""
@@ -331,9 +309,6 @@ class CheckpointStore:
             write_bytes(self.directory.parent / DIFFERING, drifted.encode())
         except OSError as error:
             _log.warning("that ranks differ is not recorded for the next life, which will detect it again: %s", error)
-
-    def _frozen_tensors(self) -> Mapping[str, torch.Tensor]:
-        return {} if self.frozen is None else self.frozen.weights.tensors
 
     def _of_this_run(self, iteration: int, *, any_size: bool = False) -> tuple[Path, Manifest]:
         """A committed checkpoint of this run, with its manifest."""
@@ -346,8 +321,8 @@ class CheckpointStore:
                 f"{directory} was saved by {manifest.world_size} ranks, this job has {self._world_size}: "
                 f"start it with {manifest.world_size} ranks"
             )
-        if manifest.run_id != self._run_id:
-            raise RunMismatchError(f"{directory} is of the run {manifest.run_id!r}, this is {self._run_id!r}")
+        if manifest.run_id != self.run_id:
+            raise RunMismatchError(f"{directory} is of the run {manifest.run_id!r}, this is {self.run_id!r}")
         return directory, manifest
 
     def _readable(self, after: int = -1) -> Catalogue:
@@ -365,30 +340,21 @@ class CheckpointStore:
             self._part.remove(directory)
             raise SaveError(f"{directory} was abandoned by rank 0: {reason}") from cause
 
-    def _abandon_uncommitted(self, directory: Path, attempt: Attempt, reason: str) -> None:
-        # The commit record may be in place and only its fsync have failed: without it the step is not durable.
-        (directory / COMMIT).unlink(missing_ok=True)
-        if directory.is_dir():
-            abandon(directory, attempt, reason)
-
     def _set_aside(self, iteration: int, kind: Literal["damaged", "abandoned"], reason: str) -> Path | None:
         return set_aside(self._step(iteration), kind, reason, self._newest_sequence())
 
-    def _newest_sequence(self, found: Catalogue | None = None) -> int:
+    def _newest_sequence(self) -> int:
         """Largest commit count in the directory, of checkpoints that were set aside too.
 
         A checkpoint that is not visible now counts as before: no count is assigned twice.
-
-        Args:
-            found: the catalogue of the directory; None scans it.
         """
-        known = [info.sequence for info in (scan(self.directory) if found is None else found).checkpoints]
+        known = [info.sequence for info in scan(self.directory).checkpoints]
         known += [aside.after_sequence for aside in set_aside_list(self.directory)]
         self._largest_sequence = max([self._largest_sequence, *known])
         return self._largest_sequence
 
     def _same_attempt(self) -> Attempt:
-        return Attempt(self._run_id, self._life, self.attempt, self._world_size)
+        return Attempt(self.run_id, self._life, self.attempt, self._world_size)
 
     def _step(self, iteration: int) -> Path:
         """Directory of a step.

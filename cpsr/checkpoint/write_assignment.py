@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from cpsr.checkpoint.loading import operator_record
@@ -13,33 +12,15 @@ from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["Holding", "WriteAssignment"]
+__all__ = ["WriteAssignment"]
 
 # Assignments of one life: as many as there are ways in which the experts of a checkpoint lie on ranks, few where they
 # take turns; one takes 5 ms for 3000 operators.
 _REMEMBERED_ASSIGNMENTS = 64
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What one rank holds.
-
-    Attributes:
-        rest: hash of what describes its operators but for experts' parameters.
-        units: expert -> hash of what describes its parameters, and their bytes.
-    """
-
-    rest: str
-    units: Mapping[str, tuple[str, int]]
-
-    @staticmethod
-    def of(shard: Shard, units: Mapping[str, str]) -> "Holding":
-        """What a shard holds; `units` as for `WriteAssignment.of`."""
-        parameters: dict[str, list[OperatorState]] = {}
-        for name, unit in units.items():
-            parameters.setdefault(unit, []).append(shard.operators[name])
-        described = {unit: (_hash(ones), sum(one.state_bytes for one in ones)) for unit, ones in parameters.items()}
-        return Holding(_hash(one for name, one in shard.operators.items() if name not in units), described)
+# What a rank holds of experts: expert -> hash of what describes its parameters, and their bytes.
+_Experts = Mapping[str, tuple[str, int]]
 
 
 class _Owner(NamedTuple):
@@ -50,20 +31,18 @@ class _Owner(NamedTuple):
 
 
 class WriteAssignment:
-    """Assigns each replicated operator to one of the ranks that hold it, for each checkpoint anew.
+    """Assigns each replicated operator to one of the ranks that hold it, for each checkpoint anew; a collective.
 
     An operator is replicated if ranks of one data-parallel group describe the same slices of it: with ZeRO-0 and
     DDP everything; under expert parallelism everything but experts, and each expert on the ranks that have it. Each
     commit checks that the replicas are equal (`cpsr.checkpoint.replicated`). An expert is always written by the same
     rank, which can so carry it. The rest is balanced by the bytes of experts that each rank has to write.
 
-    Made by `of`.
-
     Args:
-        shard: this rank's state.
-        units: operator -> its expert, of experts' parameters alone.
-        rank: this one.
-        holdings: of the ranks of its data-parallel group, ascending.
+        shard: what this rank holds.
+        units: operator -> its expert, by the same name on all ranks; of experts' parameters alone.
+        data_parallel_ranks: this rank's group, itself included.
+        group: all ranks.
 
     Attributes:
         replicated: operators of this rank that others hold, too, described.
@@ -73,21 +52,31 @@ class WriteAssignment:
     Source: pec, section 3.2 (equal sharding of experts, adaptive sharding of the rest).
     """
 
-    def __init__(self, shard: Shard, units: Mapping[str, str], rank: int, holdings: Mapping[int, Holding]) -> None:
-        own, owners = holdings[rank], _owners(holdings)
-        mine = {name: owners[unit, own.units[unit][0]] for name, unit in units.items()}
-        self._rank = rank
-        self._ranks = tuple(other for other, holding in holdings.items() if holding.rest == own.rest)
+    def __init__(
+        self, shard: Shard, units: Mapping[str, str], data_parallel_ranks: Sequence[int], group: Group
+    ) -> None:
+        parameters: dict[str, list[OperatorState]] = {}
+        for name, unit in units.items():
+            parameters.setdefault(unit, []).append(shard.operators[name])
+        own = {unit: (_hash(ones), sum(one.state_bytes for one in ones)) for unit, ones in parameters.items()}
+        rest = _hash(one for name, one in shard.operators.items() if name not in units)
+        gathered = group.gather([rest, own])
+        experts: dict[int, _Experts] = {
+            rank: {unit: (described, size) for unit, (described, size) in gathered[rank][1].items()}
+            for rank in sorted(data_parallel_ranks)
+        }
+        owners = _owners(experts)
+        mine = {name: owners[unit, own[unit][0]] for name, unit in units.items()}
+        self._rank = group.rank
+        self._ranks = tuple(rank for rank in experts if gathered[rank][0] == rest)
         holders = {name: mine[name].holders if name in mine else len(self._ranks) for name in shard.operators}
         self.replicated: Mapping[str, OperatorRecord] = {
             name: operator_record(one).described for name, one in shard.operators.items() if holders[name] > 1
         }
-        self._expert_writers = {name: owner.rank for name, owner in mine.items() if owner.rank != rank}
+        self._expert_writers = {name: owner.rank for name, owner in mine.items() if owner.rank != group.rank}
         self._written = {
-            other: {
-                unit: size for unit, (described, size) in holding.units.items() if owners[unit, described].rank == other
-            }
-            for other, holding in holdings.items()
+            rank: {unit: size for unit, (described, size) in held.items() if owners[unit, described].rank == rank}
+            for rank, held in experts.items()
         }
         sizes = {name: shard.operators[name].state_bytes for name in self.replicated if name not in units}
         # In this order they are assigned without being sorted again.
@@ -98,59 +87,29 @@ class WriteAssignment:
         self.non_expert_share_bytes = others + sum(size for name, size in each.items() if name not in units)
         self.share_bytes = others + sum(each.values())
 
-    @staticmethod
-    def of(
-        shard: Shard, units: Mapping[str, str], data_parallel_ranks: Sequence[int], group: Group
-    ) -> "WriteAssignment | None":
-        """Find out what is replicated; a collective.
-
-        Args:
-            shard: what this rank holds.
-            units: operator -> its expert, by the same name on all ranks; of experts' parameters alone.
-            data_parallel_ranks: this rank's group, itself included.
-            group: all ranks.
-
-        Returns:
-            None where no rank of the job holds a replica of another rank's operator.
-        """
-        own = Holding.of(shard, units)
-        gathered = group.gather([own.rest, own.units])
-        members = sorted(data_parallel_ranks)
-        holdings = {
-            rank: Holding(gathered[rank][0], {unit: tuple(one) for unit, one in gathered[rank][1].items()})
-            for rank in members
-        }
-        found = WriteAssignment(shard, units, group.rank, holdings)
-        return None if group.all(not found.replicated) else found
-
     def writers(self, chosen: Collection[str] | None) -> dict[str, int]:
         """Operators of this rank that another one writes -> that rank; consistent on all ranks, without a collective.
 
         Args:
             chosen: experts that it saves; None: all.
         """
-        loads = tuple(self._load(rank, chosen) for rank in self._ranks)
+        loads = tuple(
+            sum(size for unit, size in self._written[rank].items() if chosen is None or unit in chosen)
+            for rank in self._ranks
+        )
         if loads not in self._assigned:
             if len(self._assigned) >= _REMEMBERED_ASSIGNMENTS:
                 self._assigned.clear()
-            self._assigned[loads] = self._of_others(loads)
+            shares = zip(self._ranks, adaptive_sharding(self._sizes, loads).parts, strict=True)
+            self._assigned[loads] = {name: rank for rank, part in shares if rank != self._rank for name in part}
         return self._assigned[loads] | self._expert_writers
 
-    def _load(self, rank: int, chosen: Collection[str] | None) -> int:
-        """Bytes of experts that the rank writes."""
-        return sum(size for unit, size in self._written[rank].items() if chosen is None or unit in chosen)
 
-    def _of_others(self, loads: Sequence[int]) -> dict[str, int]:
-        parts = adaptive_sharding(self._sizes, loads).parts
-        shares = zip(self._ranks, parts, strict=True)
-        return {name: rank for rank, part in shares if rank != self._rank for name in part}
-
-
-def _owners(holdings: Mapping[int, Holding]) -> dict[tuple[str, str], _Owner]:
+def _owners(experts: Mapping[int, _Experts]) -> dict[tuple[str, str], _Owner]:
     """Expert and its description -> the rank that writes it: its holders in turn."""
     holders: dict[tuple[str, str], list[int]] = {}
-    for rank, holding in holdings.items():
-        for unit, (described, _) in holding.units.items():
+    for rank, held in experts.items():
+        for unit, (described, _) in held.items():
             holders.setdefault((unit, described), []).append(rank)
     turns: Counter[tuple[int, ...]] = Counter()
     found: dict[tuple[str, str], _Owner] = {}

@@ -6,7 +6,9 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from cpsr.checkpoint.catalogue import Retention
@@ -22,12 +24,6 @@ NICENESS = 10
 _CANCEL_SECONDS = 2.0  # a cancelled commit ends within its polling interval, the rest is removing a few files
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Skip:
-    iteration: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,8 @@ class CheckpointWriter:
         self._pool = pool
         self._save_timeout_seconds = save_timeout_seconds
         self._retention = retention or Retention()
-        self._queue: queue.SimpleQueue[Snapshot | _Skip | None] = queue.SimpleQueue()
+        # Each gives its outcome, and is told if it is dropped, because the writer closes.
+        self._queue: queue.SimpleQueue[Callable[[bool], SaveOutcome] | None] = queue.SimpleQueue()
         self._outcomes: deque[SaveOutcome] = deque()
         self._pending = 0  # submitted and not yet through
         self._idle = threading.Condition()
@@ -90,31 +87,16 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._run, name="cpsr-writer", daemon=True)
         self._thread.start()
 
-    @property
-    def busy(self) -> bool:
-        """Whether a snapshot is being persisted or waits for it."""
-        return self._pending > 0
-
     def submit(self, snapshot: Snapshot) -> None:
         """Hand over a finished snapshot; returns at once."""
-        with self._idle:
-            if not self._closing:
-                self._pending += 1
-                self._queue.put(snapshot)
-                return
-        self._drop(snapshot)
+        self._put(partial(self._persist, snapshot))
 
     def skip(self, iteration: int, reason: str) -> None:
         """Record that this rank has no snapshot for a due checkpoint, and mark it for rank 0; returns at once.
 
         The marker takes its turn behind the saves that were submitted before: no file system call is made here.
         """
-        with self._idle:
-            if not self._closing:
-                self._pending += 1
-                self._queue.put(_Skip(iteration, reason))
-                return
-        self._outcomes.append(SaveOutcome(iteration, "skipped", reason))
+        self._put(partial(self._skip, iteration, reason))
 
     def outcomes(self) -> list[SaveOutcome]:
         """What happened since the last call, oldest first."""
@@ -144,37 +126,39 @@ class CheckpointWriter:
             _log.warning("the checkpoint writer did not end within %.1f s; its last save is lost", timeout_seconds)
         return not self._thread.is_alive()
 
+    def _put(self, work: Callable[[bool], SaveOutcome]) -> None:
+        with self._idle:
+            if not self._closing:
+                self._pending += 1
+                self._queue.put(work)
+                return
+        self._outcomes.append(work(True))
+
     def _run(self) -> None:
         yield_to_training()
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, _Skip):
-                self._report_skipped(item)
-            elif self._cancelled.is_set():
-                self._drop(item)
-            else:
-                self._persist(item)
+        while (work := self._queue.get()) is not None:
+            self._outcomes.append(work(self._cancelled.is_set()))
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()
 
-    def _report_skipped(self, skip: _Skip) -> None:
-        reason = skip.reason + self._mark_skipped(skip.iteration, skip.reason)
-        self._outcomes.append(SaveOutcome(skip.iteration, "skipped", reason))
+    def _skip(self, iteration: int, reason: str, dropped: bool) -> SaveOutcome:
+        return SaveOutcome(iteration, "skipped", reason if dropped else self._mark_skipped(iteration, reason))
 
-    def _persist(self, snapshot: Snapshot) -> None:
+    def _persist(self, snapshot: Snapshot, dropped: bool) -> SaveOutcome:
         try:
-            outcome = self._write_and_commit(snapshot)
+            outcome = self._dropped(snapshot) if dropped else self._write_and_commit(snapshot)
         except Exception as error:  # noqa: BLE001 - every error must reach the training thread as an outcome
             outcome = self._failed(snapshot, error)
         if snapshot.contents.whole_in_memory and outcome.status in ("committed", "written"):
             self._pool.keep(snapshot)
-        else:
-            self._release(snapshot)
-        self._outcomes.append(outcome)
-
-    def _release(self, snapshot: Snapshot) -> None:
-        if self._pool.occupancy.holds(snapshot):  # else nothing was copied
+        elif self._pool.occupancy.holds(snapshot):  # else nothing was copied
             self._pool.release(snapshot)
+        return outcome
+
+    def _dropped(self, snapshot: Snapshot) -> SaveOutcome:
+        reason, stall = "the writer was closed before its turn", snapshot.stall_seconds
+        return SaveOutcome(snapshot.iteration, "skipped", reason, stall_seconds=stall)
 
     def _write_and_commit(self, snapshot: Snapshot) -> SaveOutcome:
         started = time.perf_counter()
@@ -212,22 +196,17 @@ class CheckpointWriter:
         else:
             reason = f"unexpected {type(error).__name__}: {error}"
             _log.error("checkpoint %d failed, training goes on", snapshot.iteration, exc_info=error)
-        reason += self._mark_skipped(snapshot.iteration, reason)
+        reason = self._mark_skipped(snapshot.iteration, reason)
         return SaveOutcome(snapshot.iteration, "failed", reason, stall_seconds=snapshot.stall_seconds)
 
     def _mark_skipped(self, iteration: int, reason: str) -> str:
-        """Write the skip marker; returns its error as text."""
+        """Write the skip marker; returns the reason, with the marker's own error."""
         try:
             self._store.skip(iteration, reason)
         except Exception as error:  # noqa: BLE001 - the thread must outlive this and report it
             _log.warning("checkpoint %d: the skip marker failed too: %s", iteration, error)
-            return f"; the skip marker failed too ({error}), so rank 0 waits until its timeout"
-        return ""
-
-    def _drop(self, snapshot: Snapshot) -> None:
-        self._release(snapshot)
-        reason, stall = "the writer was closed before its turn", snapshot.stall_seconds
-        self._outcomes.append(SaveOutcome(snapshot.iteration, "skipped", reason, stall_seconds=stall))
+            return f"{reason}; the skip marker failed too ({error}), so rank 0 waits until its timeout"
+        return reason
 
 
 def yield_to_training() -> None:

@@ -16,7 +16,7 @@ from cpsr.checkpoint.memory_owners import bytes_in_memory
 from cpsr.checkpoint.progress import mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import check_disk, check_host_memory, host_buffers
-from cpsr.checkpoint.run_directory import RunDirectory, open_run
+from cpsr.checkpoint.run_directory import RunDirectory, checkpoint_bytes, open_run
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
@@ -282,7 +282,7 @@ def _open_directory(
     share = 1.0 if writes is None else writes.share_bytes / max(1, shard.state_bytes)
     holders = len(adapter.data_parallel_ranks)
     own = disk_bytes(shard, config, share) + _frozen_bytes(shard, description["module"]["frozen"], holders)
-    check_disk(config.run_dir, max(int(group.sum(own)) - run.checkpoint_bytes(), 0))
+    check_disk(config.run_dir, max(int(group.sum(own)) - checkpoint_bytes(config.run_dir), 0))
     return run, max(0, free_bytes - LIMIT_BYTES)
 
 
@@ -320,8 +320,10 @@ def _write_assignment(
             )
         return None
     units = experts_of(adapter.mixture, shard.operators) if experts is None else experts.units
-    writes = WriteAssignment.of(shard, units, adapter.data_parallel_ranks, group)
-    if writes is not None and experts is not None:
+    writes = WriteAssignment(shard, units, adapter.data_parallel_ranks, group)
+    if group.all(not writes.replicated):
+        return None
+    if experts is not None:
         experts.shares_rest(writes.non_expert_share_bytes)
     return writes
 

@@ -27,10 +27,10 @@ def infos(iterations: list[int], full: int) -> list[CheckpointInfo]:
 
 
 def plan(
-    iterations: list[int], full: int = 3, other_bytes: int = 0, pinned: int | None = None, **config: int
+    iterations: list[int], full: int = 3, other_bytes: int = 0, copied: int | None = None, **config: int
 ) -> tuple[list[int], list[int]]:
     settings_ = Retention(**({"history_span_iterations": 100, "history_min_checkpoints": 2} | config))
-    made = plan_retention(infos(iterations, full), settings_, other_bytes, pinned)
+    made = plan_retention(infos(iterations, full), settings_, other_bytes, copied)
     return made.thin, made.delete
 
 
@@ -41,15 +41,7 @@ def test_rules() -> None:
     assert plan([10, 20, 300, 400], full_checkpoints=3) == ([], [10])
     assert plan([10, 200, 300, 400], history_min_checkpoints=4) == ([200], [])
     assert plan([10, 20, 30, 40], full=4) == ([10, 20], [])
-
-
-def test_a_pinned_checkpoint_stays_whole_with_the_history_that_led_to_it() -> None:
-    steps = [10, 20, 30, 120, 130]
-    assert plan(steps, full=5) == ([30], [10, 20])
-    assert plan(steps, full=5, pinned=20) == ([10, 30], [])
-    assert plan(steps, full=5, pinned=130) == plan(steps, full=5)
-    assert plan(steps, full=2, pinned=20) == ([], [])  # thinned before it was pinned: its weights stay at least
-    assert plan(steps, full=5, pinned=25) == ([10, 20, 30], [])  # gone already
+    assert plan([10, 20, 30, 40], full=4, copied=20) == ([10], [])
 
 
 def test_the_cap_drops_the_oldest_history_first_and_never_the_newest_full_one() -> None:

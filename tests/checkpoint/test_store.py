@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.catalogue import Retention
-from cpsr.checkpoint.manifest import commit_record
+from cpsr.checkpoint.catalogue import Retention, scan
+from cpsr.checkpoint.manifest import commit_record, step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.checkpoint.verify import UnreadableFileError
+from cpsr.checkpoint.verify import UnreadableFileError, verify_checkpoint
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import RefuseReading, assert_same_bits, make_shard, make_snapshot, save
@@ -194,7 +194,7 @@ def test_prepare_removes_what_was_never_committed_and_nothing_else(
     ]
     assert "step-0000000020 was removed: it has no commit record" in caplog.text
     assert ".rank-00000.json.77.tmp was removed" in caplog.text
-    assert store.verify(10) == []
+    assert verify_checkpoint(store.directory / step_name(10)) == []
     save(store, 30)
 
 
@@ -229,10 +229,10 @@ def test_what_cannot_be_read_now_stops_a_restart_and_is_never_set_aside(
     assert [info.iteration for info in store.catalogue()] == [10, 30]
     assert "checkpoint is skipped" in caplog.text
     assert "step-0000000020" in store.remains()
-    assert store.problems() == []
-    assert [problem.iteration for problem in store.verify(20)] == [20]
+    assert scan(store.directory).problems == []
+    assert [problem.iteration for problem in verify_checkpoint(store.directory / step_name(20))] == [20]
     save(store, 40)
     store.retain(Retention(full_checkpoints=2, history_min_checkpoints=2, history_span_iterations=1))
     assert len(store.abandon_after(20, "a test")) == 2
     refuse_reading(store.directory / "step-0000000020", 0)
-    assert store.verify(20) == []
+    assert verify_checkpoint(store.directory / step_name(20)) == []

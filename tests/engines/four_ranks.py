@@ -67,10 +67,9 @@ def find() -> dict[str, Any]:
 
     group, exchange = Group(), Exchange(trains=True)
     exchange.open(group, hsdp.shard(), hsdp.data_parallel_ranks)
-    writes = WriteAssignment.of(hsdp.shard(), {}, hsdp.data_parallel_ranks, group)
-    assert writes is not None
-    split = WriteAssignment.of(both.shard(), {}, both.data_parallel_ranks, group)
-    assert split is None
+    writes = WriteAssignment(hsdp.shard(), {}, hsdp.data_parallel_ranks, group)
+    assert writes.replicated
+    assert not WriteAssignment(both.shard(), {}, both.data_parallel_ranks, group).replicated
     others = writes.writers(None)
     found = {
         "parts": parts,

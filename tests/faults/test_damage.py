@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.catalogue import Retention
+from cpsr.checkpoint.catalogue import Retention, scan
 from cpsr.checkpoint.manifest import commit_record, step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -169,5 +169,5 @@ def test_a_manifest_with_an_impossible_time_costs_that_checkpoint_alone(own_run:
     (directory / "manifest.json").write_bytes(changed)
     (directory / "COMMIT").write_bytes(commit_record(changed))
     store = open_run(own_run, 2)[0]
-    assert [problem.iteration for problem in store.problems()] == [NEWEST]
+    assert [problem.iteration for problem in scan(store.directory).problems] == [NEWEST]
     assert [info.iteration for info in store.catalogue()] == list(COMMITTED[:-1])
