@@ -43,7 +43,7 @@ AT_LEAST = {
     "error: EINTR": 25,
     "error: EINTR of a read": 100,
     "error: EROFS from there on": 18,
-    "error: EIO of a read": 150,
+    "error: EIO of a read": 140,
     "error: half of a write lost": 6,
     "error: a write lost": 6,
     "error: fsync does nothing": 10,
