@@ -12,9 +12,9 @@ from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.saves import LIFE
 from cpsr.benchmarks.faults.stage import Gate, Stage
 from cpsr.benchmarks.faults.tracing import READING, Call
-from cpsr.checkpoint.manifest import Manifest
-from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.elastic.resharded_load import load_tensors
 from cpsr.errors import CPSRError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -101,10 +101,9 @@ def _judged(stage: Stage, error: str, call: Call, status: int, notes: dict[str, 
 def _store(run_dir: Path, rank: int) -> CheckpointStore:
     store = CheckpointStore(run_dir, rank, RANKS_NOW, RUN_ID, LIFE)
 
-    def reshard(directory: Path, manifest: Manifest, into: Shard) -> Any:
-        load_resharded(directory, manifest, into)
-        load_buffers(directory, manifest, rank % RANKS, into)
-        return read_small_state(directory, manifest, rank % RANKS)
+    def reshard(saved: SavedCheckpoint, into: Shard) -> Any:
+        load_tensors(saved, rank % RANKS, into)
+        return saved.small_state(rank % RANKS)
 
     store.reshard = reshard
     return store

@@ -25,10 +25,11 @@ from cpsr.benchmarks.reshard.values import (
     parameter_shapes,
 )
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.resharding import load_resharded
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import read_manifest
+from cpsr.elastic.resharded_load import load_tensors
 from cpsr.errors import CPSRError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -134,7 +135,7 @@ def _by_cpsr(place: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[Any]:
         store.load(ITERATION, into)
         disk = sum(size for size in manifest.ranks[dist.get_rank()].files.values())
     else:
-        disk = load_resharded(directory, manifest, into)
+        disk = load_tensors(SavedCheckpoint(directory, manifest), dist.get_rank() % manifest.world_size, into)
     yield disk
     yield all(
         holds(values, kind, name, one.parameter.offset)

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TypeVar
 
@@ -186,18 +186,17 @@ def read_bytes(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def hash_file(path: Path, *, direct: bool = False, take: Callable[[memoryview], None] | None = None) -> FileRecord:
+def hash_file(path: Path, *, direct: bool = False) -> FileRecord:
     """Size and hashes of a file.
 
     Args:
         path: its name.
         direct: see `open_plain`.
-        take: gets the content in parts, each valid until the next.
 
     Raises:
         OSError: see `open_plain`.
     """
-    return exhaust(hash_in_pieces(path, direct=direct, take=take))
+    return exhaust(hash_in_pieces(path, direct=direct))
 
 
 def exhaust(steps: Generator[None, None, _Result]) -> _Result:
@@ -210,15 +209,12 @@ def exhaust(steps: Generator[None, None, _Result]) -> _Result:
             return result
 
 
-def hash_in_pieces(
-    path: Path, *, direct: bool = False, take: Callable[[memoryview], None] | None = None
-) -> Generator[None, None, FileRecord]:
+def hash_in_pieces(path: Path, *, direct: bool = False) -> Generator[None, None, FileRecord]:
     """Size and hashes of a file: every `next` reads 4 MiB.
 
     Args:
         path: its name.
         direct: see `open_plain`.
-        take: see `hash_file`.
 
     Raises:
         OSError: see `open_plain`.
@@ -228,8 +224,6 @@ def hash_in_pieces(
     try:
         for piece in read_pieces(descriptor, _CHUNK_BYTES):
             found.take(piece)
-            if take is not None:
-                take(piece)
             yield
     finally:
         os.close(descriptor)

@@ -14,26 +14,26 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cpsr.checkpoint.assemble import Wanted, assemble
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
 from cpsr.checkpoint.files import link_file, write_tensors
-from cpsr.checkpoint.loading import dtype_name, place, settle
 from cpsr.checkpoint.manifest import (
     FileRecord,
     FrozenRecord,
-    Manifest,
     RankManifest,
+    dtype_name,
     frozen_file_name,
     frozen_word,
     frozen_writer,
     holds_frozen,
 )
-from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest, read_tensors
+from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
+from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
@@ -298,16 +298,17 @@ class FrozenFiles:
             CheckpointCorruptError: a file is damaged; the engine's parameters that are in it hold anything.
             UnreadableFileError: the file system refuses to give it now; likewise.
         """
-        manifest = read_manifest(directory)
-        record = read_rank_manifest(directory, manifest, self._rank if saved_by is None else saved_by)
-        wanted = {name: one for name, one in _settled_in(record).items() if only is None or name in only}
+        saved, rank = SavedCheckpoint(directory), self._rank if saved_by is None else saved_by
+        wanted = {name: one for name, one in _settled_in(saved.record(rank)).items() if only is None or name in only}
         present = self.weights.present(wanted)
         stale = {name: one for name, one in wanted.items() if present[name] != one}
-        for file, names in record.frozen_files().items():
-            if names & stale.keys():
-                found = _record_of(directory, manifest, record, file)
-                self._read(directory / file, found, names & stale.keys())
+        self.weights.forget(stale)
+        assemble(saved.slabs([rank]), self.wanted(stale), directory)
         self.weights.settle_as(stale)
+
+    def wanted(self, names: Iterable[str]) -> dict[str, Wanted]:
+        """The engine's parameters, to be filled; by key."""
+        return {f"frozen/{name}": Wanted(piece_of(self.described(name)), self.weights.tensors[name]) for name in names}
 
     def has(self, state: Mapping[str, Any]) -> bool:
         """Whether the engine has the settled parameters of a snapshot, of any rank that held all of them whole."""
@@ -357,14 +358,6 @@ class FrozenFiles:
             "must load the same base weights as before"
         )
 
-    def _read(self, path: Path, record: FileRecord, names: Iterable[str]) -> None:
-        """Read parameters from a file into the engine."""
-        targets = {f"frozen/{name}": self.weights.tensors[name] for name in names}
-        self.weights.forget(list(names))
-        found = read_tensors(path, record, partial(place, targets, targets.keys()))
-        if lacking := settle(targets, found):
-            raise DamagedFileError(path, f"holds no {lacking}, which its manifest describes")
-
 
 def _link_earlier(source: Path, target: Path, record: FileRecord) -> bool:
     """Link a file of an earlier life, which is read first; False, with the reason in the log, where it is not whole."""
@@ -385,16 +378,6 @@ def newest_first(checkpoints: Path) -> list[CheckpointInfo]:
 def _settled_in(record: RankManifest) -> dict[str, str]:
     """Hashes of the parameters that are in files."""
     return {name: one.xxh3_128 for name, one in record.frozen.items() if one.xxh3_128 is not None}
-
-
-def _record_of(directory: Path, manifest: Manifest, record: RankManifest, file: str) -> FileRecord:
-    """Size and hash of a file of this or another rank."""
-    if file in record.files:
-        return record.files[file]
-    writer = manifest.ranks.get(frozen_writer(file))
-    if writer is None or file not in writer.files or writer.hashes is None:
-        raise DamagedFileError(directory / file, f"is not described by the manifest of rank {frozen_writer(file)}")
-    return FileRecord(bytes=writer.files[file], xxh3_128=writer.hashes[file])
 
 
 class FrozenLinks:

@@ -13,33 +13,17 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 
+from cpsr.checkpoint.assemble import Piece, Slab, pieces_of
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
-from cpsr.checkpoint.loading import operator_record
-from cpsr.checkpoint.manifest import (
-    FileRecord,
-    Manifest,
-    OperatorRecord,
-    RankManifest,
-    experts_taken_at,
-    file_name,
-    holds_weights,
-)
+from cpsr.checkpoint.manifest import FileRecord, RankManifest, experts_taken_at, holds_weights
 from cpsr.checkpoint.ranges import MissingRanges
-from cpsr.checkpoint.tensor_file import MappedTensors
-from cpsr.checkpoint.verify import (
-    DamagedFileError,
-    check_in_pieces,
-    files_left_to,
-    map_tensors,
-    open_tensors,
-    read_manifest,
-    read_rank_manifest,
-)
+from cpsr.checkpoint.saved import FileSlab, SavedCheckpoint
+from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, map_tensors
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.state.shard import Shard
 
-__all__ = ["AssembledTensors", "DiskHistory", "FoundSlices", "Piece", "RankSlices", "ReadManifest", "find_slices"]
+__all__ = ["AssembledTensors", "DiskHistory", "FoundSlices", "PlacedRange", "RankSlices", "ReadManifest", "find_slices"]
 
 
 @dataclass(frozen=True)
@@ -49,20 +33,20 @@ class RankSlices:
     Attributes:
         rank: which one.
         ranks: of the job.
-        operators: operator -> its slice, as a manifest describes it.
+        operators: operator -> its slice.
     """
 
     rank: int
     ranks: int
-    operators: Mapping[str, OperatorRecord]
+    operators: Mapping[str, Piece]
 
     @classmethod
     def of(cls, rank: int, ranks: int, shard: Shard) -> "RankSlices":
         """Those of a shard."""
-        return cls(rank, ranks, {name: operator_record(one) for name, one in shard.operators.items()})
+        return cls(rank, ranks, {name: next(pieces_of(one))[1] for name, one in shard.operators.items()})
 
 
-class Piece(NamedTuple):
+class PlacedRange(NamedTuple):
     """A range of a slice, in a file.
 
     Attributes:
@@ -78,54 +62,75 @@ class Piece(NamedTuple):
     start: int
 
 
+_Ranges = Mapping[str, tuple[PlacedRange, ...]]  # operator -> the ranges of its slice, in order
+
+# Between two yields: half a millisecond.
+OPERATORS_AT_ONCE = 256
+
+
 @dataclass(frozen=True)
 class FoundSlices:
-    """Where the slices of a rank lie in a checkpoint of other ranks.
+    """Where the slices of a rank lie in a checkpoint.
 
     Attributes:
-        pieces: operator -> its pieces in order; operators that the checkpoint does not have whole are absent.
+        slices: operator -> its slice; operators that the checkpoint does not have whole are absent.
+        ranges: where these lie.
         files: the files with these.
-        sparse: whether any rank's operators are of different iterations.
         record: of the rank whose small state this one would take.
     """
 
-    pieces: Mapping[str, tuple[Piece, ...]]
+    slices: Mapping[str, Piece]
+    ranges: _Ranges
     files: Mapping[str, FileRecord]
-    sparse: bool
     record: RankManifest
 
 
-def find_slices(directory: Path, manifest: Manifest, slices: RankSlices) -> Generator[None, None, FoundSlices]:
-    """Find a rank's slices; yields after every manifest of a rank.
+def find_slices(saved: SavedCheckpoint, part: int | RankSlices) -> Generator[None, None, FoundSlices]:
+    """Find a rank's slices; yields after every manifest of a rank, and some operators.
 
     Args:
-        directory: the checkpoint.
-        manifest: of all ranks.
-        slices: of the rank that is to read it.
+        saved: the checkpoint.
+        part: see `DiskHistory`.
 
     Raises:
-        CheckpointError: a manifest is damaged or cannot be read.
+        CheckpointError: a manifest is damaged or cannot be read, the rank is not there, or another number of ranks
+            saved experts of different iterations.
     """
-    missing = {name: MissingRanges(one.offset, one.numel) for name, one in slices.operators.items()}
-    pieces: dict[str, list[Piece]] = {name: [] for name in missing}
+    ranks, rank = saved.manifest.world_size, part if isinstance(part, int) else part.rank
+    foreign = not isinstance(part, int) and part.ranks != ranks
+    if not foreign and rank >= ranks:
+        raise CheckpointError(f"was saved by {ranks} ranks, this is rank {rank}")
+    record = saved.record(rank % ranks)
+    yield
+    wanted = _weights(saved.slabs([record.rank])) if isinstance(part, int) else part.operators
+    missing = {name: MissingRanges(one.start, one.numel) for name, one in wanted.items()}
+    ranges: dict[str, list[PlacedRange]] = {name: [] for name in missing}
     files: dict[str, FileRecord] = {}
-    sparse, first, taken = False, slices.rank % manifest.world_size, None
-    for rank in [first, *(other for other in range(manifest.world_size) if other != first)]:
-        record = read_rank_manifest(directory, manifest, rank)
-        taken = taken or record
-        sparse |= record.sparse
-        file = file_name(rank, "params")
-        for name, one in record.operators.items():
-            own = slices.operators.get(name)
-            if own is None or one.saved_by not in (None, rank) or own.global_shape != one.global_shape:
+    for other in saved.beginning_with(record.rank) if foreign else [record.rank]:
+        if foreign and saved.record(other).sparse:
+            raise CheckpointError(f"{ranks} ranks saved it, with operators of different iterations")
+        for slab in saved.slabs([other]):
+            if not isinstance(slab, FileSlab) or not holds_weights(slab.path.name):
                 continue
-            for start, stop in missing[name].take(one.offset, one.numel) if own.is_cut_as(one) else ():
-                pieces[name].append(Piece(start - own.offset, stop - start, file, start - one.offset))
-                files[file] = record.files[file]
+            for count, (name, piece) in enumerate(_weights([slab]).items(), 1):
+                own = wanted.get(name)
+                if own is None or own.shape != piece.shape or not own.is_cut_as(piece):
+                    continue
+                for start, stop in missing[name].take(piece.start, piece.numel):
+                    place = PlacedRange(start - own.start, stop - start, slab.path.name, start - piece.start)
+                    ranges[name].append(place)
+                    files[slab.path.name] = slab.record
+                if count % OPERATORS_AT_ONCE == 0:
+                    yield
         yield
-    whole = {name: tuple(sorted(found)) for name, found in pieces.items() if not missing[name].left}
-    assert taken is not None
-    return FoundSlices(whole, files, sparse, taken)
+    whole = {name: one for name, one in wanted.items() if not missing[name].left}
+    return FoundSlices(whole, {name: tuple(sorted(ranges[name])) for name in whole}, files, record)
+
+
+def _weights(slabs: Iterable[Slab]) -> dict[str, Piece]:
+    """Operator -> what these have of its weights."""
+    keys = ((key, piece) for slab in slabs for key, piece in slab.pieces.items())
+    return {key.removeprefix("param/"): piece for key, piece in keys if key.startswith("param/")}
 
 
 class AssembledTensors:
@@ -133,91 +138,61 @@ class AssembledTensors:
 
     Args:
         directory: the checkpoint, whose files were verified.
-        pieces: see `FoundSlices`.
+        ranges: see `FoundSlices`.
 
     Raises:
-        CheckpointError: as `map_tensors`.
+        CheckpointError: as `map_tensors`; or a file lacks what its manifest lists.
     """
 
-    def __init__(self, directory: Path, pieces: Mapping[str, tuple[Piece, ...]]) -> None:
-        names = {piece.file for found in pieces.values() for piece in found}
+    def __init__(self, directory: Path, ranges: _Ranges) -> None:
+        names = {one.file for found in ranges.values() for one in found}
         self._files = {name: map_tensors(directory / name) for name in sorted(names)}
-        self._pieces = pieces
+        self._ranges = ranges
+        for operator, found in ranges.items():
+            for one in found:
+                if f"param/{operator}" not in self._files[one.file]:
+                    raise DamagedFileError(directory / one.file, f"lacks param/{operator}, which its manifest lists")
 
     def read(self, operator: str, start: int, stop: int) -> torch.Tensor:
-        """Elements `[start, stop)` of a slice: 1-D, of the file's type; a view where one piece has all of them."""
+        """Elements `[start, stop)` of a slice: 1-D, of the file's type; a view where one range has all of them."""
         parts = []
-        for piece in self._pieces[operator]:
-            begin, end = max(start, piece.at), min(stop, piece.at + piece.numel)
+        for one in self._ranges[operator]:
+            begin, end = max(start, one.at), min(stop, one.at + one.numel)
             if begin < end:
-                first = piece.start + begin - piece.at
-                parts.append(self._files[piece.file].flat(f"param/{operator}")[first : first + end - begin])
+                first = one.start + begin - one.at
+                parts.append(self._files[one.file].flat(f"param/{operator}")[first : first + end - begin])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-# Between two yields: half a millisecond.
-OPERATORS_AT_ONCE = 256
-
-
-class _Slice(NamedTuple):
-    global_shape: tuple[int, ...]
-    offset: int
-    numel: int
 
 
 @dataclass(frozen=True)
 class ReadManifest:
-    """The part of a rank's manifest that stays in memory; the whole takes 2 kB an operator. Checkpoints share slices.
+    """The part of a checkpoint's manifests that stays in memory; a whole one takes 2 kB an operator.
 
     Attributes:
         sha256: of the manifests with the rank's slices: its own, or all where another number of ranks saved it.
         entry: the checkpoint.
-        slices: operator -> its slice.
+        slices: operator -> its slice; checkpoints share the mapping where it is the same.
+        ranges: where these lie; shared likewise.
         taken_at: operators that were taken before the entry -> iteration.
-        places: operators outside the rank's common file -> name of their file.
         expert_files: hashes of the experts' files, which later checkpoints may carry.
-        pieces: where another number of ranks saved it: operator -> where its slice lies in their files.
     """
 
     sha256: str
     entry: HistoryEntry
-    slices: Mapping[str, _Slice]
+    slices: Mapping[str, Piece]
+    ranges: _Ranges
     taken_at: Mapping[str, int]
-    places: Mapping[str, str]
     expert_files: frozenset[str] = frozenset()
-    pieces: Mapping[str, tuple[Piece, ...]] | None = None
-
-
-class _Left(NamedTuple):
-    """Operators that another rank wrote, and its files of weights that hold them."""
-
-    files: Mapping[str, FileRecord]
-    operators: Collection[str]
 
 
 @dataclass(frozen=True)
 class _Checkpoint:
     read: ReadManifest
-    file: MappedTensors | AssembledTensors  # nothing is read before it is asked for
-    experts: Mapping[str, MappedTensors]  # the files of the operators that are not in that one
-
-    @classmethod
-    def opened(cls, read: ReadManifest, directory: Path, rank: int) -> "_Checkpoint":
-        """Map its files; CheckpointError where one is missing, or none of tensors."""
-        if read.pieces is not None:
-            return cls(read, AssembledTensors(directory, read.pieces), {})
-        own = {name: map_tensors(directory / name) for name in set(read.places.values())}
-        file = map_tensors(directory / file_name(rank, "params"))
-        return cls(read, file, {operator: own[name] for operator, name in read.places.items()})
+    tensors: AssembledTensors
 
     @property
     def iteration(self) -> int:
         return self.read.entry.iteration
-
-    def weights(self, operator: str, start: int, stop: int) -> torch.Tensor:
-        if isinstance(self.file, AssembledTensors):
-            return self.file.read(operator, start, stop)
-        return self.experts.get(operator, self.file).flat(f"param/{operator}")[start:stop]
 
 
 class DiskHistory:
@@ -260,11 +235,10 @@ class DiskHistory:
         self._directory = store_directory
         self._known = known or {}
         self._range = since, math.inf if before is None else before
-        self._owned = part if isinstance(part, RankSlices) else None
-        self._rank = part.rank if isinstance(part, RankSlices) else part
+        self._part = part
         self._checkpoints: list[_Checkpoint] = []
         self._hashed: set[tuple[int, int, str]] = set()
-        self._operators: dict[str, _Slice] = {}
+        self._operators: dict[str, Piece] = {}
         if opened:
             for _ in self.open():
                 pass
@@ -320,7 +294,7 @@ class DiskHistory:
             raise IndexError(f"{operator} has {self.numel(operator)} elements, asked for [{start}, {stop})")
         if start == stop:
             return torch.empty(0, device="cpu")
-        return self._checkpoints[entry].weights(operator, start, stop).float()
+        return self._checkpoints[entry].tensors.read(operator, start, stop).float()
 
     def keep(self, iterations: Collection[int]) -> None:
         """Leave out every other checkpoint: ranks must predict from the same ones."""
@@ -342,64 +316,41 @@ class DiskHistory:
             yield
 
     def _add(self, info: CheckpointInfo) -> Iterator[None]:
-        owned = self._owned
+        part = self._part
         try:
-            manifest = read_manifest(info.directory)
-            other_size = owned is not None and manifest.world_size != owned.ranks
-            if not other_size and self._rank >= manifest.world_size:
-                raise CheckpointError(f"was saved by {manifest.world_size} ranks, this is rank {self._rank}")
-            hashes = [manifest.ranks[rank].sha256 for rank in (sorted(manifest.ranks) if other_size else [self._rank])]
+            saved = SavedCheckpoint(info.directory)
+            records = saved.manifest.ranks
+            foreign = isinstance(part, RankSlices) and part.ranks != len(records)
+            used = sorted(records) if foreign else [part if isinstance(part, int) else part.rank]
+            hashes = [records[rank].sha256 for rank in used if rank in records]
             sha256 = hashlib.sha256("".join(hashes).encode()).hexdigest()
             read = self._known.get(info.iteration)
             if read is None or read.sha256 != sha256:
-                found = self._find(info, manifest, owned) if other_size and owned else self._read(info, manifest)
-                read = replace((yield from found), sha256=sha256)
-            self._checkpoints.append(_Checkpoint.opened(read, info.directory, self._rank))
+                read = replace((yield from self._read(saved)), sha256=sha256)
+            self._checkpoints.append(_Checkpoint(read, AssembledTensors(info.directory, read.ranges)))
         except (CheckpointError, SafetensorError, OSError) as error:
             self._exclude(info.iteration, str(error))
 
-    def _find(
-        self, info: CheckpointInfo, manifest: Manifest, slices: RankSlices
-    ) -> Generator[None, None, ReadManifest]:
-        """Find this rank's slices in the other ranks' files, and verify these."""
-        found = yield from find_slices(info.directory, manifest, slices)
-        if found.sparse:
-            raise CheckpointError(f"{manifest.world_size} ranks saved it, with operators of different iterations")
-        for name, file in found.files.items():
-            yield from self._check(info.directory / name, file)
-        own = {name: slices.operators[name] for name in found.pieces}
-        cut = {name: _Slice(one.global_shape, one.offset, one.numel) for name, one in own.items()}
-        return ReadManifest("", _entry(found.record), self._shared(cut), {}, {}, pieces=found.pieces)
-
-    def _read(self, info: CheckpointInfo, manifest: Manifest) -> Generator[None, None, ReadManifest]:
-        """Read and verify this rank's part."""
-        directory = info.directory
-        record = read_rank_manifest(directory, manifest, self._rank)
-        yield
-        path = directory / file_name(self._rank, "params")
-        if path.name not in record.files:
-            raise DamagedFileError(path, "is not listed in its manifest")
+    def _read(self, saved: SavedCheckpoint) -> Generator[None, None, ReadManifest]:
+        """Find this rank's slices, and verify the files with them."""
+        found = yield from find_slices(saved, self._part)
         checked = {word for one in self._known.values() for word in one.expert_files}
-        files = {name: file for name, file in record.files.items() if holds_weights(name)}
-        left = _left_to_others(directory, manifest, record)
-        files |= {name: file for other in left for name, file in other.files.items()}
-        for name, file in files.items():
-            if file.xxh3_128 not in checked:  # else it is carried from a checkpoint that was verified
-                yield from self._check(directory / name, file)
-        places = yield from _places(directory, record)
-        for other in left:
-            places |= yield from _held_in(directory, other.files, other.operators)
-        absent = {f"param/{name}" for name in record.operators.keys() - places.keys()} - _names(path)
-        if absent:
-            raise DamagedFileError(path, f"lacks {min(absent)}, which its manifest lists")
+        carried = {name: one.xxh3_128 for name, one in found.files.items() if experts_taken_at(name) is not None}
+        for name, file in found.files.items():
+            if carried.get(name) not in checked:  # else it is carried from a checkpoint that was verified
+                yield from self._check(saved.directory / name, file)
+        record, entry = found.record, _entry(found.record)
         yield
-        entry = _entry(record)
-        slices = yield from self._slices(record)
-        taken_at = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
-        # Only carried files can be known already: another rank's common file is new in every checkpoint.
-        carried = (name for name in places.values() if experts_taken_at(name) is not None)
-        words = frozenset(files[name].xxh3_128 for name in carried)
-        return ReadManifest("", entry, slices, taken_at, places, words)
+        older = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
+        taken_at = {name: at for name, at in older.items() if name in found.slices}
+        before = self._checkpoints[-1].read if self._checkpoints else None
+        slices, ranges = found.slices, found.ranges
+        if before is not None and before.slices == slices:
+            slices = before.slices
+        yield
+        if before is not None and before.ranges == ranges:
+            ranges = before.ranges
+        return ReadManifest("", entry, slices, ranges, taken_at, frozenset(carried.values()))
 
     def _check(self, path: Path, record: FileRecord) -> Iterator[None]:
         """Compare a file with its hash, once where checkpoints carry it along."""
@@ -409,24 +360,11 @@ class DiskHistory:
             yield from check_in_pieces(path, record)
             self._hashed.add(known)
 
-    def _slices(self, record: RankManifest) -> Generator[None, None, Mapping[str, _Slice]]:
-        """Slices by operator; checkpoints with equal slices share one mapping."""
-        slices: dict[str, _Slice] = {}
-        for name, one in record.operators.items():
-            slices[name] = _Slice(one.global_shape, one.offset, one.numel)
-            if len(slices) % OPERATORS_AT_ONCE == 0:
-                yield
-        return self._shared(slices)
-
-    def _shared(self, slices: dict[str, _Slice]) -> Mapping[str, _Slice]:
-        before = self._checkpoints[-1].read.slices if self._checkpoints else None
-        return slices if before is None or before != slices else before
-
     def _exclude(self, iteration: int, reason: str) -> None:
         self.excluded[iteration] = reason
         warn_once(self._directory, f"checkpoint {iteration} is left out of the prediction: {reason}")
 
-    def _common_operators(self) -> dict[str, _Slice]:
+    def _common_operators(self) -> dict[str, Piece]:
         if not self._checkpoints:
             return {}
         different = list({id(item.read.slices): item.read.slices for item in self._checkpoints}.values())
@@ -439,41 +377,6 @@ class DiskHistory:
             message = f"operators that are new, gone or changed in shape cannot be predicted: {left_out}"
             warn_once(self._directory, message)
         return common
-
-
-def _left_to_others(directory: Path, manifest: Manifest, record: RankManifest) -> list[_Left]:
-    """The operators in other ranks' files."""
-    found: list[_Left] = []
-    for writer, operators in record.by_writer().items():
-        files = files_left_to(directory, manifest, writer, operators.values())
-        found.append(_Left({name: file for name, file in files.items() if holds_weights(name)}, operators.keys()))
-    return found
-
-
-def _held_in(directory: Path, files: Iterable[str], operators: Iterable[str]) -> Generator[None, None, dict[str, str]]:
-    """Operators -> the one of these files that holds it; yields after every file."""
-    found: dict[str, str] = {}
-    for name in files:
-        names = _names(directory / name)
-        found |= {operator: name for operator in operators if f"param/{operator}" in names}
-        yield
-    return found
-
-
-def _places(directory: Path, record: RankManifest) -> Generator[None, None, dict[str, str]]:
-    """Operators outside the common file -> name of their file; yields after every file."""
-    found: dict[str, str] = {}
-    for taken_at, operators in record.by_iteration().items() if record.sparse else ():
-        name = file_name(record.rank, "params", taken_at)
-        if name in record.files:
-            found |= yield from _held_in(directory, [name], operators)
-    return found
-
-
-def _names(path: Path) -> set[str]:
-    """Tensors in a file."""
-    with open_tensors(path) as file:
-        return set(file.keys())
 
 
 def _entry(record: RankManifest) -> HistoryEntry:

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Annotated, Any, Literal, Self
 
+import torch
 import xxhash
 from pydantic import (
     BaseModel,
@@ -29,7 +30,7 @@ __all__ += [
     "frozen_writer",
     "holds_frozen",
 ]
-__all__ += ["holds_weights", "is_shared", "thinned_record"]
+__all__ += ["dtype_name", "holds_weights", "is_shared", "thinned_record"]
 
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
@@ -164,12 +165,9 @@ class OperatorRecord(_RecordOfSome):
     block: tuple[Count, ...] | None = Field(
         default=None, description="shape of a block that is no range; see `cpsr.state.shard.ParamSlice`"
     )
-
-    def is_cut_as(self, other: "OperatorRecord") -> bool:
-        """Whether both are ranges of one parameter, or the same block of it: other blocks are not taken apart."""
-        if self.block is None or other.block is None:
-            return self.block is other.block
-        return (self.block, self.offset, self.numel) == (other.block, other.offset, other.numel)
+    apart: Literal[True] | None = Field(
+        default=None, description="an expert's: it lies in the files of its iteration (see `cpsr.checkpoint.carried`)"
+    )
 
     def is_same_state(self, other: "OperatorRecord") -> bool:
         """Whether it is the same slice at the same iteration, whichever rank saved it."""
@@ -186,7 +184,7 @@ class OperatorRecord(_RecordOfSome):
     @property
     def described(self) -> "OperatorRecord":
         """The slice, without the rank that saved it and the iteration."""
-        return self.model_copy(update={"saved_by": None, "xxh3_128": None, "iteration": 0})
+        return self.model_copy(update={"saved_by": None, "xxh3_128": None, "iteration": 0, "apart": None})
 
 
 class RankManifest(_Record):
@@ -307,6 +305,11 @@ class Manifest(_Record):
     def thinned_files(self) -> list[str]:
         """Names that thinning removes: all but the weights."""
         return sorted(name for name in self.files() if not holds_weights(name))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def step_name(iteration: int) -> str:

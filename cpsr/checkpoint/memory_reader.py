@@ -3,17 +3,21 @@
 import json
 import math
 import mmap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import xxhash
 
-from cpsr.checkpoint.loading import dtype_name
+from cpsr.checkpoint.assemble import Piece, assemble, wanted_of
+from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory_states import Described, HeldOperator, MemoryState, describe, hash_of
+from cpsr.checkpoint.ranges import WantedRange
 from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor
-from cpsr.errors import CheckpointError
+from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -21,7 +25,7 @@ __all__ = [
     "OpenState",
     "ages_in_memory",
     "holds_whole_operators",
-    "load_memory_state",
+    "load_states",
     "owned_word",
     "owned_word_in_memory",
     "room_for_memory_state",
@@ -29,28 +33,38 @@ __all__ = [
 ]
 
 
-def load_memory_state(state: MemoryState, into: Shard) -> Any:
-    """Copy a state into the views of `into`, whose operators get the iterations at which they were taken.
+def load_states(states: Sequence[MemoryState], into: Shard) -> Any:
+    """Copy a rank's state into the views of `into`, whose operators get the iterations at which they were taken.
+
+    Args:
+        states: its snapshot; or another rank's with the same weights and moments, and its own small one behind it.
+        into: views to be written.
 
     Returns:
-        Its scalars.
+        The small state of the last one.
 
     Raises:
-        CheckpointError: the state is no longer whole, or is of another model or split; `into` is unchanged.
+        CheckpointError: a state is no longer whole, or is of another model or split, or the two do not belong together;
+            `into` is unchanged.
     """
-    with OpenState(state) as reading:
-        pairs = [(target, reading.tensor(key, target)) for key, target in into.tensors()]
-        taken_at = reading.taken_at(into)
-        scalars = reading.scalars()
-        with torch.no_grad():
-            for target, source in pairs:
-                target.copy_(source)
-        into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
-        return scalars
+    with ExitStack() as opened:
+        slabs = [opened.enter_context(OpenState(state)) for state in reversed(states)]
+        small, whole = slabs[0], slabs[-1]
+        if small is not whole and whole.owned_word() != states[-1].owned:
+            paths = " and ".join(str(state.path) for state in states)
+            raise CheckpointError(f"{paths} do not belong together: other weights or moments")
+        scalars = small.scalars()
+        try:
+            assemble(slabs, wanted_of(into), states[0].path)
+        except RunMismatchError as error:
+            raise CheckpointError(str(error)) from error
+        taken_at = {name: whole.operators[name].iteration for name in into.operators}
+    into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
+    return scalars
 
 
 def room_for_memory_state(state: MemoryState) -> Shard:
-    """Host memory of its own for a state's tensors, of whatever rank and split; for `load_memory_state`.
+    """Host memory of its own for a state's tensors, of whatever rank and split; for `load_states`.
 
     Raises:
         CheckpointError: the state is not there any more, or its header is damaged.
@@ -218,6 +232,35 @@ class OpenState:
             key: (dtype_name(one.dtype), one.shape, self._bytes[one.first : one.end]) for key, one in owned.items()
         }
         return _owned_word({name: _slice(one) for name, one in self.operators.items()}, tensors)
+
+    @property
+    def rank(self) -> int:
+        """That saved it."""
+        return self._state.rank
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Piece]:
+        """By key; see `cpsr.checkpoint.assemble.Slab`."""
+        found = {}
+        for key, one in self.tensors.items():
+            operator = self._operator_of(key)
+            found[key] = Piece(one.shape, one.dtype, 0, one.numel)
+            if operator is not None and one.numel == self.tensors[f"param/{operator}"].numel:
+                whole = self.operators[operator]
+                found[key] = Piece(whole.global_shape, one.dtype, whole.offset, one.numel, whole.block)
+        return found
+
+    def _operator_of(self, key: str) -> str | None:
+        if key.startswith("param/"):
+            return key.removeprefix("param/")
+        return _moment_of(key, self.operators)[1] if key.startswith("moment/") else None
+
+    def read(self, wanted: Sequence[WantedRange]) -> int:
+        """See `cpsr.checkpoint.assemble.Slab.read`; all of it was verified when it was opened."""
+        for one in wanted:
+            values = self.as_it_is(one.key).reshape(-1)
+            one.target.copy_(values[one.start : one.start + one.target.numel()])
+        return sum(one.target.nbytes for one in wanted)
 
     def taken_at(self, into: Shard) -> dict[str, int]:
         """Iteration of each of these operators.

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from cpsr.checkpoint.direct_file import BLOCK_BYTES, HASHED_PIECE_BYTES, PIECE_B
 from cpsr.checkpoint.files import open_plain
 from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor, TensorHeader, bytes_of
-from cpsr.checkpoint.verify import DamagedFileError, check_piece, persistently, refused_content
+from cpsr.checkpoint.verify import DamagedFileError, check_piece, persistently, refused_content, require_same
 
-__all__ = ["MissingRanges", "WantedRange", "lacking_among", "read_ranges"]
+__all__ = ["MissingRanges", "WantedRange", "lacking_among", "read_ranges", "read_tensors"]
 
 
 class MissingRanges:
@@ -98,15 +98,17 @@ class WantedRange:
             )
 
 
-def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -> int:
+def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange], descriptor: int | None = None) -> int:
     """Copy ranges of a file's tensors to their targets, from hashed pieces that are read past the page cache.
 
-    Only the pieces with the header, and then those with the ranges, are read, into one buffer of 16 MiB at most.
+    Only the pieces with the header, and then those with the ranges, are read, into one buffer of 16 MiB at most. Where
+    the hashes of the pieces are not known, all are read, and compared with the hash of the file.
 
     Args:
         path: of the file.
-        record: what it should be, with the hashes of its pieces.
+        record: what it should be.
         wanted: in any order; several of one tensor may overlap.
+        descriptor: of the open file, which stays open; None opens it.
 
     Returns:
         The bytes that were read from the disk. After an error the targets hold anything.
@@ -116,35 +118,47 @@ def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -
             has no such tensor, one of another dtype, or a shorter one.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    if record.pieces is None:
-        raise DamagedFileError(path, "is not described with hashes of its pieces")
-    return persistently(lambda path: _read(path, record, wanted), path)
+    return persistently(lambda path: _read(path, record, lambda _: wanted, descriptor), path)
 
 
-def _read(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -> int:
+def read_tensors(path: Path, record: FileRecord, prefix: str, descriptor: int | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of a file whose names begin so, in memory of their own; verified and raising as `read_ranges`."""
+    found: dict[str, torch.Tensor] = {}
+
+    def choose(tensors: Mapping[str, PlacedTensor]) -> list[WantedRange]:
+        for name, one in tensors.items():
+            if name.startswith(prefix):
+                found[name] = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+        return [WantedRange(name, 0, tensor.view(-1)) for name, tensor in found.items()]
+
+    persistently(lambda path: _read(path, record, choose, descriptor), path)
+    return found
+
+
+def _read(
+    path: Path,
+    record: FileRecord,
+    choose: Callable[[Mapping[str, PlacedTensor]], Sequence[WantedRange]],
+    descriptor: int | None,
+) -> int:
     """One attempt of `read_ranges`."""
-    descriptor, read = open_plain(path, direct=True), 0
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != record.bytes:
-            raise DamagedFileError(path, f"has {size} bytes, {record.bytes} were committed")
-        buffer, count = block_buffer(min(PIECE_BYTES, size)), pieces_in(size)
-        header, begin = TensorHeader(size), 0
+    with _Pieces(path, record, descriptor) as pieces:
+        header, begin = TensorHeader(record.bytes), 0
         try:
-            while not header.whole and begin < count:
+            while not header.whole and begin < pieces.count:
                 after = min(pieces_in(header.end), begin + _AT_ONCE)
-                header.take(_verified(path, record, descriptor, buffer, begin, after))
-                read += min(after * HASHED_PIECE_BYTES, size) - begin * HASHED_PIECE_BYTES
+                header.take(pieces.read(begin, after))
                 begin = after
             if not header.whole:
-                raise ValueError(f"it ends at byte {size}, within its header")
-            left = _places({one.name: one for one in header.tensors()}, wanted)
+                raise ValueError(f"it ends at byte {record.bytes}, within its header")
+            tensors = {one.name: one for one in header.tensors()}
+            left = _places(tensors, choose(tensors))
         except NO_HEADER as error:
             raise refused_content(path, str(error)) from error
         runs, begun = _runs(left), list[_Place]()
         left.reverse()
         for begin, after in runs:
-            piece = _verified(path, record, descriptor, buffer, begin, after)
+            piece = pieces.read(begin, after)
             start, end = begin * HASHED_PIECE_BYTES, begin * HASHED_PIECE_BYTES + len(piece)
             while left and left[-1][0] < end:
                 begun.append(left.pop())
@@ -153,25 +167,61 @@ def _read(path: Path, record: FileRecord, wanted: Sequence[WantedRange]) -> int:
                 of, to = max(first, start), min(first + memory.nbytes, end)
                 numpy.copyto(memory[of - first : to - first], values[of - start : to - start])
             begun = [(first, memory) for first, memory in begun if first + memory.nbytes > end]
-            read += len(piece)
-        return read
-    finally:
-        os.close(descriptor)
+        return pieces.finish()
 
 
-def _verified(
-    path: Path, record: FileRecord, descriptor: int, buffer: memoryview, begin: int, after: int
-) -> memoryview:
-    """The bytes of these hashed pieces, at most 16; valid until the next."""
-    start, end = begin * HASHED_PIECE_BYTES, min(after * HASHED_PIECE_BYTES, record.bytes)
-    room = buffer[: -(-(end - start) // BLOCK_BYTES) * BLOCK_BYTES]
-    count = read_at(descriptor, room, start, end - start)
-    if count < end - start:
-        raise DamagedFileError(path, f"has {start + count} bytes, {record.bytes} were committed")
-    for index in range(begin, after):
-        piece = room[(index - begin) * HASHED_PIECE_BYTES : min((index + 1) * HASHED_PIECE_BYTES, end) - start]
-        check_piece(path, record, index, xxhash.xxh3_64_hexdigest(piece))
-    return room[: end - start]
+class _Pieces:
+    """The hashed pieces of a file, read past the page cache and verified, at most 16 at a time.
+
+    Raises:
+        CheckpointCorruptError: it has another length than was committed.
+    """
+
+    def __init__(self, path: Path, record: FileRecord, descriptor: int | None) -> None:
+        self._path, self._record = path, record
+        self._descriptor = open_plain(path, direct=True) if descriptor is None else os.dup(descriptor)
+        size = os.fstat(self._descriptor).st_size
+        if size != record.bytes:
+            os.close(self._descriptor)
+            raise DamagedFileError(path, f"has {size} bytes, {record.bytes} were committed")
+        self.count = pieces_in(size)
+        self._buffer = block_buffer(min(PIECE_BYTES, size))
+        self._hashes: dict[int, str] = {}  # of those that were read, where they are not known
+        self._read = 0
+
+    def __enter__(self) -> "_Pieces":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def read(self, begin: int, after: int) -> memoryview:
+        """The bytes of these pieces; valid until the next call."""
+        path, record = self._path, self._record
+        start, end = begin * HASHED_PIECE_BYTES, min(after * HASHED_PIECE_BYTES, record.bytes)
+        room = self._buffer[: -(-(end - start) // BLOCK_BYTES) * BLOCK_BYTES]
+        count = read_at(self._descriptor, room, start, end - start)
+        self._read += count
+        if count < end - start:
+            raise DamagedFileError(path, f"has {start + count} bytes, {record.bytes} were committed")
+        for index in range(begin, after):
+            piece = room[(index - begin) * HASHED_PIECE_BYTES : min((index + 1) * HASHED_PIECE_BYTES, end) - start]
+            found = xxhash.xxh3_64_hexdigest(piece)
+            if record.pieces is not None:
+                check_piece(path, record, index, found)
+            elif self._hashes.setdefault(index, found) != found:
+                raise DamagedFileError(path, "changes while it is read")
+        return room[: end - start]
+
+    def finish(self) -> int:
+        """Check what could not be checked yet; returns the bytes that were read."""
+        if self._record.pieces is None:
+            for index in range(self.count):
+                if index not in self._hashes:
+                    self.read(index, index + 1)
+            hashes = "".join(self._hashes[index] for index in range(self.count))
+            require_same(self._path, FileRecord.of_pieces(self._record.bytes, hashes), self._record)
+        return self._read
 
 
 def _places(tensors: Mapping[str, PlacedTensor], wanted: Sequence[WantedRange]) -> list[_Place]:

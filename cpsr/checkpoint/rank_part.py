@@ -15,6 +15,7 @@ the same operator in an older file is out of date.
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,6 @@ from cpsr.checkpoint.commit import Attempt
 from cpsr.checkpoint.files import link_file, sync_directory, write_bytes, write_tensors
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks, FrozenPart
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.loading import SCALARS, operator_record, tensor_record
 from cpsr.checkpoint.manifest import (
     FileRecord,
     OperatorRecord,
@@ -32,6 +32,7 @@ from cpsr.checkpoint.manifest import (
     rank_manifest_name,
 )
 from cpsr.checkpoint.replicated import state_hash
+from cpsr.checkpoint.saved import SCALARS, operator_record, tensor_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tensor_file import in_memory_order
 from cpsr.errors import SaveError
@@ -156,7 +157,8 @@ class RankPartWriter:
         for name, writer in contents.writers.items():
             if name not in contents.carried:
                 xxh3_128 = state_hash(snapshot.shard.operators[name])
-                taken = {"iteration": snapshot.iteration, "saved_by": writer, "xxh3_128": xxh3_128}
+                taken: dict[str, Any] = {"iteration": snapshot.iteration, "saved_by": writer, "xxh3_128": xxh3_128}
+                taken["apart"] = name in contents.experts or None
                 found[name] = contents.replicated[name].model_copy(update=taken)
             elif name in before and before[name].saved_by == writer:
                 found[name] = before[name]
@@ -172,7 +174,9 @@ def _written_operators(snapshot: Snapshot) -> dict[str, OperatorRecord]:
     """Records of the written operators, with hashes of those that other ranks hold, too."""
     contents = snapshot.contents
     return {
-        name: operator_record(one, state_hash(one) if name in contents.replicated else None)
+        name: operator_record(
+            one, state_hash(one) if name in contents.replicated else None, apart=name in contents.experts
+        )
         for name, one in contents.written(snapshot.shard).operators.items()
     }
 

@@ -7,16 +7,16 @@ and loading reads the files of several ranks.
 Every rank puts the hash of each replicated operator into its manifest. Rank 0 commits nothing if two hashes differ.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import xxhash
 
-from cpsr.checkpoint.manifest import OperatorRecord, RankManifest, expert_files, file_name, frozen_writer
+from cpsr.checkpoint.manifest import RankManifest, frozen_writer
 from cpsr.errors import SaveError
 from cpsr.state.shard import OperatorState
 
-__all__ = ["DriftedError", "files_with", "missing_among", "refuse_drifted", "state_hash"]
+__all__ = ["DriftedError", "missing_among", "refuse_drifted", "state_hash"]
 
 
 class DriftedError(SaveError):
@@ -68,10 +68,3 @@ def refuse_drifted(records: Mapping[int, RankManifest]) -> None:
                     f"ranks {one.saved_by} and {rank} should hold the same of {name!r}, as ranks that train on "
                     f"different data in one data-parallel group do, and differ at iteration {one.iteration}"
                 )
-
-
-def files_with(writer: int, operators: Iterable[OperatorRecord]) -> list[str]:
-    """Files in which a rank has the weights and moments of operators that others left to it, if it has these files."""
-    ages = sorted({one.iteration for one in operators})
-    names = [file_name(writer, "params"), file_name(writer, "moments")]
-    return names + [name for age in ages for name in expert_files(writer, age)]

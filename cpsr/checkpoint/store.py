@@ -16,11 +16,12 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from cpsr.checkpoint.assemble import Piece
 from cpsr.checkpoint.catalogue import (
     Catalogue,
     CheckpointInfo,
@@ -46,10 +47,10 @@ from cpsr.checkpoint.commit import (
 )
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
-from cpsr.checkpoint.loading import load_shard
 from cpsr.checkpoint.manifest import COMMIT, Manifest, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
 from cpsr.checkpoint.replicated import DriftedError
+from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.verify import (
     Problem,
@@ -109,7 +110,7 @@ class CheckpointStore:
         self.copied_iteration: int | None = None
         self.drifted: str | None = None
         self.frozen: FrozenFiles | None = None
-        self.reshard: Callable[[Path, Manifest, Shard], Any] | None = None
+        self.reshard: Callable[[SavedCheckpoint, Shard], Any] | None = None
         self.rank = rank
         self._world_size = world_size
         self.run_id = run_id
@@ -261,9 +262,8 @@ class CheckpointStore:
         if is_thinned(directory, manifest):
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
         if self.reshard is not None and manifest.world_size != self._world_size:
-            return self.reshard(directory, manifest, into)
-        frozen = {} if self.frozen is None else self.frozen.weights.tensors
-        scalars = load_shard(directory, manifest, self.rank, into, frozen)
+            return self.reshard(SavedCheckpoint(directory, manifest), into)
+        scalars = SavedCheckpoint(directory, manifest).load(self.rank, into, self._frozen_pieces())
         if self.frozen is not None:
             self.frozen.load(directory)
         return scalars
@@ -309,6 +309,11 @@ class CheckpointStore:
             write_bytes(self.directory.parent / DIFFERING, drifted.encode())
         except OSError as error:
             _log.warning("that ranks differ is not recorded for the next life, which will detect it again: %s", error)
+
+    def _frozen_pieces(self) -> Mapping[str, Piece]:
+        files = self.frozen
+        names = () if files is None else files.weights.tensors
+        return {f"frozen/{name}": piece_of(files.described(name)) for name in names if files is not None}
 
     def _of_this_run(self, iteration: int, *, any_size: bool = False) -> tuple[Path, Manifest]:
         """A committed checkpoint of this run, with its manifest."""

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.errors import SaveError
 
 __all__ = ["HEADER_BYTES_MAX", "LENGTH_BYTES", "METADATA", "NO_HEADER", "MappedTensors", "PlacedTensor"]
-__all__ += ["TensorContent", "TensorHeader", "bytes_of", "dtype_of", "header_of", "image_of", "in_file_order"]
+__all__ += ["TensorHeader", "bytes_of", "dtype_of", "header_of", "image_of", "in_file_order"]
 __all__ += ["in_memory_order", "members_of", "placed_after", "runs_of"]
 
 LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
@@ -275,71 +275,6 @@ class TensorHeader:
         return bytes(self._taken)
 
 
-class TensorContent:
-    """Takes the bytes of one file once, in order, and copies those of each tensor to its place.
-
-    The bytes may be damaged, which a hash of all of them shows afterwards: until then the places hold anything.
-
-    Args:
-        file_bytes: length of the whole file.
-        place: gives the tensor that one of this name, shape and dtype is copied to, contiguous on the CPU, or None
-            where nobody wants it; raises ValueError where the file should hold another one.
-    """
-
-    def __init__(
-        self, file_bytes: int, place: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor | None]
-    ) -> None:
-        self._place = place
-        self._taken = 0
-        self._header: TensorHeader | None = TensorHeader(file_bytes)  # None once it is read
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._left: list[tuple[int, NDArray[numpy.uint8]]] = []  # places in the file and memory, the next one last
-        self._problem: str | None = None
-
-    def take(self, piece: memoryview) -> None:
-        """Take the bytes that follow."""
-        start, self._taken = self._taken, self._taken + len(piece)
-        if self._header is not None and self._problem is None:
-            try:
-                self._take_header(self._header, piece)
-            except NO_HEADER as error:
-                self._problem = str(error)
-                self._left.clear()
-        values = numpy.frombuffer(piece, numpy.uint8)
-        while self._left and self._left[-1][0] < self._taken:
-            first, memory = self._left[-1]
-            begin, end = max(first, start), min(first + memory.nbytes, self._taken)
-            numpy.copyto(memory[begin - first : end - first], values[begin - start : end - start])
-            if end < first + memory.nbytes:
-                return
-            self._left.pop()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that had a place, by name; call it once all bytes were taken.
-
-        Raises:
-            ValueError: these were none of a safetensors file, or `place` refused one.
-        """
-        if self._problem is None and (self._header is not None or self._left):
-            self._problem = f"it ends at byte {self._taken}, within its header or a tensor"
-        if self._problem is not None:
-            raise ValueError(self._problem)
-        return self._tensors
-
-    def _take_header(self, header: TensorHeader, piece: memoryview) -> None:
-        header.take(piece)
-        if not header.whole:
-            return
-        for one in header.tensors():
-            tensor = self._place(one.name, one.shape, one.dtype)
-            if tensor is not None:
-                self._tensors[one.name] = tensor
-                if tensor.nbytes:
-                    self._left.append((one.first, bytes_of(tensor)))
-        self._left.reverse()
-        self._header = None
-
-
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -374,6 +309,9 @@ class MappedTensors:
             for name, one in header.items()
             if name != "__metadata__"
         }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
 
     def flat(self, name: str) -> torch.Tensor:
         """All elements of a tensor, `(numel,)` of its own type, as a view of the file.

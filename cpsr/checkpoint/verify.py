@@ -4,14 +4,11 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
-
-import torch
-from safetensors import SafetensorError, safe_open
+from typing import TypeVar
 
 from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, piece_hash
 from cpsr.checkpoint.files import hash_file, hash_in_pieces, open_plain, read_bytes
@@ -21,20 +18,19 @@ from cpsr.checkpoint.manifest import (
     THINNED,
     FileRecord,
     Manifest,
-    OperatorRecord,
     RankManifest,
     commit_record,
     rank_manifest_name,
     step_iteration,
     thinned_record,
 )
-from cpsr.checkpoint.replicated import files_with, missing_among
-from cpsr.checkpoint.tensor_file import MappedTensors, TensorContent
+from cpsr.checkpoint.replicated import missing_among
+from cpsr.checkpoint.tensor_file import MappedTensors
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "check_piece"]
-__all__ += ["files_left_to", "is_committed", "is_there", "is_thinned", "map_tensors", "open_tensors", "persistently"]
-__all__ += ["read_content", "read_manifest", "read_rank_manifest", "read_tensors", "refused_content"]
+__all__ += ["is_committed", "is_there", "is_thinned", "map_tensors", "persistently"]
+__all__ += ["read_manifest", "read_rank_manifest", "refused_content", "require_same"]
 __all__ += ["verify_checkpoint", "verify_run"]
 
 # Errors where the file is gone or something else is in its place: a retry does not help.
@@ -44,15 +40,6 @@ _DAMAGE = (errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO)
 _PAUSES_SECONDS = (0.02, 0.1, 0.5)
 
 _Read = TypeVar("_Read")
-
-
-class _Takes(Protocol):
-    """Takes the bytes of a file in order."""
-
-    def take(self, piece: memoryview, /) -> None: ...
-
-
-_Content = TypeVar("_Content", bound=_Takes)
 
 
 @dataclass(frozen=True)
@@ -146,27 +133,6 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
         raise DamagedFileError(path, str(error)) from error
 
 
-def files_left_to(
-    directory: Path, manifest: Manifest, writer: int, operators: Iterable[OperatorRecord]
-) -> dict[str, FileRecord]:
-    """Files in which a rank writes operators for another one (see `cpsr.checkpoint.replicated`), with their records.
-
-    The commit checked that the rank wrote these operators. So its manifest, which may be large, is not read.
-
-    Raises:
-        CheckpointCorruptError: there is no such rank, or its files are not described.
-    """
-    record = manifest.ranks.get(writer)
-    if record is None or record.hashes is None or record.hashes.keys() != record.files.keys():
-        raise DamagedFileError(directory / MANIFEST, f"lacks the hashes of rank {writer}'s files")
-    names = files_with(writer, operators)
-    return {
-        name: FileRecord(bytes=record.files[name], xxh3_128=record.hashes[name])
-        for name in names
-        if name in record.files
-    }
-
-
 def is_thinned(directory: Path, manifest: Manifest) -> bool:
     """Whether only the weights are kept; the marker must list exactly the files that thinning removes.
 
@@ -194,53 +160,7 @@ def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
         CheckpointCorruptError: it is missing, no plain file, or its size or hash differs.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    _compare(path, persistently(partial(hash_file, direct=direct), path), record)
-
-
-def read_tensors(
-    path: Path, record: FileRecord, place: Callable[[str, tuple[int, ...], torch.dtype], torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
-    """Copy a file's tensors to their places, and compare the file with its record; the disk is read once.
-
-    Args:
-        path: of the file.
-        record: what it should be.
-        place: see `TensorContent`; called for each tensor at every attempt.
-
-    Returns:
-        The tensors that had a place. After an error the places hold anything.
-
-    Raises:
-        CheckpointCorruptError: as `check_file`; or it is no safetensors file, or `place` refused a tensor.
-        UnreadableFileError: as `check_file`.
-    """
-    content = read_content(path, record, lambda: TensorContent(record.bytes, place))
-    try:
-        return content.tensors()
-    except ValueError as error:
-        raise refused_content(path, str(error)) from error
-
-
-def read_content(path: Path, record: FileRecord, begin: Callable[[], _Content]) -> _Content:
-    """What took all bytes of a file, which is compared with its record; the disk is read once.
-
-    Args:
-        path: of the file.
-        record: what it should be.
-        begin: makes what takes them, at every attempt.
-
-    Raises:
-        CheckpointCorruptError: as `check_file`.
-        UnreadableFileError: as `check_file`.
-    """
-
-    def read(path: Path) -> tuple[FileRecord, _Content]:
-        content = begin()
-        return hash_file(path, direct=True, take=content.take), content
-
-    found, content = persistently(read, path)
-    _compare(path, found, record)
-    return content
+    require_same(path, persistently(partial(hash_file, direct=direct), path), record)
 
 
 def refused_content(path: Path, what: str) -> DamagedFileError:
@@ -260,10 +180,10 @@ def check_in_pieces(path: Path, record: FileRecord) -> Iterator[None]:
     except OSError:
         check_file(path, record)
         return
-    _compare(path, found, record)
+    require_same(path, found, record)
 
 
-def _compare(path: Path, found: FileRecord, record: FileRecord) -> None:
+def require_same(path: Path, found: FileRecord, record: FileRecord) -> None:
     """Raise DamagedFileError where a file differs from its record; its MiB is named where the record has its hash."""
     if found.bytes != record.bytes:
         raise DamagedFileError(path, f"has {found.bytes} bytes, {record.bytes} were committed")
@@ -286,16 +206,6 @@ def check_piece(path: Path, record: FileRecord, index: int, found: str) -> None:
         start = index * HASHED_PIECE_BYTES
         end = min(start + HASHED_PIECE_BYTES, record.bytes)
         raise DamagedFileError(path, f"the xxh3-64 of its bytes {start} to {end} is {found}, committed was {committed}")
-
-
-def open_tensors(path: Path) -> Any:
-    """The safetensors library's open file, which maps the tensors and reads them on access.
-
-    Raises:
-        CheckpointCorruptError: it is missing, or no safetensors file.
-        UnreadableFileError: the file system refuses to give it, also when asked again.
-    """
-    return persistently(_open_tensors, path)
 
 
 def map_tensors(path: Path) -> MappedTensors:
@@ -396,16 +306,6 @@ def persistently(read: Callable[[Path], _Read], path: Path) -> _Read:
             what = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
             raise DamagedFileError(path, what) from error
         raise UnreadableFileError(path, f"cannot be read now: {error.strerror}") from error
-
-
-def _open_tensors(path: Path) -> Any:
-    os.close(open_plain(path))  # the library reports most errors without errno, and follows links
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise DamagedFileError(path, f"is not a safetensors file: {error}") from error
-    except (OSError, RuntimeError) as error:
-        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def _map_tensors(path: Path) -> MappedTensors:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.manifest import OperatorRecord
+from cpsr.checkpoint.saved import operator_record
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
 from cpsr.state.shard import OperatorState, Shard

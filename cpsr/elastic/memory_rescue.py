@@ -17,6 +17,7 @@ from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_reader import (
     holds_whole_operators,
+    load_states,
     owned_word_in_memory,
     room_for_memory_state,
     verify_memory_state,
@@ -24,15 +25,13 @@ from cpsr.checkpoint.memory_reader import (
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.ranges import lacking_among
-from cpsr.checkpoint.resharding import read_small_state
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, Source, decide, state_of
-from cpsr.checkpoint.verify import read_manifest
 from cpsr.elastic.resharded_load import small_state_at_dump
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
-from cpsr.peers.alike import load_states
 from cpsr.ranks.group import this_node
 from cpsr.state.shard import Shard
 
@@ -221,7 +220,7 @@ class Rescue:
             _require_finite(states[0], room)
             rank, run = states[0].rank, self._job.run
             directory = run.path / "checkpoints" / step_name(checkpoint)
-            saved = read_small_state(directory, read_manifest(directory), rank)
+            saved = SavedCheckpoint(directory).small_state(rank)
             progress = read_progress(run.path, run.previous_ranks)
             batches = None if progress is None or rank not in progress.ranks else progress.ranks[rank].slots
             scalars = small_state_at_dump(saved, scalars, source.iteration, batches or {})

@@ -10,24 +10,24 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import xxhash
 
+from cpsr.checkpoint.assemble import assemble, wanted_of
 from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.manifest import Manifest
-from cpsr.checkpoint.resharding import load_buffers, load_resharded, load_resharded_frozen, read_small_state
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.optimizer_restore import shared_scalars
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import same
+from cpsr.state.frozen_parameters import word_of
 from cpsr.state.shard import Shard
 from cpsr.state.small_state import Scalars
 
-__all__ = ["Resharding", "random_states_of", "small_state_at_dump"]
+__all__ = ["Resharding", "load_frozen", "load_tensors", "random_states_of", "small_state_at_dump"]
 
 _OFFSET = 0  # of a fresh generator of a GPU
 
@@ -46,22 +46,21 @@ class Resharding:
         self._adapter = adapter
         self._frozen = frozen
 
-    def load(self, directory: Path, manifest: Manifest, into: Shard) -> dict[str, Any]:
+    def load(self, saved: SavedCheckpoint, into: Shard) -> dict[str, Any]:
         """Fill the views of `into` and return the small state; see `CheckpointStore.load` for what it raises."""
-        rank, saved_by = self._adapter.rank, self._adapter.rank % manifest.world_size
-        saved = read_small_state(directory, manifest, saved_by)
+        rank, ranks = self._adapter.rank, saved.manifest.world_size
+        saved_by = rank % ranks
+        small = saved.small_state(saved_by)
         if rank == 0 or self._adapter.pipeline is not None:
-            others = (other for other in range(manifest.world_size) if other != saved_by)
-            trees = [saved, *(read_small_state(directory, manifest, other) for other in others)]
-            saved = {**saved, "data": max((tree["data"] for tree in trees), key=itemgetter("batches"))}
+            others = (other for other in range(ranks) if other != saved_by)
+            trees = [small, *(saved.small_state(other) for other in others)]
+            small = {**small, "data": max((tree["data"] for tree in trees), key=itemgetter("batches"))}
             if rank == 0:
-                self._compare(trees, manifest.world_size)
-        load_buffers(directory, manifest, saved_by, into)
-        found = _small_state_of(rank, saved_by, saved, self._adapter.resharded)
-        load_resharded(directory, manifest, into)
+                self._compare(trees, ranks)
+        found = _small_state_of(rank, saved_by, small, self._adapter.resharded)
+        load_tensors(saved, saved_by, into)
         if self._frozen is not None:
-            frozen = load_resharded_frozen(directory, manifest, saved_by, self._frozen, found["frozen"])
-            found = {**found, "frozen": frozen}
+            found = {**found, "frozen": load_frozen(saved, saved_by, self._frozen, found["frozen"])}
         return found
 
     def _compare(self, trees: Sequence[Mapping[str, Any]], ranks: int) -> None:
@@ -76,6 +75,77 @@ class Resharding:
                 self._adapter.world_size,
                 ranks,
             )
+
+
+def load_tensors(saved: SavedCheckpoint, saved_by: int, into: Shard) -> int:
+    """Copy this rank's weights, moments and buffers out of the files of all ranks that saved the checkpoint.
+
+    Args:
+        saved: the checkpoint.
+        saved_by: the rank whose buffers are taken; those that it did not have come from the first that had them.
+        into: views to be written.
+
+    Returns:
+        The bytes that were read.
+
+    Raises:
+        RunMismatchError: the ranks have not all that this one needs, or what cannot be dealt to other ranks.
+        CheckpointCorruptError, UnreadableFileError: see `cpsr.checkpoint.assemble.assemble`.
+    """
+    for rank in range(saved.manifest.world_size):
+        record = saved.record(rank)
+        if record.sparse:
+            raise RunMismatchError(
+                f"{saved.directory} was saved with experts.policy: experts of different iterations are not dealt to "
+                "another number of ranks. Nothing was changed; start with as many ranks as the run had, or use another "
+                "run_dir"
+            )
+        for name, one in into.operators.items():
+            then = record.operators.get(name)
+            if then is not None and then.moments.keys() != one.moments.keys():
+                raise RunMismatchError(
+                    f"{saved.directory}: rank {rank} saved {name} with the moments {sorted(then.moments)}, this rank "
+                    f"has {sorted(one.moments)}. Nothing was changed; use the optimizer that it was saved from"
+                )
+    return assemble(saved.slabs(saved.beginning_with(saved_by)), wanted_of(into), saved.directory)
+
+
+def load_frozen(
+    saved: SavedCheckpoint, saved_by: int, files: FrozenFiles, state: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Give the engine its parameters outside the optimizer; return what a snapshot of this rank would have of them.
+
+    Where the rank `saved_by` had the same part of a parameter, that is taken by its hash. Of others each rank reads the
+    ranges that it needs, from whichever ranks had them.
+
+    Args:
+        saved: the checkpoint.
+        saved_by: the rank whose small state is taken.
+        files: of this rank.
+        state: what that small state has of them, as `FrozenWeights.state`.
+
+    Raises:
+        RunMismatchError: a parameter was split in a way that cannot be dealt; nothing was changed.
+        CheckpointCorruptError, UnreadableFileError: the engine's parameters hold anything.
+    """
+    weights, record = files.weights, saved.record(saved_by)
+    weights.present(())  # takes the engine's views anew
+    own = {name: files.described(name) for name in weights.tensors}
+    alike = {name for name, one in own.items() if name in record.frozen and record.frozen[name].described == one}
+    dealt = own.keys() - alike
+    if dealt:
+        weights.forget(dealt)
+        assemble(saved.slabs(saved.beginning_with(saved_by)), files.wanted(dealt), saved.directory)
+    files.load(saved.directory, saved_by, only=alike)
+    if alike == own.keys() == record.frozen.keys():
+        return state
+    frozen = [saved.record(rank).frozen for rank in range(saved.manifest.world_size)]
+    moved = {name: one for name, one in state.get("moved", {}).items() if name in alike}
+    for name in dealt:
+        if any(name in part and part[name].file is None for part in frozen):
+            moved[name] = weights.tensors[name].detach().to("cpu", copy=True)
+    settled = [name for name in own if name not in moved]
+    return {"word": word_of(weights.present(settled)), "moved": moved}
 
 
 def _small_state_of(

@@ -1,26 +1,20 @@
 """One committed checkpoint with the ranks' slices put together."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError
 
+from cpsr.checkpoint.assemble import Piece, Slab, Wanted, assemble
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
-from cpsr.checkpoint.manifest import COMMIT, OperatorRecord, RankManifest, file_name, rank_manifest_name
-from cpsr.checkpoint.verify import (
-    DamagedFileError,
-    UnreadableFileError,
-    check_file,
-    open_tensors,
-    read_manifest,
-    read_rank_manifest,
-)
+from cpsr.checkpoint.manifest import COMMIT, OperatorRecord, RankManifest, rank_manifest_name
+from cpsr.checkpoint.saved import FileSlab, SavedCheckpoint
+from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError
 from cpsr.errors import CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
-from cpsr.state.codec import decode
+from cpsr.state.codec import same_bits
 
 __all__ = ["Precision", "WholeState", "open_whole", "state_dict"]
 
@@ -64,27 +58,28 @@ class RunIdentity(BaseModel):
 
 
 class WholeState:
-    """A checkpoint over all ranks; tensors are read and put together one at a time, when they are asked for.
-
-    Every file that is used was compared with its hash when this was made by `open_whole`.
+    """A checkpoint over all ranks; tensors are read, verified and put together one at a time, when they are asked for.
 
     Args:
         info: the checkpoint.
         identity: the run's.
-        records: manifests of the ranks.
-        files: by name, opened (mapped, not read).
+        saved: the same checkpoint.
 
     Attributes:
         info, identity: as given.
         parameters: names of the trained parameters, in the order in which they are saved.
     """
 
-    def __init__(
-        self, info: CheckpointInfo, identity: RunIdentity, records: Sequence[RankManifest], files: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, info: CheckpointInfo, identity: RunIdentity, saved: SavedCheckpoint) -> None:
         self.info, self.identity = info, identity
-        self._ranks, self._files = records, files
+        self._saved = saved
+        self._ranks = [saved.record(rank) for rank in range(saved.manifest.world_size)]
         self._operators = self._described_operators()
+        self._slabs: dict[str, dict[object, Slab]] = {}  # key -> those that hold it, each once
+        for number, slab in enumerate(saved.slabs(range(len(self._ranks)))):
+            for key in slab.pieces:
+                place = slab.path if isinstance(slab, FileSlab) else number
+                self._slabs.setdefault(key, {}).setdefault(place, slab)
         self.parameters = list(self._operators)
 
     def moments(self, name: str) -> dict[str, str]:
@@ -98,11 +93,11 @@ class WholeState:
             CheckpointCorruptError: the content of a file differs from its manifest.
             UnsupportedEngineError: the ranks' slices do not make up one tensor.
         """
-        return self._whole(name, "params", f"param/{name}", self._operators[name].dtype)
+        return self._whole(name, f"param/{name}")
 
     def moment(self, name: str, moment: str) -> torch.Tensor:
         """One of the optimizer's tensors of a trained parameter, of the parameter's shape; errors as of `weights`."""
-        return self._whole(name, "moments", f"moment/{moment}/{name}", self._operators[name].moments[moment])
+        return self._whole(name, f"moment/{moment}/{name}")
 
     def outside(self) -> dict[str, torch.Tensor]:
         """Buffers and frozen parameters, by name; a buffer is rank 0's, as it is in the engine's own checkpoints.
@@ -114,8 +109,7 @@ class WholeState:
         frozen, own = self.identity.module.frozen, _outside(self._ranks[0])
         absent = sorted(frozen.keys() - set(own)) if self.identity.engine == "torch" else []
         return {
-            name: self._frozen(name, frozen[name]) if name in frozen else self._other(0, name)
-            for name in [*own, *absent]
+            name: self._frozen(name, frozen[name]) if name in frozen else self._buffer(name) for name in [*own, *absent]
         }
 
     def scalars(self, rank: int = 0) -> dict[str, Any]:
@@ -124,13 +118,9 @@ class WholeState:
         Raises:
             CheckpointCorruptError: it cannot be decoded.
         """
-        path, file = self.info.directory / rank_manifest_name(rank), self._files[file_name(rank, "extra")]
-        try:
-            keys = [key for key in file.keys() if key.startswith("scalars")]  # noqa: SIM118 - not a mapping
-            found = decode(self._ranks[rank].scalars, {key: file.get_tensor(key).clone() for key in keys})
-        except (KeyError, ValueError, TypeError, IndexError, RecursionError, SafetensorError) as error:
-            raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
+        found = self._saved.small_state(rank)
         if not isinstance(found, dict):
+            path = self.info.directory / rank_manifest_name(rank)
             raise DamagedFileError(path, f"its scalars are {type(found).__name__}, not a mapping")
         return found
 
@@ -158,19 +148,13 @@ class WholeState:
             _require_name(self.info.directory, name)
         return found
 
-    def _whole(self, name: str, kind: Literal["params", "moments"], key: str, dtype: str) -> torch.Tensor:
+    def _whole(self, name: str, key: str) -> torch.Tensor:
         """A trained parameter, or a tensor of its optimizer, in its own order of elements."""
         shape, stride = self._operators[name].global_shape, self.identity.module.strides.get(name)
-        records = ((rank, manifest.operators.get(name)) for rank, manifest in enumerate(self._ranks))
-        flat = self._joined(
-            name,
-            math.prod(shape),
-            (
-                (rank, record.offset, self._read(file_name(rank, kind), key, (record.numel,), dtype))
-                for rank, record in records
-                if record is not None and record.saved_by is None and (record.numel or not math.prod(shape))
-            ),
-        )
+        slabs = list(self._slabs[key].values())
+        flat = self._joined(key, slabs, shape)
+        for slab in slabs:
+            self._refuse_other_values(key, slab, flat)
         if stride is None:
             return flat.view(shape)
         try:  # run.json may hold anything: torch refuses what lies outside of `flat`
@@ -180,90 +164,73 @@ class WholeState:
                 f"run.json gives {name} of shape {shape} impossible strides {stride}"
             ) from error
 
-    def _joined(self, name: str, total: int, pieces: Iterable[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
-        """The flattened whole of the ranks' flat pieces: rank, first element, and elements."""
-        whole: torch.Tensor | None = None
-        is_filled = torch.zeros(total, dtype=torch.bool, device="cpu")
-        fits = True
-        for rank, offset, piece in pieces:
-            whole = piece.new_empty(total) if whole is None else whole
-            target, filled = (one[offset : offset + piece.numel()] for one in (whole, is_filled))
-            if target.numel() != piece.numel() or (filled.any() and not filled.all()):
-                fits = False
-            elif not (filled.numel() and filled.all()):
-                target.copy_(piece)
-                filled.fill_(True)
-            elif not torch.equal(target.view(torch.uint8), piece.view(torch.uint8)):
-                raise UnsupportedEngineError(
-                    f"{self.info.directory}: rank {rank} holds other values of {name} than the ranks before it: the "
-                    "name stands for different tensors (experts or tensor-parallel parts), or the ranks have drifted "
-                    "apart. Nothing was exported"
-                )
-        if whole is None or not fits or not is_filled.all():
+    def _joined(self, key: str, slabs: Sequence[Slab], shape: tuple[int, ...]) -> torch.Tensor:
+        """The flattened whole of what these hold of a tensor."""
+        total, name = math.prod(shape), key.rpartition("/")[2]
+        where = self.info.directory
+        pieces = [slab.pieces[key] for slab in slabs if slab.pieces[key].numel]
+        distinct = {(one.start, one.numel) for one in pieces}
+        there = sum(numel for _, numel in distinct)
+        if there != total or any(one.shape != shape for one in pieces):
             raise UnsupportedEngineError(
-                f"{self.info.directory}: the slices of {name} that the ranks saved do not make up its {total} "
-                f"elements: {int(is_filled.sum())} are there, or some overlap. Nothing was exported"
+                f"{where}: the slices of {name} that the ranks saved do not make up its {total} elements: {there} are "
+                "there, or some overlap. Nothing was exported"
             )
-        return whole
+        flat = torch.empty(total, dtype=slabs[0].pieces[key].dtype, device="cpu")
+        piece = Piece(shape, flat.dtype, 0, total)
+        assemble(slabs, {key: Wanted(piece, flat)}, where)
+        return flat
 
-    def _other(self, rank: int, name: str) -> torch.Tensor:
-        """A buffer of a rank, or what it has of a frozen parameter: in a file, in its small state, or with buffers."""
-        manifest = self._ranks[rank]
-        frozen = manifest.frozen.get(name)
-        if frozen is not None and frozen.file is not None:
-            return self._read(frozen.file, f"frozen/{name}", frozen.shape, frozen.dtype).clone()
-        scalars = self.scalars(rank)
-        if frozen is not None:
-            try:
-                values: torch.Tensor = scalars["frozen"]["moved"][name]
-            except (KeyError, TypeError) as error:
-                path = self.info.directory / rank_manifest_name(rank)
-                raise DamagedFileError(path, f"its scalars lack the frozen parameter {name}") from error
-            return values
-        # A buffer that has had another layout than at the start of its life is in the small state.
-        moved = (scalars["engine"].get("module") or {}).get("buffers", {}).get(name)
+    def _refuse_other_values(self, key: str, slab: Slab, flat: torch.Tensor) -> None:
+        """Compare a range that several ranks saved with what was read of the first of them."""
+        piece = slab.pieces[key]
+        alike = [one for one in self._slabs[key].values() if one.pieces[key] == piece]
+        if alike[0] is slab or not piece.numel:
+            return
+        own = self._of_one(key, slab)
+        if not same_bits(own, flat[piece.start : piece.start + piece.numel]):
+            raise UnsupportedEngineError(
+                f"{self.info.directory}: rank {slab.rank} holds other values of {key.rpartition('/')[2]} than the "
+                "ranks before it: the name stands for different tensors (experts or tensor-parallel parts), or the "
+                "ranks have drifted apart. Nothing was exported"
+            )
+
+    def _of_one(self, key: str, slab: Slab) -> torch.Tensor:
+        """What one slab holds of a tensor, flattened."""
+        piece = slab.pieces[key]
+        values = torch.empty(piece.numel, dtype=piece.dtype, device="cpu")
+        assemble([slab], {key: Wanted(piece, values)}, self.info.directory)
+        return values
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        """A buffer of rank 0. One that has had another layout than at the start of its life is in the small state."""
+        moved = (self.scalars()["engine"].get("module") or {}).get("buffers", {}).get(name)
         if moved is not None:
-            values = moved["values"]
+            values: torch.Tensor = moved["values"]
             return values.as_strided(moved["shape"], moved["stride"])
-        record = manifest.others[name]
-        return self._read(file_name(rank, "extra"), f"other/{name}", record.shape, record.dtype).clone()
+        slab = next(slab for slab in self._slabs[f"other/{name}"].values() if slab.rank == 0)
+        return self._of_one(f"other/{name}", slab).view(slab.pieces[f"other/{name}"].shape)
 
     def _frozen(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Whole on every rank that has it, or in parts, each of which records where it lies."""
-        ranks = [rank for rank, manifest in enumerate(self._ranks) if name in _outside(manifest)]
-        records = [(rank, self._ranks[rank].frozen.get(name)) for rank in ranks]
-        known = [(rank, one) for rank, one in records if one is not None]
-        if any(one.global_shape is not None for _, one in known):
-            pieces = ((rank, one.offset or 0, self._other(rank, name).reshape(-1)) for rank, one in known)
-            return self._joined(name, math.prod(shape), pieces).view(shape)
-        if ranks and (first := self._other(ranks[0], name)).shape == shape:
-            return first
+        """Whole on every rank that has it, or in parts; or among the buffers."""
+        key = f"frozen/{name}"
+        if key not in self._slabs and f"other/{name}" in self._slabs:
+            key = f"other/{name}"
+        slabs = list(self._slabs.get(key, {}).values())
+        if slabs and all(slab.pieces[key].shape == shape for slab in slabs):
+            return self._joined(key, slabs, shape).view(shape)
         raise UnsupportedEngineError(
             f"{self.info.directory}: no rank saved the frozen parameter {name} whole, or where its part of the shape "
             f"{shape} lies. Nothing was exported"
         )
 
-    def _read(self, file: str, key: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """A tensor of an open file, which must be as its manifest describes it."""
-        path = self.info.directory / file
-        try:
-            found: torch.Tensor = self._files[file].get_tensor(key)
-        except SafetensorError as error:
-            raise DamagedFileError(path, f"lacks {key}, which its manifest lists ({error})") from error
-        if found.shape != shape or str(found.dtype) != f"torch.{dtype}":
-            raise DamagedFileError(
-                path, f"holds {key} as {found.dtype} {tuple(found.shape)}, its manifest has {dtype} {shape}"
-            )
-        return found
 
-
-def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeState:
-    """Open a committed checkpoint, with the hash of every file that is used checked first.
+def open_whole(run_dir: Path, iteration: int | None) -> WholeState:
+    """Open a committed checkpoint. Its files stay open: a running job may delete it meanwhile.
 
     Args:
         run_dir: the run.
         iteration: of the checkpoint; None is the newest whole one.
-        moments: the optimizer's tensors are needed too.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was thinned to its weights.
@@ -274,7 +241,7 @@ def open_whole(run_dir: Path, iteration: int | None, *, moments: bool) -> WholeS
     identity = _read_identity(run_dir)
     info = _choose(run_dir / "checkpoints", iteration)
     try:
-        return _open(info, identity, moments=moments)
+        return _open(info, identity)
     except DamagedFileError as error:
         if (info.directory / COMMIT).exists():
             raise
@@ -323,25 +290,19 @@ def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
     raise CheckpointError(f"{checkpoints} holds no {wanted}; whole ones are {whole or 'none'}. Nothing was exported")
 
 
-def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> WholeState:
-    manifest = read_manifest(info.directory)
-    if manifest.run_id != identity.run_id:
-        raise CheckpointError(f"{info.directory} is of the run {manifest.run_id!r}, run.json of {identity.run_id!r}")
-    records = [read_rank_manifest(info.directory, manifest, rank) for rank in range(manifest.world_size)]
-    if any(record.sparse for record in records):
+def _open(info: CheckpointInfo, identity: RunIdentity) -> WholeState:
+    saved = SavedCheckpoint(info.directory)
+    if saved.manifest.run_id != identity.run_id:
+        raise CheckpointError(
+            f"{info.directory} is of the run {saved.manifest.run_id!r}, run.json of {identity.run_id!r}"
+        )
+    if any(saved.record(rank).sparse for rank in range(saved.manifest.world_size)):
         raise UnsupportedEngineError(
             f"{info.directory} was saved with experts.policy, of a mixture of experts, which is not exported yet; the "
             "checkpoint itself is whole, and its job restarts from it. Nothing was exported"
         )
-    kinds: tuple[Literal["params", "moments", "extra"], ...] = ("params", "extra", *(("moments",) if moments else ()))
-    wanted = [file_name(record.rank, kind) for record in records for kind in kinds]
-    wanted += sorted({file for record in records for file in record.frozen_files()})
-    described = {name: one for record in records for name, one in record.files.items()}
-    for name in wanted:
-        if name not in described:
-            raise DamagedFileError(info.directory / name, "is not listed in its manifest")
-        check_file(info.directory / name, described[name])
-    return WholeState(info, identity, records, {name: open_tensors(info.directory / name) for name in wanted})
+    saved.hold()
+    return WholeState(info, identity, saved)
 
 
 def _outside(record: RankManifest) -> list[str]:

@@ -13,10 +13,9 @@ from cpsr.checkpoint.catalogue import scan, set_aside_list
 from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
 from cpsr.checkpoint.host_snapshot import Snapshot
-from cpsr.checkpoint.loading import load_branch
 from cpsr.checkpoint.manifest import COMMIT
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.state.shard import Shard
@@ -83,7 +82,7 @@ class KeptCheckpoints:
             )
         for info in reversed(scan(run_dir / "checkpoints").checkpoints):
             try:
-                saved = load_branch(info.directory, read_manifest(info.directory), 0, ["identity"])
+                saved = SavedCheckpoint(info.directory).small_state(0, ["identity"])
             except CheckpointCorruptError:
                 continue  # `newest` says so
             differing = [key for key, value in self._identity.items() if saved.get(key) != value]

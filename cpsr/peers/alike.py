@@ -2,22 +2,19 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.manifest import RankManifest, file_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.memory_reader import load_memory_state, owned_word
-from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.memory_reader import owned_word
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
 
-__all__ = ["SmallStates", "committed_words", "fingerprint", "load_states", "load_together", "small_bytes"]
+__all__ = ["SmallStates", "committed_words", "fingerprint", "small_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,38 +72,6 @@ class SmallStates:
 def small_bytes(template: Shard) -> int:
     """Bytes of a small state without its scalars."""
     return slab_size(_others(template)).bytes
-
-
-def load_states(states: Sequence[MemoryState], into: Shard) -> Any:
-    """Copy a rank's state out of memory and return its scalars.
-
-    Args:
-        states: its snapshot; or another rank's with the same weights and moments, and its own small one.
-        into: views to be written.
-
-    Raises:
-        CheckpointError: as `load_memory_state` and `load_together`.
-    """
-    tensors, *small = states
-    return load_together(small[0], tensors, into) if small else load_memory_state(tensors, into)
-
-
-def load_together(small: MemoryState, tensors: MemoryState, into: Shard) -> Any:
-    """Put a rank's small state and another rank's whole one of the same iteration together; return the scalars.
-
-    Args:
-        small: of the rank that comes back.
-        tensors: of any rank with the same weights and moments.
-        into: views to be written.
-
-    Raises:
-        CheckpointError: one of them is not whole any more, is of another model or split, or they do not belong
-            together; `into` may be half written.
-    """
-    load_memory_state(tensors, Shard(into.operators))
-    if owned_word(into) != small.owned:
-        raise CheckpointError(f"{small.path} and {tensors.path} do not belong together: other weights or moments")
-    return load_memory_state(small, _others(into))
 
 
 def fingerprint(shard: Shard) -> str:

@@ -7,11 +7,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.loading import SCALARS, decoded_scalars
-from cpsr.checkpoint.verify import open_tensors, read_manifest, read_rank_manifest
+from cpsr.checkpoint.ranges import read_tensors
+from cpsr.checkpoint.saved import FileSlab, SavedCheckpoint
 from cpsr.errors import CPSRError
 from cpsr.life.drawn_batches import NO_BATCHES
 from cpsr.life.witnessing import likely_causes
@@ -52,18 +50,13 @@ def _newest_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
 
 def _parts(directory: Path) -> Iterator[tuple[str, Any]]:
     """Name and value of each tensor of a checkpoint, and of each part of its ranks' small states."""
-    manifest = read_manifest(directory)
-    for rank in range(manifest.world_size):
-        record = read_rank_manifest(directory, manifest, rank)
-        small: dict[str, torch.Tensor] = {}
-        for name in record.files:
-            with open_tensors(directory / name) as file:
-                for key in file.keys():  # noqa: SIM118
-                    if key.startswith(SCALARS):
-                        small[key] = file.get_tensor(key)
-                    else:
-                        yield key.partition("/")[2], file.get_tensor(key)
-        scalars = decoded_scalars(directory, record.scalars, small)
+    saved = SavedCheckpoint(directory)
+    for rank in range(saved.manifest.world_size):
+        for slab in saved.slabs([rank]):
+            if isinstance(slab, FileSlab):
+                tensors = read_tensors(slab.path, slab.record, "")
+                yield from ((key.partition("/")[2], tensors[key]) for key in slab.pieces)
+        scalars = saved.small_state(rank)
         for part in ALIKE:
             value = scalars.get(part)
             inside = value if isinstance(value, Mapping) and part in ("rng", "registered") else {"": value}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.device_copy import Pinning, new_event
-from cpsr.checkpoint.loading import dtype_name
+from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_reader import OpenState
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, SlabSize, describe

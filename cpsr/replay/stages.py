@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.host_snapshot import Snapshot
-from cpsr.checkpoint.memory_reader import load_memory_state, verify_memory_state
+from cpsr.checkpoint.memory_reader import load_states, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
@@ -163,7 +163,7 @@ def _loaded(pool: SnapshotPool, state: MemoryState) -> Snapshot:
     if snapshot is None:
         raise CheckpointError("no host buffer is free for the state that it had left")
     try:
-        scalars: dict[str, Any] = load_memory_state(state, snapshot.shard)
+        scalars: dict[str, Any] = load_states([state], snapshot.shard)
         snapshot.scalars = scalars
     except CheckpointError:
         pool.release(snapshot)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cpsr.checkpoint.memory_reader import ages_in_memory, load_memory_state, verify_memory_state
+from cpsr.checkpoint.memory_reader import ages_in_memory, load_states, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.ranks.group import Group
@@ -144,7 +144,7 @@ def _load(snapshot: Snapshot, state: MemoryState, names: Sequence[str]) -> set[s
         return set()
     operators = snapshot.shard.operators
     into = Shard({name: operators[name] for name in names})
-    load_memory_state(state, into)
+    load_states([state], into)
     operators.update(
         {name: replace(one, iteration=min(one.iteration, snapshot.iteration)) for name, one in into.operators.items()}
     )

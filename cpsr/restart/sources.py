@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from cpsr.checkpoint.memory_reader import owned_word, owned_word_in_memory, verify_memory_state
+from cpsr.checkpoint.memory_reader import load_states, owned_word, owned_word_in_memory, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
@@ -16,7 +16,6 @@ from cpsr.checkpoint.tiers import Decision, Entry, Source, decide, state_of
 from cpsr.checkpoint.verify import UnreadableFileError
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.journal import FailureScope
-from cpsr.peers.alike import load_states
 from cpsr.peers.fetch import fetch
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.conversion import load_window

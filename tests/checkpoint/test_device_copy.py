@@ -13,7 +13,7 @@ from cpsr.checkpoint import snapshot as snapshots
 from cpsr.checkpoint.boundary import EarlierStep, WriteWatch
 from cpsr.checkpoint.device_copy import Pinning
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_reader import load_states
 from cpsr.checkpoint.memory_states import SHARED_MEMORY, memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError, UnsupportedEngineError
@@ -122,7 +122,7 @@ def test_the_copy_follows_the_step_and_nothing_is_sealed_before_it(device: Stand
     pool.close(remove=False)
     (state,) = memory_states(run_id)
     into = make_shard(0)
-    load_memory_state(state, into)
+    load_states([state], into)
     assert_same_bits(into, make_shard(3))
 
 
@@ -162,7 +162,7 @@ def test_a_dump_is_of_the_boundary_while_the_next_step_hangs(device: StandInDevi
     thread.join(30)
     (state,) = memory_states(run_id)
     into = make_shard(0)
-    assert load_memory_state(state, into) == {"step": 20.0}
+    assert load_states([state], into) == {"step": 20.0}
     assert_same_bits(into, make_shard(3))
 
 
@@ -236,7 +236,7 @@ def test_a_dump_is_of_the_last_step_on_the_device_while_the_host_is_ahead(
     (state,) = memory_states(run_id)
     assert (state.iteration, state.kind) == (23, "departure")
     into = make_shard(0)
-    assert load_memory_state(state, into) == {"step": 23.0, "iteration": 23}
+    assert load_states([state], into) == {"step": 23.0, "iteration": 23}
     assert_same_bits(into, make_shard(3))
     assert {one.iteration for one in into.operators.values()} == {23}
 

@@ -15,7 +15,7 @@ from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import COMMIT, holds_frozen, step_name
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_reader import load_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import open_place
@@ -247,7 +247,7 @@ def test_a_dump_has_what_moves_as_it_was_at_the_boundary(run_id: str) -> None:
     weights["embed"].add_(1)  # in the step that is interrupted
     assert pool.dump(lambda: shard, 6, dict, frozen=frozen) == 6
     (state,) = (one for one in memory_states(run_id) if one.iteration == 6)
-    left = load_memory_state(state, make_shard(9))
+    left = load_states([state], make_shard(9))
     assert list(left["frozen"]["moved"]) == ["embed"]
     assert torch.equal(left["frozen"]["moved"]["embed"], expected)
     pool.close()

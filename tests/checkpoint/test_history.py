@@ -87,7 +87,7 @@ def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch:
     monkeypatch.setattr(files, "_CHUNK_BYTES", BLOCK_BYTES)
     history = DiskHistory(store.directory, 0, opened=False)
     assert not history.entries
-    assert len(list(history.open())) == 3 * (3 + pieces)  # its manifest, names and file, and its bytes
+    assert len(list(history.open())) == 3 * (5 + pieces)  # its manifest, slices and files, and its bytes
     assert [entry.iteration for entry in history.entries] == [10, 20, 30]
     assert list(history.operators) == list(make_shard().operators)
     history.close()

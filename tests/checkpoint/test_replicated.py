@@ -11,8 +11,8 @@ import pytest
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
-from cpsr.checkpoint.loading import operator_record
 from cpsr.checkpoint.manifest import MANIFEST, RankManifest, commit_record, rank_manifest_name
+from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest
@@ -102,7 +102,7 @@ def test_a_manifest_that_leaves_to_others_what_they_did_not_write_is_damage(rank
     for writer in (1, 7):
         forged = {**record.operators, NAMES[0]: record.operators[NAMES[0]].model_copy(update={"saved_by": writer})}
         sealed_again(folder, record.model_copy(update={"operators": forged}))
-        with pytest.raises(CheckpointCorruptError, match=f"rank {writer}"):
+        with pytest.raises(CheckpointCorruptError, match=rf"rank.0*{writer}"):
             loaded(ranks[0], 10)
         assert any(f"to rank {writer}" in problem.what for problem in verify_run(tmp_path))
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.resharding import load_resharded_frozen, read_small_state
-from cpsr.checkpoint.verify import read_manifest
+from cpsr.checkpoint.saved import SavedCheckpoint
+from cpsr.elastic.resharded_load import load_frozen
 from cpsr.errors import CheckpointCorruptError, RunMismatchError
 from cpsr.state.frozen_parameters import word_of
 from tests.checkpoint.frozen_ranks import CUTS, Life, base, cut, split_life
@@ -21,10 +21,10 @@ from tests.checkpoint.frozen_ranks import CUTS, Life, base, cut, split_life
 def taken(other: Life, rank: int, iteration: int) -> Mapping[str, Any]:
     """Load as a restart does; returns the state."""
     directory = other.directory / step_name(iteration)
-    manifest = read_manifest(directory)
-    saved_by = rank % manifest.world_size
-    files, saved = other.files[rank], read_small_state(directory, manifest, saved_by)["frozen"]
-    found = load_resharded_frozen(directory, manifest, saved_by, files, saved)
+    saved = SavedCheckpoint(directory)
+    saved_by = rank % saved.manifest.world_size
+    files, state = other.files[rank], saved.small_state(saved_by)["frozen"]
+    found = load_frozen(saved, saved_by, files, state)
     files.bring(found)
     return found
 
@@ -91,5 +91,5 @@ def test_a_parameter_that_no_rank_has_saved_is_named(tmp_path: Path) -> None:
     del weights["layers.1"]
     old = split_life(tmp_path, weights, 2, "rows")
     old.save(10, shared=False)
-    with pytest.raises(RunMismatchError, match=r"no rank has saved elements 0 to 4 of the parameter layers\.1"):
+    with pytest.raises(RunMismatchError, match=r"no rank saved frozen/layers\.1"):
         taken(split_life(tmp_path, base(), 4, "rows", 2), 0, 10)

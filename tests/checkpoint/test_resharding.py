@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.loading import operator_record
-from cpsr.checkpoint.manifest import Manifest, file_name, step_name
-from cpsr.checkpoint.resharding import load_buffers, load_resharded, read_small_state
+from cpsr.checkpoint.manifest import file_name, step_name
+from cpsr.checkpoint.saved import SavedCheckpoint, operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import read_manifest
+from cpsr.elastic.resharded_load import load_tensors
 from cpsr.errors import CheckpointCorruptError, RunMismatchError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -59,7 +58,7 @@ def shard(rank: int, ranks: int, *, cuts: str = "each", filled: bool = True) -> 
     return Shard(operators, {"seen": torch.tensor([float(rank)])})
 
 
-def commit(run_dir: Path, parts: list[Shard], contents: list[Contents] | None = None) -> tuple[Path, Manifest]:
+def commit(run_dir: Path, parts: list[Shard], contents: list[Contents] | None = None) -> SavedCheckpoint:
     ranks = len(parts)
     stores = [CheckpointStore(run_dir, rank, ranks, "run", 1) for rank in range(ranks)]
     stores[0].prepare()
@@ -69,8 +68,7 @@ def commit(run_dir: Path, parts: list[Shard], contents: list[Contents] | None = 
             snapshot.contents = contents[rank]
         store.write(snapshot)
     assert stores[0].commit(4, 10.0, NEVER).committed
-    directory = run_dir / "checkpoints" / step_name(4)
-    return directory, read_manifest(directory)
+    return SavedCheckpoint(run_dir / "checkpoints" / step_name(4))
 
 
 def assert_filled(found: Shard, expected: Shard) -> None:
@@ -89,11 +87,10 @@ def assert_filled(found: Shard, expected: Shard) -> None:
 def test_every_rank_gets_its_part(
     tmp_path_factory: pytest.TempPathFactory, before: int, after: int, cut_before: str, cut_after: str
 ) -> None:
-    saved = [shard(rank, before, cuts=cut_before) for rank in range(before)]
-    directory, manifest = commit(tmp_path_factory.mktemp("run"), saved)
+    saved = commit(tmp_path_factory.mktemp("run"), [shard(rank, before, cuts=cut_before) for rank in range(before)])
     for rank in range(after):
         into = shard(rank, after, cuts=cut_after, filled=False)
-        assert load_resharded(directory, manifest, into) >= sum(one.state_bytes for one in into.operators.values())
+        assert load_tensors(saved, 0, into) >= sum(one.state_bytes for one in into.operators.values())
         assert_filled(into, shard(rank, after, cuts=cut_after))
 
 
@@ -104,37 +101,40 @@ def test_what_ranks_wrote_for_each_other_is_read_once(tmp_path: Path) -> None:
         replace(Contents(), writers={name: one for name, one in writers.items() if one != rank}, replicated=alike)
         for rank in range(2)
     ]
-    directory, manifest = commit(tmp_path, [shard(rank, 2, cuts="whole") for rank in range(2)], contents)
+    saved = commit(tmp_path, [shard(rank, 2, cuts="whole") for rank in range(2)], contents)
     into = shard(2, 3, cuts="flat", filled=False)
-    load_resharded(directory, manifest, into)
+    load_tensors(saved, 0, into)
     assert_filled(into, shard(2, 3, cuts="flat"))
 
 
 def test_the_small_state_and_the_buffers_are_those_of_the_named_rank(tmp_path: Path) -> None:
-    directory, manifest = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
+    saved = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
     into = shard(0, 1, filled=False)
-    load_buffers(directory, manifest, 1, into)
-    found = read_small_state(directory, manifest, 1)
+    load_tensors(saved, 1, into)
+    found = saved.small_state(1)
     assert (found["rank"], found["tensor"].tolist(), into.others["seen"].tolist()) == (1, [1], [1.0])
 
 
 @pytest.mark.parametrize("kind", ["params", "moments"])
 def test_a_flipped_bit_is_found(tmp_path: Path, kind: str) -> None:
-    directory, manifest = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
-    path = directory / file_name(1, kind)  # type: ignore[arg-type]
+    saved = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
+    path = saved.directory / file_name(1, kind)  # type: ignore[arg-type]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=path.name):
-        load_resharded(directory, manifest, shard(0, 1, filled=False))
+        load_tensors(saved, 0, shard(0, 1, filled=False))
 
 
 def test_what_the_checkpoint_lacks_is_named(tmp_path: Path) -> None:
-    saved = [shard(rank, 2) for rank in range(2)]
-    del saved[1].operators["c"]
-    directory, manifest = commit(tmp_path, saved)
-    with pytest.raises(RunMismatchError, match="has no elements 72 to 143 of c on any of its 2 ranks"):
-        load_resharded(directory, manifest, shard(0, 1, filled=False))
+    parts = [shard(rank, 2) for rank in range(2)]
+    del parts[1].operators["c"]
+    saved = commit(tmp_path, parts)
+    with pytest.raises(
+        RunMismatchError,
+        match=r"no rank saved elements 72 to 143 of c,.* rank 1 should have",
+    ):
+        load_tensors(saved, 0, shard(0, 1, filled=False))
 
 
 def test_columns_are_refused_and_equal_blocks_are_taken(tmp_path: Path) -> None:
@@ -145,10 +145,10 @@ def test_columns_are_refused_and_equal_blocks_are_taken(tmp_path: Path) -> None:
         parts.operators["c"] = OperatorState("c", parameter, {}, 4)
         return parts
 
-    directory, manifest = commit(tmp_path, [block(0, 6), block(6, 7)])
+    saved = commit(tmp_path, [block(0, 6), block(6, 7)])
     into = block(6, 7)
     into.operators["c"].parameter.values.zero_()
-    load_resharded(directory, manifest, into)
+    load_tensors(saved, 0, into)
     assert torch.equal(into.operators["c"].parameter.values, block(6, 7).operators["c"].parameter.values)
-    with pytest.raises(RunMismatchError, match="of c on any of its 2 ranks"):
-        load_resharded(directory, manifest, block(0, 5))
+    with pytest.raises(RunMismatchError, match=r"no rank saved param/c .* a block of shape \(11, 5\)"):
+        load_tensors(saved, 0, block(0, 5))

@@ -14,7 +14,7 @@ from safetensors import safe_open
 import cpsr.checkpoint.memory_reader as reader_module
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import OpenState, load_memory_state, room_for_memory_state, verify_memory_state
+from cpsr.checkpoint.memory_reader import OpenState, load_states, room_for_memory_state, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState, describe, memory_state, memory_states
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.engines.stage_operations import Operation
@@ -123,12 +123,12 @@ def test_a_state_tells_the_blocks_that_its_rank_owns(tmp_path: Path) -> None:
     block = OperatorState("w", ParamSlice(values, (4, 3), 1, (3, 2)), {"exp_avg": values / 2}, 0)
     state = sealed(SharedMemory(RUN_ID, 0, 0, tmp_path), Shard({"w": block}))
     room = room_for_memory_state(state)
-    load_memory_state(state, room)
+    load_states([state], room)
     assert_same_bits(room, Shard({"w": block}))
     assert room.operators["w"].parameter.block == (3, 2)
     another = replace(block, parameter=replace(block.parameter, block=None))
-    with pytest.raises(CheckpointError, match="another slice of w"):
-        load_memory_state(state, Shard({"w": another}))
+    with pytest.raises(CheckpointError, match="no rank saved param/w "):
+        load_states([state], Shard({"w": another}))
 
 
 def test_a_smaller_state_after_a_larger_one_fills_the_file(tmp_path: Path) -> None:

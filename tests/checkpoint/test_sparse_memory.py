@@ -4,7 +4,7 @@ import torch
 
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import load_memory_state, verify_memory_state
+from cpsr.checkpoint.memory_reader import load_states, verify_memory_state
 from cpsr.checkpoint.memory_states import MemoryState, memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.state.shard import Shard
@@ -51,7 +51,7 @@ class Training:
         state = self.newest
         assert verify_memory_state(state) is None
         found = make_shard(99, SIZES)
-        assert load_memory_state(state, found) == {"at": state.iteration}
+        assert load_states([state], found) == {"at": state.iteration}
         for name, operator in found.operators.items():
             wanted = self.history[operator.iteration].operators[name]
             assert torch.equal(operator.parameter.values, wanted.parameter.values), name

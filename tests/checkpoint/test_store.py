@@ -123,6 +123,7 @@ def test_another_model_is_refused_by_the_first_differing_tensor(store: Checkpoin
         offset = 2 if change == "offset" else offset
         values = values.double() if change == "dtype" else values
         if change == "moment":
+            first = f"moment/momentum_buffer/{name}"
             moments["momentum_buffer"] = moments.pop("exp_avg")
         shard.operators[name] = OperatorState(name, ParamSlice(values, shape, offset), moments, 0)
     before = {key: tensor.clone() for key, tensor in shard.tensors()}

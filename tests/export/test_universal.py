@@ -13,7 +13,7 @@ from tests.export.made import operator, shard, write_checkpoint, write_identity
 
 def write(run_dir: Path, out: Path) -> list[str]:
     out.mkdir()
-    return write_universal(open_whole(run_dir, None, moments=True), out)
+    return write_universal(open_whole(run_dir, None), out)
 
 
 def test_deepspeeds_adams_keep_their_steps_as_a_number(tmp_path: Path) -> None:

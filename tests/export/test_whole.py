@@ -1,4 +1,5 @@
 import math
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from cpsr.checkpoint.catalogue import _thin, scan
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.loading import operator_record
+from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
@@ -39,7 +40,7 @@ def test_slices_of_every_split_are_put_together(tmp_path_factory: pytest.TempPat
                 parts[rank].append(operator(name, flat[start:stop].clone(), shape, start))
         write_identity(run_dir)
         write_checkpoint(run_dir, *(shard(*part) for part in parts))
-        state = open_whole(run_dir, None, moments=True)
+        state = open_whole(run_dir, None)
         for name in state.parameters:
             assert torch.equal(state.weights(name).reshape(-1), whole[name])
             assert torch.equal(state.moment(name, "exp_avg_sq").reshape(-1), whole[name] + 2)
@@ -63,7 +64,7 @@ def test_what_one_rank_wrote_for_both_is_found(tmp_path: Path) -> None:
     for store, part, others in zip(stores, (first, second), ({"v": 1}, {"w": 0}), strict=True):
         store.write(Snapshot(50, part, SCALARS, contents=Contents(writers=others, replicated=alike)))
     assert stores[0].commit(50, 5.0, threading.Event()).committed
-    state = open_whole(tmp_path, 50, moments=True)
+    state = open_whole(tmp_path, 50)
     assert torch.equal(state.weights("v"), torch.ones(3))
     assert torch.equal(state.weights("w"), torch.arange(4.0))
     assert torch.equal(state.moment("v", "exp_avg"), torch.full((3,), 2.0))
@@ -95,7 +96,7 @@ def test_what_is_no_one_model_is_refused_by_name(tmp_path: Path, case: str) -> N
     write_identity(tmp_path)
     write_checkpoint(tmp_path, *shards)
     with pytest.raises(UnsupportedEngineError, match=message) as refused:
-        open_whole(tmp_path, None, moments=False).weights("w")
+        open_whole(tmp_path, None).weights("w")
     assert str(tmp_path) in str(refused.value)
 
 
@@ -103,7 +104,7 @@ def test_frozen_parameters_are_the_first_ranks_and_buffers_are_rank_0s(tmp_path:
     write_identity(tmp_path, frozen={"kept": [2]})
     parts = [shard(kept=torch.ones(2), seen=torch.tensor(number)) for number in (1, 2)]
     write_checkpoint(tmp_path, *parts)
-    outside = open_whole(tmp_path, None, moments=True).outside()
+    outside = open_whole(tmp_path, None).outside()
     assert torch.equal(outside["kept"], torch.ones(2))
     assert int(outside["seen"]) == 1
 
@@ -114,7 +115,7 @@ def test_split_frozen_parameters_without_their_places_are_refused_by_name(tmp_pa
     parts = [shard(frozen=torch.ones(1, 3), kept=torch.ones(2)), shard(frozen=torch.ones(1, 3), kept=torch.ones(2))]
     write_checkpoint(tmp_path, *parts)
     with pytest.raises(UnsupportedEngineError, match="the frozen parameter frozen whole"):
-        open_whole(tmp_path, None, moments=True).outside()
+        open_whole(tmp_path, None).outside()
 
 
 @pytest.mark.parametrize("how", CUTS)
@@ -127,7 +128,7 @@ def test_frozen_parameters_are_put_together_by_their_places(tmp_path: Path, how:
     for parts in life.weights:
         parts["embed"].add_(1)
     life.save(10, shared=False, trained=shard())
-    outside = open_whole(tmp_path, None, moments=False).outside()
+    outside = open_whole(tmp_path, None).outside()
     assert {name for name in outside if name in frozen} == frozen.keys()
     assert torch.equal(outside["embed"], weights["embed"] + 1)
     assert all(torch.equal(outside[name], one) for name, one in weights.items() if name != "embed")
@@ -138,7 +139,7 @@ def test_channels_last_weights_come_back_in_their_own_order(tmp_path: Path) -> N
     flat = weights.as_strided((weights.numel(),), (1,)).clone()
     write_identity(tmp_path, strides={"w": list(weights.stride())})
     write_checkpoint(tmp_path, shard(operator("w", flat, weights.shape)))
-    found = open_whole(tmp_path, None, moments=False).weights("w")
+    found = open_whole(tmp_path, None).weights("w")
     assert torch.equal(found, weights)
     assert found.is_contiguous()
 
@@ -148,14 +149,14 @@ def test_the_newest_whole_checkpoint_is_the_default(tmp_path: Path) -> None:
     for iteration in (10, 20, 30):
         write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))), iteration=iteration)
     _thin(scan(tmp_path / "checkpoints").checkpoints[-1])
-    assert open_whole(tmp_path, None, moments=True).info.iteration == 20
-    assert open_whole(tmp_path, 10, moments=True).info.iteration == 10
+    assert open_whole(tmp_path, None).info.iteration == 20
+    assert open_whole(tmp_path, 10).info.iteration == 10
     for iteration in (15, 30):  # never taken, and thinned to its weights
         with pytest.raises(CheckpointError, match=rf"iteration {iteration}; whole ones are \[10, 20\]"):
-            open_whole(tmp_path, iteration, moments=True)
+            open_whole(tmp_path, iteration)
 
 
-def test_one_flipped_byte_is_found_before_anything_is_used(tmp_path: Path) -> None:
+def test_one_flipped_byte_is_found_where_it_is_read(tmp_path: Path) -> None:
     write_identity(tmp_path)
     parts = (shard(operator("w", torch.ones(4), (8,), start), seen=torch.ones(3)) for start in (0, 4))
     directory = write_checkpoint(tmp_path, *parts)
@@ -163,23 +164,34 @@ def test_one_flipped_byte_is_found_before_anything_is_used(tmp_path: Path) -> No
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+    state = open_whole(tmp_path, None)
+    assert torch.equal(state.weights("w"), torch.ones(8))
     with pytest.raises(CheckpointCorruptError, match=file.name):
-        open_whole(tmp_path, None, moments=True)
+        state.moment("w", "exp_avg_sq")
+
+
+def test_a_checkpoint_is_read_to_its_end_though_the_job_deletes_it(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))))
+    state = open_whole(tmp_path, None)
+    shutil.rmtree(directory)
+    assert torch.equal(state.weights("w"), torch.ones(4))
+    assert state.scalars()
 
 
 def test_runs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RunMismatchError, match=r"no run\.json"):
-        open_whole(tmp_path, None, moments=True)
+        open_whole(tmp_path, None)
     write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))))
     (tmp_path / "run.json").write_bytes(b"\x80\x04.")
     with pytest.raises(CPSRError, match="cannot be used"):
-        open_whole(tmp_path, None, moments=True)
+        open_whole(tmp_path, None)
     write_identity(tmp_path, engine="PipelineEngine")
     with pytest.raises(UnsupportedEngineError, match="pipeline"):
-        open_whole(tmp_path, None, moments=True)
+        open_whole(tmp_path, None)
     write_identity(tmp_path, run_id="another")
     with pytest.raises(CheckpointError, match="of the run 'made'"):
-        open_whole(tmp_path, None, moments=True)
+        open_whole(tmp_path, None)
 
 
 def test_checkpoints_that_leave_experts_out_are_refused(tmp_path: Path) -> None:
@@ -191,7 +203,7 @@ def test_checkpoints_that_leave_experts_out_are_refused(tmp_path: Path) -> None:
     store.write(Snapshot(50, part, SCALARS, contents=Contents.sparse(experts, experts)))
     assert store.commit(50, 5.0, threading.Event()).committed
     with pytest.raises(UnsupportedEngineError, match=r"saved with experts\.policy"):
-        open_whole(tmp_path, 50, moments=False)
+        open_whole(tmp_path, 50)
 
 
 def test_names_are_the_modules_own(tmp_path: Path) -> None:
@@ -200,7 +212,7 @@ def test_names_are_the_modules_own(tmp_path: Path) -> None:
     )
     others = {"seen": torch.tensor(3), "scratch": torch.ones(2)}
     write_checkpoint(tmp_path, shard(operator("w", torch.arange(4.0), (2, 2)), **others))
-    state = open_whole(tmp_path, None, moments=False)
+    state = open_whole(tmp_path, None)
     found = state_dict(state, "fp32")
     assert set(found) == {"w", "head.w", "seen", "old.seen"}
     assert torch.equal(found["head.w"], torch.arange(4.0).view(2, 2))
@@ -212,7 +224,7 @@ def test_fp32_widens_and_never_narrows(tmp_path: Path) -> None:
     write_identity(tmp_path, precision="bf16", frozen={"frozen": [2]})
     others = {"frozen": torch.ones(2, dtype=torch.bfloat16), "mean": torch.ones(2, dtype=torch.float64)}
     write_checkpoint(tmp_path, shard(operator("w", torch.full((2,), 1 / 3), (2,)), **others))
-    state = open_whole(tmp_path, None, moments=False)
+    state = open_whole(tmp_path, None)
     wide, trained = state_dict(state, "fp32"), state_dict(state, "trained")
     assert [wide[name].dtype for name in ("w", "frozen", "mean")] == [torch.float32, torch.float32, torch.float64]
     assert [trained[name].dtype for name in ("w", "frozen", "mean")] == [torch.bfloat16, torch.bfloat16, torch.float64]

@@ -19,7 +19,7 @@ import gc, json, logging, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from cpsr.checkpoint.memory_states import memory_state, memory_states
-from cpsr.checkpoint.memory_reader import owned_word_in_memory, load_memory_state, verify_memory_state
+from cpsr.checkpoint.memory_reader import owned_word_in_memory, load_states, verify_memory_state
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.peers import transport

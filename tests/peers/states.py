@@ -6,11 +6,10 @@ import torch
 
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_reader import load_states
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.peers.alike import load_together
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 RUN_ID = "0123abcd"
@@ -84,7 +83,7 @@ def is_right(
     alike = alike or tensors is not None
     expected = shard(state.rank, state.iteration, elements, alike=alike)
     found = shard(state.rank, -1, elements, alike=alike)
-    scalars = load_memory_state(state, found) if tensors is None else load_together(state, tensors, found)
+    scalars = load_states([state], found) if tensors is None else load_states([tensors, state], found)
     return bool(scalars == {"of": [state.rank, state.iteration]}) and all(
         torch.equal(values, wanted)
         for (_, values), (_, wanted) in zip(found.tensors(), expected.tensors(), strict=True)

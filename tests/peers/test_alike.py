@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
-from cpsr.checkpoint.memory_reader import load_memory_state
+from cpsr.checkpoint.memory_reader import load_states
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
-from cpsr.peers.alike import SmallStates, committed_words, fingerprint, load_together
+from cpsr.peers.alike import SmallStates, committed_words, fingerprint
 from tests.checkpoint.conftest import refuse_asking
 from tests.peers.states import RUN_ID, States, shard
 
@@ -29,12 +29,12 @@ def test_a_small_state_and_the_tensors_of_another_rank(tmp_path: Path) -> None:
     small_state = next(state for state in states if state.path == path)
     tensors = next(state for state in states if (state.rank, state.iteration) == (1, 30))
     into = shard(0, -1, ELEMENTS, alike=True)
-    assert load_together(small_state, tensors, into) == {"of": [0, 30]}
+    assert load_states([tensors, small_state], into) == {"of": [0, 30]}
     for (key, found), (_, expected) in zip(into.tensors(), shard(0, 30, ELEMENTS, alike=True).tensors(), strict=True):
         assert torch.equal(found, expected), key
     assert [state.iteration for state in states if str(state.kind) == "small"] == [20, 30]
-    with pytest.raises(CheckpointError, match="param/weight as nothing"):  # it is no state to go on from alone
-        load_memory_state(small_state, into)
+    with pytest.raises(CheckpointError, match="no rank saved param/weight"):  # it is no state to go on from alone
+        load_states([small_state], into)
     small.close(remove=True)
     assert not list(tmp_path.glob("*small*"))
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.loading import load_branch
 from cpsr.checkpoint.manifest import COMMIT, RankManifest, rank_manifest_name, step_name
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import verify_run
-from cpsr.checkpoint.verify import read_manifest
 from cpsr.journal import JournalReader
 from tests.recovery.job import INTERVAL, RANKS, Job
 
@@ -103,9 +102,9 @@ def learned(job: Job) -> list[set[str]]:
     """Of each rank, the operators that it had learned of by any of the checkpoints."""
     found: list[set[str]] = [set() for _ in range(RANKS)]
     for info in scan(job.run_dir / "checkpoints").checkpoints:
-        manifest = read_manifest(info.directory)
+        saved = SavedCheckpoint(info.directory)
         for rank in range(RANKS) if info.full else ():
-            branch = load_branch(info.directory, manifest, rank, ("learned", "vitp", "statistics"))
+            branch = saved.small_state(rank, ("learned", "vitp", "statistics"))
             found[rank] |= branch["operators"].keys()
     return found
 

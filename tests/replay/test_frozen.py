@@ -55,7 +55,6 @@ def test_gradients_are_left_out_once_where_they_are_clipped_and_overflow(tmp_pat
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"zero": 0, "optimizer": CLIPPED}, id="fp32, zero 0"),
         pytest.param(
             {"zero": 1, "precision": "bf16", "micro_batches": 2, "optimizer": CLIPPED}, id="bf16, accumulated"
         ),

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.checkpoint.loading import load_branch
 from cpsr.checkpoint.manifest import file_name, rank_manifest_name
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointCorruptError
 from tests.checkpoint.conftest import make_snapshot
 
@@ -28,8 +27,7 @@ def directory(store: CheckpointStore) -> Path:
 
 
 def test_it_is_what_was_saved_of_it(directory: Path) -> None:
-    manifest = read_manifest(directory)
-    found = load_branch(directory, manifest, 0, ("learned", "of"))
+    found = SavedCheckpoint(directory).small_state(0, ("learned", "of"))
     assert found["ours"] == [1, (2.5, None)]
     assert torch.equal(found["products"], LEARNED["of"]["products"])
     assert found.keys() == {"ours", "products"}
@@ -38,17 +36,16 @@ def test_it_is_what_was_saved_of_it(directory: Path) -> None:
 
 
 def test_damage_is_reported(directory: Path) -> None:
-    manifest = read_manifest(directory)
     extra = directory / file_name(0, "extra")
     data = extra.read_bytes()
     extra.write_bytes(data[:20])
     with pytest.raises(CheckpointCorruptError, match=r"extra\.safetensors"):
-        load_branch(directory, manifest, 0, ("learned", "of"))
+        SavedCheckpoint(directory).small_state(0, ("learned", "of"))
     extra.unlink()
     with pytest.raises(CheckpointCorruptError, match="is missing"):
-        load_branch(directory, manifest, 0, ("learned", "of"))
+        SavedCheckpoint(directory).small_state(0, ("learned", "of"))
     extra.write_bytes(data)
     record = directory / rank_manifest_name(0)
     record.write_bytes(record.read_bytes().replace(b"2.5", b"2.6"))
     with pytest.raises(CheckpointCorruptError, match="SHA-256"):
-        load_branch(directory, manifest, 0, ("learned", "of"))
+        SavedCheckpoint(directory).small_state(0, ("learned", "of"))

@@ -1,0 +1,278 @@
+"""A committed checkpoint: what its ranks have saved, as slabs, and their small states."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cpsr.checkpoint.assemble import Piece, Slab, assemble, wanted_of
+from cpsr.checkpoint.files import open_plain
+from cpsr.checkpoint.manifest import (
+    FileRecord,
+    FrozenRecord,
+    Manifest,
+    OperatorRecord,
+    RankManifest,
+    TensorRecord,
+    dtype_name,
+    file_name,
+    frozen_writer,
+    rank_manifest_name,
+)
+from cpsr.checkpoint.ranges import WantedRange, read_ranges, read_tensors
+from cpsr.checkpoint.verify import DamagedFileError, persistently, read_manifest, read_rank_manifest
+from cpsr.errors import CheckpointError, RunMismatchError
+from cpsr.state.codec import decode
+from cpsr.state.shard import OperatorState, Shard
+
+__all__ = ["SCALARS", "FileSlab", "SavedCheckpoint", "operator_record", "piece_of", "tensor_record"]
+
+SCALARS = "scalars"  # the names of the small state's tensors begin with it
+
+_Place = tuple[str, Piece, str | None]  # key, piece, and name of the file; None: it is in the small state
+
+
+@dataclass(frozen=True)
+class FileSlab:
+    """A file of a checkpoint.
+
+    Attributes:
+        path: of the file.
+        record: its size and hashes.
+        rank, pieces: see `cpsr.checkpoint.assemble.Slab`.
+        descriptor: of the open file; None opens it by its name.
+    """
+
+    path: Path
+    record: FileRecord
+    rank: int
+    pieces: Mapping[str, Piece]
+    descriptor: int | None = None
+
+    def read(self, wanted: Sequence[WantedRange]) -> int:
+        """See `cpsr.checkpoint.assemble.Slab.read`."""
+        return read_ranges(self.path, self.record, wanted, self.descriptor)
+
+
+@dataclass(frozen=True)
+class _MovedSlab:
+    """Parameters outside the optimizer whose values are in a rank's small state, which is read when they are wanted."""
+
+    saved: "SavedCheckpoint"
+    rank: int
+    pieces: Mapping[str, Piece]
+
+    def read(self, wanted: Sequence[WantedRange]) -> int:
+        values = self.saved.small_state(self.rank, ["frozen", "moved"])
+        for one in wanted:
+            name = one.key.removeprefix("frozen/")
+            if name not in values:
+                path = self.saved.directory / rank_manifest_name(self.rank)
+                raise DamagedFileError(path, f"its scalars lack the frozen parameter {name}")
+            one.target.copy_(values[name].reshape(-1)[one.start : one.start + one.target.numel()])
+        return 0
+
+
+class SavedCheckpoint:
+    """A committed checkpoint; manifests of ranks are read once each, when they are asked for.
+
+    Args:
+        directory: of the checkpoint.
+        manifest: of all ranks; read where it is not given.
+
+    Attributes:
+        directory, manifest: of it.
+
+    Raises:
+        CheckpointCorruptError: its commit record or its manifest is damaged, and in every method: a rank's manifest.
+        UnreadableFileError: the file system refuses to give them now.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
+        self._held: dict[str, int] = {}  # open files
+        self._records: dict[int, RankManifest] = {}
+        self.directory = directory
+        self.manifest = read_manifest(directory) if manifest is None else manifest
+
+    def record(self, rank: int) -> RankManifest:
+        """One rank's manifest."""
+        if rank not in self._records:
+            self._records[rank] = read_rank_manifest(self.directory, self.manifest, rank)
+        return self._records[rank]
+
+    def hold(self) -> None:
+        """Open all files of all ranks now: what deletes the checkpoint later does not disturb its reader.
+
+        They are closed with this object.
+
+        Raises:
+            CheckpointCorruptError, UnreadableFileError: one is missing, or cannot be opened now.
+        """
+        for rank in range(self.manifest.world_size):
+            for name in self.record(rank).files:
+                self._held[name] = persistently(partial(open_plain, direct=True), self.directory / name)
+
+    def __del__(self) -> None:
+        for descriptor in self._held.values():
+            os.close(descriptor)
+
+    def beginning_with(self, rank: int) -> list[int]:
+        """All ranks, this one first."""
+        return [rank, *(other for other in range(self.manifest.world_size) if other != rank)]
+
+    def slabs(self, ranks: Iterable[int]) -> Iterator[Slab]:
+        """All that belongs to these ranks' parts, in this order, also where another rank has written it."""
+        for rank in ranks:
+            record = self.record(rank)
+            files: dict[str, dict[str, Piece]] = {}
+            small: dict[str, Piece] = {}
+            for key, piece, file in _places(record):
+                (small if file is None else files.setdefault(file, {}))[key] = piece
+            for file, pieces in files.items():
+                yield FileSlab(self.directory / file, self._file(record, file), rank, pieces, self._held.get(file))
+            if small:
+                yield _MovedSlab(self, rank, small)
+
+    def load(self, rank: int, into: Shard, frozen: Mapping[str, Piece] | None = None) -> Any:
+        """Copy one rank's part into the views of `into`, with the iteration of each operator; return the small state.
+
+        Args:
+            rank: whose part.
+            into: views to be written.
+            frozen: the engine's parameters outside the optimizer, which are only compared.
+
+        Raises:
+            RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
+            CheckpointCorruptError, UnreadableFileError: see `FileSlab.read`; `into` holds anything.
+        """
+        record, wanted = self.record(rank), wanted_of(into)
+        _require_same(self.directory, record, {key: one.piece for key, one in wanted.items()} | dict(frozen or {}))
+        assemble(self.slabs([rank]), wanted, self.directory)
+        for name, one in into.operators.items():
+            into.operators[name] = replace(one, iteration=record.operators[name].iteration)
+        return self.small_state(rank)
+
+    def small_state(self, rank: int, branch: Sequence[str] = ()) -> Any:
+        """A rank's small state, or one branch of it, without reading the rest.
+
+        Raises:
+            CheckpointError: that rank saved no such branch.
+        """
+        record, path = self.record(rank), self.directory / rank_manifest_name(rank)
+        found = record.scalars
+        for key in branch:
+            if not isinstance(found, dict) or key not in found:
+                raise CheckpointError(f"{self.directory}: rank {rank} saved no {'.'.join(branch)}")
+            found = found[key]
+        file = file_name(rank, "extra")
+        listed, prefix = self._file(record, file), ".".join([SCALARS, *branch])
+        tensors = read_tensors(self.directory / file, listed, prefix, self._held.get(file))
+        try:
+            return decode(found, tensors)
+        except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
+            raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
+
+    def _file(self, record: RankManifest, name: str) -> FileRecord:
+        """Size and hashes of a file; of another rank's the hash of its pieces' hashes alone.
+
+        The commit checked that the rank wrote what it was left, so its manifest, which may be large, is not read.
+        """
+        if name in record.files:
+            return record.files[name]
+        writer = frozen_writer(name)
+        if writer == record.rank:
+            path = self.directory / rank_manifest_name(record.rank)
+            raise DamagedFileError(path, f"lists {sorted(record.files)}, not {name}")
+        listed = self.manifest.ranks.get(writer)
+        if listed is None or listed.hashes is None or name not in listed.files or name not in listed.hashes:
+            path = self.directory / rank_manifest_name(record.rank)
+            raise DamagedFileError(path, f"leaves {name} to rank {writer}, of which that is not described")
+        return FileRecord(bytes=listed.files[name], xxh3_128=listed.hashes[name])
+
+
+def _places(record: RankManifest) -> Iterator[_Place]:
+    """All tensors of a rank's part but those of the small state."""
+    for name, one in record.operators.items():
+        yield f"param/{name}", _piece(one, one.dtype), _file_of(record, one, "params")
+        for moment, described in one.moments.items():
+            dtype, _, size = described.partition("[")
+            piece = _piece(one, dtype)
+            if size:  # the whole parameter's, by row or by block
+                piece = Piece((int(size[:-1]),), _dtype(dtype), 0, int(size[:-1]))
+            yield f"moment/{moment}/{name}", piece, _file_of(record, one, "moments")
+    for name, other in record.others.items():
+        piece = Piece(other.shape, _dtype(other.dtype), 0, prod(other.shape))
+        yield f"other/{name}", piece, file_name(record.rank, "extra")
+    for name, frozen in record.frozen.items():
+        yield f"frozen/{name}", piece_of(frozen), frozen.file
+
+
+def _file_of(record: RankManifest, one: OperatorRecord, kind: Literal["params", "moments"]) -> str:
+    writer = record.rank if one.saved_by is None else one.saved_by
+    return file_name(writer, kind, one.iteration if one.apart else None)
+
+
+def _piece(one: OperatorRecord, dtype: str) -> Piece:
+    return Piece(one.global_shape, _dtype(dtype), one.offset, one.numel, one.block)
+
+
+def piece_of(frozen: FrozenRecord) -> Piece:
+    """The piece that a rank has of a parameter outside the optimizer."""
+    return Piece(frozen.whole_shape, _dtype(frozen.dtype), frozen.offset or 0, prod(frozen.shape), frozen.block)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{name!r} is no type of tensors of this version of torch")
+    return found
+
+
+def _require_same(directory: Path, record: RankManifest, wanted: Mapping[str, Piece]) -> None:
+    saved = {key: piece for key, piece, _ in _places(record)}
+    for key in [*wanted, *saved]:
+        if saved.get(key) != wanted.get(key):
+            name = key.partition("/")[2]
+            changed = {f"{kind}/{name}" for kind in ("param", "frozen")} <= wanted.keys() | saved.keys()
+            why = " A weight that begins or ceases to train makes another run." if changed else ""
+            raise RunMismatchError(
+                f"{directory} is of another model, another optimizer or another split over ranks; the first difference "
+                f"is {key}: saved was {saved.get(key, 'nothing of that name')}, this job has "
+                f"{wanted.get(key, 'nothing of that name')}.{why} Nothing was changed; use the model and the optimizer "
+                "it was saved from, or another run_dir"
+            )
+
+
+def operator_record(operator: OperatorState, xxh3_128: str | None = None, *, apart: bool = False) -> OperatorRecord:
+    """An operator's record for the manifest.
+
+    Args:
+        operator: as it is written.
+        xxh3_128: its hash, where other ranks hold it, too.
+        apart: see `OperatorRecord`.
+    """
+    moments = {}
+    for moment, values in operator.moments.items():
+        size = "" if values.numel() == operator.parameter.numel else f"[{values.numel()}]"
+        moments[moment] = f"{dtype_name(values.dtype)}{size}"
+    return OperatorRecord(
+        global_shape=operator.parameter.global_shape,
+        offset=operator.parameter.offset,
+        numel=operator.parameter.numel,
+        dtype=dtype_name(operator.parameter.values.dtype),
+        iteration=operator.iteration,
+        moments=moments,
+        xxh3_128=xxh3_128,
+        block=operator.parameter.block,
+        apart=apart or None,
+    )
+
+
+def tensor_record(tensor: torch.Tensor) -> TensorRecord:
+    """A buffer's record for the manifest."""
+    return TensorRecord(shape=tuple(tensor.shape), dtype=dtype_name(tensor.dtype))
