@@ -41,7 +41,8 @@ class RunDirectory:
         local_ranks: the ranks of this job on this machine.
         ranks: number of them in this job.
         previous_ranks: of the life before; those of this job where there was none.
-        layouts: of each rank, the hash of how its tensors are split; empty where a stage of ZeRO says all of it.
+        identity: what this job would write about itself; `layouts` are, of each rank, the hash of how its tensors are
+            split, where no stage of ZeRO says all of it.
         replicated: whether each rank holds all weights and moments of its model.
         ended: how the last life ended and where (`{"ending", "iteration"}`), where it ended by itself.
     """
@@ -51,7 +52,7 @@ class RunDirectory:
     local_ranks: tuple[int, ...]
     ranks: int
     previous_ranks: int
-    layouts: list[str]
+    identity: dict[str, Any]
     replicated: bool
     ended: dict[str, Any] | None
 
@@ -65,11 +66,8 @@ class RunDirectory:
 
         Until then a start that fails leaves what the ranks before have left.
         """
-        known = _read_json(self.path / IDENTITY)
-        if known is not None and self.resized:
-            layouts = {"layouts": self.layouts} if self.layouts else {}
-            kept = {key: value for key, value in known.items() if key != "layouts"}
-            _write_json(self.path / IDENTITY, {**kept, "world_size": self.ranks, **layouts})
+        if self.resized:
+            _write_json(self.path / IDENTITY, {"run_id": self.run_id, **self.identity})
 
     def mark_ended(self, ending: str, iteration: int) -> None:
         """Write the marker of an end that was not a failure (rank 0)."""
@@ -105,8 +103,11 @@ def open_run(
     )
     layouts = group.gather(_layout_hash(description["tensors"]))
     nodes = group.gather(this_node())
-    here = _Here(group.size, tensors, layouts if any(layouts) else [], elastic or ElasticConfig())
-    opened = group.broadcast(_open_on_rank_0(path, mode, description, here) if group.rank == 0 else None)
+    identity: dict[str, Any] = {"world_size": group.size, "mode": mode, "tensors": tensors}
+    identity |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
+    identity |= {"layouts": layouts} if any(layouts) else {}
+    elastic = elastic or ElasticConfig()
+    opened = group.broadcast(_open_on_rank_0(path, identity, elastic) if group.rank == 0 else None)
     for refusal in _REFUSALS:
         if refusal.__name__ in opened:
             raise refusal(opened[refusal.__name__])
@@ -117,8 +118,8 @@ def open_run(
         local_ranks=tuple(rank for rank, node in enumerate(nodes) if node == this_node()),
         ranks=group.size,
         previous_ranks=opened["previous_ranks"],
-        layouts=here.layouts,
-        replicated=description["zero_stage"] in (None, 0) and description["engine"] != _PIPELINE and not here.layouts,
+        identity=identity,
+        replicated=identity["zero_stage"] in (None, 0) and identity["engine"] != _PIPELINE and not any(layouts),
         ended=opened["ended"],
     )
 
@@ -139,23 +140,6 @@ def run_id(path: Path) -> str:
     if known is None:
         raise RunMismatchError(f"{path} is no run directory: it holds no {IDENTITY}")
     return str(known["run_id"])
-
-
-@dataclass(frozen=True)
-class _Here:
-    """The job as all of its ranks describe it.
-
-    Attributes:
-        world_size: of the job.
-        tensors: global shapes by name.
-        layouts: of each rank, the hash of how its tensors are split; empty where a stage of ZeRO says all of it.
-        elastic: which other numbers of ranks may go on with the run.
-    """
-
-    world_size: int
-    tensors: dict[str, Any]
-    layouts: list[str]
-    elastic: ElasticConfig
 
 
 def _layout_hash(tensors: dict[str, Any]) -> str:
@@ -181,22 +165,21 @@ def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return tensors
 
 
-def _open_on_rank_0(path: Path, mode: str, description: dict[str, Any], here: _Here) -> dict[str, Any]:
-    """What rank 0 broadcasts: the identity, or why the directory is refused."""
+def _open_on_rank_0(path: Path, identity: dict[str, Any], elastic: ElasticConfig) -> dict[str, Any]:
+    """What rank 0 broadcasts: the run's number and how it was, or why the directory is refused."""
     try:
         make_directory(path)
         known = _read_json(path / IDENTITY)
-        if known is None:
-            known = _told_by_checkpoints(path) or {"run_id": uuid.uuid4().hex}
-        else:
-            _check(path, known, description, here)
-        before, previous = dict(known), known.get("world_size", here.world_size)
-        known |= {"world_size": previous, "mode": mode, "tensors": here.tensors}
-        known |= {"layouts": here.layouts} if here.layouts and previous == here.world_size else {}
-        known |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
-        if known != before:  # a full disk must not prevent a restart
-            _write_json(path / IDENTITY, known)
-        return {"run_id": known["run_id"], "previous_ranks": previous, "ended": _read_json(path / ENDED)}
+        if known is not None:
+            _check(path, known, identity, elastic)
+        before = known or _told_by_checkpoints(path) or {"run_id": uuid.uuid4().hex}
+        previous = before.get("world_size", identity["world_size"])
+        written = {"run_id": before["run_id"], **identity}
+        if previous != identity["world_size"]:  # it adopts the ranks later
+            written |= {"world_size": previous, "layouts": before.get("layouts", [])}
+        if written != known:  # a full disk must not prevent a restart
+            _write_json(path / IDENTITY, written)
+        return {"run_id": before["run_id"], "previous_ranks": previous, "ended": _read_json(path / ENDED)}
     except RunMismatchError as error:
         return {RunMismatchError.__name__: str(error)}
     except (KeyError, TypeError, AttributeError) as error:  # on this rank alone: the others wait for it
@@ -223,10 +206,9 @@ def _told_by_checkpoints(path: Path) -> dict[str, Any] | None:
     return {"run_id": manifest.run_id, "world_size": manifest.world_size}
 
 
-def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here: _Here) -> None:
+def _check(path: Path, known: dict[str, Any], identity: dict[str, Any], elastic: ElasticConfig) -> None:
     kept = "nothing in it was changed; start with what it holds, or use another run_dir"
-    tensors, world_size = here.tensors, here.world_size
-    before = known["tensors"]
+    before, tensors, world_size = known["tensors"], identity["tensors"], identity["world_size"]
     for name in sorted(before.keys() | tensors.keys()):
         old, new = before.get(name), tensors.get(name)
         if old != new:
@@ -237,20 +219,21 @@ def _check(path: Path, known: dict[str, Any], description: dict[str, Any], here:
                 f"{ours} here; {kept}"
             )
     resized = known["world_size"] != world_size
-    if resized and not here.elastic.allows(world_size):
+    if resized and not elastic.allows(world_size):
         raise RunMismatchError(
             f"{path} holds a run of {known['world_size']} ranks, this job has {world_size}, which elastic.min_ranks "
-            f"({here.elastic.min_ranks or 'not set'}) does not allow; nothing in it was changed. Start with "
+            f"({elastic.min_ranks or 'not set'}) does not allow; nothing in it was changed. Start with "
             f"{known['world_size']} ranks, or set elastic.min_ranks to {world_size} or less (docs/elastic.md). "
             f"{_way_out(path, known)}"
         )
     for key in ("zero_stage", "precision", "optimizer"):
-        if known[key] != description[key]:
+        if known[key] != identity[key]:
             raise RunMismatchError(
-                f"{path} holds a run with {key} {known[key]!r}, this job has {description[key]!r}; {kept}"
+                f"{path} holds a run with {key} {known[key]!r}, this job has {identity[key]!r}; {kept}"
             )
-    if not resized and (before := known.get("layouts", [])) != here.layouts:
-        other = [rank for rank, pair in enumerate(zip_longest(before, here.layouts)) if pair[0] != pair[1]]
+    layouts = known.get("layouts", []), identity.get("layouts", [])
+    other = [rank for rank, (old, new) in enumerate(zip_longest(*layouts)) if old != new]
+    if not resized and other:
         raise RunMismatchError(
             f"{path} holds a run whose tensors are split over the ranks in another way: ranks {other} hold other parts "
             f"now. The mesh or the placements of fully_shard or parallelize_module have changed; {kept}"
