@@ -4,7 +4,6 @@ Which checkpoints stay whole, which keep only their weights for the predictor, a
 before a later checkpoint was committed (and read back when it was written).
 """
 
-import datetime
 import logging
 import re
 from collections.abc import Generator, Iterable, Sequence
@@ -77,16 +76,6 @@ class CheckpointInfo:
     def sequence(self) -> int:
         """Counts the commits of the run."""
         return self.manifest.sequence
-
-    @property
-    def created(self) -> datetime.datetime:
-        """Time of the commit (UTC)."""
-        return datetime.datetime.fromtimestamp(self.manifest.created_unix_seconds, datetime.UTC)
-
-    @property
-    def bytes(self) -> int:
-        """Tensor bytes on disk, all ranks together."""
-        return sum(size for name, size in self.manifest.files().items() if self.full or holds_weights(name))
 
 
 @dataclass(frozen=True)
