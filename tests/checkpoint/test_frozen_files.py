@@ -13,7 +13,7 @@ from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
 from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.manifest import COMMIT, holds_frozen, step_name
+from cpsr.checkpoint.manifest import FileRecord, holds_frozen, step_name
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_states
 from cpsr.checkpoint.memory_states import memory_states
@@ -205,23 +205,24 @@ def test_a_target_gets_them_once_and_again_where_they_are_damaged(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     place, sent = open_place(f"{kind}://{tmp_path / 'target'}"), list[str]()
-    send = place.send
+    put = place.put
 
-    def counted(folder: str, path: Path) -> None:
+    def counted(folder: str, path: Path, record: FileRecord) -> None:
         sent.append(path.name)
-        send(folder, path)
+        put(folder, path, record)
 
     (tmp_path / "run.json").write_text(json.dumps({"run_id": RUN}))
-    monkeypatch.setattr(place, "send", counted)
+    monkeypatch.setattr(place, "put", counted)
     for iteration in (10, 20, 30):
         run.save(iteration)
         upload(place, run.store.directory / step_name(iteration), scan(place, RUN).usable)
-        assert [one for one in verify(place) if step_name(iteration) in one] == []
+        copies = scan(place, RUN).usable
+        assert [one for one in verify(place) if copies[-1].folder in one] == []
         if iteration == 20:
             assert sum(map(holds_frozen, sent)) == 1
             (name,) = run.files(iteration)
-            place.write(step_name(iteration), name, b"damaged")
-            place.remove(step_name(10), first=COMMIT)
+            place.write(copies[1].folder, name, b"damaged")
+            place.drop(copies[0].folder)
     assert sum(map(holds_frozen, sent)) == 2
     assert sent.count("rank-00000.params.safetensors") == 3
 

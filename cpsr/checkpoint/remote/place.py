@@ -1,25 +1,24 @@
-"""A folder of checkpoints at an fsspec URL: a mounted directory, an object store, or any other file system."""
+"""A place for copies of checkpoints at an fsspec URL: a mounted directory, an object store, any other file system."""
 
 import contextlib
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import fsspec
-from fsspec.callbacks import Callback
 from fsspec.implementations.local import LocalFileSystem
 
-from cpsr.checkpoint.files import FileHash, make_directory, sync_directory, sync_file, write_bytes
-from cpsr.checkpoint.manifest import FileRecord, step_iteration
+from cpsr.checkpoint.files import FileHash, sync_directory, sync_file, write_bytes
+from cpsr.checkpoint.manifest import COMMIT, FileRecord
 from cpsr.errors import ConfigError, CPSRError, TargetError
 
-__all__ = ["CopyDamagedError", "CopyStoppedError", "Place", "open_place"]
+__all__ = ["CopyDamagedError", "Place", "open_place"]
 
 _FOLDER = "checkpoints"
-_READ_BYTES = 16 << 20  # between two looks whether to stop
+_READ_BYTES = 16 << 20
 _USER = re.compile(r"(?<=://)[^/@]*@")  # user and password in a URL
 
 
@@ -27,12 +26,8 @@ class CopyDamagedError(TargetError):
     """A file of a copy is torn, missing, altered or no plain file; the message names it."""
 
 
-class CopyStoppedError(TargetError):
-    """Copying was asked to stop; what is at the target is not committed."""
-
-
 def open_place(url: str, run_dir: Path | None = None) -> "Place":
-    """The folder behind an fsspec URL; nothing is read or written yet.
+    """The place behind an fsspec URL; nothing is read or written yet.
 
     Args:
         url: for example `s3://bucket/run`, `file:///mnt/x/run`, `memory://run`. The file system's package takes the
@@ -67,24 +62,19 @@ def open_place(url: str, run_dir: Path | None = None) -> "Place":
 
 
 class Place:
-    """Folders of checkpoints, one level deep, with plain files in them.
+    """Folders with plain files in them, at a URL.
 
     Every error of a file system becomes a `TargetError` that names the file; `CopyDamagedError` where a file to be read
-    is not there. Names in a listing never lead outside the folder. On this machine files are forced to the disk.
+    is not there. No link is followed.
 
     Args:
         shown: the URL without user and password, for messages.
         system: of fsspec, without a cache of listings.
         root: the path of the target there.
-
-    Attributes:
-        shown: as given.
-        stopped: asked while files are sent and compared; once true, that ends with `CopyStoppedError`.
     """
 
     def __init__(self, shown: str, system: Any, root: str) -> None:
         self.shown = shown.rstrip("/")
-        self.stopped: Callable[[], bool] = lambda: False
         self._system = system
         self._root = root.rstrip("/")
         self._is_local = isinstance(system, LocalFileSystem)
@@ -93,108 +83,98 @@ class Place:
         """Full name of a file or folder, for messages."""
         return f"{self.shown}/{_FOLDER}/{folder}" + (f"/{file}" if file else "")
 
-    def folders(self) -> list[str]:
-        """Names of the folders of checkpoints, ascending; none where the target does not exist yet."""
-        return sorted(name for name in self.files("") if step_iteration(name) is not None)
-
-    def files(self, folder: str) -> list[str]:
-        """Names in a folder; none where it is gone."""
+    def list(self, folder: str = "") -> Sequence[str]:
+        """Names in a folder, or of all folders, ascending; none where it is gone. Links are left out."""
         with self._asking("listing", folder):
             try:
                 found = self._system.ls(self._path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []  # in object stores a folder exists only through its files
-            names = [one["name"].rstrip("/").rpartition("/")[2] for one in found if not one.get("islink")]
-            return [name for name in names if name]
+            names = (one["name"].rstrip("/").rpartition("/")[2] for one in found if not one.get("islink"))
+            return sorted(name for name in names if name)
 
-    def read(self, folder: str, file: str) -> bytes:
-        """Content of a small file."""
-        self._size(folder, file)
-        with self._asking("reading", folder, file):
-            return bytes(self._system.cat_file(self._path(folder, file)))
+    def make(self, folder: str) -> None:
+        """Create a folder, where there are folders."""
+        # Never with parents: a mount may be missing, and an object store would create a bucket of a mistyped name.
+        bucket = not self._is_local and "/" not in self._root.strip("/")
+        with self._asking("creating", folder):
+            for path in [*([] if bucket else [self._root]), self._path(""), self._path(folder)]:
+                with contextlib.suppress(FileExistsError):
+                    self._system.mkdir(path, create_parents=False)
+                    if self._is_local:
+                        sync_directory(Path(path).parent)
 
-    def holds(self, folder: str, file: str, record: FileRecord) -> bool:
-        """Whether a file has the size and the hash of its record; reads all of it."""
-        if self._size(folder, file) != record.bytes:
-            return False
-        found = FileHash()
-        with self._asking("reading", folder, file), self._system.open(self._path(folder, file), "rb") as opened:
-            while piece := opened.read(_READ_BYTES):
-                found.take(memoryview(piece))
-                self._refuse_stop()
-        return record.first_difference(found.record()) is None
+    def put(self, folder: str, path: Path, record: FileRecord) -> None:
+        """Write a file of this machine under its own name, and read it back.
+
+        Raises:
+            CopyDamagedError: something else than its record says was read back.
+        """
+        with self._asking("writing", folder, path.name):
+            self._system.put_file(str(path), self._path(folder, path.name))
+        self._read_back(folder, path.name, record)
+
+    def repeat(self, folder: str, file: str, source: str, record: FileRecord) -> None:
+        """Put a file that another folder has: the file system copies it by itself; raises as `put`."""
+        with self._asking("copying", source, file):
+            self._system.cp_file(self._path(source, file), self._path(folder, file))
+        self._read_back(folder, file, record)
 
     def write(self, folder: str, file: str, data: bytes) -> None:
-        """Write a small file and read it back; TargetError also where something else was returned."""
+        """Write a small file, and read it back; raises as `put`."""
         with self._asking("writing", folder, file):
             if self._is_local:
                 write_bytes(Path(self._path(folder, file)), data)
             else:
                 self._system.pipe_file(self._path(folder, file), data)
         if self.read(folder, file) != data:
-            raise TargetError(f"{self.name(folder, file)}: what was read back differs from what was written")
+            raise CopyDamagedError(f"{self.name(folder, file)}: what was read back differs from what was written")
 
-    def send(self, folder: str, path: Path) -> None:
-        """Write a local file under its own name; the caller compares it."""
-        with self._asking("writing", folder, path.name):
-            self._refuse_stop()
-            self._system.put_file(str(path), self._path(folder, path.name), callback=_Parts(self._refuse_stop))
-            self._force(folder, path.name)
+    def open(self, folder: str, file: str, record: FileRecord | None = None) -> Iterator[bytes]:
+        """Content of a file in pieces, compared with its record: the size before the first, the hashes after the last.
 
-    def duplicate(self, folder: str, file: str, target: str) -> None:
-        """Copy a file into another folder under its name, at the target itself; the caller compares it."""
-        with self._asking("copying", folder, file):
-            self._system.cp_file(self._path(folder, file), self._path(target, file))
-            self._force(target, file)
-
-    def receive(self, folder: str, file: str, record: FileRecord, target: Path) -> None:
-        """Copy a file of the recorded size to this machine; the caller compares it."""
-        size = self._size(folder, file)
-        if size != record.bytes:
-            raise CopyDamagedError(f"{self.name(folder, file)} has {size} bytes; {record.bytes} were committed")
+        Raises:
+            CopyDamagedError: it is missing, no plain file, or not what its record says.
+        """
+        found, name = FileHash(), self.name(folder, file)
         with self._asking("reading", folder, file):
-            self._system.get_file(self._path(folder, file), str(target))
+            path = self._path(folder, file)
+            known = self._system.info(path)
+            if known["type"] != "file" or known.get("islink"):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
+            if record is not None and known["size"] != record.bytes:
+                raise CopyDamagedError(f"{name} has {known['size']} bytes, {record.bytes} were committed")
+            with self._system.open(path, "rb") as opened:
+                while piece := opened.read(_READ_BYTES):
+                    found.take(memoryview(piece))
+                    yield piece
+        if record is not None and record.first_difference(found.record()) is not None:
+            raise CopyDamagedError(f"{name} is not what was committed: its hash differs")
 
-    def make(self, folder: str) -> None:
-        """Create a folder, where there are folders. The target's parent must exist: a mount may be missing."""
-        with self._asking("creating", folder):
-            if self._is_local:
-                if not Path(self._root).parent.is_dir():
-                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(Path(self._root).parent))
-                make_directory(Path(self._path(folder)))
-                return
-            # Never with parents: on an object store that would create a bucket whose name was mistyped.
-            bucket = "/" not in self._root.strip("/")
-            for path in [*([] if bucket else [self._root]), self._path(""), self._path(folder)]:
-                with contextlib.suppress(FileExistsError):
-                    self._system.mkdir(path, create_parents=False)
+    def read(self, folder: str, file: str) -> bytes:
+        """Content of a small file; raises as `open`."""
+        return b"".join(self.open(folder, file))
 
-    def remove(self, folder: str, first: str) -> None:
-        """Remove a folder and what is in it, the file called `first` before everything else."""
+    def check(self, folder: str, file: str, record: FileRecord) -> None:
+        """Read a file and compare it with its record; raises as `open`."""
+        for _ in self.open(folder, file, record):
+            pass
+
+    def drop(self, folder: str) -> None:
+        """Remove a folder and what is in it, its commit record before everything else."""
         with self._asking("removing", folder), contextlib.suppress(FileNotFoundError):
-            if first in self.files(folder):
-                self._system.rm_file(self._path(folder, first))
+            if COMMIT in self.list(folder):
+                self._system.rm_file(self._path(folder, COMMIT))
                 if self._is_local:
                     sync_directory(Path(self._path(folder)))
             self._system.rm(self._path(folder), recursive=True)
 
-    def _size(self, folder: str, file: str) -> int:
-        with self._asking("reading", folder, file):
-            found = self._system.info(self._path(folder, file))
-            if found["type"] != "file" or found.get("islink"):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
-            return int(found["size"])
-
-    def _refuse_stop(self) -> None:
-        if self.stopped():
-            raise CopyStoppedError("copying was stopped, because the run ends")
-
-    def _force(self, folder: str, file: str) -> None:
-        """Force a file on this machine to the disk, and out of the page cache: it is read back from the disk."""
+    def _read_back(self, folder: str, file: str, record: FileRecord) -> None:
+        """Compare a file that was written; on this machine it is forced to the disk before, and read from there."""
         if self._is_local:
-            path = Path(self._path(folder, file))
-            sync_file(path)
-            sync_directory(path.parent)
+            with self._asking("writing", folder, file):
+                sync_file(Path(self._path(folder, file)))
+        self.check(folder, file, record)
 
     def _path(self, folder: str, file: str = "") -> str:
         path = "/".join(part for part in (self._root, _FOLDER, folder, file) if part)
@@ -215,15 +195,3 @@ class Place:
                 raise CopyDamagedError(f"{name} is missing, or no plain file") from error
             # File systems raise errors of their own libraries: botocore, aiohttp and others.
             raise TargetError(f"{name}: {what} failed ({type(error).__name__}: {_USER.sub('', str(error))})") from error
-
-
-class _Parts(Callback):  # type: ignore[misc]  # fsspec has no types
-    """Calls a function after each part of a file that is sent."""
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        super().__init__()
-        self._check = check
-
-    def relative_update(self, inc: int = 1) -> None:
-        super().relative_update(inc)
-        self._check()

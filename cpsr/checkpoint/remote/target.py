@@ -1,49 +1,62 @@
-"""`checkpoint.target` in one life of a run: fetches at the start, copies during training.
-
-A fetched copy arrives in `<run_dir>/fetching/step-...`, where it is no checkpoint. One rename puts it in place when
-every file was read back from the disk. A later fetch reuses the whole files of an interrupted one.
-"""
+"""`checkpoint.target` in one life of a run: fetches at the start, copies in a thread of rank 0 during training."""
 
 import logging
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpsr.checkpoint.catalogue import scan as scan_local
+from cpsr.checkpoint.catalogue import set_aside_list
 from cpsr.checkpoint.files import make_directory, write_bytes
-from cpsr.checkpoint.manifest import Manifest, step_iteration
+from cpsr.checkpoint.manifest import step_iteration
 from cpsr.checkpoint.remote.copies import (
     FETCHING,
-    IDENTITY,
     Copies,
     Copy,
-    fetch_rank,
+    fetch_parts,
     prepare_fetch,
     put_in_place,
     scan,
-    set_aside,
+    upload,
 )
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
-from cpsr.checkpoint.remote.uploader import Copier, Report, given_up_in
+from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.verify import read_manifest
+from cpsr.checkpoint.writer import yield_to_training
 from cpsr.config import CheckpointConfig
-from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError, TargetError
+from cpsr.errors import CheckpointError, CPSRError, RecoveryError, RunMismatchError, TargetError
 from cpsr.ranks.group import Group
 
-__all__ = ["CheckpointTarget"]
+__all__ = ["CheckpointTarget", "Report"]
 
 logger = logging.getLogger(__name__)
 
 # For some ten small requests, a second at most: a restart that has a checkpoint waits no longer.
 ANSWER_SECONDS = 10.0
+STOP_SECONDS = 0.5  # at the end of a life, for a copy that is under way and no longer waited for
+THREAD_NAME = "cpsr-target"
+
+
+class Report(NamedTuple):
+    """An event for the log and the journal, with the arguments of `RankJournal.event`."""
+
+    kind: str
+    message: str
+    iteration: int | None
+    level: int
 
 
 class CheckpointTarget:
     """One rank's side of the target; without a configured target every method does nothing.
+
+    The thread copies one checkpoint at a time, and never raises. Of those committed meanwhile the newest is next, so a
+    slow target gets fewer copies. After a failure the next checkpoint is the next attempt.
 
     Args:
         config: the target, and how many copies it keeps.
@@ -61,9 +74,23 @@ class CheckpointTarget:
         self._group = group
         self._place = None if config.target is None else open_place(config.target, run_dir)
         self._reports: deque[Report] = deque()
-        self._copier: Copier | None = None
-        self._damaged: dict[str, str] = {}  # folders that were fetched in vain -> what is wrong
-        self._fetched: set[str] = set()
+        self._tried: dict[str, str] = {}  # folders that were fetched -> what is wrong with them, if anything
+        self._newest: int | None = None  # of the commits that were announced
+        self._failing: set[str] = set()  # kinds of failures since the last success
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def reports(self) -> list[Report]:
+        """Events since the last call, oldest first."""
+        return [self._reports.popleft() for _ in range(len(self._reports))]
+
+    def _report(self, kind: str, message: str, iteration: int | None, level: int = logging.WARNING) -> None:
+        """Report an event of all ranks, on rank 0."""
+        if self._group.rank == 0:
+            self._reports.append(Report(kind, message, iteration, level))
+
+    # At the start
 
     def adopt_run(self) -> None:
         """Before a new run directory is opened, adopt the identity of the run whose copies lie at the target.
@@ -74,7 +101,7 @@ class CheckpointTarget:
                 something is committed there, but nothing that can be used.
         """
         if (place := self._place) is not None:
-            _agree(self._group, lambda: self._adopt(place))
+            self._agree(lambda: self._adopt(place))
 
     def fetch(self, store: CheckpointStore, damaged: Collection[int]) -> int | None:
         """Fetch the newest whole copy that is newer than everything usable in the run directory.
@@ -87,89 +114,46 @@ class CheckpointTarget:
             Iteration of the checkpoint that now is in the run directory, None where nothing was fetched.
 
         Raises:
-            RunMismatchError: the target is another run's, or of another world size; nothing was changed.
+            RunMismatchError: the target is another run's; nothing was changed.
             RecoveryError: the target cannot be read now (or while fetching) and no older checkpoint is available; or
                 something is committed there, but nothing can be used.
         """
-        if (place := self._place) is None:
-            return None
-        while True:
-            chosen = _agree(self._group, lambda: self._choose(place, store, damaged))
-            if chosen is None:
+        while (place := self._place) is not None:
+            folder = self._agree(lambda: self._choose(place, store, damaged))
+            if folder is None:
                 return None
-            data = str(chosen[1]).encode()
-            copy = Copy(str(chosen[0]), Manifest.parse(data), data, b"")
-            iteration = copy.manifest.iteration
-            shown = f"checkpoint {iteration} ({sum(copy.manifest.files().values())} bytes)"
-            logger.info("fetching %s from %s", shown, place.shown)
-            problem = self._fetch_together(place, store, copy)
-            if problem is None:
-                self._fetched.add(copy.folder)
-                if self._group.rank == 0:
-                    self._mark_damaged(place)
-                    message = f"{shown} was fetched from {place.shown} and verified"
-                    self._reports.append(Report("target fetched", message, iteration, logging.WARNING))
+            if (iteration := self._fetch_together(place, store, str(folder))) is not None:
                 return iteration
-            self._damaged[copy.folder] = problem
-            if self._group.rank == 0:
-                message = f"{problem}; trying the next older one"
-                self._reports.append(Report("target copy damaged", message, iteration, logging.ERROR))
-
-    def start(self, store: CheckpointStore) -> None:
-        """Begin to copy the committed checkpoints of the run (rank 0; no effect elsewhere)."""
-        if self._place is not None and self._group.rank == 0:
-            self._copier = Copier(self._place, self._keep, store, self._reports.append)
-
-    def notify(self, iteration: int | None) -> None:
-        """Announce the newest committed checkpoint, at every step; returns at once."""
-        if self._copier is not None and iteration is not None:
-            self._copier.notify(iteration)
-
-    def reports(self) -> list[Report]:
-        """Events since the last call, oldest first."""
-        drained: list[Report] = []
-        while self._reports:
-            drained.append(self._reports.popleft())
-        return drained
-
-    def close(self, timeout_seconds: float) -> None:
-        """Copy the newest checkpoint if it is not at the target yet, and end.
-
-        Args:
-            timeout_seconds: how long that may take; 0 copies nothing more.
-        """
-        if self._copier is not None:
-            self._copier.close(timeout_seconds)
+        return None
 
     def _adopt(self, place: Place) -> None:
         if (self._run_dir / IDENTITY).exists():
             return
-        found = scan(place)
+        found, new = scan(place), f"the run directory {self._run_dir} is new"
         if found.usable:
             newest = found.usable[-1]
             make_directory(self._run_dir)
             write_bytes(self._run_dir / IDENTITY, newest.identity)
             message = (
-                f"the run directory {self._run_dir} is new: it continues the run {newest.manifest.run_id!r}, whose "
-                f"newest copy at {place.shown} is of iteration {newest.manifest.iteration} (another target "
-                "begins anew)"
+                f"{new}: it continues the run {newest.manifest.run_id!r}, whose newest copy at {place.shown} is of "
+                f"iteration {newest.manifest.iteration} (another target begins anew)"
             )
-            self._reports.append(Report("target adopted", message, newest.manifest.iteration, logging.WARNING))
-        elif found.has_committed:
+            self._report("target adopted", message, newest.manifest.iteration)
+        elif found.damaged:
             raise RecoveryError(
-                f"the run directory {self._run_dir} is new, and nothing that is committed at {place.shown} "
-                f"can be used: {'; '.join(found.damaged.values()) or 'it was given up'}. Nothing was changed; repair "
-                "it, or use another target to start anew"
+                f"{new}, and nothing that is committed at {place.shown} can be used: "
+                f"{'; '.join(found.damaged.values())}. Nothing was changed; repair it, or use another target to start "
+                "anew"
             )
         else:
             message = (
-                f"the run directory {self._run_dir} is new, and {place.shown} holds no copy: a new run begins. If it "
-                "should hold one, end the job, and look at the URL or at what should be mounted there"
+                f"{new}, and {place.shown} holds no copy: a new run begins. If it should hold one, end the job, and "
+                "look at the URL or at what should be mounted there"
             )
-            self._reports.append(Report("target empty", message, None, logging.INFO))
+            self._report("target empty", message, None, logging.INFO)
 
-    def _choose(self, place: Place, store: CheckpointStore, damaged: Collection[int]) -> tuple[str, str] | None:
-        """Rank 0's choice: folder and manifest of a copy; None where the run directory has what is newest."""
+    def _choose(self, place: Place, store: CheckpointStore, damaged: Collection[int]) -> str | None:
+        """Rank 0's choice of a copy, by its folder; None where the run directory has what is newest."""
         left = [info for info in scan_local(store.directory).checkpoints if info.full and info.iteration not in damaged]
         kept = max(left, key=lambda info: info.sequence, default=None)
         try:
@@ -183,25 +167,17 @@ class CheckpointTarget:
                     "of the configuration to go on without it"
                 ) from error
             message = f"{error}. It may have a newer checkpoint than {kept.iteration}, from which the run goes on"
-            self._reports.append(Report("target not reachable", message, kept.iteration, logging.WARNING))
+            self._report("target not reachable", message, kept.iteration)
             return None
-        given_up, newest = given_up_in(store.directory), -1 if kept is None else kept.sequence
-        for copy in reversed(found.usable):
-            manifest = copy.manifest
-            after = max(newest, given_up.get(manifest.iteration, -1))
-            if manifest.sequence > after and copy.folder not in self._damaged.keys() | self._fetched:
-                if manifest.world_size != self._group.size and store.reshard is None:
-                    raise RunMismatchError(
-                        f"{place.name(copy.folder)} was saved by {manifest.world_size} ranks, this job has "
-                        f"{self._group.size}: start it with {manifest.world_size} ranks. Nothing was changed"
-                    )
-                prepare_fetch(self._run_dir, copy)
-                return copy.folder, copy.manifest_bytes.decode()
+        newest = -1 if kept is None else kept.sequence
+        for copy in reversed(self._wanted(found, store)):
+            if copy.manifest.sequence > newest and copy.folder not in self._tried:
+                prepare_fetch(self._run_dir, copy.manifest.iteration)
+                return copy.folder
         if kept is not None:
-            self._mark_damaged(place)
             shutil.rmtree(self._run_dir / FETCHING, ignore_errors=True)
-        elif found.has_committed and not store.remains():
-            wrong = "; ".join([*found.damaged.values(), *self._damaged.values()]) or "it was given up"
+        elif (found.usable or found.damaged) and not store.remains():
+            wrong = "; ".join(filter(None, [*found.damaged.values(), *self._tried.values()]))
             raise RecoveryError(
                 f"nothing that is committed at {place.shown} can be used ({wrong}), and the run directory holds "
                 "no checkpoint. Nothing was changed; repair one of the two, or use another run_dir and target to "
@@ -209,71 +185,169 @@ class CheckpointTarget:
             )
         return None
 
-    def _fetch_together(self, place: Place, store: CheckpointStore, copy: Copy) -> str | None:
-        """Every rank fetches its share of the parts, rank 0 commits; returns what is wrong with the copy on any rank.
+    def _fetch_together(self, place: Place, store: CheckpointStore, folder: str) -> int | None:
+        """Every rank fetches its share of the parts, rank 0 commits; returns the iteration, None of a damaged copy.
 
         Raises:
             RecoveryError: the target cannot be read any more, or a disk refused; every rank raises it.
         """
         group = self._group
 
-        def fetch() -> None:
-            # Its own part, of as many ranks as there are; of others every size-th.
-            for rank in range(group.rank, copy.manifest.world_size, group.size):
-                fetch_rank(place, copy, rank, self._run_dir)
-
-        def commit() -> None:
-            if group.rank == 0:
-                put_in_place(copy, self._run_dir, store, f"a whole copy was fetched from {place.shown}")
-
-        for part in (fetch, commit):
-            damage = refused = None
+        def fetch() -> str:
             try:
-                part()
+                fetch_parts(place, folder, self._run_dir, group.rank, group.size)
             except CopyDamagedError as error:
-                damage = f"rank {group.rank}: {error}"
+                return f"rank {group.rank}: {error}"
             except (TargetError, CheckpointError, OSError) as error:
-                refused = f"rank {group.rank}: {error}"
-            gathered = group.gather((damage, refused))
-            if refusals := [one for _, one in gathered if one is not None]:
-                raise RecoveryError(
-                    f"checkpoint {copy.manifest.iteration} at {place.shown} is newer than what the run directory "
-                    f"holds, and could not be fetched: {'; '.join(refusals)}. What was fetched whole is kept: start "
-                    "again; to go on without it, take checkpoint.target out of the configuration"
+                raise RecoveryError(f"rank {group.rank}: {error}") from error
+            return ""
+
+        try:
+            self._tried[folder] = wrong = "; ".join(filter(None, _together(group, fetch)))
+            if wrong:
+                self._report(
+                    "target copy damaged",
+                    f"{wrong}; trying the next older one",
+                    step_iteration(folder.partition(".")[0]),
+                    logging.ERROR,
                 )
-            if damages := [one for one, _ in gathered if one is not None]:
-                return "; ".join(damages)
-        return None
+                return None
+            iteration: int = self._agree(lambda: put_in_place(place, folder, self._run_dir, store))
+        except RecoveryError as error:
+            raise RecoveryError(
+                f"{place.name(folder)} is newer than what the run directory holds, and could not be fetched: {error}. "
+                "What was fetched whole is kept: start again; to go on without it, take checkpoint.target out of the "
+                "configuration"
+            ) from error
+        self._report("target fetched", f"{place.name(folder)} was fetched and verified", iteration)
+        return iteration
 
-    def _mark_damaged(self, place: Place) -> None:
-        """Set damaged copies aside, once another state was fetched."""
-        for folder, problem in self._damaged.items():
+    def _wanted(self, found: Copies, store: CheckpointStore) -> list[Copy]:
+        """Usable copies, without those found damaged and those of states that the run has given up."""
+        # By a roll-back, or the user's own load: iteration -> newest commit at that time.
+        asides = set_aside_list(store.directory)
+        given_up = {one.iteration: one.after_sequence for one in asides if one.kind == "abandoned"}
+        whole = [copy for copy in found.usable if not self._tried.get(copy.folder)]
+        return [copy for copy in whole if given_up.get(copy.manifest.iteration, -1) < copy.manifest.sequence]
+
+    def _agree(self, question: Callable[[], Any]) -> Any:
+        """Rank 0's result, or its exception, on every rank."""
+        return _together(self._group, lambda: question() if self._group.rank == 0 else None)[0]
+
+    # During training
+
+    def start(self, store: CheckpointStore) -> None:
+        """Begin to copy the committed checkpoints of the run (rank 0; no effect elsewhere)."""
+        if self._place is not None and self._group.rank == 0:
+            self._thread = threading.Thread(target=self._run, args=(self._place, store), name=THREAD_NAME, daemon=True)
+            self._thread.start()
+
+    def notify(self, iteration: int | None) -> None:
+        """Announce the newest committed checkpoint, at every step; returns at once."""
+        if iteration is not None and iteration != self._newest:
+            self._newest = iteration
+            self._wake.set()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Copy the newest checkpoint if it is not at the target yet, and end.
+
+        Args:
+            timeout_seconds: how long that may take; 0 begins no copy any more.
+        """
+        if self._thread is None:
+            return
+        if timeout_seconds <= 0:
+            self._newest = None
+        self._closing = True
+        self._wake.set()
+        self._thread.join(max(timeout_seconds, STOP_SECONDS))
+        if self._thread.is_alive():
+            message = "the target did not take the last copy in time; what is not committed there does not count"
+            self._fail("target copy stopped", message, None)
+
+    def _run(self, place: Place, store: CheckpointStore) -> None:
+        yield_to_training()
+        last = False
+        while not last:
+            self._wake.wait()
+            self._wake.clear()
+            last, newest = self._closing, self._newest  # read after clearing, or an end in between would be missed
             try:
-                set_aside(place, folder, problem)
-            except TargetError as error:
-                logger.warning("%s cannot be set aside: %s", place.name(folder), error)
-                continue
-            message = f"the copy {place.name(folder)} was set aside: {problem}"
-            self._reports.append(Report("target set aside", message, step_iteration(folder), logging.DEBUG))
-        self._fetched |= self._damaged.keys()
-        self._damaged = {}
+                if newest is not None:
+                    self._copy_newest(place, store)
+            except Exception as error:
+                if not isinstance(error, CPSRError | OSError):
+                    logger.exception("copying to %s failed", place.shown)
+                message = (
+                    f"checkpoint {newest} was not copied to {place.shown}: {error or type(error).__name__}. The run "
+                    "directory is not affected, training goes on, and the next checkpoint is tried again"
+                )
+                self._fail("target copy failed", message, newest)
+            store.copied_iteration = None
+
+    def _copy_newest(self, place: Place, store: CheckpointStore) -> None:
+        whole = [info for info in scan_local(store.directory).checkpoints if info.full]
+        info = max(whole, key=lambda info: info.sequence, default=None)
+        if info is None:
+            return
+        found = scan(place, store.run_id)
+        copies = self._wanted(found, store)
+        if not copies or copies[-1].manifest.sequence < info.sequence:
+            store.copied_iteration = info.iteration
+            for folder in found.unfinished:  # otherwise a full target would stay full
+                place.drop(folder)
+            started = time.perf_counter()
+            copied_bytes = sum(upload(place, info.directory, copies).files().values())
+            seconds = time.perf_counter() - started
+            message = (
+                f"checkpoint {info.iteration} ({copied_bytes} bytes) was copied to {place.shown} in {seconds:.2f} s"
+            )
+            level = logging.INFO if "target copy failed" in self._failing else logging.DEBUG
+            self._report("target copied", message, info.iteration, level)
+            self._failing.clear()
+        elif copies[-1].manifest != read_manifest(info.directory):
+            message = (
+                f"{place.name(copies[-1].folder)} is not of this run directory, and not older than its checkpoint "
+                f"{info.iteration}: another job of the run copies there, or run_dir was set back. Nothing is copied "
+                "until the run has committed as many checkpoints"
+            )
+            self._fail("target ahead", message, info.iteration)
+            return
+        try:
+            self._tidy(place, store)
+        except TargetError as error:
+            message = f"checkpoint {info.iteration} was copied; older copies could not be removed: {error}"
+            self._fail("target not tidied", message, info.iteration)
+
+    def _tidy(self, place: Place, store: CheckpointStore) -> None:
+        """Remove all but the newest copies, once the newest checkpoint is there."""
+        found = scan(place, store.run_id)
+        kept = [copy.folder for copy in self._wanted(found, store)[-self._keep :]]
+        for folder in found.folders if kept else ():
+            if folder not in kept:
+                place.drop(folder)
+                logger.debug("%s was removed: later copies are there", place.name(folder))
+
+    def _fail(self, kind: str, message: str, iteration: int | None) -> None:
+        """Report a failure; of several in a row the first alone is logged, and all are in the journal."""
+        level = logging.DEBUG if kind in self._failing else logging.WARNING
+        self._failing.add(kind)
+        self._report(kind, message, iteration, level)
 
 
-def _agree(group: Group, question: Callable[[], Any]) -> Any:
-    """Rank 0's result, or its exception, on every rank."""
-    answer: dict[str, Any] = {}
+def _together(group: Group, action: Callable[[], Any]) -> list[Any]:
+    """What an action returns on each rank; an exception of any of them is raised on every one."""
     try:
-        answer = {"answer": question() if group.rank == 0 else None}
+        told = ["", action()]
     except RunMismatchError as error:
-        answer = {"mismatch": str(error)}
+        told = ["mismatch", str(error)]
     except (RecoveryError, TargetError, CheckpointError, OSError) as error:
-        answer = {"refused": str(error)}
-    agreed = group.broadcast(answer)
-    if "mismatch" in agreed:
-        raise RunMismatchError(agreed["mismatch"])
-    if "refused" in agreed:
-        raise RecoveryError(agreed["refused"])
-    return agreed["answer"]
+        told = ["refused", str(error)]
+    found = group.gather(told)
+    for kind, raised in (("mismatch", RunMismatchError), ("refused", RecoveryError)):
+        if refusals := [text for one, text in found if one == kind]:
+            raise raised("; ".join(refusals))
+    return [result for _, result in found]
 
 
 def _within(seconds: float | None, question: Callable[[], Copies]) -> Copies:

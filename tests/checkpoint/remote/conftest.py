@@ -1,18 +1,25 @@
-"""Runs with checkpoints, targets that fail on demand, and the oracle that the tests of this room share."""
+"""Runs with checkpoints, places of three kinds, faults in front of any of them, and the oracle of this room's tests."""
 
+import errno
+import itertools
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from cpsr.checkpoint.remote.copies import scan, upload
-from cpsr.checkpoint.remote.place import Place
-from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.checkpoint.remote import target as target_module
+from cpsr.checkpoint.remote.copies import Copy, scan, upload
+from cpsr.checkpoint.remote.place import Place, open_place
+from cpsr.checkpoint.remote.target import CheckpointTarget, Report
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import verify_checkpoint
 from cpsr.config import CheckpointConfig
@@ -20,6 +27,7 @@ from cpsr.ranks.group import Group
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
 
 RUN = "0f" * 16
+OTHER_RUN = "ab" * 16
 IDENTITY = {
     "run_id": RUN,
     "world_size": 1,
@@ -32,114 +40,130 @@ IDENTITY = {
     "module": "Net",
 }
 HANG_SECONDS = 20.0  # no test lets it hang for longer
+START_SECONDS = 30.0
+KINDS = ["file", "memory", pytest.param("s3", marks=pytest.mark.slow)]
+_numbers = itertools.count()
 
 
-class FaultySystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """The memory file system, whose call number `fails_at` raises instead of being made, and all later ones too.
+class Faults:
+    """In front of a place's file system: a call that fails, hangs or does something else before, or a full disk.
 
-    One write into an open file is a call as well: a file may end in the middle.
+    Every call that is made of it counts, from 1 on. A file that a failing call writes ends in the middle.
     """
 
-    protocol = "faulty"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-    calls = 0
-    fails_at: int | None = None
-    heals = False  # later calls succeed again
-    hangs_at: int | None = None
-    answers = threading.Event()  # while it is not set, calls hang
+    def __init__(self, place: Place) -> None:
+        self.system = place._system
+        self.calls = 0
+        self.fails_at: int | None = None
+        self.heals = False  # later calls succeed again
+        self.before: dict[int, Callable[[], object]] = {}
+        self.free_bytes: int | None = None
+        self.answers = threading.Event()  # while it is not set, calls hang
+        self.answers.set()
+        place._system = self
 
-    @classmethod
-    def reset(cls) -> None:
-        cls.store.clear()
-        cls.pseudo_dirs[:] = [""]
-        cls.arm(None)
+    def arm(self, fails_at: int | None = None, *, heals: bool = False, before: dict[int, Any] | None = None) -> None:
+        self.calls, self.fails_at, self.heals, self.before = 0, fails_at, heals, before or {}
+        self.answers.set()
 
-    @classmethod
-    def arm(cls, fails_at: int | None, *, heals: bool = False, hangs_at: int | None = None) -> None:
-        cls.calls, cls.fails_at, cls.heals, cls.hangs_at = 0, fails_at, heals, hangs_at
-        cls.answers.set()
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.system, name)
 
-    @classmethod
-    def count(cls) -> None:
-        cls.calls += 1
-        if cls.calls == cls.hangs_at:
-            cls.answers.clear()
-        assert cls.answers.wait(HANG_SECONDS)
-        if cls.fails_at is not None and (cls.calls == cls.fails_at if cls.heals else cls.calls >= cls.fails_at):
-            raise ConnectionError("the target does not answer")
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            number = self.calls
+            if number in self.before:
+                self.before.pop(number)()
+            assert self.answers.wait(HANG_SECONDS)
+            if self.fails_at is not None and (number == self.fails_at if self.heals else number >= self.fails_at):
+                self._half(name, *args)
+                raise ConnectionError("the target does not answer")
+            if self.free_bytes is not None and (written := self._written(name, *args)) is not None:
+                if len(written) > self.free_bytes:
+                    self._half(name, *args)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self.free_bytes -= len(written)
+            return call(*args, **kwargs)
 
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        self.count()
-        return super().ls(path, detail, **kwargs)
+        return counted
 
-    def cat_file(self, *args: Any, **kwargs: Any) -> Any:
-        self.count()
-        return super().cat_file(*args, **kwargs)
+    @staticmethod
+    def _written(name: str, *args: Any) -> bytes | None:
+        if name == "put_file":
+            return Path(args[0]).read_bytes()
+        return args[1] if name == "pipe_file" else None
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-        try:
-            self.count()
-        except ConnectionError:
-            super().pipe_file(path, value[: len(value) // 2], mode, **kwargs)
-            raise
-        super().pipe_file(path, value, mode, **kwargs)
-
-    def mkdir(self, *args: Any, **kwargs: Any) -> None:
-        self.count()
-        super().mkdir(*args, **kwargs)
-
-    def rm_file(self, path: str) -> None:
-        self.count()
-        super().rm_file(path)
-
-    def rm(self, path: str, **kwargs: Any) -> None:
-        for file in self.find(path):
-            self.rm_file(file)
-        super().rm(path, **kwargs)
-
-    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        self.count()
-        opened = super()._open(path, mode, **kwargs)
-        if mode == "wb":
-            write = opened.write
-
-            def counted(data: bytes) -> int:
-                try:
-                    self.count()
-                except ConnectionError:
-                    write(data[: len(data) // 2])
-                    raise
-                return int(write(data))
-
-            opened.write = counted
-        return opened
+    def _half(self, name: str, *args: Any) -> None:
+        if (written := self._written(name, *args)) is not None:
+            self.system.pipe_file(args[1] if name == "put_file" else args[0], written[: len(written) // 2])
 
 
-fsspec.register_implementation("faulty", FaultySystem, clobber=True)
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """Address of a server of the S3 protocol (moto's, of the extra `dev`)."""
+    pytest.importorskip("moto.server", reason="the S3 server of the tests: pip install 'cpsr[dev]'")
+    pytest.importorskip("s3fs", reason="pip install 'cpsr[s3]'")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, "the server does not start"
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.fixture
-def faulty() -> Iterator[type[FaultySystem]]:
-    FaultySystem.reset()
-    yield FaultySystem
-    FaultySystem.reset()
+def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new bucket; credentials and address come from the environment, as a user's do."""
+    import s3fs
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3)
+    name = f"bucket-{next(_numbers)}"
+    s3fs.S3FileSystem(skip_instance_cache=True).mkdir(name)
+    return name
 
 
-@pytest.fixture(params=["file", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Two real targets; the memory one is emptied."""
-    if request.param == "file":
-        yield f"file://{tmp_path}/target"
-        return
-    _empty(MemoryFileSystem)
-    yield "memory://bucket/target"
-    _empty(MemoryFileSystem)
+def empty_url(kind: str, request: pytest.FixtureRequest) -> str:
+    """A place of this kind that nobody has written to."""
+    if kind == "file":
+        return f"file://{request.getfixturevalue('tmp_path')}/target"
+    if kind == "s3":
+        return f"s3://{request.getfixturevalue('bucket')}/runs/gpt"
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    return "memory://bucket/target"
 
 
-def _empty(system: Any) -> None:
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
+@pytest.fixture(params=KINDS)
+def place(request: pytest.FixtureRequest) -> Place:
+    """One of each kind, empty."""
+    return open_place(empty_url(request.param, request))
+
+
+@pytest.fixture
+def memory(request: pytest.FixtureRequest) -> Place:
+    """An empty one in memory, for what does not depend on the kind."""
+    return open_place(empty_url("memory", request))
+
+
+@pytest.fixture
+def local(request: pytest.FixtureRequest) -> Place:
+    """An empty one on this machine."""
+    return open_place(empty_url("file", request))
 
 
 def new_run(run_dir: Path, world_size: int = 1, run_id: str = RUN, life: int = 1) -> list[CheckpointStore]:
@@ -160,9 +184,12 @@ def commit(stores: list[CheckpointStore], iteration: int) -> Path:
     return stores[0].directory / f"step-{iteration:010d}"
 
 
-def send(place: Place, directory: Path) -> int:
-    """Copy one checkpoint; returns its bytes."""
-    return upload(place, directory)[0]
+def copied_run(run_dir: Path, place: Place, iterations: tuple[int, ...] = (10, 20)) -> CheckpointStore:
+    """A run whose checkpoints are all at the target."""
+    stores = new_run(run_dir)
+    for iteration in iterations:
+        upload(place, commit(stores, iteration))
+    return stores[0]
 
 
 def committed_at(place: Place) -> list[int]:
@@ -170,9 +197,37 @@ def committed_at(place: Place) -> list[int]:
     return [copy.manifest.iteration for copy in scan(place).usable]
 
 
-def target_at(place: Place, run_dir: Path) -> CheckpointTarget:
+def copy_of(place: Place, iteration: int) -> Copy:
+    """The copy of a checkpoint."""
+    return next(copy for copy in scan(place).usable if copy.manifest.iteration == iteration)
+
+
+def overwrite(place: Place, folder: str, file: str, data: bytes) -> None:
+    """Put something else in the place of a file there, behind the back of whoever copies."""
+    system = place._system.system if isinstance(place._system, Faults) else place._system
+    system.pipe_file(place._path(folder, file), data)
+
+
+def remove(place: Place, folder: str, file: str) -> None:
+    """Remove one file there."""
+    place._system.rm_file(place._path(folder, file))
+
+
+def target_at(place: Place, run_dir: Path, keep: int = 2) -> CheckpointTarget:
     """A life's side of the target, of one rank."""
-    return CheckpointTarget(CheckpointConfig(target=place.shown), run_dir, Group())
+    config = CheckpointConfig(target=place.shown, target_keep_checkpoints=keep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target_module, "open_place", lambda url, run_dir: place)
+        return CheckpointTarget(config, run_dir, Group())
+
+
+def copy_newest(place: Place, store: CheckpointStore, keep: int = 2) -> list[Report]:
+    """One life that copies the newest checkpoint, and what it reports."""
+    target = target_at(place, store.directory.parent, keep)
+    target.start(store)
+    target.notify(store.catalogue()[-1].iteration)
+    target.close(HANG_SECONDS)
+    return target.reports()
 
 
 def fetched(place: Place, run_dir: Path) -> int | None:

@@ -1,57 +1,297 @@
-"""`checkpoint.target` through one life after another, and the thread that copies, which never stands in the way."""
+"""`checkpoint.target` in one life after another: what a restart fetches, and the thread that copies meanwhile."""
 
+import hashlib
+import json
 import logging
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from cpsr.checkpoint.catalogue import Retention
-from cpsr.checkpoint.remote.copies import scan
-from cpsr.checkpoint.remote.place import open_place
-from cpsr.checkpoint.remote.target import CheckpointTarget
-from cpsr.checkpoint.remote.uploader import Copier, Report
-from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.files import hash_file
+from cpsr.checkpoint.host_snapshot import Contents
+from cpsr.checkpoint.manifest import COMMIT, MANIFEST, commit_record
+from cpsr.checkpoint.remote import target as module
+from cpsr.checkpoint.remote.copies import read_copy, scan, upload
+from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
+from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.cli.main import app
-from cpsr.config import CheckpointConfig
-from cpsr.ranks.group import Group
+from cpsr.errors import RecoveryError
+from cpsr.state.shard import Shard
+from tests import two_ranks
+from tests.checkpoint.conftest import assert_same_bits, make_shard, save
 from tests.checkpoint.remote.conftest import (
     RUN,
-    FaultySystem,
+    Faults,
+    assert_whole,
     commit,
     committed_at,
+    copied_run,
+    copy_newest,
+    copy_of,
     fetched,
     new_run,
-    send,
+    overwrite,
+    target_at,
 )
 
-URL = "faulty://bucket/target"
 PATIENCE_SECONDS = 10.0
 RETENTION = Retention(history_span_iterations=0, history_min_checkpoints=2)
+
+
+# At a restart
+
+
+def test_a_newer_copy_is_fetched_beside_what_is_left(tmp_path: Path, memory: Place) -> None:
+    store = copied_run(tmp_path / "run", memory, (10, 20, 30))
+    for iteration in (20, 30):
+        shutil.rmtree(store.directory / f"step-{iteration:010d}")
+    assert target_at(memory, tmp_path / "run").fetch(store, ()) == 30
+    assert [info.iteration for info in store.catalogue()] == [10, 30]
+    assert_whole(store, 30)
+
+
+def test_a_damaged_checkpoint_is_replaced_by_its_copy_and_each_copy_is_tried_once(
+    tmp_path: Path, memory: Place
+) -> None:
+    store = copied_run(tmp_path / "run", memory)
+    (store.directory / "step-0000000020" / "rank-00000.params.safetensors").write_bytes(b"damaged")
+    target = target_at(memory, tmp_path / "run")
+    assert target.fetch(store, ()) is None  # the restart has yet to find out
+    assert target.fetch(store, (20,)) == 20
+    assert_whole(store, 20)
+    assert target.fetch(store, (20,)) is None  # also damaged: this disk is
+    assert target.fetch(store, (10, 20)) == 10
+
+
+def test_a_damaged_copy_goes_once_the_state_in_its_place_is_copied(tmp_path: Path, memory: Place) -> None:
+    copied_run(tmp_path / "run", memory, (10, 20, 30))
+    overwrite(memory, copy_of(memory, 30).folder, "rank-00000.moments.safetensors", b"damaged")
+    shutil.rmtree(tmp_path / "run")
+    target = target_at(memory, tmp_path / "run")
+    target.adopt_run()
+    store = CheckpointStore(tmp_path / "run", 0, 1, RUN, 2)
+    store.prepare()
+    assert target.fetch(store, ()) == 20
+    assert [one.kind for one in target.reports()] == ["target adopted", "target copy damaged", "target fetched"]
+    assert committed_at(memory) == [10, 20, 30]
+    target.start(store)
+    target.notify(20)
+    wait_until(lambda: committed_at(memory) == [10, 20])
+    commit([store], 30)
+    target.notify(30)
+    target.close(PATIENCE_SECONDS)
+    assert committed_at(memory) == [20, 30]
+    assert fetched(memory, tmp_path / "new") == 30
+
+
+def test_a_target_that_does_not_answer(tmp_path: Path, memory: Place) -> None:
+    """With something to go on from it is reported; with nothing it is an error, and never a start from scratch."""
+    store = copied_run(tmp_path / "run", memory)
+    shutil.rmtree(store.directory / "step-0000000020")
+    target = target_at(memory, tmp_path / "run")
+    Faults(memory).arm(1)
+    assert target.fetch(store, ()) is None
+    assert [(one.kind, one.level) for one in target.reports()] == [("target not reachable", logging.WARNING)]
+    with pytest.raises(RecoveryError, match="holds no checkpoint to restart at, and the target cannot be read"):
+        target.fetch(store, (10,))
+    with pytest.raises(RecoveryError, match="does not answer"):
+        fetched(memory, tmp_path / "new")
+    assert not (tmp_path / "new" / "run.json").exists()
+
+
+def test_a_target_that_hangs_holds_up_no_restart_that_has_a_checkpoint(
+    tmp_path: Path, memory: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = copied_run(tmp_path / "run", memory)
+    target = target_at(memory, tmp_path / "run")
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.2)
+    faults = Faults(memory)
+    faults.arm(before={3: faults.answers.clear})
+    started = time.monotonic()
+    assert target.fetch(store, ()) is None
+    assert time.monotonic() - started < 5.0
+    assert [one.kind for one in target.reports()] == ["target not reachable"]
+    # With nothing to go on from, it is waited for.
+    threading.Timer(0.6, faults.answers.set).start()
+    assert target.fetch(store, (10, 20)) == 20
+
+
+def test_a_target_that_goes_away_while_fetching(tmp_path: Path, memory: Place) -> None:
+    """What is newer is not given up: the start ends, and the next one goes on with what is there."""
+    store, faults = copied_run(tmp_path / "run", memory), Faults(memory)
+    shutil.rmtree(store.directory / "step-0000000020")
+    for call in range(1, 100):
+        faults.arm(call)
+        try:
+            assert target_at(memory, tmp_path / "run").fetch(store, ()) in (20, None)
+        except RecoveryError as error:
+            assert "could not be fetched" in str(error)  # noqa: PT017 - not every call raises
+        else:
+            if [info.iteration for info in store.catalogue()] == [10, 20]:
+                break
+        assert [info.iteration for info in store.catalogue()] == [10]
+    assert call > 20
+    assert_whole(store, 20)
+
+
+def test_all_copies_damaged_is_not_a_new_start(tmp_path: Path, memory: Place) -> None:
+    copied_run(tmp_path / "run", memory)
+    for copy in scan(memory).usable:
+        overwrite(memory, copy.folder, "rank-00000.params.safetensors", b"damaged")
+    with pytest.raises(RecoveryError, match=r"nothing that is committed at .* can be used .*params"):
+        fetched(memory, tmp_path / "new")
+    assert committed_at(memory) == [10, 20]  # nothing was removed
+    for copy in scan(memory).usable:
+        overwrite(memory, copy.folder, COMMIT, b"damaged")
+    with pytest.raises(RecoveryError, match="nothing that is committed"):
+        fetched(memory, tmp_path / "newer")
+
+
+def test_a_sparse_checkpoint_comes_back_with_experts_of_their_ages(tmp_path: Path, memory: Place) -> None:
+    (store,) = new_run(tmp_path / "run")
+    experts = frozenset(list(make_shard().operators)[1:])
+    for iteration, saved in ((10, experts), (20, frozenset[str]())):
+        save(store, iteration, Contents.sparse(experts, saved))
+    upload(memory, store.directory / "step-0000000020")
+    (back,) = new_run(tmp_path / "new", life=5)
+    assert target_at(memory, tmp_path / "new").fetch(back, ()) == 20
+    assert verify_run(tmp_path / "new") == []
+    shard = make_shard(999)
+    back.load(20, shard)
+    assert {name: one.iteration for name, one in shard.operators.items()} == {
+        name: 10 if name in experts else 20 for name in shard.operators
+    }
+    expected = {name: make_shard(one.iteration).operators[name] for name, one in shard.operators.items()}
+    assert_same_bits(shard, Shard(expected, make_shard(20).others))
+
+
+def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, memory: Place) -> None:
+    upload(memory, commit(new_run(tmp_path / "run"), 10))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "rank-00000.json").write_text("of somebody else")
+    for link in ("fetching", "fetching/step-0000000010"):
+        new = tmp_path / link.replace("/", "-")
+        (new / link).parent.mkdir(parents=True)
+        (new / link).symlink_to(outside)
+        assert fetched(memory, new) == 10
+    assert [path.name for path in outside.iterdir()] == ["rank-00000.json"]
+
+
+def test_manifests_cannot_name_files_outside(tmp_path: Path, local: Place) -> None:
+    """With hashes that fit: somebody may write at the target, but not into the run directory's surroundings."""
+    upload(local, commit(new_run(tmp_path / "run"), 10))
+    folder = tmp_path / "target" / "checkpoints" / local.list()[0]
+    (tmp_path / "target" / "evil").write_bytes(b"evil")
+    digest = hash_file(tmp_path / "target" / "evil")
+    for name in ("../../evil", "/etc/cpsr-evil", "rank-00000.params.safetensors/../x", "run.json"):
+        record = json.loads((folder / "rank-00000.json").read_bytes())
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        record["files"] = {name: {"bytes": digest.bytes, "xxh3_128": digest.xxh3_128}}
+        text = json.dumps(record).encode()
+        manifest["ranks"]["0"] = {"sha256": hashlib.sha256(text).hexdigest(), "files": {name: digest.bytes}}
+        whole = json.dumps(manifest).encode()
+        forged = tmp_path / "target" / "checkpoints" / "forged"
+        shutil.rmtree(forged, ignore_errors=True)
+        shutil.copytree(folder, forged)
+        for file, data in (("rank-00000.json", text), (MANIFEST, whole), (COMMIT, commit_record(whole))):
+            (forged / file).write_bytes(data)
+        with pytest.raises(CopyDamagedError, match="is refused"):
+            read_copy(local, forged.name)
+
+
+TWO_RANKS = """
+import sys, json, os
+from pathlib import Path
+import torch.distributed as dist
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.errors import CPSRError
+from cpsr.ranks.group import Group
+from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.config import CheckpointConfig
+from tests.checkpoint.remote.conftest import RUN, assert_whole
+
+dist.init_process_group("gloo")
+group, base = Group(), Path(sys.argv[1]).parent
+found, kinds = [], []
+for name in ("whole", "hurt"):
+    run = base / f"new-{name}"
+    target = CheckpointTarget(CheckpointConfig(target=f"file://{base}/{name}"), run, group)
+    target.adopt_run()
+    store = CheckpointStore(run, group.rank, group.size, RUN, 7)
+    if group.rank == 0:
+        store.prepare()
+    found.append(target.fetch(store, ()))
+    kinds += [one.kind for one in target.reports()]
+    assert_whole(store, found[-1], group.rank)
+try:
+    target = CheckpointTarget(CheckpointConfig(target=f"file://{base}/lost"), base / "new-lost", group)
+    target.adopt_run()
+    store = CheckpointStore(base / "new-lost", group.rank, group.size, RUN, 7)
+    if group.rank == 0:
+        store.prepare()
+    target.fetch(store, ())
+except CPSRError as error:
+    found.append(str(error))
+kinds += [one.kind for one in target.reports()]
+Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps([found, kinds]))
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
+    """Damage that rank 1 alone meets takes both to the older copy; where there is none, both hear why."""
+    stores = new_run(tmp_path / "run", world_size=2)
+    directories = [commit(stores, iteration) for iteration in (10, 20)]
+    for name in ("whole", "hurt", "lost"):
+        place = open_place(f"file://{tmp_path}/{name}")
+        for directory in directories[1:] if name == "lost" else directories:
+            upload(place, directory)
+        if name != "whole":
+            overwrite(place, copy_of(place, 20).folder, "rank-00001.params.safetensors", b"damaged")
+    (first, kinds), (second, other_kinds) = two_ranks.run(TWO_RANKS, tmp_path)
+    damaged = ["target adopted", "target copy damaged"]
+    assert kinds == ["target adopted", "target fetched", *damaged, "target fetched", *damaged]
+    assert other_kinds == [], "what all ranks do is reported once"
+    assert first == second
+    assert first[:2] == [20, 10]
+    assert "rank 1" in first[2]
+    assert "rank-00001.params" in first[2]
+
+
+# During training
 
 
 class Copied:
     """A run of one rank whose checkpoints are copied, and what was reported of it."""
 
-    def __init__(self, run_dir: Path, keep: int = 2) -> None:
-        self.store: CheckpointStore = new_run(run_dir)[0]
-        self.place = open_place(URL)
+    def __init__(self, run_dir: Path, place: Place, keep: int = 2) -> None:
+        self.store, self.place = new_run(run_dir)[0], place
+        self.faults = Faults(place)
+        self.target = target_at(place, run_dir, keep)
+        self.target.start(self.store)
         self.events: list[tuple[str, str, int]] = []
-        self.copier = Copier(self.place, keep, self.store, self._report)
-
-    def _report(self, report: Report) -> None:
-        self.events.append((report.kind, report.message, report.level))
 
     def commit(self, iteration: int) -> None:
         commit([self.store], iteration)
-        self.copier.notify(iteration)
+        self.target.notify(iteration)
 
     def wait_for(self, kind: str, count: int = 1) -> None:
-        wait_until(lambda: self.count(kind) >= count)
+        def is_there() -> bool:
+            self.events += [(one.kind, one.message, one.level) for one in self.target.reports()]
+            return sum(event[0] == kind for event in self.events) >= count
 
-    def count(self, kind: str) -> int:
-        return sum(event[0] == kind for event in self.events)
+        wait_until(is_there)
+
+    def close(self) -> None:
+        self.target.close(PATIENCE_SECONDS)
+        self.wait_for("", 0)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -61,113 +301,122 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_every_checkpoint_is_copied_and_the_newest_stay(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    run = Copied(tmp_path / "run")
+def test_every_checkpoint_is_copied_and_the_newest_stay(tmp_path: Path, memory: Place) -> None:
+    run = Copied(tmp_path / "run", memory)
     for number, iteration in enumerate((10, 20, 30), start=1):
         run.commit(iteration)
         run.wait_for("target copied", number)
-    run.copier.close(PATIENCE_SECONDS)
-    assert committed_at(run.place) == [20, 30]
+    run.close()
+    assert committed_at(memory) == [20, 30]
     assert {level for _, _, level in run.events} == {logging.DEBUG}  # nothing that people must read
-    assert fetched(run.place, tmp_path / "new") == 30
+    assert fetched(memory, tmp_path / "new") == 30
 
 
-def test_a_slow_target_holds_nothing_up_and_the_newest_is_next(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    run = Copied(tmp_path / "run", keep=9)
+def test_a_slow_target_holds_nothing_up_and_the_newest_is_next(tmp_path: Path, memory: Place) -> None:
+    run = Copied(tmp_path / "run", memory, keep=9)
     run.commit(10)
     run.wait_for("target copied")
-    faulty.arm(None, hangs_at=20)
+    run.faults.arm(before={20: run.faults.answers.clear})
     run.commit(20)
-    wait_until(lambda: not faulty.answers.is_set())  # in the middle of the copy
+    wait_until(lambda: not run.faults.answers.is_set())  # in the middle of the copy
     for iteration in (30, 40, 50, 60):
         commit([run.store], iteration)
         run.store.retain(RETENTION)
         started = time.monotonic()
-        run.copier.notify(iteration)
+        run.target.notify(iteration)
         assert time.monotonic() - started < 0.1
     assert [info.iteration for info in run.store.catalogue() if info.full] == [20, 50, 60]  # 20 stays while it is read
-    faulty.answers.set()
+    run.faults.answers.set()
     run.wait_for("target copied", 3)
-    run.copier.close(PATIENCE_SECONDS)
-    assert committed_at(run.place) == [10, 20, 60]
+    run.close()
+    assert committed_at(memory) == [10, 20, 60]
     run.store.retain(RETENTION)
     assert [info.iteration for info in run.store.catalogue() if info.full] == [50, 60]
 
 
-def test_an_unreachable_target_is_reported_once_counted_and_tried_again(
-    tmp_path: Path, faulty: type[FaultySystem]
-) -> None:
-    run = Copied(tmp_path / "run")
-    faulty.arm(1)
+def test_a_target_that_hangs_at_the_end_is_reported_and_not_waited_for(tmp_path: Path, memory: Place) -> None:
+    run = Copied(tmp_path / "run", memory)
+    run.faults.arm(before={9: run.faults.answers.clear})
+    run.commit(10)
+    wait_until(lambda: not run.faults.answers.is_set())
+    started = time.monotonic()
+    run.target.close(0.0)
+    assert time.monotonic() - started < 5.0
+    run.wait_for("target copy stopped")
+    assert run.events[-1][2] == logging.WARNING
+    run.faults.arm()
+    wait_until(lambda: run.store.copied_iteration is None)
+
+
+def test_an_unreachable_target_is_logged_once_and_tried_again(tmp_path: Path, memory: Place) -> None:
+    run = Copied(tmp_path / "run", memory)
+    run.faults.arm(1)
     for number, iteration in enumerate((10, 20, 30), start=1):
         run.commit(iteration)
         run.wait_for("target copy failed", number)
-    faulty.arm(None)
+    run.faults.arm()
     run.commit(40)
     run.wait_for("target copied")
-    run.copier.close(PATIENCE_SECONDS)
-    levels = [level for kind, _, level in run.events if kind == "target copy failed"]
-    assert levels == [logging.WARNING, logging.DEBUG, logging.DEBUG]
-    assert "does not answer" in run.events[0][1]
-    assert "attempt 3 in a row" in run.events[2][1]
-    kind, message, level = run.events[3]
-    assert (kind, level) == ("target copied", logging.INFO)
-    assert "after 3 attempts that failed" in message
-    assert fetched(run.place, tmp_path / "new") == 40
+    run.close()
+    failed, copied = run.events[:3], run.events[3]
+    assert [(kind, level) for kind, _, level in failed] == [
+        ("target copy failed", level) for level in (logging.WARNING, logging.DEBUG, logging.DEBUG)
+    ]
+    assert all("does not answer" in message for _, message, _ in failed)
+    assert (copied[0], copied[2]) == ("target copied", logging.INFO)
+    assert fetched(memory, tmp_path / "new") == 40
 
 
-def test_states_that_were_given_up_are_set_aside_at_the_target_too(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    run = Copied(tmp_path / "run")
+def test_another_job_of_the_run_that_is_ahead_is_reported(tmp_path: Path, memory: Place) -> None:
+    """Two disks adopted the same run, and both go on: the one that is behind hears why nothing of it is copied."""
+    copied_run(tmp_path / "other", memory, (10, 20))
+    (store,) = new_run(tmp_path / "run", life=2)
+    commit([store], 15)
+    (report,) = copy_newest(memory, store)
+    assert (report.kind, report.iteration, report.level) == ("target ahead", 15, logging.WARNING)
+    assert committed_at(memory) == [10, 20]
+    commit([store], 25)
+    assert [one.kind for one in copy_newest(memory, store)] == ["target ahead"]
+    commit([store], 35)
+    assert [one.kind for one in copy_newest(memory, store)] == ["target copied"]
+    assert committed_at(memory) == [20, 35]
+
+
+def test_a_roll_back_is_followed_at_once(tmp_path: Path, memory: Place) -> None:
+    run = Copied(tmp_path / "run", memory)
     for number, iteration in enumerate((10, 20), start=1):
         run.commit(iteration)
         run.wait_for("target copied", number)
     run.store.abandon_after(10, "the predicted state diverged")
-    run.copier.notify(10)  # as the first step after a roll-back does
-    wait_until(lambda: committed_at(run.place) == [10])
-    run.wait_for("target set aside")
-    assert fetched(run.place, tmp_path / "new") == 10
+    run.target.notify(10)  # as the first step after a roll-back does
+    wait_until(lambda: committed_at(memory) == [10])
+    assert fetched(memory, tmp_path / "new") == 10
     run.commit(20)  # the same iteration again
     run.wait_for("target copied", 3)
-    run.copier.close(PATIENCE_SECONDS)
-    assert committed_at(run.place) == [10, 20]
-    assert [copy.manifest.sequence for copy in scan(run.place).usable] == [1, 3]
+    run.close()
+    assert committed_at(memory) == [10, 20]
+    assert [copy.manifest.sequence for copy in scan(memory).usable] == [1, 3]
 
 
-def test_two_runs_at_one_target(tmp_path: Path, faulty: type[FaultySystem]) -> None:
-    other = new_run(tmp_path / "other", run_id="ab" * 16)
-    send(open_place(URL), commit(other, 10))
-    run = Copied(tmp_path / "run")
-    run.commit(10)
-    run.wait_for("target refused")
-    run.commit(20)
-    run.copier.close(PATIENCE_SECONDS)
-    assert [(kind, level) for kind, _, level in run.events] == [("target refused", logging.ERROR)]
-    assert [copy.manifest.run_id for copy in scan(run.place).usable] == ["ab" * 16]
-
-
-def test_a_checkpoint_that_no_life_had_time_to_copy_is_copied_by_the_next(tmp_path: Path, url: str) -> None:
-    run = tmp_path / "run"
-    commit(new_run(run), 10)
-    target = CheckpointTarget(CheckpointConfig(target=url), run, Group())
+def test_a_checkpoint_that_no_life_had_time_to_copy_is_copied_by_the_next(tmp_path: Path, memory: Place) -> None:
+    commit(new_run(tmp_path / "run"), 10)
+    target = target_at(memory, tmp_path / "run")
     target.adopt_run()
-    store = CheckpointStore(run, 0, 1, RUN, 2)
+    store = CheckpointStore(tmp_path / "run", 0, 1, RUN, 2)
     assert target.fetch(store, ()) is None
     target.start(store)
     target.notify(10)
     target.close(PATIENCE_SECONDS)
-    assert committed_at(open_place(url)) == [10]
+    assert committed_at(memory) == [10]
 
 
-def test_verify_passes_whole_copies_and_names_damage(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/target"
-    assert CliRunner().invoke(app, ["verify", url]).exit_code == 2, "nothing is committed there"
-    for iteration in (10, 20):
-        (store,) = new_run(tmp_path / "run")
-        send(open_place(url), commit([store], iteration))
-    assert CliRunner().invoke(app, ["verify", url]).exit_code == 0
-    file = "checkpoints/step-0000000010/rank-00000.extra.safetensors"
-    (tmp_path / "target" / file).write_bytes(b"damaged")
-    done = CliRunner().invoke(app, ["verify", url])
+def test_verify_passes_whole_copies_and_names_damage(tmp_path: Path, local: Place) -> None:
+    assert CliRunner().invoke(app, ["verify", local.shown]).exit_code == 2, "nothing is committed there"
+    copied_run(tmp_path / "run", local)
+    assert CliRunner().invoke(app, ["verify", local.shown]).exit_code == 0
+    hurt, whole = (copy_of(local, iteration).folder for iteration in (10, 20))
+    overwrite(local, hurt, "rank-00000.extra.safetensors", b"damaged")
+    done = CliRunner().invoke(app, ["verify", local.shown])
     assert done.exit_code == 1
-    assert f"{url}/{file}" in done.stdout
-    assert "step-0000000020" not in done.stdout
+    assert local.name(hurt, "rank-00000.extra.safetensors") in done.stdout
+    assert whole not in done.stdout
