@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,23 +49,24 @@ class MissingRanges:
 
 
 def lacking_among(
-    operators: Collection[str],
+    operators: Mapping[str, bool],
     parts: Mapping[int, Mapping[str, tuple[Sequence[int], int, int]]],
     ages: Mapping[int, Mapping[str, int]],
 ) -> str | None:
     """What these parts lack of the model together, in a sentence; see `cpsr.checkpoint.commit.Missing`.
 
     Args:
-        operators: of the model.
+        operators: of the model; whether ranks hold blocks of it, which one rank each has and no range tells.
         parts: by rank and name, the whole shape, the first element and the number of elements.
         ages: not looked at.
     """
     left: dict[str, MissingRanges] = {}
     for part in parts.values():
         for name, (shape, offset, numel) in part.items():
-            for _ in left.setdefault(name, MissingRanges(0, math.prod(shape))).take(offset, numel):
+            size = 0 if operators.get(name) else math.prod(shape)
+            for _ in left.setdefault(name, MissingRanges(0, size)).take(offset, numel):
                 pass
-    if absent := sorted(set(operators) - left.keys()):
+    if absent := sorted(operators.keys() - left.keys()):
         return f"no rank saved {absent[0]}"
     lacking = ((name, *one.left[0]) for name, one in left.items() if one.left)
     return next((f"no rank saved elements {start} to {stop} of {name}" for name, start, stop in lacking), None)

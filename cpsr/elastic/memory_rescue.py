@@ -59,7 +59,10 @@ class Rescue:
         self._nodes: list[str] = job.group.gather(self._node)
         # Experts have other names where other ranks have them.
         named = job.shard.operators if job.adapter.mixture is None else {}
-        self._operators = {name for part in job.group.gather(sorted(named)) for name in part}
+        owned = {name: one.parameter.block is not None for name, one in named.items()}
+        self._is_block: dict[str, bool] = {}
+        for part in job.group.gather(owned):
+            self._is_block.update(part)
 
     def save(self) -> None:
         """Commit the newest state that is whole and newer than every whole checkpoint; the journal says how it went.
@@ -68,10 +71,9 @@ class Rescue:
             RecoveryError: there is no checkpoint, and states of all ranks before that could not be made one.
         """
         checkpoint, saved_by = self._newest_checkpoint()
-        if self._job.group.all(self._can_be_dealt()):
-            for sources in self._candidates(checkpoint, based=saved_by == self._job.run.previous_ranks):
-                if self._save(sources, checkpoint):
-                    return
+        for sources in self._candidates(checkpoint, based=saved_by == self._job.run.previous_ranks):
+            if self._save(sources, checkpoint):
+                return
         if checkpoint < 0:
             self._refuse_to_begin_anew()
 
@@ -105,10 +107,6 @@ class Rescue:
                 message += f"; random states and registered objects are those of checkpoint {checkpoint}"
             self._job.journal.event(kind, message, iteration, logging.WARNING if problems else logging.INFO)
         return not group.broadcast(bool(problems))
-
-    def _can_be_dealt(self) -> bool:
-        """Whether states in memory tell all that a checkpoint must: of blocks they do not."""
-        return all(one.parameter.block is None for one in self._job.shard.operators.values())
 
     def _newest_checkpoint(self) -> tuple[int, int]:
         """Iteration of the newest whole checkpoint on the disk, -1 without one, and how many ranks saved it."""
@@ -198,8 +196,7 @@ class Rescue:
 
     def _store(self, rank: int, ranks: int) -> CheckpointStore:
         job = self._job
-        # A state does not tell whether its slices are blocks.
-        lacking = partial(lacking_among, self._operators)
+        lacking = partial(lacking_among, self._is_block)
         return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, job.journal.life, missing=lacking)
 
     def _links(self, source: Source, parts: int) -> FrozenLinks | None:

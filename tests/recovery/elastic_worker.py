@@ -36,6 +36,7 @@ from tests.recovery.worker import SAVE_SECONDS, Faults, initialize_ranks, seed, 
 from tests.recovery.worker import Options as WorkerOptions
 
 GLOBAL_BATCH = 12
+SPLIT = 2  # ranks that share the tensors of `tp`; others hold the same
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Loop:
             self.module = DistributedDataParallel(self.module)
         elif options.kind == "tp":
             split = {"layers.0": ColwiseParallel(), "layers.3": RowwiseParallel()}
-            parallelize_module(self.module, init_device_mesh(DEVICE, (ranks,)), split)
+            mesh = init_device_mesh(DEVICE, (ranks // SPLIT, SPLIT), mesh_dim_names=("replicate", "split"))
+            parallelize_module(self.module, mesh["split"], split)
         else:  # the last layer has one output, of which the last rank has nothing
             shape = (ranks, 1) if options.kind == "hsdp" else (ranks,)
             mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])

@@ -198,6 +198,20 @@ def test_a_rescued_state_has_the_frozen_weights_of_a_checkpoint(job: Job) -> Non
     assert verify_run(job.run_dir) == []
 
 
+def test_blocks_are_rescued(job: Job) -> None:
+    """Two ranks share the tensors by columns, and two others hold the same: one pair goes on."""
+    options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, "kind": "tp", "batch_size": 12}
+    killed = job.launch(ranks=4, iterations=9, fault="step:1:6", in_memory=5, **options)
+    assert killed.statuses[1] == -9, killed.output
+    back = job.launch(ranks=2, iterations=8, survivor_seconds=60.0, **options)
+    assert set(back.statuses) == {0}, back.output[0][-3000:]
+    at = back.result()["started"]["iteration"]
+    assert at in (5, 6)
+    expected = Job(job.directory / "again").launch(ranks=4, iterations=at, **options)
+    for rank in range(2):
+        assert back.result(rank)["started"]["state"] == expected.result(rank)["ended"]["state"]
+
+
 def test_where_all_ranks_hold_the_same_one_survivor_is_enough(job: Job) -> None:
     options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["ddp"]}
     killed = job.launch(ranks=2, iterations=9, fault="step:1:6", nodes=["here", "gone"], **options)
