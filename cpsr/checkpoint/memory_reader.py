@@ -70,21 +70,23 @@ def room_for_memory_state(state: MemoryState) -> Shard:
         CheckpointError: the state is not there any more, or its header is damaged.
     """
     found = _described(state)
-    operators = found.operators
-    room = {key: torch.empty(one.shape, dtype=one.dtype) for key, one in _tensors_in(found).items()}
-    moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in operators}
-    for key, values in room.items():
+    placed = {key: one for key, one in _tensors_in(found).items() if not key.startswith("small")}
+    return _shard_of(found, {key: torch.empty(one.shape, dtype=one.dtype) for key, one in placed.items()})
+
+
+def _shard_of(found: Described, tensors: Mapping[str, torch.Tensor]) -> Shard:
+    """These tensors as what the state holds of each operator, and of the rest."""
+    moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in found.operators}
+    for key, values in tensors.items():
         if key.startswith("moment/"):
-            moment, name = _moment_of(key, operators)
+            moment, name = _moment_of(key, found.operators)
             moments[name][moment] = values
-    owned = {
-        name: OperatorState(
-            name, ParamSlice(room[f"param/{name}"], one.global_shape, one.offset, one.block), moments[name], 0
-        )
-        for name, one in operators.items()
-    }
+    operators = {}
+    for name, one in found.operators.items():
+        parameter = ParamSlice(tensors[f"param/{name}"], one.global_shape, one.offset, one.block)
+        operators[name] = OperatorState(name, parameter, moments[name], one.iteration)
     prefix = "other/"
-    return Shard(owned, {key.removeprefix(prefix): one for key, one in room.items() if key.startswith(prefix)})
+    return Shard(operators, {key.removeprefix(prefix): one for key, one in tensors.items() if key.startswith(prefix)})
 
 
 def _described(state: MemoryState) -> Described:
@@ -140,12 +142,12 @@ def holds_whole_operators(state: MemoryState) -> bool:
 
 def owned_word(shard: Shard) -> str:
     """Hash of the operators of a rank: names, slices, dtypes and every byte of weights and moments."""
-    slices = {name: _slice(one.parameter) for name, one in shard.operators.items()}
-    tensors = {
-        key: (dtype_name(values.dtype), tuple(values.shape), values.contiguous().reshape(-1).view(torch.uint8))
-        for key, values in Shard(shard.operators).tensors()
-    }
-    return _owned_word(slices, tensors)
+    slices = sorted((name, _slice(one.parameter)) for name, one in shard.operators.items())
+    state = xxhash.xxh3_128(repr(slices).encode())
+    for key, values in sorted(Shard(shard.operators).tensors(), key=lambda item: item[0]):
+        state.update(repr((key, dtype_name(values.dtype), tuple(values.shape))).encode())
+        state.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
 
 
 def owned_word_in_memory(state: MemoryState) -> str:
@@ -155,7 +157,7 @@ def owned_word_in_memory(state: MemoryState) -> str:
         CheckpointError: it is not whole any more.
     """
     with OpenState(state) as reading:
-        return reading.owned_word()
+        return owned_word(_shard_of(reading.found, {key: reading.as_it_is(key) for key in reading.tensors}))
 
 
 class OpenState:
@@ -165,6 +167,7 @@ class OpenState:
         state: as its file describes it.
 
     Attributes:
+        found: what its header says.
         operators: what it holds of each.
         tensors: where they lie in the file.
 
@@ -174,7 +177,7 @@ class OpenState:
 
     def __init__(self, state: MemoryState) -> None:
         self._state = state
-        found = _described(state)
+        self.found = found = _described(state)
         try:
             with state.path.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -224,14 +227,6 @@ class OpenState:
             raise CheckpointError(f"{self._state.path} holds no {key}")
         one = self.tensors[key]
         return self._bytes[one.first : one.end].view(one.dtype).view(one.shape)
-
-    def owned_word(self) -> str:
-        """See `owned_word`."""
-        owned = {key: one for key, one in self.tensors.items() if key.startswith(("param/", "moment/"))}
-        tensors = {
-            key: (dtype_name(one.dtype), one.shape, self._bytes[one.first : one.end]) for key, one in owned.items()
-        }
-        return _owned_word({name: _slice(one) for name, one in self.operators.items()}, tensors)
 
     @property
     def rank(self) -> int:
@@ -303,15 +298,3 @@ def _is_whole(found: Described, content: memoryview) -> bool:
 def _slice(one: ParamSlice | HeldOperator) -> tuple[object, ...]:
     """What of the whole parameter it is."""
     return tuple(one.global_shape), one.offset, one.block
-
-
-def _owned_word(
-    slices: Mapping[str, tuple[object, ...]],
-    tensors: Mapping[str, tuple[str, tuple[int, ...], torch.Tensor]],
-) -> str:
-    """Of the slices by operator, and by key of type, shape and bytes of each tensor."""
-    state = xxhash.xxh3_128(repr(sorted(slices.items())).encode())
-    for key, (dtype, shape, data) in sorted(tensors.items(), key=lambda item: item[0]):
-        state.update(repr((key, dtype, shape)).encode())
-        state.update(data.numpy().data)
-    return state.hexdigest()

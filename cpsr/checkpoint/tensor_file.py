@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -258,7 +257,7 @@ class TensorHeader:
             end = last
             yield PlacedTensor(name, shape, dtype, first)
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, str]:
         """The file's metadata, where they come first as `header_of` has them; call it once the header is whole.
 
         Raises:
@@ -275,9 +274,6 @@ class TensorHeader:
         return bytes(self._taken)
 
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
 class MappedTensors:
     """The tensors of a safetensors file, by name.
 
@@ -288,27 +284,21 @@ class MappedTensors:
         path: a file that was verified, or whose header the library has accepted.
 
     Raises:
-        ValueError: it is no safetensors file, or has a tensor of another type than a floating-point one.
+        ValueError: it is no safetensors file.
         OSError: it cannot be looked up.
         RuntimeError: it cannot be mapped.
     """
 
     def __init__(self, path: Path) -> None:
         size = path.stat().st_size
-        if size < LENGTH_BYTES:
-            raise ValueError(f"{size} bytes hold no header")
-        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
-        begin = LENGTH_BYTES + int.from_bytes(_bytes_in(data[:LENGTH_BYTES]), "little")
-        if begin > size:
-            raise ValueError(f"its header ends at byte {begin}, the file at {size}")
-        header: Any = json.loads(_bytes_in(data[LENGTH_BYTES:begin]))
-        self._data = data[begin:]
-        # Little for each tensor, and names that all files share: a history has dozens of files of thousands.
-        self._places = {
-            sys.intern(name): (sys.intern(one["dtype"]), *one["data_offsets"])
-            for name, one in header.items()
-            if name != "__metadata__"
-        }
+        self._data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
+        header = TensorHeader(size)
+        try:
+            header.take(self._data.numpy().data)
+            # Little for each tensor, and names that all files share: a history has dozens of files of thousands.
+            self._places = {sys.intern(one.name): (one.dtype, one.first, one.end) for one in header.tensors()}
+        except NO_HEADER as error:
+            raise ValueError(f"it is no safetensors file: {error}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -317,15 +307,11 @@ class MappedTensors:
         """All elements of a tensor, `(numel,)` of its own type, as a view of the file.
 
         Raises:
-            ValueError: there is none of that name, or it is damaged.
+            ValueError: there is none of that name, or it is of another type than a floating-point one.
         """
         if name not in self._places:
             raise ValueError(f"the file has no tensor {name!r}")
-        dtype, first, last = self._places[name]
-        if dtype not in _DTYPES or not 0 <= first <= last <= len(self._data):
-            raise ValueError(f"{name!r} has type {dtype} and lies at {first} to {last} of {len(self._data)}")
-        return self._data[first:last].view(_DTYPES[dtype])
-
-
-def _bytes_in(values: torch.Tensor) -> bytes:
-    return values.numpy().tobytes()
+        dtype, first, end = self._places[name]
+        if not dtype.is_floating_point:
+            raise ValueError(f"{name!r} is of {dtype}")
+        return self._data[first:end].view(dtype)

@@ -106,7 +106,7 @@ class StageLogs:
         """Keep so many from now on; without it nothing is logged."""
         if iterations > self._wanted:
             self._wanted = iterations
-            self._fit()
+            self._fit(self._size)
 
     # TrafficLog
 
@@ -143,7 +143,9 @@ class StageLogs:
         """Seal it beside the training."""
         plain = sum(entry["plain"] is not None for entry in self._entries)
         aligned = -(-self._end // PAGE_BYTES) * PAGE_BYTES
-        self._fit(SlabSize.for_tensors([f"other/{_WHOLE}"], aligned, PLAIN_TENSORS * plain))
+        size = SlabSize.for_tensors([f"other/{_WHOLE}"], aligned, PLAIN_TENSORS * plain)
+        if (size := _larger(size, self._size)) != self._size:
+            self._fit(size)
         slot, self._slot = self._slot, None
         if slot is None or self._dropped:
             return
@@ -181,7 +183,7 @@ class StageLogs:
             file.restamp(self._memory.life, self._memory.branch)
             kept[log.iteration] = replace(log, life=self._memory.life, branch=self._memory.branch)
         if self._slots:
-            self._fit(*(slot.file.size for slot in self._slots))
+            self._fit(reduce(_larger, (slot.file.size for slot in self._slots)))
         return kept
 
     def forget(self) -> None:
@@ -211,7 +213,7 @@ class StageLogs:
             slot = min(self._slots, key=lambda one: one.iteration)
             if slot.sealed is not None:
                 slot.sealed.result()
-            if _larger(slot.file.size, self._size) != slot.file.size:
+            if slot.file.size != self._size:
                 number = _number_in(slot.file.path.name)
                 if slot.pinning is not None:
                     slot.pinning.undo()
@@ -249,12 +251,11 @@ class StageLogs:
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
 
-    def _fit(self, *sizes: SlabSize) -> None:
-        """As many as there is memory for, now that the size of one is known, or has grown."""
-        size = reduce(_larger, sizes, self._size)
-        if not size.bytes or (sizes and size == self._size):
-            return
+    def _fit(self, size: SlabSize) -> None:
+        """As many as there is memory for; of no bytes while the size of one is not known."""
         self._size = size
+        if not size.bytes:
+            return
         there = sum(slot.file.size.bytes for slot in self._slots)
         try:
             self._kept = min(self._wanted, (self._room() + there) // self._size.bytes)
