@@ -32,7 +32,7 @@ from cpsr.checkpoint.memory_states import (
     SlabSize,
     describe,
     hash_of,
-    read_at,
+    iteration_in,
     size_of,
     write_at,
 )
@@ -110,8 +110,7 @@ class MemoryFile:
     @property
     def iteration(self) -> int:
         """Iteration of its state, -1 where it holds none."""
-        found = describe(self.path)
-        return -1 if found is None else found.state.iteration
+        return iteration_in(self.path)
 
     def unseal(self) -> None:
         """Invalidate the state in the buffer, until `seal`."""
@@ -181,8 +180,10 @@ class MemoryFile:
         found = describe(self.path)
         if found is None:
             raise OSError(f"{self.path} holds no complete state")
-        index, header, begin = found.index, found.header, self.size.bytes
-        behind = read_at(self._descriptor, int(index["file_bytes"]) - begin, begin)
+        index, header = found.index, found.header
+        with self.path.open("rb") as file:
+            file.seek(self.size.bytes)
+            behind = file.read()
         if hash_of(header.content, behind) != index.get("hash"):
             raise OSError(f"{self.path} is damaged: its hash does not hold")
         members = [members_of(header.tensors(), header.end)]

@@ -71,18 +71,18 @@ def room_for_memory_state(state: MemoryState) -> Shard:
     """
     found = _described(state)
     placed = {key: one for key, one in _tensors_in(found).items() if not key.startswith("small")}
-    return _shard_of(found, {key: torch.empty(one.shape, dtype=one.dtype) for key, one in placed.items()})
+    return _shard_of(found.operators, {key: torch.empty(one.shape, dtype=one.dtype) for key, one in placed.items()})
 
 
-def _shard_of(found: Described, tensors: Mapping[str, torch.Tensor]) -> Shard:
+def _shard_of(held: Mapping[str, HeldOperator], tensors: Mapping[str, torch.Tensor]) -> Shard:
     """These tensors as what the state holds of each operator, and of the rest."""
-    moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in found.operators}
+    moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
     for key, values in tensors.items():
         if key.startswith("moment/"):
-            moment, name = _moment_of(key, found.operators)
+            moment, name = _moment_of(key, held)
             moments[name][moment] = values
     operators = {}
-    for name, one in found.operators.items():
+    for name, one in held.items():
         parameter = ParamSlice(tensors[f"param/{name}"], one.global_shape, one.offset, one.block)
         operators[name] = OperatorState(name, parameter, moments[name], one.iteration)
     prefix = "other/"
@@ -157,7 +157,7 @@ def owned_word_in_memory(state: MemoryState) -> str:
         CheckpointError: it is not whole any more.
     """
     with OpenState(state) as reading:
-        return owned_word(_shard_of(reading.found, {key: reading.as_it_is(key) for key in reading.tensors}))
+        return owned_word(_shard_of(reading.operators, {key: reading.as_it_is(key) for key in reading.tensors}))
 
 
 class OpenState:
@@ -167,7 +167,6 @@ class OpenState:
         state: as its file describes it.
 
     Attributes:
-        found: what its header says.
         operators: what it holds of each.
         tensors: where they lie in the file.
 
@@ -177,7 +176,7 @@ class OpenState:
 
     def __init__(self, state: MemoryState) -> None:
         self._state = state
-        self.found = found = _described(state)
+        found = _described(state)
         try:
             with state.path.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

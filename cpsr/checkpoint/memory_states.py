@@ -28,8 +28,8 @@ import xxhash
 from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, TensorHeader
 
 __all__ = ["BLOCK_BYTES", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
-__all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "files_of", "hash_of", "memory_state"]
-__all__ += ["memory_states", "owner_path", "read_at", "size_of", "write_at"]
+__all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "files_of", "hash_of", "iteration_in"]
+__all__ += ["memory_state", "memory_states", "owner_path", "size_of", "write_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,12 @@ def memory_state(path: Path) -> MemoryState | None:
     """The state that a file describes, not verified; None where the file holds no complete state."""
     found = describe(path)
     return None if found is None else found.state
+
+
+def iteration_in(path: Path) -> int:
+    """Iteration of the state in a file, -1 where it holds none."""
+    found = describe(path)
+    return -1 if found is None else found.state.iteration
 
 
 def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
@@ -232,12 +238,3 @@ def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     while left:
         written = os.pwrite(descriptor, left, offset)
         left, offset = left[written:], offset + written
-
-
-def read_at(descriptor: int, size: int, offset: int) -> bytes:
-    """Read so many bytes, fewer only at the end of the file: one call takes 2 GiB at most."""
-    pieces, left = list[bytes](), size
-    while left and (piece := os.pread(descriptor, left, offset + size - left)):
-        pieces.append(piece)
-        left -= len(piece)
-    return b"".join(pieces)

@@ -14,7 +14,7 @@ from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
 
-__all__ = ["SmallStates", "committed_words", "fingerprint", "small_bytes"]
+__all__ = ["SmallStates", "committed_words", "fingerprint"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +67,6 @@ class SmallStates:
         """Let the files go; see `MemoryFile.close`."""
         for file, _ in self._files:
             file.close(remove=remove)
-
-
-def small_bytes(template: Shard) -> int:
-    """Bytes of a small state without its scalars."""
-    return slab_size(_others(template)).bytes
 
 
 def fingerprint(shard: Shard) -> str:

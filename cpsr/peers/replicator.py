@@ -15,7 +15,7 @@ from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, SaveError
-from cpsr.peers.alike import SmallStates, committed_words, fingerprint, small_bytes
+from cpsr.peers.alike import SmallStates, committed_words, fingerprint
 from cpsr.peers.placement import Member, place_within
 from cpsr.peers.transport import (
     PEER_SECONDS,
@@ -437,7 +437,8 @@ class Replicator:
 def _gathered(group: Group, label: int, template: Shard, checkpoints: Path, window_bytes: int) -> list[Member]:
     """What the placement must know of every rank."""
     whole = window_bytes or slab_size(template).bytes
-    small = window_bytes or small_bytes(template)  # nobody else has a rank's window, or a part of it
+    # Nobody else has a rank's window, or a part of it.
+    small = window_bytes or slab_size(Shard({}, template.others)).bytes
     owned = [fingerprint(template), committed_words(checkpoints, group.rank)]
     gathered = group.gather([this_node(), label, whole, small, owned])
     alike: dict[int, bool] = {}

@@ -14,7 +14,7 @@ from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
 from cpsr.checkpoint.copying import copy_beside_training
 from cpsr.checkpoint.device_copy import DeviceCopy, Pinning, device_of
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.memory_states import SlabSize, describe
+from cpsr.checkpoint.memory_states import SlabSize, describe, iteration_in
 from cpsr.checkpoint.parts import Held
 from cpsr.experts.memory_turns import CopyBudget
 from cpsr.replay.schedule import WindowLayout
@@ -157,7 +157,7 @@ class Recorder:
         if path in paths:
             slot = paths.index(path)
         else:  # this rank alone has a use for it, so it is not copied
-            slot = min(range(len(paths)), key=lambda one: _first_in(paths[one]))
+            slot = min(range(len(paths)), key=lambda one: iteration_in(paths[one]))
             path.replace(paths[slot])
         found = describe(paths[slot])
         if found is None:
@@ -409,12 +409,6 @@ class Recorder:
             window.settled = True
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._drop(window, f"it could not be sealed: {error}")
-
-
-def _first_in(path: Path) -> int:
-    """First iteration of the window in a file, -1 where it holds none."""
-    found = describe(path)
-    return -1 if found is None else found.state.iteration
 
 
 def _on_device(pairs: _Pairs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

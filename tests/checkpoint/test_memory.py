@@ -42,10 +42,8 @@ def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> Memor
     return state
 
 
-def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One read gives 2 GiB at most, and small states may be larger."""
-    state, pread = hold(run_id), os.pread
-    monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 100), offset))
+def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str) -> None:
+    state = hold(run_id)
     memory = SharedMemory(run_id, 0, 5)
     file = memory.file("0", slab_size(live_shard(0)))
     file.restamp(memory.life, 1)
@@ -54,6 +52,11 @@ def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str, monkeyp
     into = make_shard(0)
     assert load_states([found], into)["rng"].tolist() == [0, 1, 2, 3, 4]
     assert_same_bits(into, make_shard(3))
+    with found.path.open("r+b") as damaged:
+        damaged.seek(-1, os.SEEK_END)  # of the small state
+        damaged.write(b"\0")
+    with pytest.raises(OSError, match="damaged"):  # and not declared whole
+        file.restamp(memory.life, 2)
     file.close(remove=True)
 
 
