@@ -157,7 +157,7 @@ def owned_word_in_memory(state: MemoryState) -> str:
         CheckpointError: it is not whole any more.
     """
     with OpenState(state) as reading:
-        return owned_word(_shard_of(reading.operators, {key: reading.as_it_is(key) for key in reading.tensors}))
+        return reading.owned_word()
 
 
 class OpenState:
@@ -226,6 +226,10 @@ class OpenState:
             raise CheckpointError(f"{self._state.path} holds no {key}")
         one = self.tensors[key]
         return self._bytes[one.first : one.end].view(one.dtype).view(one.shape)
+
+    def owned_word(self) -> str:
+        """See `owned_word`."""
+        return owned_word(_shard_of(self.operators, {key: self.as_it_is(key) for key in self.tensors}))
 
     @property
     def rank(self) -> int:
