@@ -133,7 +133,7 @@ class MemorySnapshots:
     ) -> None:
         self._job, self._pool, self._windows, self._planner = job, memory.pool, memory.windows, planner
         self._experts, self._capture, self._last = experts, capture, iteration
-        keep = self._pool.occupancy.replicated if self._windows is None else self._windows.replicated
+        keep = self._pool.occupancy.replicated if self._windows is None else self._windows.recorder.replicated
         self.turns = Turns(self._pool.occupancy, lambda: memory.sending, keep, iteration)
         self._late = False
         self.taken = self.skipped = 0
@@ -225,7 +225,7 @@ class MemorySnapshots:
     def before_update(self) -> None:
         """The state is about to change."""
         if self._windows is not None:
-            self._windows.before_update()
+            self._windows.recorder.finish()
 
     def complete(self, snapshot: Snapshot) -> None:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""

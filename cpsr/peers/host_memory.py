@@ -100,7 +100,7 @@ class HostMemory:
         if config.replay.enabled and self.survives:
             assert memory is not None
             self.windows = Windows(job, memory, self.pool)
-            self.windows.follow(self._follow_window)
+            self.windows.recorder.on_sealed = self._follow_window
         elif group.rank == 0 and self.survives:
             self.pool.sealing.on_counting = self._count_sealed
         # All ranks or none: what one sends another takes.
@@ -130,7 +130,7 @@ class HostMemory:
         """A forward begins: copies of weights that the loop has changed for it count no more."""
         self.pool.look()
         if self.windows is not None:
-            self.windows.look()
+            self.windows.recorder.look()
 
     def follow_replicas(self, on_replica: Callable[[float], None]) -> None:
         """Call this with the seconds that each replica of this rank's snapshots took; from several threads."""

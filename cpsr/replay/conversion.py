@@ -22,8 +22,7 @@ from cpsr.engines.weight_sample import sampled
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.replay.schedule import SAMPLED_ELEMENTS, compute_key, sample_key
-from cpsr.replay.stage_traffic import LoggedSteps, StageLogs
-from cpsr.replay.stages import Rest, rest_of
+from cpsr.replay.stages import LoggedSteps, Rest, StageLogs, rest_of
 from cpsr.state.codec import same_bits
 from cpsr.state.shard import OperatorState, Shard
 

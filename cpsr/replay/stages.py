@@ -1,24 +1,296 @@
-"""Which stages of a pipeline have lost nothing, and rest while the others replay a window."""
+"""Stages of a pipeline that have lost nothing: they rest while the others replay a window from what these had sent.
+
+What a stage sends to the others lies in shared memory, iteration by iteration. A neighbour that has lost its state
+computes the iterations of a window again, and this stage sends it once more what it sent the first time. Each iteration
+has a file of its own; the oldest is overwritten once no window needs it.
+
+Source: moevement, section 3.4: logs lie with the sender, by iteration and micro-batch.
+"""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
 
+from cpsr.checkpoint.device_copy import new_event
 from cpsr.checkpoint.host_snapshot import Snapshot
-from cpsr.checkpoint.memory_reader import load_states, verify_memory_state
-from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.manifest import dtype_name
+from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
+from cpsr.checkpoint.memory_reader import OpenState, load_states, verify_memory_state
+from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
+from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, SlabSize, memory_states
+from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.errors import CheckpointError
+from cpsr.engines.stage_operations import Operation
+from cpsr.errors import CheckpointError, SaveError
 from cpsr.job import Job
-from cpsr.replay.stage_traffic import StageLogs
+from cpsr.state.shard import Shard
 
-__all__ = ["Kept", "Rest", "choose", "rest_of"]
+__all__ = ["Kept", "LoggedSteps", "Rest", "StageLogs", "choose", "rest_of", "stage_logs"]
 
 logger = logging.getLogger(__name__)
+
+LEAST = 2  # iterations; a failure loses at least as many
+PLAIN_TENSORS = 8  # of the random states beside an operation
+_ALIGNED = 64
+_WHOLE = "all"
+
+
+def stage_logs(job: Job, memory: SharedMemory) -> "StageLogs | None":
+    """Log what this rank's stage sends; a collective. None where there are no stages, or steps cannot be repeated."""
+    pipeline, group = job.adapter.pipeline, job.group
+    if pipeline is None:
+        return None
+
+    def report(message: str, level: int) -> None:
+        if level != logging.INFO or group.rank == job.adapter.data_parallel_ranks[0]:  # one of each stage is enough
+            job.journal.event("stages logged", message, level=level)
+
+    def room() -> int:
+        """Half of what is left is for later windows, and for others."""
+        return min(available_host_bytes(), shared_memory_left()) // (2 * len(job.run.local_ranks))
+
+    obstacles = [one for one in group.gather(pipeline.traffic.obstacle) if one is not None]
+    if obstacles:
+        if group.rank == 0:
+            report(f"a lost stage replays together with all others: {obstacles[0]}", logging.WARNING)
+        return None
+    logs = StageLogs(memory, job.adapter.device, report, room)
+    pipeline.traffic.follow(logs)
+    return logs
+
+
+class StageLogs:
+    """A `TrafficLog`. An error ends the log of that iteration, never the training.
+
+    Args:
+        memory: names and stamps of the files.
+        device: of the engine.
+        report: takes what could not be logged, and how much memory the logs take.
+        room: bytes that they may take.
+
+    Attributes:
+        paused: nothing is logged: norms are not what they were where gradients of repeated iterations are left out.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, device: torch.device, report: Callable[[str, int], None], room: Callable[[], int]
+    ) -> None:
+        self._report, self._room = report, room
+        self._ring = MemoryRing(memory, "upstream", device if device.type == "cuda" else None)
+        self.paused = False
+        self._wanted = self._kept = 0  # iterations that windows need, and that there is memory for
+        self._size = SlabSize(0, 0)  # of one iteration; of no bytes until the first was measured
+        self._slot: Slot | None = None  # that is filled
+        self._off = self._dropped = False
+        self._iteration = -1
+        self._end = 0
+        self._entries: list[dict[str, Any]] = []
+        self._reported: set[str] = set()
+
+    def keep(self, iterations: int) -> None:
+        """Keep so many from now on; without it nothing is logged."""
+        if iterations > self._wanted:
+            self._wanted = iterations
+            self._fit(self._size)
+
+    # TrafficLog
+
+    def begin(self, iteration: int) -> None:
+        """Overwrite the oldest iteration with this one."""
+        self._iteration, self._end, self._entries, self._dropped = iteration, 0, [], self._off or self.paused
+        self._slot = None
+        if self._kept < LEAST or self._dropped:
+            return
+        try:
+            self._slot = self._ring.next(self._kept, self._size)
+            self._slot.iteration = iteration
+        except (OSError, SaveError) as error:
+            self._give_up(error)
+
+    def add(self, operation: Operation, values: torch.Tensor | None, plain: Any = None) -> None:
+        """See `TrafficLog.add`."""
+        entry: dict[str, Any] = {"operation": asdict(operation), "plain": plain}
+        if values is not None:
+            start = -(-self._end // _ALIGNED) * _ALIGNED
+            self._end = start + values.numel() * values.element_size()
+            kept = [start, list(values.shape), dtype_name(values.dtype)]
+            entry["values"] = kept
+            slot = self._slot
+            if slot is not None and not self._dropped:
+                if self._end <= slot.file.bytes.numel():
+                    self._copy(slot.file.bytes[start : self._end].view(values.dtype).view(values.shape), values)
+                else:
+                    self._dropped = True  # what is sent has grown: the next file is as large
+        self._entries.append(entry)
+
+    def end(self, applied: bool, form: Any) -> None:
+        """Seal it beside the training."""
+        plain = sum(entry["plain"] is not None for entry in self._entries)
+        aligned = -(-self._end // PAGE_BYTES) * PAGE_BYTES
+        size = SlabSize.for_tensors([f"other/{_WHOLE}"], aligned, PLAIN_TENSORS * plain)
+        if (size := _larger(size, self._size)) != self._size:
+            self._fit(size)
+        slot, self._slot = self._slot, None
+        if slot is None or self._dropped:
+            return
+        copied = None
+        if self._ring.stream is not None:
+            event = new_event()
+            event.record(self._ring.stream)
+            copied = self._ring.copy(event.synchronize)
+        scalars = {"entries": self._entries, "applied": applied, "form": form}
+        self._ring.submit(slot, self._seal, slot, scalars, copied)
+
+    def drop(self, reason: str | None) -> None:
+        """This iteration is not kept; None: it was not completed."""
+        self._dropped = True
+        if reason is not None:
+            self._say(f"what this stage sent in iteration {self._iteration} is not logged, since {reason}")
+
+    # A life
+
+    def adopt(self, logs: Collection[MemoryState]) -> dict[int, MemoryState]:
+        """Keep logs of the life before as those of this one.
+
+        Returns:
+            What they are now, by iteration.
+
+        Raises:
+            OSError: one is not there any more, or another process has it.
+        """
+        kept = {log.iteration: self._ring.adopt(_number_in(log.path.name)) for log in logs}
+        if kept:
+            self._fit(reduce(_larger, (slot.file.size for slot in self._ring.slots.values())))
+        return kept
+
+    def forget(self) -> None:
+        """No log leads to the run's state any more."""
+        self._ring.forget()
+        self._dropped = True
+
+    def close(self, *, remove: bool) -> None:
+        """Let the memory go; see `MemoryFile.close`."""
+        if self._ring.hangs():
+            self._say(f"a copy to host memory has not ended within {CLOSE_SECONDS:g} s: its memory is left as it is")
+        else:
+            self._ring.close(remove=remove)
+
+    @torch.no_grad()
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        stream = self._ring.stream
+        try:
+            if stream is None:
+                target.copy_(source)
+                return
+            kept = source.clone()  # what comes next on the present stream may change it in place
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            with torch.cuda.stream(stream):
+                target.copy_(kept, non_blocking=True)
+            kept.record_stream(stream)
+        except RuntimeError as error:
+            self.drop(f"it could not be copied: {error}")
+
+    def _seal(self, slot: Slot, scalars: dict[str, Any], copied: "Future[None] | None") -> None:
+        """In the worker."""
+        iteration = slot.iteration
+        try:
+            if copied is not None:
+                copied.result()
+            self._ring.seal(slot, "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, scalars)
+        except Exception as error:  # noqa: BLE001 - training goes on without this log
+            self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
+
+    def _fit(self, size: SlabSize) -> None:
+        """As many as there is memory for; of no bytes while the size of one is not known."""
+        self._size = size
+        if not size.bytes:
+            return
+        there = sum(slot.file.size.bytes for slot in self._ring.slots.values())
+        try:
+            self._kept = min(self._wanted, (self._room() + there) // self._size.bytes)
+        except OSError as error:
+            self._give_up(error)
+            return
+        each, total = self._size.bytes / 1e6, self._kept * self._size.bytes / 1e6
+        if self._kept < self._wanted:
+            self._report(
+                f"of the {self._wanted} iterations since the oldest window, host memory takes what this stage sends to "
+                f"others ({each:.2f} MB) for {self._kept}: a failure after more of them repeats all stages",
+                logging.WARNING,
+            )
+        else:
+            text = f"{each:.2f} MB an iteration, {self._kept} iterations, {total:.1f} MB of host memory"
+            self._report(f"what this stage sends to others is logged: {text}", logging.INFO)
+
+    def _give_up(self, error: Exception) -> None:
+        self._off = self._dropped = True
+        self._say(f"no logs of what stages send are kept in this life: {error}. A failure then repeats all stages")
+
+    def _say(self, message: str) -> None:
+        kind = message.partition(":")[0].partition(" in iteration ")[0]
+        if kind not in self._reported:
+            self._reported.add(kind)
+            self._report(message, logging.WARNING)
+
+
+class LoggedSteps:
+    """`Repeats` of the logs in shared memory.
+
+    Args:
+        logs: of this rank, by iteration.
+        resting: ranks that repeat only what crosses the boundaries.
+        void: ends the use of the logs.
+    """
+
+    def __init__(self, logs: dict[int, MemoryState], resting: frozenset[int], void: Callable[[], None]) -> None:
+        self._logs, self.resting, self.void = logs, resting, void
+        self.form: Any = None
+        self._applied: dict[int, bool] = {}
+
+    def operations(self, iteration: int) -> Iterator[tuple[Operation, torch.Tensor | None, Any]]:
+        """See `Repeats.operations`.
+
+        Raises:
+            CheckpointError: that iteration was not logged, or its log is damaged.
+        """
+        if iteration not in self._logs:
+            raise CheckpointError(f"what this stage sent in iteration {iteration} was not logged")
+        with OpenState(self._logs[iteration]) as log:
+            scalars, content = log.scalars(), log.as_it_is(f"other/{_WHOLE}")
+            self.form, self._applied[iteration] = scalars["form"], scalars["applied"]
+            for entry in scalars["entries"]:
+                operation = entry["operation"]
+                operation = Operation(**{**operation, "shape": tuple(operation["shape"])})
+                yield operation, _values(content, entry.get("values")), entry["plain"]
+
+    def applied(self, iteration: int) -> bool:
+        """See `Repeats.applied`; known once its operations were read."""
+        return self._applied[iteration]
+
+
+def _larger(one: SlabSize, other: SlabSize) -> SlabSize:
+    """With room for both."""
+    return SlabSize(max(one.header_bytes, other.header_bytes), max(one.buffer_bytes, other.buffer_bytes))
+
+
+def _values(content: torch.Tensor, kept: Any) -> torch.Tensor | None:
+    if kept is None:
+        return None
+    start, shape, dtype = kept
+    kind = getattr(torch, dtype)
+    return content[start : start + math.prod(shape) * kind.itemsize].view(kind).view(tuple(shape))
+
+
+def _number_in(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
 
 _ByIteration = dict[int, MemoryState]
 
@@ -95,7 +367,7 @@ class Rest:
 
 
 def rest_of(
-    job: Job, pool: SnapshotPool, window: MemoryState, last: int, small: Mapping[str, Any], stage_logs: StageLogs
+    job: Job, pool: SnapshotPool, window: MemoryState, last: int, small: Mapping[str, Any], own_logs: StageLogs
 ) -> Rest | None:
     """Agree on who rests, and load what this rank goes on with; a collective.
 
@@ -105,7 +377,7 @@ def rest_of(
         window: that is replayed, as the life before left it.
         last: its last iteration.
         small: the small state of its first one.
-        stage_logs: keeps the logs for this life.
+        own_logs: keeps the logs for this life.
 
     Returns:
         None where all stages replay; a warning then says why.
@@ -123,14 +395,14 @@ def rest_of(
     if job.group.rank in rest.ranks:
         try:
             rest.snapshot = _loaded(pool, states[until])
-            rest.logs = stage_logs.adopt([log for at, log in logs.items() if at <= until])
+            rest.logs = own_logs.adopt([log for at, log in logs.items() if at <= until])
         except (CheckpointError, OSError) as error:
             problem = f"rank {job.group.rank}: {error}"
     problems = [one for one in job.group.gather(problem) if one is not None]
     if problems:
         if rest.snapshot is not None:
             pool.release(rest.snapshot)
-        stage_logs.forget()  # also adopted ones: this life makes those iterations again
+        own_logs.forget()  # also adopted ones: this life makes those iterations again
         _all_replay(job, "; ".join(problems))
         return None
     return rest

@@ -15,9 +15,9 @@ from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.job import Job
 from cpsr.replay.conversion import Conversion
-from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, OnSealed, Recorder, Window
+from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Recorder, Window
 from cpsr.replay.schedule import WindowLayout, has_shifted, schedule, sparse_window, units_of
-from cpsr.replay.stage_traffic import stage_logs
+from cpsr.replay.stages import stage_logs
 
 __all__ = ["Windows"]
 
@@ -36,6 +36,7 @@ class Windows:
         pool: takes no snapshot while the state is not whole, and knows whether the loop changes weights meanwhile.
 
     Attributes:
+        recorder: takes them.
         file_bytes: of each window, as long as the number of iterations stays the same.
         bytes_to_come: shared memory that this rank's windows take beyond what those of the life before have.
     """
@@ -52,16 +53,12 @@ class Windows:
         files = _files(job)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
-        self._recorder = Recorder(memory, job.adapter.shard, self._report, files, pool.writes)
+        self.recorder = Recorder(memory, job.adapter.shard, self._report, files, pool.writes)
         self._off = self._without_place = False
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
         self._logs = stage_logs(job, memory)
         self._keep_logs()
-
-    def follow(self, on_sealed: OnSealed) -> None:
-        """Call this for each window that is sealed; from another thread."""
-        self._recorder.on_sealed = on_sealed
 
     def settle(self, path: Path) -> Path:
         """Keep the window that this life begins with, before the states of earlier lives are void.
@@ -77,17 +74,15 @@ class Windows:
             OSError: it is not there any more, or another process has it.
         """
         left = memory_state(path)
-        path = self._recorder.adopt(path)
-        state = memory_state(path)
-        if state is None or left is None:
+        if left is None:
             raise CheckpointError(f"{path} holds no window any more")
-        forget = self._recorder.forget
+        state, forget = self.recorder.adopt(path), self.recorder.forget
         replaying = self._replaying = Conversion(self._job, self._pool, state, left, self._steps, self._logs, forget)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(replaying.last - replaying.first + 1)
             self._agreed = -1, len(self._layout.turns)
             self._keep_logs()
-        return path
+        return state.path
 
     def rest(self) -> None:
         """See `Conversion.rest`; a collective, once all ranks have kept their windows."""
@@ -103,14 +98,14 @@ class Windows:
             self._replaying.start()
         problem = None
         try:
-            self._recorder.prepare(self._layout)
+            self.recorder.prepare(self._layout)
         except (OSError, SaveError) as error:
             problem = f"rank {self._job.group.rank}: {error}"
         problems = [one for one in self._job.group.gather(problem) if one is not None]
         if problems:
             self._off = True
             if self._replaying is None:
-                self._recorder.close(remove=True)
+                self.recorder.close(remove=True)
             message = "no windows are kept in this life, and a failure goes back to the newest checkpoint"
             self._report(f"{message}: {'; '.join(problems)}", once=True)
 
@@ -122,14 +117,6 @@ class Windows:
     def replays(self) -> bool | None:
         """Whether this rank computes the steps of a window that is replayed; None where none is, any more."""
         return None if self._replaying is None else not self._replaying.rests
-
-    def look(self) -> None:
-        """A forward begins; see `Recorder.look`."""
-        self._recorder.look()
-
-    def before_update(self) -> None:
-        """The optimizer is about to change the state."""
-        self._recorder.finish()
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state."""
@@ -168,13 +155,14 @@ class Windows:
         step = self._step(iteration)
         if step > 0:
             outcome = None if self._steps is None else self._steps.outcome()
-            return self._recorder.capture(step, iteration, outcome, send=send)
+            return self.recorder.capture(iteration, outcome, send=send)
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
             self._keep_logs()
         self._first = iteration
         small = small_state if len(self._layout.turns) == 1 else partial(_complete, small_state)
-        return self._recorder.begin_window(self._layout, iteration, small, send=send)
+        self.recorder.begin_window(self._layout, iteration, small)
+        return self.recorder.capture(iteration, send=send)
 
     def order(self, popularity: Mapping[str, float]) -> None:
         """Let the popular experts have their turns last, in windows that begin later; of this rank alone.
@@ -185,10 +173,6 @@ class Windows:
         if has_shifted(self._popularity, popularity):
             self._popularity = popularity
             self._order_units()
-
-    def replicated(self, iteration: int | None) -> None:
-        """Other machines have this window of every rank; see `Recorder.replicated`."""
-        self._recorder.replicated(iteration)
 
     def agree(self, iteration: int) -> None:
         """Find the number of iterations anew from what was measured, for windows that begin later; a collective.
@@ -208,7 +192,7 @@ class Windows:
         """The run has gone back, or elsewhere: no window leads there."""
         self._end_replay()
         self._first = None
-        self._recorder.forget()
+        self.recorder.forget()
         if self._logs is not None:
             self._logs.forget()
 
@@ -220,12 +204,12 @@ class Windows:
             self._logs.close(remove=remove)
         if self._steps is not None:
             self._steps.close()
-        self._recorder.close(remove=remove)
+        self.recorder.close(remove=remove)
 
     def _keep_logs(self) -> None:
         """Of what stages have sent since the oldest window that is left."""
         if self._logs is not None:
-            self._logs.keep(self._recorder.files * len(self._layout.turns))
+            self._logs.keep(self.recorder.files * len(self._layout.turns))
 
     def _step(self, iteration: int) -> int:
         """Its place in the window that was begun last; 0 where the next one begins with it."""
@@ -255,7 +239,7 @@ class Windows:
 
     def _wanted_iterations(self) -> int:
         """The fewest that this rank's forward and backward hide; as now until a copy was measured."""
-        budget = self._recorder.copies.bytes
+        budget = self.recorder.copies.bytes
         if budget is None or not self._units:
             return len(self._layout.turns)
         frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
@@ -265,7 +249,7 @@ class Windows:
         """So many, or fewer where this machine lacks the memory: later turns keep weights of more iterations."""
         ranks = self._job.run.local_ranks
         left = room_in_memory(self._job.run.run_id, ranks, prefix="window-")
-        room = left / (len(ranks) * self._recorder.files)
+        room = left / (len(ranks) * self.recorder.files)
         while wanted > 1 and self._laid_out(wanted).size.bytes > room:
             wanted = wanted * 3 // 4
         return wanted

@@ -22,7 +22,7 @@ from cpsr.errors import CheckpointError, SaveError
 from cpsr.peers.alike import SmallStates
 from cpsr.replay.recorder import Recorder
 from cpsr.replay.schedule import WindowLayout
-from cpsr.replay.stage_traffic import StageLogs
+from cpsr.replay.stages import StageLogs
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import assert_same_bits, live_shard, make_shard
 
@@ -80,7 +80,8 @@ def test_a_window(tmp_path: Path) -> None:
     recorder = Recorder(SharedMemory(RUN_ID, 0, 0, tmp_path), lambda: shard, pytest.fail)
     names = tuple(shard.operators)
     recorder.begin_window(WindowLayout(shard, (names[:2], names[2:]), {}), 8, lambda: SMALL)
-    recorder.capture(1, 9, {"loss": 2.0})
+    recorder.capture(8)
+    recorder.capture(9, {"loss": 2.0})
     recorder.finish()
     recorder.close(remove=False)
     (state,) = memory_states(RUN_ID, tmp_path)

@@ -53,13 +53,13 @@ class Rank:
 
     def begin(self, first: int) -> None:
         self.iteration = first
-        begun = self.recorder.begin_window(self.layout, first, lambda: {"place": first}, send=True)
-        assert begun is None  # it does not end here
+        self.recorder.begin_window(self.layout, first, lambda: {"place": first})
+        assert self.recorder.capture(first, send=True) is None  # it does not end here
 
     def end(self, *, send: bool = False) -> None:
         self.iteration += 1
         self._sealed.clear()
-        window = self.recorder.capture(1, self.iteration, send=send)
+        window = self.recorder.capture(self.iteration, send=send)
         assert (window is not None) == send
         self.recorder.finish()
         assert self._sealed.wait(30)
@@ -119,10 +119,9 @@ def test_a_window_from_a_peer_takes_the_place_of_the_oldest_and_is_one_of_the_ne
     (newest,) = [state for state in memory_states(RUN_ID, tmp_path) if state.iteration == 5]
     newest.path.rename(memory.path(slot))
     rank = Rank(tmp_path, life=1)
-    path = rank.recorder.adopt(memory.path(slot))
-    assert path == newest.path  # of the three names the one that no window had
-    state = memory_state(path)
-    assert state is not None
+    state = rank.recorder.adopt(memory.path(slot))
+    assert state.path == newest.path  # of the three names the one that no window had
+    assert state == memory_state(newest.path)
     assert (state.life, state.iteration, verify_memory_state(state)) == (1, 5, None)
     assert load_window(state, into := shard_at(0)) == {"place": 5}
     assert into.operators["first"].moments["exp_avg"].equal(shard_at(5).operators["first"].moments["exp_avg"])
@@ -149,7 +148,7 @@ def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_fi
         rank.recorder.finish()
         with monkeypatch.context() as patch:
             patch.setattr(recorder_module, "copy_beside_training", refuse)
-            rank.recorder.capture(1, first + 1)
+            rank.recorder.capture(first + 1)
             rank.recorder.finish()
     rank.recorder.close(remove=False)
     assert rank.whole == {1, 3}
@@ -168,6 +167,7 @@ def test_a_file_that_held_another_order_of_the_operators_tells_the_new_one(tmp_p
         for _ in range(FILES):
             rank.iteration += 1
             rank.recorder.begin_window(rank.layout, rank.iteration, dict)
+            rank.recorder.capture(rank.iteration)
             rank.recorder.finish()
     rank.recorder.close(remove=False)
     for state in memory_states(RUN_ID, tmp_path):

@@ -10,7 +10,7 @@ from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, SlabSize, describe, memory_states
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError
-from cpsr.replay.stage_traffic import PLAIN_TENSORS, LoggedSteps, StageLogs
+from cpsr.replay.stages import PLAIN_TENSORS, LoggedSteps, StageLogs
 
 RUN = "0123456789abcdef"
 SENT = Operation("send", "1", "", (3, 4), "float32")
