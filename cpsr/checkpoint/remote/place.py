@@ -71,11 +71,14 @@ class Place:
         shown: the URL without user and password, for messages.
         system: of fsspec, without a cache of listings.
         root: the path of the target there.
+
+    Attributes:
+        shown, system: as given.
     """
 
     def __init__(self, shown: str, system: Any, root: str) -> None:
         self.shown = shown.rstrip("/")
-        self._system = system
+        self.system = system
         self._root = root.rstrip("/")
         self._is_local = isinstance(system, LocalFileSystem)
 
@@ -87,7 +90,7 @@ class Place:
         """Names in a folder, or of all folders, ascending; none where it is gone. Links are left out."""
         with self._asking("listing", folder):
             try:
-                found = self._system.ls(self._path(folder), detail=True)
+                found = self.system.ls(self._path(folder), detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []  # in object stores a folder exists only through its files
             names = (one["name"].rstrip("/").rpartition("/")[2] for one in found if not one.get("islink"))
@@ -100,7 +103,7 @@ class Place:
         with self._asking("creating", folder):
             for path in [*([] if bucket else [self._root]), self._path(""), self._path(folder)]:
                 with contextlib.suppress(FileExistsError):
-                    self._system.mkdir(path, create_parents=False)
+                    self.system.mkdir(path, create_parents=False)
                     if self._is_local:
                         sync_directory(Path(path).parent)
 
@@ -111,13 +114,13 @@ class Place:
             CopyDamagedError: something else than its record says was read back.
         """
         with self._asking("writing", folder, path.name):
-            self._system.put_file(str(path), self._path(folder, path.name))
+            self.system.put_file(str(path), self._path(folder, path.name))
         self._read_back(folder, path.name, record)
 
     def repeat(self, folder: str, file: str, source: str, record: FileRecord) -> None:
         """Put a file that another folder has: the file system copies it by itself; raises as `put`."""
         with self._asking("copying", source, file):
-            self._system.cp_file(self._path(source, file), self._path(folder, file))
+            self.system.cp_file(self._path(source, file), self._path(folder, file))
         self._read_back(folder, file, record)
 
     def write(self, folder: str, file: str, data: bytes) -> None:
@@ -126,7 +129,7 @@ class Place:
             if self._is_local:
                 write_bytes(Path(self._path(folder, file)), data)
             else:
-                self._system.pipe_file(self._path(folder, file), data)
+                self.system.pipe_file(self._path(folder, file), data)
         if self.read(folder, file) != data:
             raise CopyDamagedError(f"{self.name(folder, file)}: what was read back differs from what was written")
 
@@ -139,12 +142,12 @@ class Place:
         found, name = FileHash(), self.name(folder, file)
         with self._asking("reading", folder, file):
             path = self._path(folder, file)
-            known = self._system.info(path)
+            known = self.system.info(path)
             if known["type"] != "file" or known.get("islink"):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
             if record is not None and known["size"] != record.bytes:
                 raise CopyDamagedError(f"{name} has {known['size']} bytes, {record.bytes} were committed")
-            with self._system.open(path, "rb") as opened:
+            with self.system.open(path, "rb") as opened:
                 while piece := opened.read(_READ_BYTES):
                     found.take(memoryview(piece))
                     yield piece
@@ -164,10 +167,10 @@ class Place:
         """Remove a folder and what is in it, its commit record before everything else."""
         with self._asking("removing", folder), contextlib.suppress(FileNotFoundError):
             if COMMIT in self.list(folder):
-                self._system.rm_file(self._path(folder, COMMIT))
+                self.system.rm_file(self._path(folder, COMMIT))
                 if self._is_local:
                     sync_directory(Path(self._path(folder)))
-            self._system.rm(self._path(folder), recursive=True)
+            self.system.rm(self._path(folder), recursive=True)
 
     def _read_back(self, folder: str, file: str, record: FileRecord) -> None:
         """Compare a file that was written; on this machine it is forced to the disk before, and read from there."""

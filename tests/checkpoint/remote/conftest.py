@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -52,7 +53,7 @@ class Faults:
     """
 
     def __init__(self, place: Place) -> None:
-        self.system = place._system
+        self.system = place.system
         self.calls = 0
         self.fails_at: int | None = None
         self.heals = False  # later calls succeed again
@@ -60,7 +61,7 @@ class Faults:
         self.free_bytes: int | None = None
         self.answers = threading.Event()  # while it is not set, calls hang
         self.answers.set()
-        place._system = self
+        place.system = self
 
     def arm(self, fails_at: int | None = None, *, heals: bool = False, before: dict[int, Any] | None = None) -> None:
         self.calls, self.fails_at, self.heals, self.before = 0, fails_at, heals, before or {}
@@ -203,14 +204,15 @@ def copy_of(place: Place, iteration: int) -> Copy:
 
 
 def overwrite(place: Place, folder: str, file: str, data: bytes) -> None:
-    """Put something else in the place of a file there, behind the back of whoever copies."""
-    system = place._system.system if isinstance(place._system, Faults) else place._system
-    system.pipe_file(place._path(folder, file), data)
+    """Put something else in the place of a file there."""
+    system, path = fsspec.core.url_to_fs(place.name(folder, file))
+    system.pipe_file(path, data)
 
 
 def remove(place: Place, folder: str, file: str) -> None:
     """Remove one file there."""
-    place._system.rm_file(place._path(folder, file))
+    system, path = fsspec.core.url_to_fs(place.name(folder, file))
+    system.rm_file(path)
 
 
 def target_at(place: Place, run_dir: Path, keep: int = 2) -> CheckpointTarget:

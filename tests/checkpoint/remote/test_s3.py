@@ -20,6 +20,7 @@ from tests.checkpoint.remote.conftest import commit, committed_at, copied_run, c
 s3fs = pytest.importorskip("s3fs", reason="pip install 'cpsr[s3]'")
 
 ROOT = Path(__file__).parents[3]
+METHOD = "_call_s3"  # of s3fs, for every request
 LARGE = (15_000_000,)  # values of an operator: its moments, 120 MB, are sent in parts
 
 
@@ -72,14 +73,14 @@ def parts_left(bucket: str) -> list[Any]:
 
 def _copy_and_die(url: str, directory: Path) -> None:
     place, calls = open_place(url), itertools.count()
-    call_s3 = place._system._call_s3
+    call_s3 = getattr(place.system, METHOD)
 
     async def dying(method: str, *args: Any, **kwargs: Any) -> Any:
         if method == "upload_part" and next(calls) == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return await call_s3(method, *args, **kwargs)
 
-    place._system._call_s3 = dying
+    setattr(place.system, METHOD, dying)
     upload(place, directory)
 
 
