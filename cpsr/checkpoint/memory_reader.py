@@ -3,7 +3,7 @@
 import json
 import math
 import mmap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -15,6 +15,7 @@ import xxhash
 from cpsr.checkpoint.assemble import Piece, assemble, wanted_of
 from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory_states import Described, HeldOperator, MemoryState, describe, hash_of
+from cpsr.checkpoint.parts import operator_of
 from cpsr.checkpoint.ranges import WantedRange
 from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor
 from cpsr.errors import CheckpointError, RunMismatchError
@@ -79,7 +80,7 @@ def _shard_of(held: Mapping[str, HeldOperator], tensors: Mapping[str, torch.Tens
     moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
     for key, values in tensors.items():
         if key.startswith("moment/"):
-            moment, name = _moment_of(key, held)
+            _, moment, name = key.split("/", 2)
             moments[name][moment] = values
     operators = {}
     for name, one in held.items():
@@ -103,13 +104,6 @@ def _tensors_in(found: Described) -> dict[str, PlacedTensor]:
         return {one.name: one for one in found.header.tensors() if not one.name.startswith("padding/")}
     except NO_HEADER as error:
         raise CheckpointError(f"the header of {found.state.path} is damaged: {error}") from error
-
-
-def _moment_of(key: str, operators: Collection[str]) -> tuple[str, str]:
-    """Moment and operator of a tensor's key; both may have a slash in them."""
-    rest = key.removeprefix("moment/")
-    at = next(place for place, sign in enumerate(rest) if sign == "/" and rest[place + 1 :] in operators)
-    return rest[:at], rest[at + 1 :]
 
 
 def verify_memory_state(state: MemoryState) -> str | None:
@@ -241,17 +235,12 @@ class OpenState:
         """By key; see `cpsr.checkpoint.assemble.Slab`."""
         found = {}
         for key, one in self.tensors.items():
-            operator = self._operator_of(key)
+            operator = operator_of(key)
             found[key] = Piece(one.shape, one.dtype, 0, one.numel)
-            if operator is not None and one.numel == self.tensors[f"param/{operator}"].numel:
+            if operator and one.numel == self.tensors[f"param/{operator}"].numel:
                 whole = self.operators[operator]
                 found[key] = Piece(whole.global_shape, one.dtype, whole.offset, one.numel, whole.block)
         return found
-
-    def _operator_of(self, key: str) -> str | None:
-        if key.startswith("param/"):
-            return key.removeprefix("param/")
-        return _moment_of(key, self.operators)[1] if key.startswith("moment/") else None
 
     def read(self, wanted: Sequence[WantedRange]) -> int:
         """See `cpsr.checkpoint.assemble.Slab.read`; all of it was verified when it was opened."""

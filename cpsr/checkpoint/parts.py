@@ -9,7 +9,7 @@ import xxhash
 
 from cpsr.errors import SaveError
 
-__all__ = ["REST", "Held", "Parts", "Segment"]
+__all__ = ["REST", "Held", "Parts", "Segment", "operator_of"]
 
 REST = ""  # everything that is of no expert
 
@@ -48,7 +48,7 @@ class Parts:
         self._units = {} if units is None else dict(units)
         begins: list[tuple[str, int]] = []
         for key, offset, length in tensors:
-            part = self.of(_operator(key))
+            part = self.of(operator_of(key))
             if length and (not begins or begins[-1][0] != part):
                 begins.append((part, offset if begins else 0))
         ends = [begin for _, begin in begins[1:]] + [size]
@@ -141,7 +141,7 @@ class Held:
                 self.digests[place] = xxhash.xxh3_128_digest(self._content[segment.begin : segment.end].data)
 
 
-def _operator(key: str) -> str:
-    """The operator of a tensor; a buffer outside the optimizer is no operator's."""
-    kind, name = key.split("/", 1)
-    return name if kind == "param" else name.split("/", 1)[1] if kind == "moment" else ""
+def operator_of(key: str) -> str:
+    """The operator of a tensor; empty of a buffer outside the optimizer. No moment's name has a slash."""
+    kind, _, name = key.partition("/")
+    return name if kind == "param" else name.partition("/")[2] if kind == "moment" else ""
