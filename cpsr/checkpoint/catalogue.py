@@ -7,7 +7,7 @@ before a later checkpoint was committed (and read back when it was written).
 import logging
 import re
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +31,7 @@ from cpsr.checkpoint.verify import (
 )
 
 __all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "plan_retention"]
-__all__ += ["remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside", "set_aside_list", "warn_once"]
+__all__ += ["remove_temporary", "remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside", "warn_once"]
 
 # Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
 CHECKPOINTS_AT_ONCE = 8
@@ -79,21 +79,6 @@ class CheckpointInfo:
 
 
 @dataclass(frozen=True)
-class Catalogue:
-    """What is committed in a run.
-
-    Attributes:
-        checkpoints: ascending in iteration.
-        problems: directories with an invalid commit record.
-        unreadable: directories whose commit record the file system cannot read now; they may be whole.
-    """
-
-    checkpoints: list[CheckpointInfo]
-    problems: list[Problem]
-    unreadable: list[Problem]
-
-
-@dataclass(frozen=True)
 class SetAside:
     """A damaged or abandoned checkpoint under its new name.
 
@@ -112,6 +97,31 @@ class SetAside:
     bytes: int
 
 
+@dataclass(frozen=True)
+class Catalogue:
+    """What lies among the checkpoints of a run.
+
+    Attributes:
+        checkpoints: committed ones, ascending in iteration.
+        problems: directories with an invalid commit record.
+        unreadable: directories whose commit record the file system cannot read now; they may be whole.
+        uncommitted: directories of saves that are under way or were cut off, by iteration.
+        asides: what was set aside, oldest first.
+    """
+
+    checkpoints: list[CheckpointInfo] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    unreadable: list[Problem] = field(default_factory=list)
+    uncommitted: dict[int, Path] = field(default_factory=dict)
+    asides: list[SetAside] = field(default_factory=list)
+
+    @property
+    def newest_sequence(self) -> int:
+        """Largest commit count, also of what was set aside later; 0: nothing was committed."""
+        known = [info.sequence for info in self.checkpoints] + [aside.after_sequence for aside in self.asides]
+        return max(known, default=0)
+
+
 def scan(checkpoints: Path) -> Catalogue:
     """Read the commit records and manifests (not the tensors) of a run."""
     return exhaust(scan_in_pieces(checkpoints))
@@ -119,11 +129,18 @@ def scan(checkpoints: Path) -> Catalogue:
 
 def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
     """`scan` that yields after every few checkpoints, and after each unreadable one."""
-    found = Catalogue([], [], [])
-    for number, (iteration, directory) in enumerate(_steps(checkpoints), start=1):
+    found = Catalogue()
+    for number, path in enumerate(sorted(checkpoints.iterdir()) if checkpoints.is_dir() else (), start=1):
+        iteration = step_iteration(path.name)
+        if iteration is None:
+            found.asides.extend(_aside(path))
+            continue
         try:
-            info = _committed(directory)
-            found.checkpoints.extend([] if info is None else [info])
+            info = _committed(path)
+            if info is not None:
+                found.checkpoints.append(info)
+            elif not path.is_symlink():  # the target of a link is not ours
+                found.uncommitted[iteration] = path
         except (DamagedFileError, UnreadableFileError) as error:
             kind = found.problems if isinstance(error, DamagedFileError) else found.unreadable
             kind.append(Problem(error.file, error.what, iteration))
@@ -131,14 +148,8 @@ def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
         if number % CHECKPOINTS_AT_ONCE == 0:
             yield
     found.checkpoints.sort(key=lambda info: info.iteration)
+    found.asides.sort(key=lambda aside: (aside.after_sequence, aside.directory.name))
     return found
-
-
-def _steps(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Directories by the name of a checkpoint, committed or not."""
-    directories = sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []
-    named = ((step_iteration(directory.name), directory) for directory in directories)
-    return [(iteration, directory) for iteration, directory in named if iteration is not None]
 
 
 def _committed(directory: Path) -> CheckpointInfo | None:
@@ -152,6 +163,19 @@ def _committed(directory: Path) -> CheckpointInfo | None:
         if is_committed(directory):
             raise
         return None  # a retention pass is deleting it at this moment
+
+
+def _aside(path: Path) -> list[SetAside]:
+    """The entry of what was set aside; none for anything else, and where retention removes it meanwhile."""
+    matched = _ASIDE.fullmatch(path.name)
+    iteration = step_iteration(matched["step"]) if matched else None
+    if matched is None or iteration is None or not path.is_dir() or path.is_symlink():
+        return []
+    try:
+        size = sum(one.lstat().st_size for one in path.iterdir())
+    except FileNotFoundError:
+        return []
+    return [SetAside(path, matched["kind"], iteration, int(matched["sequence"]), size)]
 
 
 def warn_once(checkpoints: Path, message: str) -> None:
@@ -182,21 +206,6 @@ def set_aside(directory: Path, kind: Literal["damaged", "abandoned"], reason: st
     sync_directory(directory.parent)
     _log.warning("checkpoint %s is set aside as %s: %s", directory, target.name, reason)
     return target
-
-
-def set_aside_list(checkpoints: Path) -> list[SetAside]:
-    """The directories that were set aside, oldest first; none where there is no such directory."""
-    found = []
-    for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
-        matched = _ASIDE.fullmatch(path.name)
-        iteration = step_iteration(matched["step"]) if matched else None
-        if matched and iteration is not None and path.is_dir() and not path.is_symlink():
-            try:
-                size = sum(one.lstat().st_size for one in path.iterdir())
-            except FileNotFoundError:
-                continue  # retention removes it meanwhile
-            found.append(SetAside(path, matched["kind"], iteration, int(matched["sequence"]), size))
-    return sorted(found, key=lambda aside: (aside.after_sequence, aside.directory.name))
 
 
 _COMMITS_BEFORE_REMOVAL = 2  # a checkpoint that was set aside is deleted once this many later ones exist
@@ -296,13 +305,13 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
         OSError: the file system refused; what is still there is still valid.
         CheckpointError: a checkpoint became unreadable meanwhile; remaining ones are valid.
     """
-    found = scan(checkpoints).checkpoints
-    if not found:
+    found = scan(checkpoints)
+    if not found.checkpoints:
         return RetentionPlan([], [], 0)
-    asides = _remove_asides(checkpoints, found)
-    remove_uncommitted(checkpoints, before=max(found, key=lambda info: info.sequence).iteration)
-    plan = plan_retention(found, rules, sum(aside.bytes for aside in asides), copied)
-    for info in found:
+    asides = _remove_asides(found)
+    remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.sequence).iteration)
+    plan = plan_retention(found.checkpoints, rules, sum(aside.bytes for aside in asides), copied)
+    for info in found.checkpoints:
         if info.iteration in plan.delete:
             remove_tree(info.directory, first=COMMIT)
             _log.debug("checkpoint %s was deleted: outside the history that is kept", info.directory)
@@ -317,27 +326,21 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
     return plan
 
 
-def remove_uncommitted(checkpoints: Path, *, before: int | None = None, after: int = -1) -> None:
-    """Remove saves that never were committed, at iterations from `after` to `before` (exclusive), and temporary files.
+def remove_uncommitted(found: Catalogue, *, before: int | None = None, after: int = -1) -> None:
+    """Remove saves that never were committed, at iterations from `after` to `before` (exclusive).
 
     Once a later step was committed, every rank's writer is past the earlier ones, and none writes there.
     """
-    for directory in sorted(checkpoints.iterdir()):
-        iteration = step_iteration(directory.name)
-        if iteration is None or iteration <= after or (before is not None and iteration >= before):
-            continue
-        if directory.is_symlink():  # the target of a link is not ours
-            continue
-        try:
-            committed = is_committed(directory)
-        except UnreadableFileError as error:
-            _log.warning("%s stays: whether it was committed cannot be read now (%s)", directory, error)
-            continue
-        if not committed:
+    for iteration, directory in found.uncommitted.items():
+        if iteration > after and (before is None or iteration < before):
             remove_tree(directory, first=COMMIT)
             _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
-            continue
-        for path in [path for path in directory.iterdir() if is_temporary(path)]:
+
+
+def remove_temporary(found: Catalogue) -> None:
+    """Remove files under construction from committed checkpoints, while no process writes there."""
+    for info in found.checkpoints:
+        for path in [path for path in info.directory.iterdir() if is_temporary(path)]:
             path.unlink(missing_ok=True)
             _log.warning("%s was removed: left by a process that was killed", path)
 
@@ -352,11 +355,11 @@ def _thin(info: CheckpointInfo) -> None:
     sync_directory(info.directory)
 
 
-def _remove_asides(checkpoints: Path, committed: Sequence[CheckpointInfo]) -> list[SetAside]:
+def _remove_asides(found: Catalogue) -> list[SetAside]:
     """Remove what was set aside long enough ago; returns what stays."""
     kept: list[SetAside] = []
-    for aside in set_aside_list(checkpoints):
-        later = sum(info.sequence > aside.after_sequence for info in committed)
+    for aside in found.asides:
+        later = sum(info.sequence > aside.after_sequence for info in found.checkpoints)
         if later < _COMMITS_BEFORE_REMOVAL:
             kept.append(aside)
             continue

@@ -27,11 +27,11 @@ from cpsr.checkpoint.catalogue import (
     CheckpointInfo,
     Retention,
     RetentionPlan,
+    remove_temporary,
     remove_uncommitted,
     retain,
     scan,
     set_aside,
-    set_aside_list,
     warn_once,
 )
 from cpsr.checkpoint.commit import (
@@ -130,11 +130,12 @@ class CheckpointStore:
             UnreadableFileError: the file system cannot read a commit record now; nothing was changed.
         """
         make_directory(self.directory)
-        problems = self._readable().problems
-        for problem in problems:
+        found = self._readable()
+        for problem in found.problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
-        remove_uncommitted(self.directory)
-        return problems
+        remove_uncommitted(found)
+        remove_temporary(found)
+        return found.problems
 
     def write(self, snapshot: Snapshot, frozen: FrozenLinks | None = None) -> int:
         """Write this rank's part, with `frozen` in the place of its own; it counts once rank 0 committed the step.
@@ -243,7 +244,7 @@ class CheckpointStore:
         found = scan(self.directory)
         known = [info.directory.name for info in found.checkpoints]
         known += [problem.file.parent.name for problem in found.unreadable]
-        return known + [aside.directory.name for aside in set_aside_list(self.directory)]
+        return known + [aside.directory.name for aside in found.asides]
 
     def load(self, iteration: int, into: Shard) -> Any:
         """Copy this rank's part of a committed checkpoint into the views of `into`, and frozen weights into the engine.
@@ -288,9 +289,10 @@ class CheckpointStore:
         if self.rank != 0:
             return []
         refuse_superseded(self.directory.parent, self._life)
-        newer = [one.iteration for one in self._readable(after=iteration).checkpoints if one.iteration > iteration]
+        found = self._readable(after=iteration)
+        newer = [one.iteration for one in found.checkpoints if one.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
-        remove_uncommitted(self.directory, after=iteration)
+        remove_uncommitted(found, after=iteration)
         return [path for path in moved if path is not None]
 
     def retain(self, rules: Retention) -> RetentionPlan:
@@ -353,9 +355,7 @@ class CheckpointStore:
 
         A checkpoint that is not visible now counts as before: no count is assigned twice.
         """
-        known = [info.sequence for info in scan(self.directory).checkpoints]
-        known += [aside.after_sequence for aside in set_aside_list(self.directory)]
-        self._largest_sequence = max([self._largest_sequence, *known])
+        self._largest_sequence = max(self._largest_sequence, scan(self.directory).newest_sequence)
         return self._largest_sequence
 
     def _same_attempt(self) -> Attempt:

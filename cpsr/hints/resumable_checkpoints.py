@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.catalogue import scan, set_aside_list
+from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
 from cpsr.checkpoint.host_snapshot import Snapshot
@@ -140,7 +140,7 @@ class KeptCheckpoints:
     def clear(self) -> None:
         """Remove all checkpoints, the newest last: the function has returned, and its next call begins anew."""
         try:
-            for aside in set_aside_list(self._store.directory):
+            for aside in scan(self._store.directory).asides:
                 remove_tree(aside.directory, first=COMMIT)
             self._remove(0)
         except (OSError, CheckpointError) as error:

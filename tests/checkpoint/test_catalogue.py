@@ -27,15 +27,14 @@ def test_what_the_file_system_does_not_say_of_a_file_is_unreadable(
 
 
 def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for iteration in (10, 20, 30):
         save(store, iteration)
     hidden = store.directory / "step-0000000030" / COMMIT
     refuse_asking(monkeypatch, hidden, 1_000)
     save(store, 40)  # with a retention pass after it
-    remove_uncommitted(store.directory, before=40)
-    assert "step-0000000030 stays" in caplog.text
+    remove_uncommitted(scan(store.directory), before=40)
     refuse_asking(monkeypatch, hidden, 0)
     found = scan(store.directory).checkpoints
     assert [info.iteration for info in found] == [10, 20, 30, 40]

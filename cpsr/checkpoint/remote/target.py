@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cpsr.checkpoint.catalogue import scan as scan_local
-from cpsr.checkpoint.catalogue import set_aside_list
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.manifest import step_iteration
 from cpsr.checkpoint.remote.copies import (
@@ -225,7 +224,7 @@ class CheckpointTarget:
     def _wanted(self, found: Copies, store: CheckpointStore) -> list[Copy]:
         """Usable copies, without those found damaged and those of states that the run has given up."""
         # By a roll-back, or the user's own load: iteration -> newest commit at that time.
-        asides = set_aside_list(store.directory)
+        asides = scan_local(store.directory).asides
         given_up = {one.iteration: one.after_sequence for one in asides if one.kind == "abandoned"}
         whole = [copy for copy in found.usable if not self._tried.get(copy.folder)]
         return [copy for copy in whole if given_up.get(copy.manifest.iteration, -1) < copy.manifest.sequence]
