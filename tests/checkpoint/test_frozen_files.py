@@ -216,13 +216,13 @@ def test_a_target_gets_them_once_and_again_where_they_are_damaged(
     for iteration in (10, 20, 30):
         run.save(iteration)
         upload(place, run.store.directory / step_name(iteration), scan(place, RUN).usable)
-        copies = scan(place, RUN).usable
-        assert [one for one in verify(place) if copies[-1].folder in one] == []
+        copies = list(scan(place, RUN).usable)
+        assert [one for one in verify(place) if copies[-1] in one] == []
         if iteration == 20:
             assert sum(map(holds_frozen, sent)) == 1
             (name,) = run.files(iteration)
-            place.write(copies[1].folder, name, b"damaged")
-            place.drop(copies[0].folder)
+            place.write(copies[1], name, b"damaged")
+            place.drop(copies[0])
     assert sum(map(holds_frozen, sent)) == 2
     assert sent.count("rank-00000.params.safetensors") == 3
 

@@ -23,7 +23,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,8 +56,8 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import check_file, persistently, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError, TargetError
 
-__all__ = ["FETCHING", "Copies", "Copy", "fetch_parts", "prepare_fetch", "put_in_place", "read_copy", "read_rank"]
-__all__ += ["scan", "upload", "verify"]
+__all__ = ["FETCHING", "Copies", "fetch_parts", "prepare_fetch", "put_in_place", "read_copy", "scan", "upload"]
+__all__ += ["verify"]
 
 FETCHING = "fetching"  # in the run's directory
 
@@ -67,40 +67,23 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Copy:
-    """One committed checkpoint at a target.
-
-    Attributes:
-        folder: its name there.
-        manifest: of the whole checkpoint, checked against the commit record.
-        manifest_bytes: the manifest's bytes, as written to a disk.
-        identity: `run.json` of the run.
-    """
-
-    folder: str
-    manifest: Manifest
-    manifest_bytes: bytes
-    identity: bytes
-
-
-@dataclass(frozen=True)
 class Copies:
     """What lies at a target.
 
     Attributes:
-        usable: committed copies, in the order of their commits.
+        usable: folder -> manifest of a committed copy, in the order of their commits.
         damaged: folder -> what is wrong with its commit record or manifest.
         unfinished: folders without a commit record.
     """
 
-    usable: list[Copy]
+    usable: dict[str, Manifest]
     damaged: dict[str, str]
     unfinished: list[str]
 
     @property
     def folders(self) -> list[str]:
         """Of all of them."""
-        return [*(copy.folder for copy in self.usable), *self.damaged, *self.unfinished]
+        return [*self.usable, *self.damaged, *self.unfinished]
 
 
 def scan(place: Place, run_id: str | None = None) -> Copies:
@@ -115,7 +98,7 @@ def scan(place: Place, run_id: str | None = None) -> Copies:
             a copy owns the target.
         TargetError: it cannot be read now.
     """
-    found = Copies([], {}, [])
+    usable, found = list[tuple[Manifest, str]](), Copies({}, {}, [])
     for named in filter(None, map(_NAME.fullmatch, place.list())):
         folder = named[0]
         if COMMIT not in place.list(folder):
@@ -125,19 +108,20 @@ def scan(place: Place, run_id: str | None = None) -> Copies:
         if named["run"] != run_id:
             raise RunMismatchError(
                 f"the target {place.shown} holds copies of another run: {place.name(folder)} is of the run "
-                f"{named['run']!r}, this is {run_id!r}. Nothing there was changed; give each run a target of its own, "
+                f"{named['run']!r}, this is {run_id!r}. No copy was changed; give each run a target of its own, "
                 "or, where that run is not needed any more, remove its folder"
             )
         try:
-            found.usable.append(read_copy(place, folder))
+            usable.append((read_copy(place, folder), folder))
         except CopyDamagedError as error:
             found.damaged[folder] = str(error)
-    found.usable.sort(key=lambda copy: (copy.manifest.sequence, copy.manifest.iteration))
+    usable.sort(key=lambda item: (item[0].sequence, item[0].iteration))
+    found.usable.update((folder, manifest) for manifest, folder in usable)
     return found
 
 
-def read_copy(place: Place, folder: str) -> Copy:
-    """Read one copy's commit record, manifest and identity.
+def read_copy(place: Place, folder: str) -> Manifest:
+    """Read one copy's manifest, checked against its commit record and its name.
 
     Raises:
         CopyDamagedError: one of them is missing, torn or altered, or they do not belong together.
@@ -150,20 +134,19 @@ def read_copy(place: Place, folder: str) -> Copy:
         manifest = Manifest.parse(data)
     except ValueError as error:
         raise CopyDamagedError(f"{place.name(folder, MANIFEST)} {error}") from error
-    identity = place.read(folder, IDENTITY)
-    if folder != _folder_of(manifest, data, identity):
+    if folder != _folder_of(manifest, data, place.read(folder, IDENTITY)):
         raise CopyDamagedError(f"{place.name(folder)} is not named after its {MANIFEST} and {IDENTITY}; one is altered")
-    return Copy(folder, manifest, data, identity)
+    return manifest
 
 
-def read_rank(place: Place, copy: Copy, rank: int) -> tuple[RankManifest, bytes]:
+def _read_rank(place: Place, folder: str, manifest: Manifest, rank: int) -> tuple[RankManifest, bytes]:
     """One rank's manifest, checked against that of all ranks, and its bytes; raises as `read_copy`."""
     name = rank_manifest_name(rank)
-    data = place.read(copy.folder, name)
+    data = place.read(folder, name)
     try:
-        return RankManifest.parse_listed(data, copy.manifest, rank), data
+        return RankManifest.parse_listed(data, manifest, rank), data
     except ValueError as error:
-        raise CopyDamagedError(f"{place.name(copy.folder, name)} {error}") from error
+        raise CopyDamagedError(f"{place.name(folder, name)} {error}") from error
 
 
 def verify(place: Place) -> list[str]:
@@ -177,24 +160,24 @@ def verify(place: Place) -> list[str]:
     if not found.usable and not found.damaged:
         raise RunMismatchError(f"nothing is committed at {place.shown}; name what a run has as checkpoint.target")
     problems = list(found.damaged.values())
-    for copy in found.usable:
+    for folder, manifest in found.usable.items():
         records: dict[int, RankManifest] = {}
-        for rank in copy.manifest.ranks:
+        for rank in manifest.ranks:
             try:
-                records[rank] = read_rank(place, copy, rank)[0]
+                records[rank] = _read_rank(place, folder, manifest, rank)[0]
             except CopyDamagedError as error:
                 problems.append(str(error))
         for file, expected in [item for record in records.values() for item in record.files.items()]:
             try:
-                place.check(copy.folder, file, expected)
+                place.check(folder, file, expected)
             except CopyDamagedError as error:
                 problems.append(str(error))
         for rank, what in missing_among(records):
-            problems.append(f"{place.name(copy.folder, rank_manifest_name(rank))} {what}")
+            problems.append(f"{place.name(folder, rank_manifest_name(rank))} {what}")
     return problems
 
 
-def upload(place: Place, directory: Path, earlier: Sequence[Copy] = ()) -> Manifest:
+def upload(place: Place, directory: Path, earlier: Mapping[str, Manifest] | None = None) -> Manifest:
     """Copy a committed checkpoint of all ranks; it exists at the target once this returns.
 
     Every file is read back from the target and compared with its record. The manifests come after all files, and the
@@ -203,7 +186,7 @@ def upload(place: Place, directory: Path, earlier: Sequence[Copy] = ()) -> Manif
     Args:
         place: the target.
         directory: the checkpoint, in its run's directory; it must stay whole meanwhile.
-        earlier: copies at the target, in the order of their commits. Files of frozen weights are taken from them.
+        earlier: usable copies at the target, from which files of frozen weights are taken.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged, gone, or cannot be read now.
@@ -220,7 +203,7 @@ def upload(place: Place, directory: Path, earlier: Sequence[Copy] = ()) -> Manif
     records = [read_rank_manifest(directory, manifest, rank) for rank in sorted(manifest.ranks)]
     files = {name: record.files[name] for record in records for name in sorted(record.files)}
     for name, expected in files.items():
-        if not (holds_frozen(name) and _repeat(place, folder, name, expected, earlier)):
+        if not (holds_frozen(name) and _repeat(place, folder, name, expected, earlier or {})):
             _put(place, folder, directory / name, expected)
     parts = {name: persistently(read_bytes, directory / name) for name in map(rank_manifest_name, manifest.ranks)}
     small = parts | {IDENTITY: identity, MANIFEST: data}
@@ -254,10 +237,10 @@ def fetch_parts(place: Place, folder: str, run_dir: Path, first: int, step: int)
         SaveError: what was read back from the disk differs.
         OSError: the file system failed. The next fetch uses the files that are whole.
     """
-    copy = read_copy(place, folder)
-    directory = run_dir / FETCHING / step_name(copy.manifest.iteration)
-    for rank in range(first, copy.manifest.world_size, step):
-        record, data = read_rank(place, copy, rank)
+    manifest = read_copy(place, folder)
+    directory = run_dir / FETCHING / step_name(manifest.iteration)
+    for rank in range(first, manifest.world_size, step):
+        record, data = _read_rank(place, folder, manifest, rank)
         for name, expected in record.files.items():
             _fetch_file(place, folder, directory / name, expected)
         sync_directory(directory)
@@ -274,14 +257,13 @@ def put_in_place(place: Place, folder: str, run_dir: Path, store: CheckpointStor
         CheckpointError: the manifests do not fit together, or cannot be read back.
         OSError: the file system refused.
     """
-    copy = read_copy(place, folder)
-    manifest = copy.manifest
+    manifest = read_copy(place, folder)
     directory = run_dir / FETCHING / step_name(manifest.iteration)
     listed = manifest.files().keys() | set(map(rank_manifest_name, manifest.ranks))
     for path in [path for path in directory.iterdir() if path.name not in listed]:
         remove_entry(path)
-    write_bytes(directory / MANIFEST, copy.manifest_bytes)
-    write_bytes(directory / COMMIT, commit_record(copy.manifest_bytes))
+    for name in (MANIFEST, COMMIT):
+        write_bytes(directory / name, place.read(folder, name))
     for rank in read_manifest(directory).ranks:
         read_rank_manifest(directory, manifest, rank)
     make_directory(store.directory)
@@ -316,9 +298,9 @@ def _put(place: Place, folder: str, path: Path, record: FileRecord) -> None:
         raise TargetError(f"what was read back differs from what was written: {error}") from error
 
 
-def _repeat(place: Place, folder: str, name: str, record: FileRecord, earlier: Sequence[Copy]) -> bool:
+def _repeat(place: Place, folder: str, name: str, record: FileRecord, earlier: Mapping[str, Manifest]) -> bool:
     """Let the target copy a file from the newest copy that has it; False where none has it whole."""
-    having = [copy.folder for copy in earlier if name in copy.manifest.files()]
+    having = [one for one, manifest in earlier.items() if name in manifest.files()]
     try:
         if having:
             place.repeat(folder, name, having[-1], record)

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 from cpsr.checkpoint.catalogue import scan as scan_local
 from cpsr.checkpoint.files import make_directory, write_bytes
-from cpsr.checkpoint.manifest import step_iteration
+from cpsr.checkpoint.manifest import Manifest, step_iteration
 from cpsr.checkpoint.remote.copies import (
     FETCHING,
     Copies,
-    Copy,
     fetch_parts,
     prepare_fetch,
     put_in_place,
@@ -130,14 +129,14 @@ class CheckpointTarget:
             return
         found, new = scan(place), f"the run directory {self._run_dir} is new"
         if found.usable:
-            newest = found.usable[-1]
+            folder, newest = list(found.usable.items())[-1]
             make_directory(self._run_dir)
-            write_bytes(self._run_dir / IDENTITY, newest.identity)
+            write_bytes(self._run_dir / IDENTITY, place.read(folder, IDENTITY))
             message = (
-                f"{new}: it continues the run {newest.manifest.run_id!r}, whose newest copy at {place.shown} is of "
-                f"iteration {newest.manifest.iteration} (another target begins anew)"
+                f"{new}: it continues the run {newest.run_id!r}, whose newest copy at {place.shown} is of "
+                f"iteration {newest.iteration} (another target begins anew)"
             )
-            self._report("target adopted", message, newest.manifest.iteration)
+            self._report("target adopted", message, newest.iteration)
         elif found.damaged:
             raise RecoveryError(
                 f"{new}, and nothing that is committed at {place.shown} can be used: "
@@ -169,10 +168,10 @@ class CheckpointTarget:
             self._report("target not reachable", message, kept.iteration)
             return None
         newest = -1 if kept is None else kept.sequence
-        for copy in reversed(self._wanted(found, store)):
-            if copy.manifest.sequence > newest and copy.folder not in self._tried:
-                prepare_fetch(self._run_dir, copy.manifest.iteration)
-                return copy.folder
+        for folder, manifest in reversed(self._wanted(found, store).items()):
+            if manifest.sequence > newest and folder not in self._tried:
+                prepare_fetch(self._run_dir, manifest.iteration)
+                return folder
         if kept is not None:
             shutil.rmtree(self._run_dir / FETCHING, ignore_errors=True)
         elif (found.usable or found.damaged) and not store.remains():
@@ -221,13 +220,16 @@ class CheckpointTarget:
         self._report("target fetched", f"{place.name(folder)} was fetched and verified", iteration)
         return iteration
 
-    def _wanted(self, found: Copies, store: CheckpointStore) -> list[Copy]:
+    def _wanted(self, found: Copies, store: CheckpointStore) -> dict[str, Manifest]:
         """Usable copies, without those found damaged and those of states that the run has given up."""
         # By a roll-back, or the user's own load: iteration -> newest commit at that time.
         asides = scan_local(store.directory).asides
         given_up = {one.iteration: one.after_sequence for one in asides if one.kind == "abandoned"}
-        whole = [copy for copy in found.usable if not self._tried.get(copy.folder)]
-        return [copy for copy in whole if given_up.get(copy.manifest.iteration, -1) < copy.manifest.sequence]
+        return {
+            folder: manifest
+            for folder, manifest in found.usable.items()
+            if not self._tried.get(folder) and given_up.get(manifest.iteration, -1) < manifest.sequence
+        }
 
     def _agree(self, question: Callable[[], Any]) -> Any:
         """Rank 0's result, or its exception, on every rank."""
@@ -291,10 +293,11 @@ class CheckpointTarget:
             return
         found = scan(place, store.run_id)
         copies = self._wanted(found, store)
-        if not copies or copies[-1].manifest.sequence < info.sequence:
+        folder, newest = list(copies.items())[-1] if copies else ("", None)
+        if newest is None or newest.sequence < info.sequence:
             store.copied_iteration = info.iteration
-            for folder in found.unfinished:  # otherwise a full target would stay full
-                place.drop(folder)
+            for unfinished in found.unfinished:  # otherwise a full target would stay full
+                place.drop(unfinished)
             started = time.perf_counter()
             copied_bytes = sum(upload(place, info.directory, copies).files().values())
             seconds = time.perf_counter() - started
@@ -304,9 +307,9 @@ class CheckpointTarget:
             level = logging.INFO if "target copy failed" in self._failing else logging.DEBUG
             self._report("target copied", message, info.iteration, level)
             self._failing.clear()
-        elif copies[-1].manifest != read_manifest(info.directory):
+        elif newest != read_manifest(info.directory):
             message = (
-                f"{place.name(copies[-1].folder)} is not of this run directory, and not older than its checkpoint "
+                f"{place.name(folder)} is not of this run directory, and not older than its checkpoint "
                 f"{info.iteration}: another job of the run copies there, or run_dir was set back. Nothing is copied "
                 "until the run has committed as many checkpoints"
             )
@@ -321,7 +324,7 @@ class CheckpointTarget:
     def _tidy(self, place: Place, store: CheckpointStore) -> None:
         """Remove all but the newest copies, once the newest checkpoint is there."""
         found = scan(place, store.run_id)
-        kept = [copy.folder for copy in self._wanted(found, store)[-self._keep :]]
+        kept = list(self._wanted(found, store))[-self._keep :]
         for folder in found.folders if kept else ():
             if folder not in kept:
                 place.drop(folder)

@@ -18,7 +18,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cpsr.checkpoint.remote import target as target_module
-from cpsr.checkpoint.remote.copies import Copy, scan, upload
+from cpsr.checkpoint.remote.copies import scan, upload
 from cpsr.checkpoint.remote.place import Place, open_place
 from cpsr.checkpoint.remote.target import CheckpointTarget, Report
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -195,12 +195,12 @@ def copied_run(run_dir: Path, place: Place, iterations: tuple[int, ...] = (10, 2
 
 def committed_at(place: Place) -> list[int]:
     """Iterations of the copies, oldest commit first."""
-    return [copy.manifest.iteration for copy in scan(place).usable]
+    return [manifest.iteration for manifest in scan(place).usable.values()]
 
 
-def copy_of(place: Place, iteration: int) -> Copy:
-    """The copy of a checkpoint."""
-    return next(copy for copy in scan(place).usable if copy.manifest.iteration == iteration)
+def folder_of(place: Place, iteration: int) -> str:
+    """Where the copy of a checkpoint lies."""
+    return next(folder for folder, manifest in scan(place).usable.items() if manifest.iteration == iteration)
 
 
 def overwrite(place: Place, folder: str, file: str, data: bytes) -> None:

@@ -25,8 +25,8 @@ from tests.checkpoint.remote.conftest import (
     commit,
     committed_at,
     copy_newest,
-    copy_of,
     fetched,
+    folder_of,
     new_run,
     target_at,
 )
@@ -86,8 +86,8 @@ def _prepare_copy(case: Path) -> None:
     for iteration in (10, 20, 25):
         upload(place, commit(stores, iteration))
     stores[0].abandon_after(20, "a test")
-    cut_off = case / "target" / "checkpoints" / copy_of(place, 20).folder.replace("20.", "22.")
-    shutil.copytree(case / "target" / "checkpoints" / copy_of(place, 20).folder, cut_off)
+    cut_off = case / "target" / "checkpoints" / folder_of(place, 20).replace("20.", "22.")
+    shutil.copytree(case / "target" / "checkpoints" / folder_of(place, 20), cut_off)
     (cut_off / "COMMIT").unlink()
     commit(stores, 30)
 

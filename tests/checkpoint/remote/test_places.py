@@ -21,8 +21,8 @@ from tests.checkpoint.remote.conftest import (
     committed_at,
     copied_run,
     copy_newest,
-    copy_of,
     fetched,
+    folder_of,
     new_run,
     overwrite,
     remove,
@@ -119,7 +119,7 @@ def test_only_copies_are_listed(tmp_path: Path, place: Place) -> None:
             place.make(name)
             place.write(name, COMMIT, b"x")
     found = scan(place)
-    assert [copy.folder for copy in found.usable] == [folder]
+    assert list(found.usable) == [folder]
     assert (found.damaged, found.unfinished) == ({}, [])
     assert verify(place) == []
 
@@ -209,7 +209,7 @@ def test_two_runs_at_one_place(tmp_path: Path, place: Place) -> None:
     faults.arm(before={12: lambda: upload(place, other)})
     with pytest.raises(RunMismatchError, match="give each run a target of its own"):
         upload(place, mine)
-    assert [copy.manifest.run_id for copy in scan(place).usable] == [OTHER_RUN]
+    assert [one.run_id for one in scan(place).usable.values()] == [OTHER_RUN]
     faults.arm()
     (report,) = copy_newest(place, store)
     assert report.kind == "target copy failed"
@@ -271,7 +271,7 @@ def altered(data: bytes) -> dict[str, bytes]:
 def test_damage_to_each_class_of_bytes(tmp_path: Path, place: Place) -> None:
     """Whatever is damaged there, it is found and named, the older copy is used, and nothing of it stays behind."""
     copied_run(tmp_path / "run", place)
-    folder, tried = copy_of(place, 20).folder, 0
+    folder, tried = folder_of(place, 20), 0
     for file in place.list(folder):
         data = place.read(folder, file)
         for how, content in itertools.islice(altered(data).items(), 0, None, 25 if kind_of(place) == "s3" else 1):

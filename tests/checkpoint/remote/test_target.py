@@ -33,8 +33,8 @@ from tests.checkpoint.remote.conftest import (
     committed_at,
     copied_run,
     copy_newest,
-    copy_of,
     fetched,
+    folder_of,
     new_run,
     overwrite,
     target_at,
@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_replaced_by_its_copy_and_each_copy_is_tried_onc
 
 def test_a_damaged_copy_goes_once_the_state_in_its_place_is_copied(tmp_path: Path, memory: Place) -> None:
     copied_run(tmp_path / "run", memory, (10, 20, 30))
-    overwrite(memory, copy_of(memory, 30).folder, "rank-00000.moments.safetensors", b"damaged")
+    overwrite(memory, folder_of(memory, 30), "rank-00000.moments.safetensors", b"damaged")
     shutil.rmtree(tmp_path / "run")
     target = target_at(memory, tmp_path / "run")
     target.adopt_run()
@@ -142,13 +142,13 @@ def test_a_target_that_goes_away_while_fetching(tmp_path: Path, memory: Place) -
 
 def test_all_copies_damaged_is_not_a_new_start(tmp_path: Path, memory: Place) -> None:
     copied_run(tmp_path / "run", memory)
-    for copy in scan(memory).usable:
-        overwrite(memory, copy.folder, "rank-00000.params.safetensors", b"damaged")
+    for folder in scan(memory).usable:
+        overwrite(memory, folder, "rank-00000.params.safetensors", b"damaged")
     with pytest.raises(RecoveryError, match=r"nothing that is committed at .* can be used .*params"):
         fetched(memory, tmp_path / "new")
     assert committed_at(memory) == [10, 20]  # nothing was removed
-    for copy in scan(memory).usable:
-        overwrite(memory, copy.folder, COMMIT, b"damaged")
+    for folder in scan(memory).usable:
+        overwrite(memory, folder, COMMIT, b"damaged")
     with pytest.raises(RecoveryError, match="nothing that is committed"):
         fetched(memory, tmp_path / "newer")
 
@@ -254,7 +254,7 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
         for directory in directories[1:] if name == "lost" else directories:
             upload(place, directory)
         if name != "whole":
-            overwrite(place, copy_of(place, 20).folder, "rank-00001.params.safetensors", b"damaged")
+            overwrite(place, folder_of(place, 20), "rank-00001.params.safetensors", b"damaged")
     (first, kinds), (second, other_kinds) = two_ranks.run(TWO_RANKS, tmp_path)
     damaged = ["target adopted", "target copy damaged"]
     assert kinds == ["target adopted", "target fetched", *damaged, "target fetched", *damaged]
@@ -395,7 +395,7 @@ def test_a_roll_back_is_followed_at_once(tmp_path: Path, memory: Place) -> None:
     run.wait_for("target copied", 3)
     run.close()
     assert committed_at(memory) == [10, 20]
-    assert [copy.manifest.sequence for copy in scan(memory).usable] == [1, 3]
+    assert [one.sequence for one in scan(memory).usable.values()] == [1, 3]
 
 
 def test_a_checkpoint_that_no_life_had_time_to_copy_is_copied_by_the_next(tmp_path: Path, memory: Place) -> None:
@@ -414,7 +414,7 @@ def test_verify_passes_whole_copies_and_names_damage(tmp_path: Path, local: Plac
     assert CliRunner().invoke(app, ["verify", local.shown]).exit_code == 2, "nothing is committed there"
     copied_run(tmp_path / "run", local)
     assert CliRunner().invoke(app, ["verify", local.shown]).exit_code == 0
-    hurt, whole = (copy_of(local, iteration).folder for iteration in (10, 20))
+    hurt, whole = (folder_of(local, iteration) for iteration in (10, 20))
     overwrite(local, hurt, "rank-00000.extra.safetensors", b"damaged")
     done = CliRunner().invoke(app, ["verify", local.shown])
     assert done.exit_code == 1
