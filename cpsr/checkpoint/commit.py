@@ -28,7 +28,6 @@ from cpsr.checkpoint.manifest import (
     RankManifest,
     RankRecord,
     commit_record,
-    frozen_writer,
     rank_manifest_name,
 )
 from cpsr.checkpoint.replicated import missing_among, refuse_drifted
@@ -208,13 +207,7 @@ def seal(
     """
     records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
     _check_parts(directory, records, missing)
-    writers = {writer for record in records.values() for writer in record.by_writer()}
-    writers |= {
-        frozen_writer(file)
-        for rank, record in records.items()
-        for file in record.frozen_files()
-        if frozen_writer(file) != rank
-    }
+    writers = {writer for record in records.values() for writer in record.writers()}
     scalars = records[0].scalars
     label = scalars.get("origin") if isinstance(scalars, dict) else None
     manifest = Manifest(

@@ -224,20 +224,10 @@ class RankManifest(_Record):
             raise ValueError(f"lists other files than {MANIFEST}")
         return record
 
-    def by_iteration(self) -> dict[int, dict[str, OperatorRecord]]:
-        """Operators by the iteration at which they were taken, oldest first."""
-        found: dict[int, dict[str, OperatorRecord]] = {}
-        for name, operator in sorted(self.operators.items(), key=lambda item: item[1].iteration):
-            found.setdefault(operator.iteration, {})[name] = operator
-        return found
-
-    def by_writer(self) -> dict[int, dict[str, OperatorRecord]]:
-        """Operators that lie in other ranks' files, by rank."""
-        found: dict[int, dict[str, OperatorRecord]] = {}
-        for name, operator in self.operators.items():
-            if operator.saved_by is not None:
-                found.setdefault(operator.saved_by, {})[name] = operator
-        return found
+    def writers(self) -> set[int]:
+        """Other ranks, in whose files operators or parameters outside the optimizer lie."""
+        found = {one.saved_by for one in self.operators.values() if one.saved_by is not None}
+        return (found | {frozen_writer(file) for file in self.frozen_files()}) - {self.rank}
 
     def frozen_files(self) -> dict[str, set[str]]:
         """Parameters outside the optimizer by the file that has them."""

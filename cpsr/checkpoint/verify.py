@@ -239,16 +239,12 @@ def verify_run(run_dir: Path) -> list[Problem]:
     if not checkpoints.is_dir():
         return [Problem(checkpoints, "no such directory; is this the directory of a run?", None)]
     problems: list[Problem] = []
-    for path in sorted(checkpoints.iterdir()):
-        if step_iteration(path.name) is not None and path.is_symlink():
+    for path in sorted(path for path in checkpoints.iterdir() if step_iteration(path.name) is not None):
+        if path.is_symlink():
             problems.append(Problem(path, "is a symbolic link, and never followed", step_iteration(path.name)))
-        elif _is_committed(path):
+        elif (path / COMMIT).exists():
             problems += verify_checkpoint(path)
     return problems
-
-
-def _is_committed(path: Path) -> bool:
-    return step_iteration(path.name) is not None and (path / COMMIT).exists()
 
 
 def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError]:

@@ -61,7 +61,7 @@ def test_ranks_that_drift_apart_write_all_their_own(job: Job) -> None:
     committed = sorted(path.parent.name for path in job.run_dir.glob(f"checkpoints/*/{COMMIT}"))
     assert step_name(4) in committed
     assert step_name(8) not in committed
-    assert all(record.by_writer() == {} for record in manifests(job, CHECKPOINT))
+    assert all(record.writers() == set() for record in manifests(job, CHECKPOINT))
     (message,) = drift_messages(job)
     assert "ranks 0 and 1" in message
     assert "iteration 8" in message
@@ -85,7 +85,7 @@ def test_the_last_state_is_committed_where_it_is_the_first_to_differ(job: Job, e
         ended.statuses,
         ended.output[0][-3000:],
     )
-    assert all(record.by_writer() == {} for record in manifests(job, last))
+    assert all(record.writers() == set() for record in manifests(job, last))
     (message,) = drift_messages(job)
     assert f"iteration {last}" in message
 
