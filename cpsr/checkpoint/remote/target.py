@@ -68,6 +68,7 @@ class CheckpointTarget:
 
     def __init__(self, config: CheckpointConfig, run_dir: Path, group: Group) -> None:
         self._keep = config.target_keep_checkpoints
+        self._patience_seconds = config.save_timeout_seconds
         self._run_dir = run_dir
         self._group = group
         self._place = None if config.target is None else open_place(config.target, run_dir)
@@ -75,6 +76,7 @@ class CheckpointTarget:
         self._tried: dict[str, str] = {}  # folders that were fetched -> what is wrong with them, if anything
         self._newest: int | None = None  # of the commits that were announced
         self._failing: set[str] = set()  # kinds of failures since the last success
+        self._begun: float | None = None  # when the copy that is under way began
         self._wake = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -245,9 +247,16 @@ class CheckpointTarget:
 
     def notify(self, iteration: int | None) -> None:
         """Announce the newest committed checkpoint, at every step; returns at once."""
-        if iteration is not None and iteration != self._newest:
-            self._newest = iteration
-            self._wake.set()
+        if iteration is None or iteration == self._newest:
+            return
+        self._newest = iteration
+        self._wake.set()
+        if (begun := self._begun) is not None and time.monotonic() - begun > self._patience_seconds:
+            message = (
+                f"the copy that began {time.monotonic() - begun:.0f} s ago has not ended: the target hangs, or is too "
+                "slow. Training goes on; checkpoints are in the run directory alone until it answers"
+            )
+            self._fail("target hangs", message, iteration)
 
     def close(self, timeout_seconds: float) -> None:
         """Copy the newest checkpoint if it is not at the target yet, and end.
@@ -273,6 +282,7 @@ class CheckpointTarget:
             self._wake.wait()
             self._wake.clear()
             last, newest = self._closing, self._newest  # read after clearing, or an end in between would be missed
+            self._begun = time.monotonic()
             try:
                 if newest is not None:
                     self._copy_newest(place, store)
@@ -284,7 +294,7 @@ class CheckpointTarget:
                     "directory is not affected, training goes on, and the next checkpoint is tried again"
                 )
                 self._fail("target copy failed", message, newest)
-            store.copied_iteration = None
+            store.copied_iteration = self._begun = None
 
     def _copy_newest(self, place: Place, store: CheckpointStore) -> None:
         whole = [info for info in scan_local(store.directory).checkpoints if info.full]

@@ -215,9 +215,9 @@ def remove(place: Place, folder: str, file: str) -> None:
     system.rm_file(path)
 
 
-def target_at(place: Place, run_dir: Path, keep: int = 2) -> CheckpointTarget:
+def target_at(place: Place, run_dir: Path, keep: int = 2, timeout_seconds: float = 600.0) -> CheckpointTarget:
     """A life's side of the target, of one rank."""
-    config = CheckpointConfig(target=place.shown, target_keep_checkpoints=keep)
+    config = CheckpointConfig(target=place.shown, target_keep_checkpoints=keep, save_timeout_seconds=timeout_seconds)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(target_module, "open_place", lambda url, run_dir: place)
         return CheckpointTarget(config, run_dir, Group())

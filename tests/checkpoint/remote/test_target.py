@@ -271,10 +271,10 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
 class Copied:
     """A run of one rank whose checkpoints are copied, and what was reported of it."""
 
-    def __init__(self, run_dir: Path, place: Place, keep: int = 2) -> None:
+    def __init__(self, run_dir: Path, place: Place, keep: int = 2, timeout_seconds: float = 600.0) -> None:
         self.store, self.place = new_run(run_dir)[0], place
         self.faults = Faults(place)
-        self.target = target_at(place, run_dir, keep)
+        self.target = target_at(place, run_dir, keep, timeout_seconds)
         self.target.start(self.store)
         self.events: list[tuple[str, str, int]] = []
 
@@ -332,6 +332,25 @@ def test_a_slow_target_holds_nothing_up_and_the_newest_is_next(tmp_path: Path, m
     assert committed_at(memory) == [10, 20, 60]
     run.store.retain(RETENTION)
     assert [info.iteration for info in run.store.catalogue() if info.full] == [50, 60]
+
+
+def test_a_target_that_hangs_is_reported_with_the_next_checkpoint(tmp_path: Path, memory: Place) -> None:
+    run = Copied(tmp_path / "run", memory, timeout_seconds=0.2)
+    run.commit(10)
+    run.wait_for("target copied")
+    run.faults.arm(before={9: run.faults.answers.clear})
+    run.commit(20)
+    wait_until(lambda: not run.faults.answers.is_set())
+    run.commit(30)
+    time.sleep(0.3)
+    run.commit(40)
+    run.commit(50)
+    run.wait_for("target hangs", 2)
+    assert [level for kind, _, level in run.events if kind == "target hangs"] == [logging.WARNING, logging.DEBUG]
+    run.faults.arm()
+    run.wait_for("target copied", 3)
+    run.close()
+    assert committed_at(memory) == [20, 50]
 
 
 def test_a_target_that_hangs_at_the_end_is_reported_and_not_waited_for(tmp_path: Path, memory: Place) -> None:
