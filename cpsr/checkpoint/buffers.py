@@ -88,7 +88,8 @@ class HostBuffer:
             self._bytes = memory.bytes
         sizes = {key: tensor.nbytes for key, tensor in template.tensors()}
         placed = [(key, offset, sizes[key]) for key, offset in self.offsets.items()]
-        self.held = Held(Parts(placed, len(self._bytes), units), self._bytes)
+        begins = [min(self.offsets[key] for key, _ in ones) for ones in _by_kind(template) if ones]
+        self.held = Held(Parts(placed, len(self._bytes), units, begins), self._bytes)
         self._views = {
             key: self._view(self.offsets[key], tensor.numel(), tensor.dtype).view(tensor.shape)
             for key, tensor in template.tensors()

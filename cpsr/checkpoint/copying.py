@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy
 import torch
-import xxhash
 from numpy.typing import NDArray
 
 from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, Span, cut, plan_spans
 from cpsr.checkpoint.device_copy import EVENTS, DeviceCopy, StepEvents, device_of
+from cpsr.checkpoint.direct_file import PieceHashes
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
 from cpsr.checkpoint.paced import CopyPace, PacedCopy, Piece, Split, Waits
 from cpsr.checkpoint.parts import Segment
@@ -132,17 +132,17 @@ class HostCopyPlan:
                     piece.copy()
 
     def run_hashed(self, parts: Collection[str]) -> dict[int, bytes]:
-        """Copy these parts; returns the hash of all bytes of each of their segments, by its place."""
+        """Copy these parts; returns the hashes of the MiB of each of their segments, by its place."""
         digests = {}
         with torch.no_grad():
             for place, segment, pieces in self._chosen(parts):
-                state, hashed = xxhash.xxh3_128(), segment.begin
+                found, hashed = PieceHashes(), segment.begin
                 for piece in pieces:
                     piece.copy()
-                    state.update(self._content[hashed : piece.end])
+                    found.take(self._content[hashed : piece.end])
                     hashed = piece.end
-                state.update(self._content[hashed : segment.end])
-                digests[place] = state.digest()
+                found.take(self._content[hashed : segment.end])
+                digests[place] = found.digests()
         return digests
 
     def _chosen(self, parts: Collection[str]) -> Iterator[tuple[int, Segment, list[_HostPiece]]]:

@@ -16,13 +16,56 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy
+import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK_BYTES", "DIRECT", "HASHED_PIECE_BYTES", "PIECE_BYTES", "PIECE_DIGITS", "aligned_pieces"]
-__all__ += ["block_buffer", "open_direct", "piece_hash", "pieces_in", "read_at", "read_pieces", "write_piece"]
+__all__ = ["BLOCK_BYTES", "DIRECT", "HASHED_PIECE_BYTES", "PIECE_BYTES", "PIECE_DIGITS", "PieceHashes"]
+__all__ += [
+    "aligned_pieces",
+    "block_buffer",
+    "hash_pieces",
+    "open_direct",
+    "piece_hash",
+    "pieces_in",
+    "read_at",
+    "read_pieces",
+    "write_piece",
+]
 
 HASHED_PIECE_BYTES = 1 << 20  # of each piece but the last
 PIECE_DIGITS = 16  # of an xxh3-64 in hexadecimal
+
+
+class PieceHashes:
+    """The xxh3-64 of every MiB of bytes that are taken once and in order."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._piece = xxhash.xxh3_64()
+        self._digests = bytearray()
+
+    def take(self, data: memoryview) -> None:
+        """Take the bytes that follow."""
+        while data:
+            part = data[: HASHED_PIECE_BYTES - self.bytes % HASHED_PIECE_BYTES]
+            self._piece.update(part)
+            self.bytes += len(part)
+            if self.bytes % HASHED_PIECE_BYTES == 0:
+                self._digests += self._piece.digest()
+                self._piece.reset()
+            data = data[len(part) :]
+
+    def digests(self) -> bytes:
+        """The hashes one after the other, 8 bytes each."""
+        last = self._piece.digest() if self.bytes % HASHED_PIECE_BYTES else b""
+        return bytes(self._digests) + last
+
+
+def hash_pieces(data: memoryview) -> bytes:
+    """`PieceHashes` of these bytes."""
+    found = PieceHashes()
+    found.take(data)
+    return found.digests()
 
 
 def pieces_in(size: int) -> int:

@@ -6,14 +6,24 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import numpy
 import torch
-import xxhash
+from numpy.typing import NDArray
 
-from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, aligned_pieces, open_direct, read_pieces, write_piece
+from cpsr.checkpoint.direct_file import (
+    HASHED_PIECE_BYTES,
+    PIECE_DIGITS,
+    PieceHashes,
+    aligned_pieces,
+    hash_pieces,
+    open_direct,
+    read_pieces,
+    write_piece,
+)
 from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.tensor_file import image_of
 from cpsr.errors import SaveError
@@ -34,29 +44,12 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EX
 _Result = TypeVar("_Result")
 
 
-class FileHash:
+class FileHash(PieceHashes):
     """Hashes every MiB of a file, whose bytes are taken once and in order."""
-
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._piece = xxhash.xxh3_64()
-        self._pieces: list[str] = []
-
-    def take(self, data: memoryview) -> None:
-        """Take the bytes that follow."""
-        while data:
-            part = data[: HASHED_PIECE_BYTES - self._bytes % HASHED_PIECE_BYTES]
-            self._piece.update(part)
-            self._bytes += len(part)
-            if self._bytes % HASHED_PIECE_BYTES == 0:
-                self._pieces.append(self._piece.hexdigest())
-                self._piece.reset()
-            data = data[len(part) :]
 
     def record(self) -> FileRecord:
         """The record of a file with the bytes that were taken."""
-        last = [self._piece.hexdigest()] if self._bytes % HASHED_PIECE_BYTES else []
-        return FileRecord.of_pieces(self._bytes, "".join([*self._pieces, *last]))
+        return FileRecord.of_pieces(self.bytes, self.digests().hex())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -87,7 +80,12 @@ def write_bytes(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> FileRecord:
+def write_tensors(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None = None,
+    hashed: Mapping[int, bytes] | None = None,
+) -> FileRecord:
     """Write a safetensors file, read it back from the disk, compare it with the tensors and put it in place.
 
     The directory is not forced to the disk here: the caller does that once for all of its files.
@@ -96,6 +94,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
         path: final name; its directory exists.
         tensors: contiguous tensors on the CPU that do not change meanwhile.
         metadata: of the file, in its header.
+        hashed: address of the first byte of some memory -> the hashes of its MiB, where they are known already: where
+            the tensors lie there as in the file, they are not hashed again.
 
     Returns:
         The record of the bytes that were read back and verified.
@@ -106,7 +106,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     """
     temporary = temporary_name(path)
     try:
-        written = _write_image(temporary, tensors, metadata)
+        written = _write_image(temporary, image_of(tensors, metadata), hashed or {})
         if (start := written.first_difference(hash_file(temporary, direct=True))) is not None:
             raise SaveError(f"{path}: what was read back differs from what was written from byte {start} on; {_CHECK}")
         temporary.replace(path)
@@ -323,15 +323,16 @@ def _read_all(descriptor: int) -> bytes:
     return b"".join(pieces)
 
 
-def _write_image(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> FileRecord:
-    """Write a new file of the tensors; returns the record of what was to be written."""
-    image = image_of(tensors, metadata)
+def _write_image(path: Path, image: list[NDArray[numpy.uint8]], hashed: Mapping[int, bytes]) -> FileRecord:
+    """Write a new file with these bytes; returns the record of what was to be written."""
+    known = _known_hashes(image, hashed)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = open_direct(path, flags)
-    written = FileHash()
+    written = PieceHashes()
     try:
         for piece in aligned_pieces(image):
-            written.take(piece)
+            if known is None:
+                written.take(piece)
             write_piece(descriptor, piece, path)
         os.fsync(descriptor)
         _drop_from_memory(descriptor)
@@ -339,4 +340,17 @@ def _write_image(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
         os.close(descriptor)
     # Access to the directory decides who may read its files.
     path.chmod(path.parent.stat().st_mode & 0o666)
-    return written.record()
+    digests = written.digests() if known is None else known
+    return FileRecord.of_pieces(sum(run.nbytes for run in image), digests.hex())
+
+
+def _known_hashes(image: list[NDArray[numpy.uint8]], hashed: Mapping[int, bytes]) -> bytes | None:
+    """The hashes of a file's MiB, where those of its data are known and its header has whole MiB; else None."""
+    header, *runs = image
+    if len(runs) != 1 or header.nbytes % HASHED_PIECE_BYTES or runs[0].ctypes.data not in hashed:
+        return None
+    whole = runs[0].nbytes // HASHED_PIECE_BYTES  # the last MiB may go on in memory, with padding
+    known = hashed[runs[0].ctypes.data][: whole * PIECE_DIGITS // 2]
+    if len(known) != whole * PIECE_DIGITS // 2:
+        return None
+    return hash_pieces(header.data) + known + hash_pieces(runs[0][whole * HASHED_PIECE_BYTES :].data)

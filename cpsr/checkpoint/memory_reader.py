@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from cpsr.checkpoint.assemble import Piece, assemble, wanted_of
+from cpsr.checkpoint.direct_file import hash_pieces
 from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory_states import Described, HeldOperator, MemoryState, describe, hash_of
 from cpsr.checkpoint.parts import operator_of
@@ -281,7 +282,7 @@ def _is_whole(found: Described, content: memoryview) -> bool:
     if hash_of(found.header.content, content[found.size.bytes :]) != index.get("hash"):
         return False
     for (begin, after), digest in zip(json.loads(index["segments"]), json.loads(index["hashes"]), strict=True):
-        if begin != end or xxhash.xxh3_128_hexdigest(buffer[begin:after]) != digest:
+        if begin != end or hash_pieces(buffer[begin:after]).hex() != digest:
             return False
         end = after
     return end == len(buffer)

@@ -11,7 +11,7 @@ The header's metadata is the index. Its texts are: `hash`, xxh3-128 of the rest 
 behind the buffer; `sealed_at`, in ns, another one at each seal; `run`, `rank`, `life`, `branch`, `kind`, `iteration`,
 `owned` (see `MemoryState`); `buffer_bytes` and `file_bytes`; and as JSON `operators` (global shape, offset, block and
 part of each), `taken_at` (iteration of each part), `segments` (first byte in the buffer and byte after the last) and
-`hashes` (xxh3-128 of each segment).
+`hashes` (of each segment, the xxh3-64 of every MiB of it).
 """
 
 import json
@@ -25,6 +25,7 @@ from typing import Any, Literal, Self, get_args
 
 import xxhash
 
+from cpsr.checkpoint.direct_file import PIECE_DIGITS, pieces_in
 from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, TensorHeader
 
 __all__ = ["BLOCK_BYTES", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
@@ -134,9 +135,10 @@ class SlabSize:
 
         A tensor takes its key and some 110 bytes of the header, and padding before it as many. In the index, an
         operator takes its name, that of its part and some 60; and a part twice its name and some 150. A small state
-        has tens of tensors, or as many as the model where a loop keeps averages of its weights.
+        has tens of tensors, or as many as the model where a loop keeps averages of its weights. Each MiB has a hash.
         """
         wanted = LENGTH_BYTES + INDEX_BYTES + small_tensors * SMALL_TENSOR_BYTES
+        wanted += PIECE_DIGITS * pieces_in(buffer_bytes)
         for key in keys:
             name = len(json.dumps(key))
             wanted += TENSOR_BYTES + name + (OPERATOR_BYTES + 5 * name if key.startswith("param/") else 0)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy
 import torch
-import xxhash
 
+from cpsr.checkpoint.direct_file import hash_pieces
 from cpsr.errors import SaveError
 
 __all__ = ["REST", "Held", "Parts", "Segment", "operator_of"]
@@ -36,6 +36,7 @@ class Parts:
         tensors: key of `Shard.tensors`, offset and size in bytes of each tensor in the buffer, in its order.
         size: of the buffer.
         units: operator -> part, of operators in a part of their own; all others are `REST`.
+        begins: bytes at which a segment begins even if the part does not change.
 
     Attributes:
         segments: cover the buffer without gaps, in its order.
@@ -43,17 +44,21 @@ class Parts:
     """
 
     def __init__(
-        self, tensors: Iterable[tuple[str, int, int]], size: int, units: Mapping[str, str] | None = None
+        self,
+        tensors: Iterable[tuple[str, int, int]],
+        size: int,
+        units: Mapping[str, str] | None = None,
+        begins: Collection[int] = (),
     ) -> None:
         self._units = {} if units is None else dict(units)
-        begins: list[tuple[str, int]] = []
+        found: list[tuple[str, int]] = []
         for key, offset, length in tensors:
             part = self.of(operator_of(key))
-            if length and (not begins or begins[-1][0] != part):
-                begins.append((part, offset if begins else 0))
-        ends = [begin for _, begin in begins[1:]] + [size]
+            if length and (not found or found[-1][0] != part or offset in begins):
+                found.append((part, offset if found else 0))
+        ends = [begin for _, begin in found[1:]] + [size]
         self.segments = tuple(
-            Segment(part, begin, end) for (part, begin), end in zip(begins, ends if begins else [], strict=True)
+            Segment(part, begin, end) for (part, begin), end in zip(found, ends if found else [], strict=True)
         )
         self.names = frozenset({REST, *(segment.part for segment in self.segments)})
 
@@ -84,7 +89,7 @@ class Held:
     Attributes:
         parts: of the buffer.
         taken_at: iteration of each part that is complete.
-        digests: xxh3-128 of each segment, by its place; only of complete parts.
+        digests: the hashes of each segment's MiB (`hash_pieces`), by its place; only of complete parts.
     """
 
     def __init__(self, parts: Parts, content: torch.Tensor) -> None:
@@ -138,7 +143,12 @@ class Held:
         """Of these bytes, hash the segments that lie there whole and whose hash is not known."""
         for place, segment in enumerate(self.parts.segments):
             if place not in self.digests and begin <= segment.begin and segment.end <= end:
-                self.digests[place] = xxhash.xxh3_128_digest(self._content[segment.begin : segment.end].data)
+                self.digests[place] = hash_pieces(self._content[segment.begin : segment.end].data)
+
+    def by_address(self) -> dict[int, bytes]:
+        """Address of the first byte of each segment -> the hashes of its MiB."""
+        start = self._content.ctypes.data
+        return {start + self.parts.segments[place].begin: one for place, one in self.digests.items()}
 
 
 def operator_of(key: str) -> str:

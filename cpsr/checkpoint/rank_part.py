@@ -89,6 +89,8 @@ class RankPartWriter:
             OSError: the file system refused.
         """
         refuse_abandoned()
+        if snapshot.sealed is not None:
+            snapshot.sealed.result()  # has hashed the buffer by then
         outside = FrozenPart(snapshot.scalars)
         if frozen is not None:
             outside = frozen.write(directory, snapshot.scalars, refuse_abandoned)
@@ -99,7 +101,7 @@ class RankPartWriter:
         new_bytes = outside.written_bytes
         for name, tensors in _files(self._rank, snapshot, scalar_tensors).items():
             refuse_abandoned()
-            files[name] = write_tensors(directory / name, tensors)
+            files[name] = write_tensors(directory / name, tensors, hashed=snapshot.hashed)
             new_bytes += files[name].bytes
         sync_directory(directory)
         manifest = RankManifest(

@@ -133,6 +133,7 @@ class Sealing:
             state = snapshot.shard, snapshot.iteration, snapshot.scalars
             stamp = shared.rank, shared.life, kind
             publish = file.prepare(*stamp, *state, branch=shared.branch, held=held, encoded=encoded)
+            snapshot.hashed = held.by_address()
         except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
             logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
             self._end(index, snapshot, sealed=False)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from cpsr.checkpoint.direct_file import BLOCK_BYTES
+from cpsr.checkpoint.direct_file import BLOCK_BYTES, HASHED_PIECE_BYTES
 from cpsr.errors import SaveError
 
 __all__ = ["HEADER_BYTES_MAX", "LENGTH_BYTES", "METADATA", "NO_HEADER", "MappedTensors", "PlacedTensor"]
@@ -24,12 +24,16 @@ __all__ += ["in_memory_order", "members_of", "placed_after", "runs_of"]
 LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
 HEADER_BYTES_MAX = 100_000_000  # the library reads no longer one
 METADATA = "__metadata__"
+LARGE_BYTES = 16 << 20  # of a file, beside which a MiB is little
 
 
 def image_of(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> list[NDArray[numpy.uint8]]:
     """The content of a safetensors file: the header, filled up to whole blocks, then the tensors.
+
+    The header of a large file is filled up to whole MiB: its data then has the same MiB in the file as in memory, where
+    they may have been hashed already.
 
     Args:
         tensors: contiguous and on the CPU; in the file they are `in_file_order`.
@@ -43,8 +47,9 @@ def image_of(
             too many.
     """
     ordered = in_file_order(tensors)
-    header = header_of(metadata, [members_of(placed_after(0, ordered))])
-    return [numpy.frombuffer(b"".join(header), numpy.uint8), *runs_of(ordered)]
+    members, runs = members_of(placed_after(0, ordered)), runs_of(ordered)
+    unit = HASHED_PIECE_BYTES if sum(run.nbytes for run in runs) >= LARGE_BYTES else BLOCK_BYTES
+    return [numpy.frombuffer(b"".join(header_of(metadata, [members], unit=unit)), numpy.uint8), *runs]
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -135,13 +140,16 @@ def members_of(tensors: Iterable[PlacedTensor], start: int = 0) -> bytes:
     return _json(described)[1:-1]
 
 
-def header_of(metadata: Mapping[str, str] | None, members: Iterable[bytes], size: int | None = None) -> list[bytes]:
+def header_of(
+    metadata: Mapping[str, str] | None, members: Iterable[bytes], size: int | None = None, unit: int = BLOCK_BYTES
+) -> list[bytes]:
     """The pieces of a file's header, of which the length is the first.
 
     Args:
         metadata: of the file, which comes first.
         members: of `members_of`, in the order of the data.
-        size: that spaces fill it up to; None: to whole blocks.
+        size: that spaces fill it up to; None: to whole units.
+        unit: bytes of one.
 
     Raises:
         SaveError: it is longer than that, or than the library reads.
@@ -149,7 +157,7 @@ def header_of(metadata: Mapping[str, str] | None, members: Iterable[bytes], size
     texts = [] if metadata is None else [_json({METADATA: dict(metadata)})[1:-1]]
     text = b",".join([*texts, *filter(None, members)])
     wanted, most = LENGTH_BYTES + len(text) + len("{}"), HEADER_BYTES_MAX if size is None else size
-    end = -(-wanted // BLOCK_BYTES) * BLOCK_BYTES if size is None else size
+    end = -(-wanted // unit) * unit if size is None else size
     if end > most or wanted > end:
         raise SaveError(f"there are too many tensors for one file: their header has {wanted} bytes of {most}")
     return [(end - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little"), b"{", text, b"}", b" " * (end - wanted)]

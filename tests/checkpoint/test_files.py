@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from safetensors.torch import load_file
 
 from cpsr.checkpoint import files
-from cpsr.checkpoint.direct_file import DIRECT, HASHED_PIECE_BYTES
+from cpsr.checkpoint.direct_file import DIRECT, HASHED_PIECE_BYTES, hash_pieces
+from cpsr.checkpoint.files import hash_file, write_tensors
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.tensor_file import LARGE_BYTES
 from cpsr.errors import SaveError
 from tests.checkpoint.conftest import make_snapshot
 
@@ -159,3 +162,15 @@ def test_reading_back_asks_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "open", recording)
     files.write_tensors(tmp_path / "tensors", {"a": torch.ones(3)})
     assert flags == {"tensors": [DIRECT, DIRECT]}
+
+
+def test_bytes_that_were_hashed_in_memory_are_hashed_again_only_when_they_are_read_back(tmp_path: Path) -> None:
+    values = torch.rand((LARGE_BYTES >> 2) + 77)
+    address, known = values.data_ptr(), hash_pieces(values.view(torch.uint8).numpy().data)
+    path = tmp_path / "file.safetensors"
+    record = write_tensors(path, {"values": values}, hashed={address: known})
+    assert record == hash_file(path)
+    assert torch.equal(load_file(path)["values"], values)
+    wrong = known[:8] + bytes(8) + known[16:]
+    with pytest.raises(SaveError, match=f"from byte {2 * HASHED_PIECE_BYTES} on"):  # behind a header of one MiB
+        write_tensors(tmp_path / "other", {"values": values}, hashed={address: wrong})

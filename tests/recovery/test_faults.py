@@ -19,10 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.checkpoint import verify
+from cpsr.checkpoint import ranges, verify
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.files import hash_file
-from cpsr.checkpoint.manifest import FileRecord
+from cpsr.checkpoint.files import open_plain
 from cpsr.errors import RecoveryError, ResourceError, RunMismatchError
 from cpsr.journal import JournalReader
 from cpsr.predictor.protocol import Forecast, History, Target
@@ -148,14 +147,14 @@ def test_a_file_that_cannot_be_read_now_is_no_reason_to_give_its_checkpoint_up(
     life(tmp_path / "run", 11, crash=True)
     before = sorted((tmp_path / "run" / "checkpoints").rglob("*"))
 
-    def refusing(path: Path, **options: Any) -> FileRecord:
+    def refusing(path: Path, **options: Any) -> int:
         if path.parent.name == "step-0000000009" and "moments" in path.name:
             raise OSError(errno.EIO, "Input/output error", str(path))
-        return hash_file(path, **options)
+        return open_plain(path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(verify, "_PAUSES_SECONDS", (0.0,))
-        patch.setattr(verify, "hash_file", refusing)
+        patch.setattr(ranges, "open_plain", refusing)
         with pytest.raises(RecoveryError, match="checkpoint 9 cannot be read now"):
             life(tmp_path / "run", 20, seed=5)
     assert sorted((tmp_path / "run" / "checkpoints").rglob("*")) == before, "nothing was changed"
