@@ -111,6 +111,10 @@ class PlacedTensor:
         """The byte after its last one."""
         return self.first + self.numel * self.dtype.itemsize
 
+    def view(self, content: torch.Tensor) -> torch.Tensor:
+        """The tensor in these bytes, in which it lies at `first`."""
+        return content[self.first : self.end].view(self.dtype).view(self.shape)
+
 
 def placed_after(first: int, tensors: Mapping[str, torch.Tensor]) -> list[PlacedTensor]:
     """The tensors one after the other, from this byte on."""

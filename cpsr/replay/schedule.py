@@ -1,13 +1,12 @@
 """Which operators each snapshot of a window holds whole, and where the snapshots of a window lie in their file."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from cpsr.checkpoint.memory_states import PAGE_BYTES, SlabSize
 from cpsr.checkpoint.parts import REST, Held, Parts
+from cpsr.checkpoint.tensor_file import PlacedTensor
 from cpsr.engines.weight_sample import sampled
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -147,22 +146,6 @@ def sample_key(step: int, operator: str) -> str:
     return f"sample/{step}/{operator}"
 
 
-@dataclass(frozen=True)
-class _Place:
-    """One tensor in the file."""
-
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, content: torch.Tensor) -> torch.Tensor:
-        return content[self.offset : self.offset + self.bytes].view(self.dtype).view(self.shape)
-
-
 class WindowLayout:
     """The tensors of a window, snapshot after snapshot.
 
@@ -183,7 +166,7 @@ class WindowLayout:
     def __init__(self, template: Shard, turns: Schedule, compute: Mapping[str, torch.dtype]) -> None:
         self.turns = turns
         self._template = template
-        self._places: list[dict[str, _Place]] = []
+        self._places: list[dict[str, PlacedTensor]] = []
         self._ends: list[int] = []
         self._end = 0
         for step, active in enumerate(turns):
@@ -202,15 +185,15 @@ class WindowLayout:
                 self._add(f"other/{sample_key(step, name)}", sampled(values, SAMPLED_ELEMENTS))
             self._end = -(-self._end // PAGE_BYTES) * PAGE_BYTES
             self._ends.append(self._end)
-        tensors = [(key, place.offset, place.bytes) for places in self._places for key, place in places.items()]
+        tensors = [(key, one.first, one.end - one.first) for places in self._places for key, one in places.items()]
         units = {name: f"snapshot {step}" for step, active in enumerate(turns) for name in active}
         self._parts = Parts(tensors, self._end, units)
         self.size = SlabSize.for_tensors((key for key, _, _ in tensors), self._end)
 
     def _add(self, key: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        place = _Place(-(-self._end // _ALIGNED) * _ALIGNED, dtype or like.dtype, tuple(like.shape))
-        self._places[-1][key] = place
-        self._end = place.offset + place.bytes
+        start = -(-self._end // _ALIGNED) * _ALIGNED
+        place = self._places[-1][key] = PlacedTensor(key, tuple(like.shape), dtype or like.dtype, start)
+        self._end = place.end
 
     def copies(self, step: int, shard: Shard, content: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Target and source of each tensor of one snapshot, but for the buffers.
@@ -237,7 +220,7 @@ class WindowLayout:
 
     def copied_bytes(self, step: int) -> int:
         """Bytes of one snapshot."""
-        return sum(place.bytes for place in self._places[step].values())
+        return sum(place.end - place.first for place in self._places[step].values())
 
     def held(self, content: torch.Tensor) -> Held:
         """What the file holds, by snapshot; nothing yet."""

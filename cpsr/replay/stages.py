@@ -8,7 +8,6 @@ Source: moevement, section 3.4: logs lie with the sender, by iteration and micro
 """
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
@@ -26,6 +25,7 @@ from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, SlabSize, memory_states
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.tensor_file import PlacedTensor
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError, SaveError
@@ -268,7 +268,11 @@ class LoggedSteps:
             for entry in scalars["entries"]:
                 operation = entry["operation"]
                 operation = Operation(**{**operation, "shape": tuple(operation["shape"])})
-                yield operation, _values(content, entry.get("values")), entry["plain"]
+                values = None
+                if "values" in entry:
+                    start, shape, dtype = entry["values"]
+                    values = PlacedTensor("", tuple(shape), getattr(torch, dtype), start).view(content)
+                yield operation, values, entry["plain"]
 
     def applied(self, iteration: int) -> bool:
         """See `Repeats.applied`; known once its operations were read."""
@@ -278,14 +282,6 @@ class LoggedSteps:
 def _larger(one: SlabSize, other: SlabSize) -> SlabSize:
     """With room for both."""
     return SlabSize(max(one.header_bytes, other.header_bytes), max(one.buffer_bytes, other.buffer_bytes))
-
-
-def _values(content: torch.Tensor, kept: Any) -> torch.Tensor | None:
-    if kept is None:
-        return None
-    start, shape, dtype = kept
-    kind = getattr(torch, dtype)
-    return content[start : start + math.prod(shape) * kind.itemsize].view(kind).view(tuple(shape))
 
 
 def _number_in(name: str) -> int:
