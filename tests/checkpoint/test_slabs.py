@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -130,6 +131,31 @@ def test_a_state_tells_the_blocks_that_its_rank_owns(tmp_path: Path) -> None:
     another = replace(block, parameter=replace(block.parameter, block=None))
     with pytest.raises(CheckpointError, match="no rank saved param/w "):
         load_states([state], Shard({"w": another}))
+
+
+def problem_of(data: bytes) -> str | None:
+    """What a stranger who has read docs/memory.md alone finds wrong with a file."""
+    length = int.from_bytes(data[:8], "little")
+    text, buffer = data[8 : 8 + length], data[8 + length :]
+    index = json.loads(text)["__metadata__"]
+    buffer, behind = buffer[: int(index["buffer_bytes"])], buffer[int(index["buffer_bytes"]) :]
+    if xxhash.xxh3_128_hexdigest(text.replace(index["hash"].encode(), b"", 1) + behind) != index["hash"]:
+        return "header"
+    segments = zip(json.loads(index["segments"]), json.loads(index["hashes"]), strict=True)
+    damaged = (begin for (begin, end), told in segments if xxhash.xxh3_128_hexdigest(buffer[begin:end]) != told)
+    return next((f"segment at {begin}" for begin in damaged), None)
+
+
+def test_a_stranger_can_verify_a_file(tmp_path: Path) -> None:
+    state = sealed(SharedMemory(RUN_ID, 0, 0, tmp_path), make_shard(1), SMALL)
+    found, data = describe(state.path), state.path.read_bytes()
+    assert found is not None
+    assert problem_of(data) is None
+    first, newline = found.size.header_bytes, 10
+    for at, byte, problem in ((first - 1, newline, "header"), (-1, data[-1] ^ 1, "header"), (first, 1, "segment at 0")):
+        damaged = bytearray(data)
+        damaged[at] = byte
+        assert problem_of(bytes(damaged)) == problem
 
 
 def test_a_smaller_state_after_a_larger_one_fills_the_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
@@ -82,6 +83,9 @@ def is_right(
     """Whether a replica holds, bit for bit, what its owner had; a small one together with another rank's tensors."""
     alike = alike or tensors is not None
     expected = shard(state.rank, state.iteration, elements, alike=alike)
+    with safe_open(state.path, framework="pt") as file:  # any file of memory is one of that library
+        if not torch.equal(file.get_tensor("other/mean"), expected.others["mean"]):
+            return False
     found = shard(state.rank, -1, elements, alike=alike)
     scalars = load_states([state], found) if tensors is None else load_states([tensors, state], found)
     return bool(scalars == {"of": [state.rank, state.iteration]}) and all(
