@@ -219,7 +219,8 @@ class CheckpointTarget:
                 "What was fetched whole is kept: start again; to go on without it, take checkpoint.target out of the "
                 "configuration"
             ) from error
-        self._report("target fetched", f"{place.name(folder)} was fetched and verified", iteration)
+        message = f"checkpoint {iteration} was fetched from {place.shown} and verified"
+        self._report("target fetched", message, iteration)
         return iteration
 
     def _wanted(self, found: Copies, store: CheckpointStore) -> dict[str, Manifest]:
