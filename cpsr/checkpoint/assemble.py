@@ -6,7 +6,7 @@ name, and in what they want.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,16 +107,20 @@ def _whole(values: torch.Tensor) -> Piece:
     return Piece(tuple(values.shape), values.dtype, 0, values.numel())
 
 
-def assemble(slabs: Iterable[Slab], wanted: Mapping[str, Wanted], where: object) -> int:
+_OTHER_MODEL = "use the model and the optimizer that it was saved from, or another run_dir"
+
+
+def assemble(slabs: Iterable[Slab], wanted: Mapping[str, Wanted], where: object, advice: str = _OTHER_MODEL) -> int:
     """Fill every wanted tensor; before the first byte is read it is known which slab gives it.
 
-    No more is held than the targets, a slab's buffer, and while they arrive those whose targets are not contiguous on
-    the host.
+    No more is held than the targets, a slab's buffer, what a slab gives to targets on a device, and targets that are
+    not contiguous while they arrive.
 
     Args:
         slabs: of several that hold a range, the first is read. Those after the last one that is needed are not made.
         wanted: by key.
         where: the slabs lie, for messages.
+        advice: what the user can do where something is missing.
 
     Returns:
         The bytes that were read.
@@ -126,9 +130,11 @@ def assemble(slabs: Iterable[Slab], wanted: Mapping[str, Wanted], where: object)
         CheckpointCorruptError, UnreadableFileError: see `Slab.read`; the targets hold anything.
     """
     rests = {key: _Rest(key, one, where) for key, one in wanted.items()}
+    ranks: set[int] = set()
     chosen: list[tuple[Slab, list[tuple[_Rest, _Range]]]] = []
     left = set(rests)
     for slab in slabs if left else ():
+        ranks.add(slab.rank)
         found = [(rests[key], one) for key in slab.pieces if key in left for one in rests[key].take_from(slab)]
         if found:
             chosen.append((slab, found))
@@ -136,7 +142,7 @@ def assemble(slabs: Iterable[Slab], wanted: Mapping[str, Wanted], where: object)
         if not left:
             break
     if left:
-        raise rests[min(left, key=lambda key: (not key.startswith("param/"), key))].missing()
+        raise rests[min(left, key=lambda key: (not key.startswith("param/"), key))].missing(ranks, advice)
     read = 0
     for slab, found in chosen:
         read += slab.read([rest.wanted_range(one) for rest, one in found])
@@ -159,7 +165,8 @@ class _Rest(MissingRanges):
         self.is_open = True  # also one without elements, until a slab that holds it is found
         target = wanted.target
         self._direct = target.device.type == "cpu" and target.is_contiguous()
-        self._flat: torch.Tensor | None = None  # of a target elsewhere while its ranges arrive
+        self._flat: torch.Tensor | None = None  # of a target that is not contiguous, while its ranges arrive
+        self._rooms: list[tuple[torch.Tensor, torch.Tensor]] = []  # parts of a target on a device, and host memory
 
     def take_from(self, slab: Slab) -> Iterator[_Range]:
         """What the slab has of it."""
@@ -167,9 +174,11 @@ class _Rest(MissingRanges):
         if not own.is_cut_as(piece):
             return
         if (piece.shape, piece.dtype) != (own.shape, own.dtype):
+            if self._key.startswith("other/"):
+                return  # ranks may have buffers of their own
             raise RunMismatchError(
                 f"{self._where}: rank {slab.rank} saved {self._key} as {piece}, this rank has {own}. Nothing was "
-                "changed; use the model and the optimizer that it was saved from, or another run_dir"
+                f"changed; {_OTHER_MODEL}"
             )
         ranges = list(self.take(piece.start, piece.numel))
         if not own.numel:
@@ -180,31 +189,41 @@ class _Rest(MissingRanges):
             yield start, stop, start - piece.start
         self.is_open = bool(self.left)
 
-    def missing(self) -> RunMismatchError:
-        """The error that no slab holds some of it."""
+    def missing(self, ranks: Collection[int], advice: str) -> RunMismatchError:
+        """The error that no slab of these ranks holds some of it."""
         start, stop = self.left[0] if self.left else (0, 0)
         name, before = self._key.partition("/")[2], self._saved.get(start)
         what = f"elements {start} to {stop} of {name}" if self._saved else f"{self._key} ({self._wanted.piece})"
-        who = "" if before is None else f" (rank {before} saved those before them, so rank {before + 1} should have)"
+        who = "" if before is None else f" (rank {before} saved those before them"
+        who += f", so rank {before + 1} should have)" if before is not None and before + 1 in ranks else ")" * bool(who)
         return RunMismatchError(
             f"{self._where}: no rank saved {what}, as a range of rows or as the block that this rank has{who}. Nothing "
-            "was changed; start with as many ranks as the run had, or use another run_dir"
+            f"was changed; {advice}"
         )
 
     def wanted_range(self, one: _Range) -> WantedRange:
         """Where the elements go."""
         start, stop, there = one
         own, target = self._wanted.piece, self._wanted.target
-        if self._flat is None:
-            self._flat = target.view(-1) if self._direct else torch.empty(own.numel, dtype=own.dtype, device="cpu")
         here = slice(start - own.start, stop - own.start) if own.numel else slice(0, 0)
+        if target.is_contiguous():
+            part = target.view(-1)[here]
+            if self._direct:
+                return WantedRange(self._key, there, part)
+            room = torch.empty(part.numel(), dtype=own.dtype, device="cpu")
+            self._rooms.append((part, room))
+            return WantedRange(self._key, there, room)
+        if self._flat is None:
+            self._flat = torch.empty(own.numel, dtype=own.dtype, device="cpu")
         return WantedRange(self._key, there, self._flat[here])
 
     def arrived(self) -> None:
-        """One of its ranges is here; with the last one a target elsewhere gets all of them."""
+        """A slab has given what it holds; one that is not contiguous gets its values with the last range."""
         self._to_come -= 1
-        if not self._to_come and self._flat is not None:
-            if not self._direct:
-                with torch.no_grad():
-                    self._wanted.target.copy_(self._flat.view(self._wanted.target.shape))
-            self._flat = None
+        with torch.no_grad():
+            while self._rooms:
+                part, room = self._rooms.pop()
+                part.copy_(room)
+            if not self._to_come and self._flat is not None:
+                self._wanted.target.copy_(self._flat.view(self._wanted.target.shape))
+                self._flat = None

@@ -29,8 +29,8 @@ from cpsr.checkpoint.manifest import (
     dtype_name,
     frozen_file_name,
     frozen_word,
-    frozen_writer,
     holds_frozen,
+    writer_of,
 )
 from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
 from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest
@@ -195,7 +195,7 @@ class FrozenFiles:
         """Files of this rank alone that are nowhere yet, and of whose parameters some have moved, are not written."""
         contents: dict[str, dict[str, str]] = {}
         for name, (file, one) in self._held.items():
-            if frozen_writer(file) == self._rank and file not in self._agreed and file not in self._places:
+            if writer_of(file) == self._rank and file not in self._agreed and file not in self._places:
                 contents.setdefault(file, {})[name] = one
         gone = {file for file, content in contents.items() if not content.items() <= hashes.items()}
         self._held = {name: held for name, held in self._held.items() if held[0] not in gone}
@@ -216,7 +216,7 @@ class FrozenFiles:
         """Link or write this rank's files; returns their records, and the bytes that were written."""
         wanted = {file: dict(content) for file, content in self._agreed.items()}
         for name, file in held.items():
-            if frozen_writer(file) == self._rank:
+            if writer_of(file) == self._rank:
                 wanted.setdefault(file, {})[name] = hashes[name]
         files, written = {}, 0
         for file, content in wanted.items():
@@ -453,8 +453,8 @@ class FrozenLinks:
         """Those of a checkpoint that this part of the new one is to have."""
         manifest, found = read_manifest(info.directory), {}
         for file in sorted({*record.frozen_files(), *filter(holds_frozen, record.files)}):
-            if frozen_writer(self._name(file)) == self._part:
-                rank = frozen_writer(file)
+            if writer_of(self._name(file)) == self._part:
+                rank = writer_of(file)
                 writer = record if rank == record.rank else read_rank_manifest(info.directory, manifest, rank)
                 if file not in writer.files:
                     raise DamagedFileError(info.directory / file, f"is not described by the manifest of rank {rank}")
@@ -463,7 +463,7 @@ class FrozenLinks:
 
     def _name(self, file: str) -> str:
         """A file's name in the new checkpoint."""
-        return frozen_file_name(frozen_writer(file) % self._parts, frozen_word(file))
+        return frozen_file_name(writer_of(file) % self._parts, frozen_word(file))
 
     def _renamed(self, record: FrozenRecord, moved: bool) -> FrozenRecord:
         file = None if moved or record.file is None else self._name(record.file)

@@ -5,7 +5,7 @@ Of a checkpoint that another number of ranks saved, the rank's slices are put to
 
 import hashlib
 import math
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError
 
-from cpsr.checkpoint.assemble import Piece, Slab, pieces_of
+from cpsr.checkpoint.assemble import Piece, pieces_of
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
-from cpsr.checkpoint.manifest import FileRecord, RankManifest, experts_taken_at, holds_weights
+from cpsr.checkpoint.manifest import FileRecord, RankManifest, experts_taken_at
 from cpsr.checkpoint.ranges import MissingRanges
-from cpsr.checkpoint.saved import FileSlab, SavedCheckpoint
+from cpsr.checkpoint.saved import SavedCheckpoint, places_of
 from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, map_tensors
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
@@ -102,35 +102,35 @@ def find_slices(saved: SavedCheckpoint, part: int | RankSlices) -> Generator[Non
         raise CheckpointError(f"was saved by {ranks} ranks, this is rank {rank}")
     record = saved.record(rank % ranks)
     yield
-    wanted = _weights(saved.slabs([record.rank])) if isinstance(part, int) else part.operators
+    wanted = part.operators if isinstance(part, RankSlices) else (yield from _weights(record))
     missing = {name: MissingRanges(one.start, one.numel) for name, one in wanted.items()}
     ranges: dict[str, list[PlacedRange]] = {name: [] for name in missing}
     files: dict[str, FileRecord] = {}
     for other in saved.beginning_with(record.rank) if foreign else [record.rank]:
-        if foreign and saved.record(other).sparse:
+        saved_there = saved.record(other)
+        if foreign and saved_there.sparse:
             raise CheckpointError(f"{ranks} ranks saved it, with operators of different iterations")
-        for slab in saved.slabs([other]):
-            if not isinstance(slab, FileSlab) or not holds_weights(slab.path.name):
-                continue
-            for count, (name, piece) in enumerate(_weights([slab]).items(), 1):
-                own = wanted.get(name)
-                if own is None or own.shape != piece.shape or not own.is_cut_as(piece):
-                    continue
+        for count, (key, piece, file) in enumerate(places_of(saved_there, "param/"), 1):
+            own = wanted.get(name := key.removeprefix("param/"))
+            if own is not None and file is not None and own.shape == piece.shape and own.is_cut_as(piece):
                 for start, stop in missing[name].take(piece.start, piece.numel):
-                    place = PlacedRange(start - own.start, stop - start, slab.path.name, start - piece.start)
-                    ranges[name].append(place)
-                    files[slab.path.name] = slab.record
-                if count % OPERATORS_AT_ONCE == 0:
-                    yield
+                    ranges[name].append(PlacedRange(start - own.start, stop - start, file, start - piece.start))
+                    files[file] = saved.file(saved_there, file)
+            if count % OPERATORS_AT_ONCE == 0:
+                yield
         yield
     whole = {name: one for name, one in wanted.items() if not missing[name].left}
     return FoundSlices(whole, {name: tuple(sorted(ranges[name])) for name in whole}, files, record)
 
 
-def _weights(slabs: Iterable[Slab]) -> dict[str, Piece]:
-    """Operator -> what these have of its weights."""
-    keys = ((key, piece) for slab in slabs for key, piece in slab.pieces.items())
-    return {key.removeprefix("param/"): piece for key, piece in keys if key.startswith("param/")}
+def _weights(record: RankManifest) -> Generator[None, None, dict[str, Piece]]:
+    """Operator -> the rank's piece of it; yields after some of them."""
+    found: dict[str, Piece] = {}
+    for key, piece, _ in places_of(record, "param/"):
+        found[key.removeprefix("param/")] = piece
+        if len(found) % OPERATORS_AT_ONCE == 0:
+            yield
+    return found
 
 
 class AssembledTensors:

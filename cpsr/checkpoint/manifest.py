@@ -27,8 +27,8 @@ __all__ += [
     "experts_taken_at",
     "frozen_file_name",
     "frozen_word",
-    "frozen_writer",
     "holds_frozen",
+    "writer_of",
 ]
 __all__ += ["dtype_name", "holds_weights", "is_shared", "thinned_record"]
 
@@ -166,7 +166,7 @@ class OperatorRecord(_RecordOfSome):
         default=None, description="shape of a block that is no range; see `cpsr.state.shard.ParamSlice`"
     )
     apart: Literal[True] | None = Field(
-        default=None, description="an expert's: it lies in the files of its iteration (see `cpsr.checkpoint.carried`)"
+        default=None, description="an expert's: it lies in the files of its iteration (see `cpsr.checkpoint.rank_part`)"
     )
 
     def is_same_state(self, other: "OperatorRecord") -> bool:
@@ -227,7 +227,7 @@ class RankManifest(_Record):
     def writers(self) -> set[int]:
         """Other ranks, in whose files operators or parameters outside the optimizer lie."""
         found = {one.saved_by for one in self.operators.values() if one.saved_by is not None}
-        return (found | {frozen_writer(file) for file in self.frozen_files()}) - {self.rank}
+        return (found | {writer_of(file) for file in self.frozen_files()}) - {self.rank}
 
     def frozen_files(self) -> dict[str, set[str]]:
         """Parameters outside the optimizer by the file that has them."""
@@ -372,8 +372,8 @@ def holds_frozen(name: str) -> bool:
     return re.match(rf"rank-\d+\.{_FROZEN}\.", name) is not None
 
 
-def frozen_writer(name: str) -> int:
-    """The rank that writes a file of parameters outside the optimizer."""
+def writer_of(name: str) -> int:
+    """The rank that writes a file."""
     return int(name.split(".")[0].removeprefix("rank-"))
 
 

@@ -55,12 +55,13 @@ def load_states(states: Sequence[MemoryState], into: Shard) -> Any:
         if small is not whole and whole.owned_word() != states[-1].owned:
             paths = " and ".join(str(state.path) for state in states)
             raise CheckpointError(f"{paths} do not belong together: other weights or moments")
-        scalars = small.scalars()
+        scalars, taken_at = small.scalars(), whole.taken_at(into)
+        if lacking := sorted({f"other/{name}" for name in into.others} - small.tensors.keys()):
+            raise CheckpointError(f"{states[-1].path} holds no {lacking[0]}: it is of another model")
         try:
             assemble(slabs, wanted_of(into), states[0].path)
         except RunMismatchError as error:
             raise CheckpointError(str(error)) from error
-        taken_at = {name: whole.operators[name].iteration for name in into.operators}
     into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
     return scalars
 

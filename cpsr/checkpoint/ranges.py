@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor, TensorHeader, bytes_of
 from cpsr.checkpoint.verify import DamagedFileError, check_piece, persistently, refused_content, require_same
 
-__all__ = ["MissingRanges", "WantedRange", "lacking_among", "read_ranges", "read_tensors"]
+__all__ = ["Headers", "MissingRanges", "WantedRange", "lacking_among", "read_ranges", "read_tensors"]
 
 
 class MissingRanges:
@@ -72,6 +72,7 @@ def lacking_among(
     return next((f"no rank saved elements {start} to {stop} of {name}" for name, start, stop in lacking), None)
 
 
+Headers = MutableMapping[Path, Mapping[str, PlacedTensor]]
 _AT_ONCE = PIECE_BYTES // HASHED_PIECE_BYTES  # hashed pieces of one transfer
 _Place = tuple[int, NDArray[numpy.uint8]]  # first byte in the file, and memory
 
@@ -99,7 +100,13 @@ class WantedRange:
             )
 
 
-def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange], descriptor: int | None = None) -> int:
+def read_ranges(
+    path: Path,
+    record: FileRecord,
+    wanted: Sequence[WantedRange],
+    descriptor: int | None = None,
+    headers: Headers | None = None,
+) -> int:
     """Copy ranges of a file's tensors to their targets, from hashed pieces that are read past the page cache.
 
     Only the pieces with the header, and then those with the ranges, are read, into one buffer of 16 MiB at most. Where
@@ -110,6 +117,7 @@ def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange], d
         record: what it should be.
         wanted: in any order; several of one tensor may overlap.
         descriptor: of the open file, which stays open; None opens it.
+        headers: what was read of headers before, which is not read again; it takes that of this file.
 
     Returns:
         The bytes that were read from the disk. After an error the targets hold anything.
@@ -119,10 +127,12 @@ def read_ranges(path: Path, record: FileRecord, wanted: Sequence[WantedRange], d
             has no such tensor, one of another dtype, or a shorter one.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    return persistently(lambda path: _read(path, record, lambda _: wanted, descriptor), path)
+    return persistently(lambda path: _read(path, record, lambda _: wanted, descriptor, headers), path)
 
 
-def read_tensors(path: Path, record: FileRecord, prefix: str, descriptor: int | None = None) -> dict[str, torch.Tensor]:
+def read_tensors(
+    path: Path, record: FileRecord, prefix: str, descriptor: int | None = None, headers: Headers | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of a file whose names begin so, in memory of their own; verified and raising as `read_ranges`."""
     found: dict[str, torch.Tensor] = {}
 
@@ -132,7 +142,7 @@ def read_tensors(path: Path, record: FileRecord, prefix: str, descriptor: int | 
                 found[name] = torch.empty(one.shape, dtype=one.dtype, device="cpu")
         return [WantedRange(name, 0, tensor.view(-1)) for name, tensor in found.items()]
 
-    persistently(lambda path: _read(path, record, choose, descriptor), path)
+    persistently(lambda path: _read(path, record, choose, descriptor, headers), path)
     return found
 
 
@@ -141,18 +151,12 @@ def _read(
     record: FileRecord,
     choose: Callable[[Mapping[str, PlacedTensor]], Sequence[WantedRange]],
     descriptor: int | None,
+    headers: Headers | None,
 ) -> int:
     """One attempt of `read_ranges`."""
     with _Pieces(path, record, descriptor) as pieces:
-        header, begin = TensorHeader(record.bytes), 0
         try:
-            while not header.whole and begin < pieces.count:
-                after = min(pieces_in(header.end), begin + _AT_ONCE)
-                header.take(pieces.read(begin, after))
-                begin = after
-            if not header.whole:
-                raise ValueError(f"it ends at byte {record.bytes}, within its header")
-            tensors = {one.name: one for one in header.tensors()}
+            tensors = (headers or {}).get(path) or _header(pieces, record)
             left = _places(tensors, choose(tensors))
         except NO_HEADER as error:
             raise refused_content(path, str(error)) from error
@@ -168,7 +172,22 @@ def _read(
                 of, to = max(first, start), min(first + memory.nbytes, end)
                 numpy.copyto(memory[of - first : to - first], values[of - start : to - start])
             begun = [(first, memory) for first, memory in begun if first + memory.nbytes > end]
-        return pieces.finish()
+        read = pieces.finish()
+    if headers is not None:
+        headers[path] = tensors
+    return read
+
+
+def _header(pieces: "_Pieces", record: FileRecord) -> dict[str, PlacedTensor]:
+    """The tensors of a file by name; any of `NO_HEADER` where it describes none."""
+    header, begin = TensorHeader(record.bytes), 0
+    while not header.whole and begin < pieces.count:
+        after = min(pieces_in(header.end), begin + _AT_ONCE)
+        header.take(pieces.read(begin, after))
+        begin = after
+    if not header.whole:
+        raise ValueError(f"it ends at byte {record.bytes}, within its header")
+    return {one.name: one for one in header.tensors()}
 
 
 class _Pieces:
@@ -181,12 +200,15 @@ class _Pieces:
     def __init__(self, path: Path, record: FileRecord, descriptor: int | None) -> None:
         self._path, self._record = path, record
         self._descriptor = open_plain(path, direct=True) if descriptor is None else os.dup(descriptor)
-        size = os.fstat(self._descriptor).st_size
-        if size != record.bytes:
+        try:
+            size = os.fstat(self._descriptor).st_size
+            if size != record.bytes:
+                raise DamagedFileError(path, f"has {size} bytes, {record.bytes} were committed")
+            self.count = pieces_in(size)
+            self._buffer = block_buffer(min(PIECE_BYTES, size))
+        except BaseException:
             os.close(self._descriptor)
-            raise DamagedFileError(path, f"has {size} bytes, {record.bytes} were committed")
-        self.count = pieces_in(size)
-        self._buffer = block_buffer(min(PIECE_BYTES, size))
+            raise
         self._hashes: dict[int, str] = {}  # of those that were read, where they are not known
         self._read = 0
 

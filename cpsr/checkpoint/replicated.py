@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 import xxhash
 
-from cpsr.checkpoint.manifest import RankManifest, frozen_writer
+from cpsr.checkpoint.manifest import RankManifest, writer_of
 from cpsr.errors import SaveError
 from cpsr.state.shard import OperatorState
 
@@ -39,7 +39,7 @@ def missing_among(records: Mapping[int, RankManifest]) -> Iterator[tuple[int, st
     """
     for rank, record in records.items():
         for file, names in record.frozen_files().items():
-            writer = frozen_writer(file)
+            writer = writer_of(file)
             if (writer in records or writer >= record.world_size) and (
                 writer not in records or file not in records[writer].files
             ):

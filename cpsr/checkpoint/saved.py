@@ -1,7 +1,8 @@
 """A committed checkpoint: what its ranks have saved, as slabs, and their small states."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import resource
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -21,20 +22,23 @@ from cpsr.checkpoint.manifest import (
     TensorRecord,
     dtype_name,
     file_name,
-    frozen_writer,
     rank_manifest_name,
+    writer_of,
 )
-from cpsr.checkpoint.ranges import WantedRange, read_ranges, read_tensors
+from cpsr.checkpoint.ranges import Headers, WantedRange, read_ranges, read_tensors
 from cpsr.checkpoint.verify import DamagedFileError, persistently, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["SCALARS", "FileSlab", "SavedCheckpoint", "operator_record", "piece_of", "tensor_record"]
+__all__ = ["SCALARS", "FileSlab", "SavedCheckpoint", "operator_record", "piece_of", "places_of", "tensor_record"]
 
 SCALARS = "scalars"  # the names of the small state's tensors begin with it
 
-_Place = tuple[str, Piece, str | None]  # key, piece, and name of the file; None: it is in the small state
+RECORDS_AT_ONCE = 8  # manifests of thousands of operators take megabytes
+OTHER_FILES = 512  # that the process may have open
+
+_Kept = tuple[str, Piece, str | None]  # key, piece, and name of the file; None: it is in the small state
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class FileSlab:
         record: its size and hashes.
         rank, pieces: see `cpsr.checkpoint.assemble.Slab`.
         descriptor: of the open file; None opens it by its name.
+        headers: see `read_ranges`.
     """
 
     path: Path
@@ -53,10 +58,11 @@ class FileSlab:
     rank: int
     pieces: Mapping[str, Piece]
     descriptor: int | None = None
+    headers: Headers | None = None
 
     def read(self, wanted: Sequence[WantedRange]) -> int:
         """See `cpsr.checkpoint.assemble.Slab.read`."""
-        return read_ranges(self.path, self.record, wanted, self.descriptor)
+        return read_ranges(self.path, self.record, wanted, self.descriptor, self.headers)
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class SavedCheckpoint:
     Args:
         directory: of the checkpoint.
         manifest: of all ranks; read where it is not given.
+        records: how many ranks' manifests are kept at a time; None: all.
 
     Attributes:
         directory, manifest: of it.
@@ -93,29 +100,39 @@ class SavedCheckpoint:
         UnreadableFileError: the file system refuses to give them now.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest | None = None, records: int | None = RECORDS_AT_ONCE
+    ) -> None:
         self._held: dict[str, int] = {}  # open files
         self._records: dict[int, RankManifest] = {}
+        self._headers: Headers = {}
+        self._limit = records
         self.directory = directory
         self.manifest = read_manifest(directory) if manifest is None else manifest
 
     def record(self, rank: int) -> RankManifest:
         """One rank's manifest."""
         if rank not in self._records:
+            while self._limit is not None and len(self._records) >= self._limit:
+                del self._records[next(iter(self._records))]
             self._records[rank] = read_rank_manifest(self.directory, self.manifest, rank)
         return self._records[rank]
 
-    def hold(self) -> None:
-        """Open all files of all ranks now: what deletes the checkpoint later does not disturb its reader.
+    def hold(self, names: Collection[str]) -> None:
+        """Open these files now: what deletes the checkpoint later does not disturb its reader.
 
-        They are closed with this object.
+        They are closed with this object. The process's limit of open files is raised where it is too low for them.
 
         Raises:
             CheckpointCorruptError, UnreadableFileError: one is missing, or cannot be opened now.
         """
-        for rank in range(self.manifest.world_size):
-            for name in self.record(rank).files:
-                self._held[name] = persistently(partial(open_plain, direct=True), self.directory / name)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = len(names) + OTHER_FILES
+        if soft < wanted and soft != resource.RLIM_INFINITY:
+            limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+        for name in names:
+            self._held[name] = persistently(partial(open_plain, direct=True), self.directory / name)
 
     def __del__(self) -> None:
         for descriptor in self._held.values():
@@ -126,15 +143,19 @@ class SavedCheckpoint:
         return [rank, *(other for other in range(self.manifest.world_size) if other != rank)]
 
     def slabs(self, ranks: Iterable[int]) -> Iterator[Slab]:
-        """All that belongs to these ranks' parts, in this order, also where another rank has written it."""
+        """All that belongs to these ranks' parts, in this order, also where another rank has written it.
+
+        A rank's manifest is read when its slabs are asked for.
+        """
         for rank in ranks:
             record = self.record(rank)
             files: dict[str, dict[str, Piece]] = {}
             small: dict[str, Piece] = {}
-            for key, piece, file in _places(record):
+            for key, piece, file in places_of(record):
                 (small if file is None else files.setdefault(file, {}))[key] = piece
             for file, pieces in files.items():
-                yield FileSlab(self.directory / file, self._file(record, file), rank, pieces, self._held.get(file))
+                listed, opened = self.file(record, file), self._held.get(file)
+                yield FileSlab(self.directory / file, listed, rank, pieces, opened, self._headers)
             if small:
                 yield _MovedSlab(self, rank, small)
 
@@ -170,21 +191,23 @@ class SavedCheckpoint:
                 raise CheckpointError(f"{self.directory}: rank {rank} saved no {'.'.join(branch)}")
             found = found[key]
         file = file_name(rank, "extra")
-        listed, prefix = self._file(record, file), ".".join([SCALARS, *branch])
-        tensors = read_tensors(self.directory / file, listed, prefix, self._held.get(file))
+        listed, prefix = self.file(record, file), ".".join([SCALARS, *branch])
+        tensors = read_tensors(self.directory / file, listed, prefix, self._held.get(file), self._headers)
         try:
             return decode(found, tensors)
         except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
             raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
 
-    def _file(self, record: RankManifest, name: str) -> FileRecord:
-        """Size and hashes of a file; of another rank's the hash of its pieces' hashes alone.
+    def file(self, record: RankManifest, name: str) -> FileRecord:
+        """Size and hashes of a file of a rank's part; where another rank wrote it, perhaps without its MiB's hashes.
 
         The commit checked that the rank wrote what it was left, so its manifest, which may be large, is not read.
         """
         if name in record.files:
             return record.files[name]
-        writer = frozen_writer(name)
+        writer = writer_of(name)
+        if writer in self._records and name in self._records[writer].files:
+            return self._records[writer].files[name]
         if writer == record.rank:
             path = self.directory / rank_manifest_name(record.rank)
             raise DamagedFileError(path, f"lists {sorted(record.files)}, not {name}")
@@ -195,20 +218,21 @@ class SavedCheckpoint:
         return FileRecord(bytes=listed.files[name], xxh3_128=listed.hashes[name])
 
 
-def _places(record: RankManifest) -> Iterator[_Place]:
-    """All tensors of a rank's part but those of the small state."""
+def places_of(record: RankManifest, prefix: str = "") -> Iterator[_Kept]:
+    """All tensors of a rank's part but those of the small state; or weights alone, of the prefix `param/`."""
     for name, one in record.operators.items():
         yield f"param/{name}", _piece(one, one.dtype), _file_of(record, one, "params")
+    for name, one in record.operators.items() if not prefix else ():
         for moment, described in one.moments.items():
             dtype, _, size = described.partition("[")
             piece = _piece(one, dtype)
             if size:  # the whole parameter's, by row or by block
                 piece = Piece((int(size[:-1]),), _dtype(dtype), 0, int(size[:-1]))
             yield f"moment/{moment}/{name}", piece, _file_of(record, one, "moments")
-    for name, other in record.others.items():
+    for name, other in record.others.items() if not prefix else ():
         piece = Piece(other.shape, _dtype(other.dtype), 0, prod(other.shape))
         yield f"other/{name}", piece, file_name(record.rank, "extra")
-    for name, frozen in record.frozen.items():
+    for name, frozen in record.frozen.items() if not prefix else ():
         yield f"frozen/{name}", piece_of(frozen), frozen.file
 
 
@@ -229,12 +253,15 @@ def piece_of(frozen: FrozenRecord) -> Piece:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{name!r} is no type of tensors of this version of torch")
+        raise RunMismatchError(
+            f"{name!r}, in which a tensor was saved, is no type of tensors of torch {torch.__version__}: use the torch "
+            "that the run had. Nothing was changed"
+        )
     return found
 
 
 def _require_same(directory: Path, record: RankManifest, wanted: Mapping[str, Piece]) -> None:
-    saved = {key: piece for key, piece, _ in _places(record)}
+    saved = {key: piece for key, piece, _ in places_of(record)}
     for key in [*wanted, *saved]:
         if saved.get(key) != wanted.get(key):
             name = key.partition("/")[2]

@@ -313,9 +313,9 @@ class CheckpointStore:
             _log.warning("that ranks differ is not recorded for the next life, which will detect it again: %s", error)
 
     def _frozen_pieces(self) -> Mapping[str, Piece]:
-        files = self.frozen
-        names = () if files is None else files.weights.tensors
-        return {f"frozen/{name}": piece_of(files.described(name)) for name in names if files is not None}
+        if (files := self.frozen) is None:
+            return {}
+        return {f"frozen/{name}": piece_of(files.described(name)) for name in files.weights.tensors}
 
     def _of_this_run(self, iteration: int, *, any_size: bool = False) -> tuple[Path, Manifest]:
         """A committed checkpoint of this run, with its manifest."""

@@ -7,7 +7,7 @@ with the same number of ranks always gets the same.
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from typing import Any
@@ -16,7 +16,7 @@ import numpy
 import torch
 import xxhash
 
-from cpsr.checkpoint.assemble import assemble, wanted_of
+from cpsr.checkpoint.assemble import Slab, assemble, wanted_of
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.engines.adapter import EngineAdapter
@@ -92,13 +92,24 @@ def load_tensors(saved: SavedCheckpoint, saved_by: int, into: Shard) -> int:
         RunMismatchError: the ranks have not all that this one needs, or what cannot be dealt to other ranks.
         CheckpointCorruptError, UnreadableFileError: see `cpsr.checkpoint.assemble.assemble`.
     """
-    for rank in range(saved.manifest.world_size):
+    wanted, ranks = wanted_of(into), range(saved.manifest.world_size)
+    buffers = {key: wanted.pop(key) for key in list(wanted) if key.startswith("other/")}
+    read = assemble(saved.slabs(saved.beginning_with(saved_by)), buffers, saved.directory, _ADVICE)
+    # From the lowest rank that has them: where ranks differ, all take the same.
+    return read + assemble(_dealt(saved, ranks, into), wanted, saved.directory, _ADVICE)
+
+
+_ADVICE = "start with as many ranks as the run had, or use another run_dir"
+
+
+def _dealt(saved: SavedCheckpoint, ranks: Iterable[int], into: Shard) -> Iterator[Slab]:
+    """The slabs of these ranks, as far as they are asked for; RunMismatchError where they cannot be dealt."""
+    for rank in ranks:
         record = saved.record(rank)
         if record.sparse:
             raise RunMismatchError(
                 f"{saved.directory} was saved with experts.policy: experts of different iterations are not dealt to "
-                "another number of ranks. Nothing was changed; start with as many ranks as the run had, or use another "
-                "run_dir"
+                f"another number of ranks. Nothing was changed; {_ADVICE}"
             )
         for name, one in into.operators.items():
             then = record.operators.get(name)
@@ -107,7 +118,7 @@ def load_tensors(saved: SavedCheckpoint, saved_by: int, into: Shard) -> int:
                     f"{saved.directory}: rank {rank} saved {name} with the moments {sorted(then.moments)}, this rank "
                     f"has {sorted(one.moments)}. Nothing was changed; use the optimizer that it was saved from"
                 )
-    return assemble(saved.slabs(saved.beginning_with(saved_by)), wanted_of(into), saved.directory)
+        yield from saved.slabs([rank])
 
 
 def load_frozen(
@@ -135,7 +146,7 @@ def load_frozen(
     dealt = own.keys() - alike
     if dealt:
         weights.forget(dealt)
-        assemble(saved.slabs(saved.beginning_with(saved_by)), files.wanted(dealt), saved.directory)
+        assemble(saved.slabs(saved.beginning_with(saved_by)), files.wanted(dealt), saved.directory, _ADVICE)
     files.load(saved.directory, saved_by, only=alike)
     if alike == own.keys() == record.frozen.keys():
         return state

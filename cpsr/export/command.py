@@ -37,7 +37,7 @@ def run_export(run_dir: Path, out: Path, format_: str, dtype: str, iteration: in
         CPSRError: see `open_whole`.
     """
     precision = _checked(run_dir, out, format_, dtype)
-    state = open_whole(run_dir, iteration)
+    state = open_whole(run_dir, iteration, moments=format_ in _DIRECTORIES)
     try:
         make_directory(out.parent)
         write = _DIRECTORIES.get(format_)

@@ -81,6 +81,7 @@ class WholeState:
                 place = slab.path if isinstance(slab, FileSlab) else number
                 self._slabs.setdefault(key, {}).setdefault(place, slab)
         self.parameters = list(self._operators)
+        self._moved_buffers: dict[str, Any] | None = None
 
     def moments(self, name: str) -> dict[str, str]:
         """Moment -> dtype of one trained parameter."""
@@ -204,7 +205,9 @@ class WholeState:
 
     def _buffer(self, name: str) -> torch.Tensor:
         """A buffer of rank 0. One that has had another layout than at the start of its life is in the small state."""
-        moved = (self.scalars()["engine"].get("module") or {}).get("buffers", {}).get(name)
+        if self._moved_buffers is None:
+            self._moved_buffers = (self.scalars()["engine"].get("module") or {}).get("buffers", {})
+        moved = self._moved_buffers.get(name)
         if moved is not None:
             values: torch.Tensor = moved["values"]
             return values.as_strided(moved["shape"], moved["stride"])
@@ -218,30 +221,35 @@ class WholeState:
             key = f"other/{name}"
         slabs = list(self._slabs.get(key, {}).values())
         if slabs and all(slab.pieces[key].shape == shape for slab in slabs):
-            return self._joined(key, slabs, shape).view(shape)
+            flat = self._joined(key, slabs, shape)
+            for slab in slabs:
+                if slab.pieces[key].numel != flat.numel():  # of whole ones rank 0's counts, as of buffers
+                    self._refuse_other_values(key, slab, flat)
+            return flat.view(shape)
         raise UnsupportedEngineError(
             f"{self.info.directory}: no rank saved the frozen parameter {name} whole, or where its part of the shape "
             f"{shape} lies. Nothing was exported"
         )
 
 
-def open_whole(run_dir: Path, iteration: int | None) -> WholeState:
+def open_whole(run_dir: Path, iteration: int | None, *, moments: bool = True) -> WholeState:
     """Open a committed checkpoint. Its files stay open: a running job may delete it meanwhile.
 
     Args:
         run_dir: the run.
         iteration: of the checkpoint; None is the newest whole one.
+        moments: the optimizer's tensors are needed too.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it was thinned to its weights.
-        CheckpointCorruptError: a file of it is damaged; the message names it.
+        CheckpointCorruptError: a file that is needed is missing, or a manifest damaged; the message names it.
         UnsupportedEngineError: what its ranks hold does not make up one model; the message names it.
         RunMismatchError: it is of another run than `run.json`, or `run_dir` is no run directory.
     """
     identity = _read_identity(run_dir)
     info = _choose(run_dir / "checkpoints", iteration)
     try:
-        return _open(info, identity)
+        return _open(info, identity, moments=moments)
     except DamagedFileError as error:
         if (info.directory / COMMIT).exists():
             raise
@@ -290,8 +298,8 @@ def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
     raise CheckpointError(f"{checkpoints} holds no {wanted}; whole ones are {whole or 'none'}. Nothing was exported")
 
 
-def _open(info: CheckpointInfo, identity: RunIdentity) -> WholeState:
-    saved = SavedCheckpoint(info.directory)
+def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> WholeState:
+    saved = SavedCheckpoint(info.directory, records=None)
     if saved.manifest.run_id != identity.run_id:
         raise CheckpointError(
             f"{info.directory} is of the run {saved.manifest.run_id!r}, run.json of {identity.run_id!r}"
@@ -301,7 +309,9 @@ def _open(info: CheckpointInfo, identity: RunIdentity) -> WholeState:
             f"{info.directory} was saved with experts.policy, of a mixture of experts, which is not exported yet; the "
             "checkpoint itself is whole, and its job restarts from it. Nothing was exported"
         )
-    saved.hold()
+    records = [saved.record(rank) for rank in range(saved.manifest.world_size)]
+    names = {name for record in records for name in record.files}
+    saved.hold(sorted(name for name in names if moments or not name.endswith(".moments.safetensors")))
     return WholeState(info, identity, saved)
 
 

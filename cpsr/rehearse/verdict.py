@@ -7,8 +7,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
+from cpsr.checkpoint.assemble import Wanted, assemble
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.ranges import read_tensors
+from cpsr.checkpoint.manifest import writer_of
 from cpsr.checkpoint.saved import FileSlab, SavedCheckpoint
 from cpsr.errors import CPSRError
 from cpsr.life.drawn_batches import NO_BATCHES
@@ -53,9 +56,12 @@ def _parts(directory: Path) -> Iterator[tuple[str, Any]]:
     saved = SavedCheckpoint(directory)
     for rank in range(saved.manifest.world_size):
         for slab in saved.slabs([rank]):
-            if isinstance(slab, FileSlab):
-                tensors = read_tensors(slab.path, slab.record, "")
-                yield from ((key.partition("/")[2], tensors[key]) for key in slab.pieces)
+            if not isinstance(slab, FileSlab) or writer_of(slab.path.name) != rank:
+                continue  # the small state has it; or it is another rank's to show
+            for key, piece in slab.pieces.items():
+                values = torch.empty(piece.numel, dtype=piece.dtype)
+                assemble([slab], {key: Wanted(piece, values)}, directory)
+                yield key.partition("/")[2], values
         scalars = saved.small_state(rank)
         for part in ALIKE:
             value = scalars.get(part)

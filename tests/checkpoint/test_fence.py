@@ -78,7 +78,7 @@ def test_it_leaves_what_the_newer_one_writes_alone(tmp_path: Path) -> None:
 def test_what_a_newer_one_commits_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str) -> None:
     """The old life hangs in a save, and its file system then fails it; its files there are the newer life's by now."""
 
-    def newer(*_: object) -> str:
+    def newer(*_: object, **__: object) -> str:
         monkeypatch.undo()
         claim_life(tmp_path, 1, Group())
         new = store(tmp_path, 1)

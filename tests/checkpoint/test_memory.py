@@ -122,7 +122,7 @@ def test_damage_anywhere_is_seen(run_id: str, cut: str) -> None:
 def test_a_state_of_another_model_is_refused_and_nothing_is_written(run_id: str) -> None:
     state = hold(run_id)
     into = make_shard(0, sizes=(5, 0, 301))
-    with pytest.raises(CheckpointError, match=r"no rank saved param/layers|saved param/layers.* as"):
+    with pytest.raises(CheckpointError, match="another slice of layers"):
         load_states([state], into)
     assert_same_bits(into, make_shard(0, sizes=(5, 0, 301)))
 

@@ -1,5 +1,6 @@
 """Ranks of another number read their parts out of a checkpoint, and nothing else."""
 
+import errno
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint import ranges, verify
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.manifest import file_name, step_name
 from cpsr.checkpoint.saved import SavedCheckpoint, operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.elastic.resharded_load import load_tensors
-from cpsr.errors import CheckpointCorruptError, RunMismatchError
+from cpsr.errors import CheckpointCorruptError, CheckpointError, RunMismatchError
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 NEVER = threading.Event()
@@ -152,3 +154,34 @@ def test_columns_are_refused_and_equal_blocks_are_taken(tmp_path: Path) -> None:
     assert torch.equal(into.operators["c"].parameter.values, block(6, 7).operators["c"].parameter.values)
     with pytest.raises(RunMismatchError, match=r"no rank saved param/c .* a block of shape \(11, 5\)"):
         load_tensors(saved, 0, block(0, 5))
+
+
+def test_where_whole_copies_differ_every_rank_takes_the_same(tmp_path: Path) -> None:
+    """As after a flipped bit, which a commit had reported."""
+    parts = [shard(rank, 2, cuts="whole") for rank in range(2)]
+    parts[1].operators["c"].parameter.values.add_(1)
+    saved = commit(tmp_path, parts)
+    for saved_by in range(2):
+        load_tensors(saved, saved_by, into := shard(0, 3, filled=False))
+        assert_filled(into, shard(0, 3))
+
+
+def test_a_buffer_comes_from_the_first_rank_that_has_one_like_it(tmp_path: Path) -> None:
+    parts = [shard(rank, 2) for rank in range(2)]
+    parts[0].others["seen"] = torch.zeros(3)
+    load_tensors(commit(tmp_path, parts), 0, into := shard(0, 1, filled=False))
+    assert into.others["seen"].tolist() == [1.0]
+
+
+def test_a_read_that_fails_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = commit(tmp_path, [shard(0, 1)])
+    monkeypatch.setattr(verify, "_PAUSES_SECONDS", (0.0,))
+
+    def refused(size: int) -> memoryview:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(ranges, "block_buffer", refused)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(CheckpointError):
+        load_tensors(saved, 0, shard(0, 2, filled=False))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

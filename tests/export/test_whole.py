@@ -17,8 +17,9 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.export.command import write_state_dict
 from cpsr.export.whole_checkpoint import open_whole, state_dict
+from cpsr.state.frozen_parameters import FrozenPlace
 from cpsr.state.shard import Shard
-from tests.checkpoint.frozen_ranks import CUTS, RUN, base, split_life
+from tests.checkpoint.frozen_ranks import CUTS, RUN, Life, base, split_life
 from tests.export.made import RUN_ID, SCALARS, operator, shard, write_checkpoint, write_identity
 
 
@@ -230,3 +231,22 @@ def test_fp32_widens_and_never_narrows(tmp_path: Path) -> None:
     assert [trained[name].dtype for name in ("w", "frozen", "mean")] == [torch.bfloat16, torch.bfloat16, torch.float64]
     assert torch.equal(wide["w"], torch.full((2,), 1 / 3))
     assert torch.equal(trained["w"], wide["w"].bfloat16())
+
+
+def test_weights_are_exported_where_moments_are_lost(tmp_path: Path) -> None:
+    write_identity(tmp_path)
+    directory = write_checkpoint(tmp_path, shard(operator("w", torch.arange(4.0), (4,))))
+    (directory / "rank-00000.moments.safetensors").unlink()
+    assert torch.equal(open_whole(tmp_path, None, moments=False).weights("w"), torch.arange(4.0))
+    with pytest.raises(CheckpointCorruptError, match=r"moments\.safetensors: is missing"):
+        open_whole(tmp_path, None)
+
+
+def test_parts_of_a_frozen_parameter_that_differ_are_refused(tmp_path: Path) -> None:
+    weights = torch.arange(2.0)
+    places = [{"w": FrozenPlace((4,), start)} for start in (0, 0, 2)]
+    life = Life(tmp_path, [{"w": weights.clone()}, {"w": weights + 10}, {"w": weights + 2}], 1, places)
+    life.save(10, shared=False, trained=shard(operator("t", torch.ones(2), (2,))))
+    write_identity(tmp_path, run_id=RUN, frozen={"w": [4]})
+    with pytest.raises(UnsupportedEngineError, match="rank 1 holds other values of w"):
+        open_whole(tmp_path, None).outside()

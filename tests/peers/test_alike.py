@@ -33,7 +33,7 @@ def test_a_small_state_and_the_tensors_of_another_rank(tmp_path: Path) -> None:
     for (key, found), (_, expected) in zip(into.tensors(), shard(0, 30, ELEMENTS, alike=True).tensors(), strict=True):
         assert torch.equal(found, expected), key
     assert [state.iteration for state in states if str(state.kind) == "small"] == [20, 30]
-    with pytest.raises(CheckpointError, match="no rank saved param/weight"):  # it is no state to go on from alone
+    with pytest.raises(CheckpointError, match="another slice of weight"):  # it is no state to go on from alone
         load_states([small_state], into)
     small.close(remove=True)
     assert not list(tmp_path.glob("*small*"))
@@ -86,3 +86,16 @@ def test_of_a_damaged_one_nothing_is_known(tmp_path: Path, name: str) -> None:
     path = commit(tmp_path, 10, (True, True)) / name
     path.write_bytes(path.read_bytes()[:-1])
     assert committed_words(tmp_path / "checkpoints", 0, 1) is None
+
+
+def test_a_buffer_that_a_small_state_lacks_is_not_another_ranks(tmp_path: Path) -> None:
+    mine, other = (States(tmp_path, rank, ELEMENTS, alike=True) for rank in (0, 1))
+    path = SmallStates(mine.memory, mine.template).seal(mine.seal(10)[1])
+    other.seal(10)
+    states = memory_states(RUN_ID, tmp_path)
+    small_state = next(state for state in states if state.path == path)
+    tensors = next(state for state in states if (state.rank, state.iteration) == (1, 10))
+    into = shard(0, -1, ELEMENTS, alike=True)
+    into.others["more"] = torch.zeros(1)
+    with pytest.raises(CheckpointError, match="holds no other/more"):
+        load_states([tensors, small_state], into)
