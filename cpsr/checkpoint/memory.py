@@ -37,15 +37,7 @@ from cpsr.checkpoint.memory_states import (
     write_at,
 )
 from cpsr.checkpoint.parts import Held, Parts
-from cpsr.checkpoint.tensor_file import (
-    LENGTH_BYTES,
-    PlacedTensor,
-    header_of,
-    in_file_order,
-    members_of,
-    placed_after,
-    runs_of,
-)
+from cpsr.checkpoint.tensor_file import LENGTH_BYTES, PlacedTensor, header_of, image_of, members_of
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
 
@@ -167,9 +159,7 @@ class MemoryFile:
         hashes = [held.digests[place].hex() for place in sorted(held.digests)]
         index = index | {name: str(value) for name, value in stamp.items()}
         index |= {"taken_at": json.dumps(held.taken_at), "hashes": json.dumps(hashes)}
-        text = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
-        small = in_file_order({"small": text} | {f"small/{key}": one for key, one in tensors.items()})
-        return self._put(index, members, small)
+        return self._put(index, members, [run.data for run in image_of(tensors)], json.dumps(tree).encode())
 
     def restamp(self, life: int, branch: int) -> None:
         """Make the sealed state one of another life. A kill meanwhile leaves it unsealed.
@@ -189,13 +179,16 @@ class MemoryFile:
         members = [members_of(header.tensors(), header.end)]
         self._seal({**index, "life": str(life), "branch": str(branch)}, members, behind)()
 
-    def _put(self, index: Mapping[str, str], members: bytes, small: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def _put(
+        self, index: Mapping[str, str], members: bytes, image: list[memoryview], tree: bytes
+    ) -> Callable[[], None]:
         """Write the small state and the header; returns what declares the state complete."""
-        placed = placed_after(self.size.buffer_bytes, small)
+        placed = [_raw("small/tensors", self.size.buffer_bytes, sum(run.nbytes for run in image))]
+        placed += [_raw("small", placed[0].end, len(tree))]
         end = self.size.header_bytes + placed[-1].end
         # It does not shrink: another process may have it mapped.
         rest = max(0, os.fstat(self._descriptor).st_size - end)
-        behind = b"".join([*(run.data for run in runs_of(small)), bytes(rest)])
+        behind = b"".join([*image, tree, bytes(rest)])
         os.posix_fallocate(self._descriptor, self.size.bytes, len(behind))
         write_at(self._descriptor, behind, self.size.bytes)
         placed += [_padding(placed[-1].end, rest)] if rest else []
@@ -358,4 +351,9 @@ def _no_room(missing: int, left: int, directory: Path) -> OSError:
 
 
 def _padding(first: int, size: int) -> PlacedTensor:
-    return PlacedTensor(f"padding/{first}", (size,), torch.uint8, first)
+    return _raw(f"padding/{first}", first, size)
+
+
+def _raw(name: str, first: int, size: int) -> PlacedTensor:
+    """Bytes of no other type."""
+    return PlacedTensor(name, (size,), torch.uint8, first)

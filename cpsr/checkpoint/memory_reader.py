@@ -18,7 +18,7 @@ from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory_states import Described, HeldOperator, MemoryState, describe, hash_of
 from cpsr.checkpoint.parts import operator_of
 from cpsr.checkpoint.ranges import WantedRange
-from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor
+from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor, TensorHeader
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -268,12 +268,12 @@ class OpenState:
         Raises:
             CheckpointError: they cannot be decoded.
         """
-        prefix = "small/"
-        small = {key.removeprefix(prefix): self.as_it_is(key) for key in self.tensors if key.startswith(prefix)}
+        image, tree = self.as_it_is("small/tensors"), self.as_it_is("small").numpy().tobytes()
+        header = TensorHeader(len(image))
         try:
-            tree = json.loads(self.as_it_is("small").numpy().tobytes())
-            return decode(tree, {key: one.clone() for key, one in small.items()})
-        except (KeyError, ValueError, TypeError) as error:
+            header.take(image.numpy().data)
+            return decode(json.loads(tree), {one.name: one.view(image).clone() for one in header.tensors()})
+        except NO_HEADER as error:
             raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error
 
 

@@ -5,7 +5,8 @@ Each file is a slab: one safetensors image, which that library alone can read::
     8 bytes: length of the header; 0 while the file is being filled
     the header, filled up with spaces to the size that was reserved for it
     the buffer: `param/...`, `moment/...` and `other/...`, with `padding/...` in the gaps
-    the small state: `small/...`, and its tree as JSON in `small`; the last padding
+    the small state: its tensors, a safetensors image within `small/tensors`, and its tree as JSON in `small`
+    the last padding
 
 The header's metadata is the index. Its texts are: `hash`, xxh3-128 of the rest of the header and of all that lies
 behind the buffer; `sealed_at`, in ns, another one at each seal; `run`, `rank`, `life`, `branch`, `kind`, `iteration`,
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path(os.environ.get("CPSR_SHARED_MEMORY", "/dev/shm"))  # noqa: S108 - that it is shared memory is the purpose; mode 0600, links refused
 PAGE_BYTES = 4096
 # Of a header; see `SlabSize.for_tensors`.
-INDEX_BYTES, TENSOR_BYTES, OPERATOR_BYTES, SMALL_TENSOR_BYTES, SMALL_TENSORS = 2000, 240, 240, 200, 2000
+INDEX_BYTES, TENSOR_BYTES, OPERATOR_BYTES = 2000, 240, 240
 BLOCK_BYTES = 512  # of st_blocks, by POSIX
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
 
@@ -130,15 +131,14 @@ class SlabSize:
         return self.header_bytes + self.buffer_bytes
 
     @classmethod
-    def for_tensors(cls, keys: Iterable[str], buffer_bytes: int, small_tensors: int = SMALL_TENSORS) -> Self:
-        """The size of a file with so many tensors in its small state, and those of these keys in its buffer.
+    def for_tensors(cls, keys: Iterable[str], buffer_bytes: int) -> Self:
+        """The size of a file with the tensors of these keys in its buffer, whatever its small state will be.
 
         A tensor takes its key and some 110 bytes of the header, and padding before it as many. In the index, an
-        operator takes its name, that of its part and some 60; and a part twice its name and some 150. A small state
-        has tens of tensors, or as many as the model where a loop keeps averages of its weights. Each MiB has a hash.
+        operator takes its name, that of its part and some 60; and a part twice its name and some 150. Each MiB has a
+        hash.
         """
-        wanted = LENGTH_BYTES + INDEX_BYTES + small_tensors * SMALL_TENSOR_BYTES
-        wanted += PIECE_DIGITS * pieces_in(buffer_bytes)
+        wanted = LENGTH_BYTES + INDEX_BYTES + PIECE_DIGITS * pieces_in(buffer_bytes)
         for key in keys:
             name = len(json.dumps(key))
             wanted += TENSOR_BYTES + name + (OPERATOR_BYTES + 5 * name if key.startswith("param/") else 0)

@@ -19,7 +19,7 @@ from cpsr.errors import SaveError
 
 __all__ = ["HEADER_BYTES_MAX", "LENGTH_BYTES", "METADATA", "NO_HEADER", "MappedTensors", "PlacedTensor"]
 __all__ += ["TensorHeader", "bytes_of", "dtype_of", "header_of", "image_of", "in_file_order"]
-__all__ += ["in_memory_order", "members_of", "placed_after", "runs_of"]
+__all__ += ["in_memory_order", "members_of", "placed_after"]
 
 LENGTH_BYTES = 8  # a safetensors file starts with its header's length, little-endian
 HEADER_BYTES_MAX = 100_000_000  # the library reads no longer one

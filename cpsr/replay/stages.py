@@ -37,7 +37,6 @@ __all__ = ["Kept", "LoggedSteps", "Rest", "StageLogs", "choose", "rest_of", "sta
 logger = logging.getLogger(__name__)
 
 LEAST = 2  # iterations; a failure loses at least as many
-PLAIN_TENSORS = 8  # of the random states beside an operation
 _ALIGNED = 64
 _WHOLE = "all"
 
@@ -132,9 +131,8 @@ class StageLogs:
 
     def end(self, applied: bool, form: Any) -> None:
         """Seal it beside the training."""
-        plain = sum(entry["plain"] is not None for entry in self._entries)
         aligned = -(-self._end // PAGE_BYTES) * PAGE_BYTES
-        size = SlabSize.for_tensors([f"other/{_WHOLE}"], aligned, PLAIN_TENSORS * plain)
+        size = SlabSize.for_tensors([f"other/{_WHOLE}"], aligned)
         if (size := _larger(size, self._size)) != self._size:
             self._fit(size)
         slot, self._slot = self._slot, None

@@ -10,7 +10,7 @@ from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, SlabSize, describe, memory_states
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError
-from cpsr.replay.stages import PLAIN_TENSORS, LoggedSteps, StageLogs
+from cpsr.replay.stages import LoggedSteps, StageLogs
 
 RUN = "0123456789abcdef"
 SENT = Operation("send", "1", "", (3, 4), "float32")
@@ -73,7 +73,7 @@ def test_the_first_iteration_is_measured_and_what_grows_is_kept_from_the_next_on
 
 
 def test_with_little_memory_fewer_iterations_are_kept_and_it_says_so(tmp_path: Path) -> None:
-    logs = Logs(tmp_path, room=3 * SlabSize.for_tensors(["other/all"], 4096, PLAIN_TENSORS).bytes)
+    logs = Logs(tmp_path, room=3 * SlabSize.for_tensors(["other/all"], 4096).bytes)
     logs.stage.keep(8)
     for iteration in range(1, 10):
         logs.train(iteration)
