@@ -84,7 +84,7 @@ def write_tensors(
     path: Path,
     tensors: dict[str, torch.Tensor],
     metadata: dict[str, str] | None = None,
-    hashed: Mapping[int, bytes] | None = None,
+    hashed: Mapping[int, tuple[int, bytes]] | None = None,
 ) -> FileRecord:
     """Write a safetensors file, read it back from the disk, compare it with the tensors and put it in place.
 
@@ -94,8 +94,8 @@ def write_tensors(
         path: final name; its directory exists.
         tensors: contiguous tensors on the CPU that do not change meanwhile.
         metadata: of the file, in its header.
-        hashed: address of the first byte of some memory -> the hashes of its MiB, where they are known already: where
-            the tensors lie there as in the file, they are not hashed again.
+        hashed: address of the first byte of some memory -> its length, and the hashes of its MiB, where they are known
+            already: where the tensors lie there as in the file, they are not hashed again.
 
     Returns:
         The record of the bytes that were read back and verified.
@@ -323,7 +323,7 @@ def _read_all(descriptor: int) -> bytes:
     return b"".join(pieces)
 
 
-def _write_image(path: Path, image: list[NDArray[numpy.uint8]], hashed: Mapping[int, bytes]) -> FileRecord:
+def _write_image(path: Path, image: list[NDArray[numpy.uint8]], hashed: Mapping[int, tuple[int, bytes]]) -> FileRecord:
     """Write a new file with these bytes; returns the record of what was to be written."""
     known = _known_hashes(image, hashed)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -344,13 +344,17 @@ def _write_image(path: Path, image: list[NDArray[numpy.uint8]], hashed: Mapping[
     return FileRecord.of_pieces(sum(run.nbytes for run in image), digests.hex())
 
 
-def _known_hashes(image: list[NDArray[numpy.uint8]], hashed: Mapping[int, bytes]) -> bytes | None:
+def _known_hashes(image: list[NDArray[numpy.uint8]], hashed: Mapping[int, tuple[int, bytes]]) -> bytes | None:
     """The hashes of a file's MiB, where those of its data are known and its header has whole MiB; else None."""
     header, *runs = image
     if len(runs) != 1 or header.nbytes % HASHED_PIECE_BYTES or runs[0].ctypes.data not in hashed:
         return None
     whole = runs[0].nbytes // HASHED_PIECE_BYTES  # the last MiB may go on in memory, with padding
-    known = hashed[runs[0].ctypes.data][: whole * PIECE_DIGITS // 2]
-    if len(known) != whole * PIECE_DIGITS // 2:
+    length, known = hashed[runs[0].ctypes.data]
+    if runs[0].nbytes > length:
         return None
-    return hash_pieces(header.data) + known + hash_pieces(runs[0][whole * HASHED_PIECE_BYTES :].data)
+    return (
+        hash_pieces(header.data)
+        + known[: whole * PIECE_DIGITS // 2]
+        + hash_pieces(runs[0][whole * HASHED_PIECE_BYTES :].data)
+    )

@@ -104,7 +104,7 @@ class Snapshot:
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
         replicate: whether it goes to other machines.
         sealed: whether it survives the process, once that is known; None where that has not been asked for.
-        hashed: of its buffer, once it is sealed: address of some memory -> the hashes of its MiB.
+        hashed: of its buffer, once it is sealed: address of some memory -> its length, and the hashes of its MiB.
     """
 
     iteration: int
@@ -120,7 +120,7 @@ class Snapshot:
     source: int | None = None
     replicate: bool = True
     sealed: "Future[bool] | None" = None
-    hashed: Mapping[int, bytes] = field(default_factory=dict)
+    hashed: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
 
     def is_pending(self) -> bool:
         """Whether it is still to be sealed, or offered to other machines."""

@@ -145,10 +145,13 @@ class Held:
             if place not in self.digests and begin <= segment.begin and segment.end <= end:
                 self.digests[place] = hash_pieces(self._content[segment.begin : segment.end].data)
 
-    def by_address(self) -> dict[int, bytes]:
-        """Address of the first byte of each segment -> the hashes of its MiB."""
-        start = self._content.ctypes.data
-        return {start + self.parts.segments[place].begin: one for place, one in self.digests.items()}
+    def by_address(self) -> dict[int, tuple[int, bytes]]:
+        """Address of the first byte of each segment -> its length in bytes, and the hashes of its MiB."""
+        start, segments = self._content.ctypes.data, self.parts.segments
+        return {
+            start + segments[place].begin: (segments[place].end - segments[place].begin, one)
+            for place, one in self.digests.items()
+        }
 
 
 def operator_of(key: str) -> str:

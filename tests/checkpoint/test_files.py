@@ -168,9 +168,18 @@ def test_bytes_that_were_hashed_in_memory_are_hashed_again_only_when_they_are_re
     values = torch.rand((LARGE_BYTES >> 2) + 77)
     address, known = values.data_ptr(), hash_pieces(values.view(torch.uint8).numpy().data)
     path = tmp_path / "file.safetensors"
-    record = write_tensors(path, {"values": values}, hashed={address: known})
+    record = write_tensors(path, {"values": values}, hashed={address: (values.nbytes, known)})
     assert record == hash_file(path)
     assert torch.equal(load_file(path)["values"], values)
     wrong = known[:8] + bytes(8) + known[16:]
     with pytest.raises(SaveError, match=f"from byte {2 * HASHED_PIECE_BYTES} on"):  # behind a header of one MiB
-        write_tensors(tmp_path / "other", {"values": values}, hashed={address: wrong})
+        write_tensors(tmp_path / "other", {"values": values}, hashed={address: (values.nbytes, wrong)})
+
+
+def test_tensors_that_go_on_behind_what_was_hashed_are_hashed_themselves(tmp_path: Path) -> None:
+    """Its last MiB is a part of theirs: two experts of a rank follow each other."""
+    values = torch.rand((LARGE_BYTES >> 2) + HASHED_PIECE_BYTES // 4)
+    length = LARGE_BYTES + HASHED_PIECE_BYTES // 2
+    known = hash_pieces(values.view(torch.uint8).numpy()[:length].data)
+    path = tmp_path / "file.safetensors"
+    assert write_tensors(path, {"values": values}, hashed={values.data_ptr(): (length, known)}) == hash_file(path)
