@@ -166,15 +166,23 @@ def _committed(directory: Path) -> CheckpointInfo | None:
 
 
 def _aside(path: Path) -> list[SetAside]:
-    """The entry of what was set aside; none for anything else, and where retention removes it meanwhile."""
+    """The entry of what was set aside; none for anything else, and where retention removes it meanwhile.
+
+    What the file system does not let us read takes 0 bytes; the commits before it count nevertheless.
+    """
     matched = _ASIDE.fullmatch(path.name)
     iteration = step_iteration(matched["step"]) if matched else None
-    if matched is None or iteration is None or not path.is_dir() or path.is_symlink():
+    if matched is None or iteration is None:
         return []
     try:
+        if not path.is_dir() or path.is_symlink():
+            return []
         size = sum(one.lstat().st_size for one in path.iterdir())
     except FileNotFoundError:
         return []
+    except OSError as error:
+        warn_once(path.parent, f"the bytes of {path} cannot be counted: {error}")
+        size = 0
     return [SetAside(path, matched["kind"], iteration, int(matched["sequence"]), size)]
 
 
@@ -350,9 +358,11 @@ def _thin(info: CheckpointInfo) -> None:
     if info.full:
         write_bytes(info.directory / THINNED, thinned_record(info.manifest))
         _log.debug("checkpoint %s is thinned to its weights", info.directory)
-    for name in info.manifest.thinned_files():
+    left = {path.name for path in info.directory.iterdir()}.intersection(info.manifest.thinned_files())
+    for name in left:
         (info.directory / name).unlink(missing_ok=True)
-    sync_directory(info.directory)
+    if left:
+        sync_directory(info.directory)
 
 
 def _remove_asides(found: Catalogue) -> list[SetAside]:

@@ -1,5 +1,9 @@
 """What is found in a run's directory where the file system refuses, or a manifest is damaged."""
 
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from cpsr.checkpoint.catalogue import remove_uncommitted, scan
@@ -39,3 +43,27 @@ def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
     found = scan(store.directory).checkpoints
     assert [info.iteration for info in found] == [10, 20, 30, 40]
     assert [info.sequence for info in found] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("asked", ["is_dir", "iterdir"])
+def test_what_was_set_aside_and_cannot_be_read_now_counts_nevertheless(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, asked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (10, 20):
+        save(store, iteration)
+    store.quarantine(20, "a test")
+    real = getattr(Path, asked)
+
+    def refusing(path: Path) -> Iterator[Path] | bool:
+        if path.name.startswith("damaged-"):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        found: Iterator[Path] | bool = real(path)
+        return found
+
+    monkeypatch.setattr(Path, asked, refusing)
+    for _ in range(2):
+        found = scan(store.directory)
+    assert ([info.iteration for info in found.checkpoints], found.newest_sequence) == ([10], 2)
+    assert [(aside.iteration, aside.bytes) for aside in found.asides] == [(20, 0)]
+    assert caplog.text.count("Stale file handle") == 1
+    assert [info.iteration for info in store.catalogue()] == [10]

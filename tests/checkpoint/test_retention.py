@@ -4,9 +4,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cpsr.checkpoint.catalogue as catalogue_module
 from cpsr.checkpoint.catalogue import CheckpointInfo, Retention, plan_retention
 from cpsr.checkpoint.manifest import Manifest, RankRecord
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -135,3 +137,15 @@ def test_what_was_set_aside_goes_after_two_more_commits(store: CheckpointStore) 
     save(store, 30)
     store.retain(config)
     assert aside() == []
+
+
+def test_a_directory_that_is_thinned_already_is_not_forced_to_the_disk_again(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced: list[str] = []
+    monkeypatch.setattr(catalogue_module, "sync_directory", lambda path: forced.append(path.name))
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    for _ in range(2):
+        store.retain(Retention())
+        assert forced == ["step-0000000010"]
