@@ -120,14 +120,19 @@ class MemoryRing:
         if len(self.slots) < files:
             number = next(number for number in count() if number not in self.slots)
         else:
-            others = [slot for slot in self.slots.values() if slot is not before]
-            oldest = min(others, key=lambda slot: (slot.iteration in kept, slot.iteration))
-            if oldest.last_work is not None:
-                wait([oldest.last_work])
-            oldest.iteration, number = -1, oldest.number
+            number = self._oldest(kept, before)
         slot = self.open(number, size)
         slot.file.unseal()
         return slot
+
+    def _oldest(self, kept: Collection[int | None], before: Slot | None) -> int:
+        """The number of the file with the oldest content; not the file, which would keep its memory."""
+        others = [slot for slot in self.slots.values() if slot is not before]
+        oldest = min(others, key=lambda slot: (slot.iteration in kept, slot.iteration))
+        if oldest.last_work is not None:
+            wait([oldest.last_work])
+        oldest.iteration = -1
+        return oldest.number
 
     def copy(self, work: Callable[[], _Result]) -> "Future[_Result]":
         """Let the worker make a copy, or wait for that of a device."""

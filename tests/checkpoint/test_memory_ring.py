@@ -1,6 +1,7 @@
 """Files that are filled in turn: which is overwritten next, what the next life adopts, and a device that hangs."""
 
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from cpsr.checkpoint import memory_ring
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
-from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_ring import MemoryRing, Slot
 from cpsr.checkpoint.memory_states import SlabSize, memory_states
 from cpsr.state.shard import Shard
@@ -47,6 +48,24 @@ def test_the_oldest_is_overwritten_but_not_what_is_kept_nor_the_one_before(tmp_p
     assert ring.next(3, LARGER, before=first).file.size == LARGER  # what holds nothing goes first
     ring.close(remove=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_memory_of_the_oldest_is_free_before_a_larger_file_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = ring_of(tmp_path)
+    for iteration in (1, 2):
+        fill(ring, ring.next(2, SIZE), iteration)
+    mapped, free, real = weakref.ref(ring.slots[0].file), [], SharedMemory.file
+
+    def file(memory: SharedMemory, slot: str, size: SlabSize) -> MemoryFile:
+        free.append(mapped() is None)
+        return real(memory, slot, size)
+
+    monkeypatch.setattr(SharedMemory, "file", file)
+    assert ring.next(2, LARGER).number == 0
+    assert free == [True]
+    ring.close(remove=True)
 
 
 def test_the_next_life_adopts_what_is_complete(tmp_path: Path) -> None:
