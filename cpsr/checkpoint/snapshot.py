@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep, WriteWatch
-from cpsr.checkpoint.buffers import HostBuffer, PoolBuffers, layout_bytes
+from cpsr.checkpoint.buffers import HostBuffer, PoolBuffers, slab_size
 from cpsr.checkpoint.copying import RunningCopy, StateCopier
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
@@ -86,8 +86,8 @@ class SnapshotPool:
 
     @staticmethod
     def required_bytes(template: Shard, buffers: int = 3) -> int:
-        """Host memory that a pool of this template takes."""
-        return layout_bytes(template) * buffers
+        """Host memory that a pool of this template takes, with the headers of its files and without small states."""
+        return slab_size(template).bytes * buffers
 
     @property
     def survives(self) -> bool:
