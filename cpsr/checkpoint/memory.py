@@ -31,6 +31,7 @@ from cpsr.checkpoint.memory_states import (
     Kind,
     SlabSize,
     describe,
+    described,
     hash_of,
     iteration_in,
     size_of,
@@ -74,12 +75,14 @@ class MemoryFile:
         # Until this process ends: a stopped process that continues would write into the next one's buffer.
         self._lock = FileLock(path, wait_seconds, create=True)
         self._descriptor = -1
+        holds_none = size_of(path) == 0  # a new one
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor = os.open(path, flags, 0o600)
             os.fchmod(self._descriptor, 0o600)
-            found = describe(path)
-            if found is None or found.size != size:
+            found = described(path, self._descriptor)
+            holds_none = found is None or found.size != size
+            if holds_none:
                 os.pwrite(self._descriptor, bytes(LENGTH_BYTES), 0)
                 os.ftruncate(self._descriptor, size.bytes)
             # Allocates the memory now: writing to a page that cannot be allocated ends the process (SIGBUS).
@@ -87,7 +90,7 @@ class MemoryFile:
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults are left for the training thread
             self._map = mmap.mmap(self._descriptor, size.bytes, flags=shared)
         except OSError as error:
-            self.close(remove=True)  # a new file holds no state; a file of the right size has its memory already
+            self.close(remove=holds_none)  # else a later start may have the descriptors and the memory for it
             if error.errno == errno.ENOSPC:
                 raise _no_room(size.bytes, shared_memory_left(path.parent), path.parent) from error
             raise
@@ -102,7 +105,10 @@ class MemoryFile:
     @property
     def iteration(self) -> int:
         """Iteration of its state, -1 where it holds none."""
-        return iteration_in(self.path)
+        if self._descriptor < 0:
+            return iteration_in(self.path)
+        found = described(self.path, self._descriptor)  # also where no more files can be opened
+        return -1 if found is None else found.state.iteration
 
     def unseal(self) -> None:
         """Invalidate the state in the buffer, until `seal`."""

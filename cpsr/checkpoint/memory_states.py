@@ -30,8 +30,8 @@ from cpsr.checkpoint.direct_file import PIECE_DIGITS, pieces_in
 from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, TensorHeader
 
 __all__ = ["BLOCK_BYTES", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
-__all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "files_of", "hash_of", "iteration_in"]
-__all__ += ["memory_state", "memory_states", "owner_path", "size_of", "write_at"]
+__all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "described", "files_of", "hash_of"]
+__all__ += ["iteration_in", "memory_state", "memory_states", "owner_path", "size_of", "write_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +85,8 @@ class MemoryState:
 
 def memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[MemoryState]:
     """The states of a run in this machine's shared memory, by their headers; not verified."""
-    described = (describe(path) for path in files_of(run_id, directory))
-    return sorted(
-        (found.state for found in described if found is not None), key=lambda state: (state.rank, state.iteration)
-    )
+    found = (describe(path) for path in files_of(run_id, directory))
+    return sorted((one.state for one in found if one is not None), key=lambda state: (state.rank, state.iteration))
 
 
 def memory_state(path: Path) -> MemoryState | None:
@@ -167,7 +165,7 @@ class Described:
 
 
 def describe(path: Path) -> Described | None:
-    """What a file's header says; None where the file holds no complete state."""
+    """What a file's header says; None where the file holds no complete state, or cannot be opened."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -175,25 +173,32 @@ def describe(path: Path) -> Described | None:
     except OSError as error:
         logger.warning("%s cannot be read, and is ignored: %s", path, error)
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid():
-            logger.warning("%s belongs to another user, and is ignored", path)
+    try:
+        return described(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def described(path: Path, descriptor: int) -> Described | None:
+    """`describe` of a file that is open."""
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid():
+        logger.warning("%s belongs to another user, and is ignored", path)
+        return None
+    header = TensorHeader(status.st_size)
+    try:
+        header.take(memoryview(os.pread(descriptor, LENGTH_BYTES, 0)))
+        if header.end == LENGTH_BYTES:  # it is being filled, or holds nothing
             return None
-        header = TensorHeader(status.st_size)
-        try:
-            header.take(memoryview(file.read(LENGTH_BYTES)))
-            if header.end == LENGTH_BYTES:  # it is being filled, or holds nothing
-                return None
-            header.take(memoryview(file.read(header.end - LENGTH_BYTES)))
-            index = header.metadata()
-            if int(index["file_bytes"]) != status.st_size:
-                return None
-            size = SlabSize(header.end, int(index["buffer_bytes"]))
-            return Described(_state_in(path, index), size, _operators_in(index), index, header)
-        except NO_HEADER as error:
-            logger.warning("the header of the state in %s cannot be read; it is ignored: %r", path, error)
+        header.take(memoryview(os.pread(descriptor, header.end - LENGTH_BYTES, LENGTH_BYTES)))
+        index = header.metadata()
+        if int(index["file_bytes"]) != status.st_size:
             return None
+        size = SlabSize(header.end, int(index["buffer_bytes"]))
+        return Described(_state_in(path, index), size, _operators_in(index), index, header)
+    except NO_HEADER as error:
+        logger.warning("the header of the state in %s cannot be read; it is ignored: %r", path, error)
+        return None
 
 
 def _state_in(path: Path, index: Mapping[str, str]) -> MemoryState:

@@ -230,6 +230,28 @@ def test_too_little_shared_memory_leaves_the_process_its_own(run_id: str) -> Non
         pool.dump(lambda: live_shard(1, sizes=(10_000, 10_000)), 2, lambda: SCALARS)
 
 
+@pytest.mark.parametrize("free", [1, 2, 3])
+def test_a_state_stays_where_its_file_cannot_be_opened_now(run_id: str, free: int) -> None:
+    """Not its lock, not the file, not its memory, or not the next one."""
+    state, memory, size = hold(run_id), SharedMemory(run_id, 0, 1), slab_size(live_shard(0))
+    numbers = [number for number in range(1024) if not os.path.lexists(f"/proc/self/fd/{number}")]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (numbers[free], limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            memory.files(2, size)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert memory_states(run_id) == [state]
+
+
+def test_the_bytes_that_are_required_for_a_pool_are_those_of_its_files(run_id: str) -> None:
+    pool = pool_of(run_id)
+    files = SHARED_MEMORY.glob(f"*{run_id}*")
+    assert sum(path.stat().st_size for path in files) == SnapshotPool.required_bytes(live_shard(0))
+    pool.close()
+
+
 def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
     run_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
