@@ -60,11 +60,11 @@ class RankPartWriter:
         self._parts: deque[tuple[Path, RankManifest]] = deque(maxlen=_REMEMBERED_PARTS)  # newest first
 
     def remove(self, directory: Path) -> None:
-        """Remove this rank's files of an uncommitted step, its manifest first."""
+        """Remove this rank's files of an uncommitted step, its manifest first; that it was skipped stays marked."""
         (directory / rank_manifest_name(self._rank)).unlink(missing_ok=True)
         prefixes = (f"rank-{self._rank:05d}.", f".rank-{self._rank:05d}.")
         for path in list(directory.iterdir()) if directory.is_dir() else []:
-            if path.name.startswith(prefixes):
+            if path.name.startswith(prefixes) and path.suffix != ".skip":
                 path.unlink(missing_ok=True)
 
     def write(

@@ -89,14 +89,18 @@ class CheckpointWriter:
 
     def submit(self, snapshot: Snapshot) -> None:
         """Hand over a finished snapshot; returns at once."""
-        self._put(partial(self._persist, snapshot))
+        if not self._put(partial(self._persist, snapshot)):
+            self._outcomes.append(self._persist(snapshot, dropped=True))
 
     def skip(self, iteration: int, reason: str) -> None:
         """Record that this rank has no snapshot for a due checkpoint, and mark it for rank 0; returns at once.
 
-        The marker takes its turn behind the saves that were submitted before: no file system call is made here.
+        The marker takes its turn behind the saves that were submitted before, also where these are dropped: no file
+        system call is made here.
         """
-        self._put(partial(self._skip, iteration, reason))
+        marked = partial(self._mark_skipped, iteration, reason)
+        if not self._put(lambda _: SaveOutcome(iteration, "skipped", marked())):
+            self._outcomes.append(SaveOutcome(iteration, "skipped", reason))
 
     def outcomes(self) -> list[SaveOutcome]:
         """What happened since the last call, oldest first."""
@@ -126,13 +130,14 @@ class CheckpointWriter:
             _log.warning("the checkpoint writer did not end within %.1f s; its last save is lost", timeout_seconds)
         return not self._thread.is_alive()
 
-    def _put(self, work: Callable[[bool], SaveOutcome]) -> None:
+    def _put(self, work: Callable[[bool], SaveOutcome]) -> bool:
+        """Queue it; False where the writer closes."""
         with self._idle:
             if not self._closing:
                 self._pending += 1
                 self._queue.put(work)
-                return
-        self._outcomes.append(work(True))
+                return True
+        return False
 
     def _run(self) -> None:
         yield_to_training()
@@ -141,9 +146,6 @@ class CheckpointWriter:
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()
-
-    def _skip(self, iteration: int, reason: str, dropped: bool) -> SaveOutcome:
-        return SaveOutcome(iteration, "skipped", reason if dropped else self._mark_skipped(iteration, reason))
 
     def _persist(self, snapshot: Snapshot, dropped: bool) -> SaveOutcome:
         try:

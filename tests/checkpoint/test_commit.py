@@ -71,6 +71,15 @@ def test_a_late_writer_finds_out_and_leaves_nothing(stores: tuple[CheckpointStor
     assert [info.iteration for info in stores[0].catalogue()] == [20]
 
 
+def test_what_rank_0_has_abandoned_stays_so_for_itself(stores: tuple[CheckpointStore, CheckpointStore]) -> None:
+    stores[0].write(make_snapshot(10))
+    stores[0].commit(10, 0.0, NEVER)
+    for store in stores:
+        with pytest.raises(SaveError, match="abandoned by rank 0: the shards of ranks"):
+            store.write(make_snapshot(10))
+    assert [path.name for path in (stores[0].directory / "step-0000000010").iterdir()] == ["rank-00000.skip"]
+
+
 def test_a_shard_of_another_life_never_counts(stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path) -> None:
     CheckpointStore(tmp_path, 1, 2, "run", 2).write(make_snapshot(10))
     stores[0].write(make_snapshot(10))

@@ -198,3 +198,22 @@ def test_close_cancels_a_commit_that_waits_and_drops_what_is_queued(tmp_path: Pa
     assert "cancelled" in outcomes[0].reason
     assert "closed" in outcomes[1].reason
     assert rank.free_buffers() == 3
+
+
+def test_a_skip_behind_a_save_is_marked_even_where_the_writer_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else rank 0, which goes on, would wait for its timeout."""
+    rank, gate, write = Rank(tmp_path, 1, 2), threading.Event(), CheckpointStore.write
+
+    def waiting(store: CheckpointStore, snapshot: Snapshot) -> int:
+        gate.wait(20)
+        return write(store, snapshot)
+
+    monkeypatch.setattr(CheckpointStore, "write", waiting)
+    rank.save(10)
+    rank.writer.skip(20, "no host buffer is free")
+    threading.Timer(0.5, gate.set).start()
+    assert rank.writer.close(0.1)
+    assert [outcome.status for outcome in rank.writer.outcomes()] == ["written", "skipped"]
+    assert (rank.store.directory / "step-0000000020" / "rank-00001.skip").exists()
