@@ -7,6 +7,7 @@ before a later checkpoint was committed (and read back when it was written).
 import logging
 import re
 from collections.abc import Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -30,8 +31,17 @@ from cpsr.checkpoint.verify import (
     read_manifest,
 )
 
-__all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "plan_retention"]
-__all__ += ["remove_temporary", "remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside", "warn_once"]
+__all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "newest_checkpoint"]
+__all__ += [
+    "plan_retention",
+    "remove_temporary",
+    "remove_uncommitted",
+    "retain",
+    "scan",
+    "scan_in_pieces",
+    "set_aside",
+    "warn_once",
+]
 
 # Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
 CHECKPOINTS_AT_ONCE = 8
@@ -150,6 +160,22 @@ def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
     found.checkpoints.sort(key=lambda info: info.iteration)
     found.asides.sort(key=lambda aside: (aside.after_sequence, aside.directory.name))
     return found
+
+
+def newest_checkpoint(checkpoints: Path) -> CheckpointInfo | None:
+    """The newest committed checkpoint whose records are valid; older ones are not read.
+
+    Raises:
+        UnreadableFileError: what cannot be read now may be the newest one.
+        OSError: the directory cannot be listed.
+    """
+    for path in sorted(checkpoints.iterdir(), reverse=True) if checkpoints.is_dir() else ():
+        if step_iteration(path.name) is None:
+            continue
+        with suppress(DamagedFileError):
+            if (info := _committed(path)) is not None:
+                return info
+    return None
 
 
 def _committed(directory: Path) -> CheckpointInfo | None:

@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
-from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.catalogue import newest_checkpoint
 from cpsr.checkpoint.manifest import RankManifest, file_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import owned_word
@@ -94,10 +94,9 @@ def committed_words(checkpoints: Path, *ranks: int) -> list[str] | None:
         ranks: to compare.
     """
     try:
-        found = scan(checkpoints)
-        if found.unreadable or not found.checkpoints:  # what cannot be read now may be the newest one
+        newest = newest_checkpoint(checkpoints)
+        if newest is None:
             return None
-        newest = found.checkpoints[-1]
         return [_word(read_rank_manifest(newest.directory, newest.manifest, rank)) for rank in ranks]
     except (OSError, CheckpointError, KeyError) as error:
         # Retention deletes meanwhile, or the disk refuses; damage is the next restart's to find.

@@ -81,6 +81,16 @@ def test_an_older_one_does_not_stand_for_one_that_cannot_be_read_now(
     assert committed_words(tmp_path / "checkpoints", 0, 1) is None
 
 
+def test_older_ones_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history has hundreds, and this is asked before each replica."""
+    refused = commit(tmp_path, 10, (True, False)) / "COMMIT"
+    commit(tmp_path, 20, (True, True))
+    refuse_asking(monkeypatch, refused, 1_000)
+    words = committed_words(tmp_path / "checkpoints", 0, 1)
+    assert words is not None
+    assert words[0] == words[1]
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00001.json", "COMMIT"])
 def test_of_a_damaged_one_nothing_is_known(tmp_path: Path, name: str) -> None:
     path = commit(tmp_path, 10, (True, True)) / name
