@@ -125,10 +125,12 @@ def _locker_of(descriptor: int) -> int:
 def _name_of(process: int) -> str:
     """A process as text: `process 4242 (python train.py)`."""
     if process <= 0:
-        return "a process that cannot be seen from here (in another container)"
+        return "a process that cannot be seen from here (in another container, or a child of one that has ended)"
     try:
         words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
     except OSError:
         words = []
     command = " ".join(words)[:COMMAND_CHARACTERS] or "its command cannot be read"
+    if not Path(f"/proc/{process}").exists():
+        return f"process {process}, which has ended, or a child that it forked"
     return f"process {process} ({command})" + (", which is this one," if process == os.getpid() else "")
