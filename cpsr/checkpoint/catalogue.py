@@ -32,16 +32,8 @@ from cpsr.checkpoint.verify import (
 )
 
 __all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "newest_checkpoint"]
-__all__ += [
-    "plan_retention",
-    "remove_temporary",
-    "remove_uncommitted",
-    "retain",
-    "scan",
-    "scan_in_pieces",
-    "set_aside",
-    "warn_once",
-]
+__all__ += ["plan_retention", "remove_temporary", "remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside"]
+__all__ += ["warn_once"]
 
 # Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
 CHECKPOINTS_AT_ONCE = 8
