@@ -190,7 +190,7 @@ class _Rest(MissingRanges):
         self.is_open = bool(self.left)
 
     def missing(self, ranks: Collection[int], advice: str) -> RunMismatchError:
-        """The error that no slab of these ranks holds some of it."""
+        """The error where these ranks' slabs lack a part of it."""
         start, stop = self.left[0] if self.left else (0, 0)
         name, before = self._key.partition("/")[2], self._saved.get(start)
         what = f"elements {start} to {stop} of {name}" if self._saved else f"{self._key} ({self._wanted.piece})"

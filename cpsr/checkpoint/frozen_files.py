@@ -286,11 +286,11 @@ class FrozenFiles:
 
     # Loading
 
-    def load(self, directory: Path, saved_by: int | None = None, only: Collection[str] | None = None) -> None:
+    def load(self, saved: SavedCheckpoint, saved_by: int | None = None, only: Collection[str] | None = None) -> None:
         """Bring the engine's settled parameters to those of a checkpoint; reads only what differs.
 
         Args:
-            directory: the checkpoint.
+            saved: the checkpoint.
             saved_by: the rank whose part is taken; None: this one's.
             only: parameters that are taken; None: all.
 
@@ -298,12 +298,12 @@ class FrozenFiles:
             CheckpointCorruptError: a file is damaged; the engine's parameters that are in it hold anything.
             UnreadableFileError: the file system refuses to give it now; likewise.
         """
-        saved, rank = SavedCheckpoint(directory), self._rank if saved_by is None else saved_by
+        rank = self._rank if saved_by is None else saved_by
         wanted = {name: one for name, one in _settled_in(saved.record(rank)).items() if only is None or name in only}
         present = self.weights.present(wanted)
         stale = {name: one for name, one in wanted.items() if present[name] != one}
         self.weights.forget(stale)
-        assemble(saved.slabs([rank]), self.wanted(stale), directory)
+        assemble(saved.slabs([rank]), self.wanted(stale), saved.directory)
         self.weights.settle_as(stale)
 
     def wanted(self, names: Iterable[str]) -> dict[str, Wanted]:
@@ -345,10 +345,10 @@ class FrozenFiles:
             return
         for info in newest_first(self._checkpoints):
             try:
-                record = read_rank_manifest(info.directory, read_manifest(info.directory), self._rank)
-                hashes = _settled_in(record)
+                saved = SavedCheckpoint(info.directory)
+                hashes = _settled_in(saved.record(self._rank))
                 if info.full and word_of({name: hashes[name] for name in names}) == word:
-                    self.load(info.directory)
+                    self.load(saved)
                     return
             except (CheckpointError, KeyError) as error:
                 _log.debug("%s does not have the frozen weights of the snapshot: %r", info.directory, error)

@@ -262,11 +262,12 @@ class CheckpointStore:
         directory, manifest = self._of_this_run(iteration, any_size=self.reshard is not None)
         if is_thinned(directory, manifest):
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
+        saved = SavedCheckpoint(directory, manifest)
         if self.reshard is not None and manifest.world_size != self._world_size:
-            return self.reshard(SavedCheckpoint(directory, manifest), into)
-        scalars = SavedCheckpoint(directory, manifest).load(self.rank, into, self._frozen_pieces())
+            return self.reshard(saved, into)
+        scalars = saved.load(self.rank, into, self._frozen_pieces())
         if self.frozen is not None:
-            self.frozen.load(directory)
+            self.frozen.load(saved)
         return scalars
 
     def quarantine(self, iteration: int, reason: str) -> Path | None:

@@ -147,7 +147,7 @@ def load_frozen(
     if dealt:
         weights.forget(dealt)
         assemble(saved.slabs(saved.beginning_with(saved_by)), files.wanted(dealt), saved.directory, _ADVICE)
-    files.load(saved.directory, saved_by, only=alike)
+    files.load(saved, saved_by, only=alike)
     if alike == own.keys() == record.frozen.keys():
         return state
     frozen = [saved.record(rank).frozen for rank in range(saved.manifest.world_size)]
