@@ -2,8 +2,6 @@
 
 import ast
 import base64
-import hashlib
-import json
 import os
 import pickle
 import re
@@ -21,8 +19,17 @@ from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from cpsr import CPSRRecovery
+from cpsr.benchmarks.harness.checkpoint_files import (
+    checkpoint_files,
+    commit_file,
+    edit_part,
+    rank_part,
+    rest_file,
+    slab_files,
+    small_state_file,
+    weights_file,
+)
 from cpsr.checkpoint.files import hash_file
-from cpsr.checkpoint.manifest import commit_record
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.cli.main import app
 from cpsr.errors import CPSRError
@@ -208,12 +215,13 @@ def test_the_payload_works(tmp_path: Path) -> None:
 
 def test_a_pickle_in_the_place_of_any_file_is_never_executed(failed_run: Path, tmp_path: Path) -> None:
     names = kinds(failed_run)
-    files = "params moments extra COMMIT manifest.json THINNED run.json journal ended prediction-failed"
-    for words in (*files.split(), "events/", "progress/", "skip"):
+    assert {str(path.relative_to(failed_run)) for path in checkpoint_files(newest_step(failed_run))} <= set(names)
+    for words in ("run.json", "journal", "ended", "prediction-failed", "events/", "progress/", "skip", "THINNED"):
         assert any(words in name for name in names), words
     marker = tmp_path / "marker"
     # One file of each kind alone (newest checkpoint), then all of them at once, in every disguise.
-    newest = [name for name in names if "step-" not in name or "step-0000000009" in name]
+    parts = {str(path.relative_to(failed_run)) for path in checkpoint_files(newest_step(failed_run))}
+    newest = [name for name in names if "checkpoints/" not in name or name in parts]
     cases = [([name], plain_pickle) for name in newest] + [(names, disguise) for disguise in DISGUISES]
     for number, (chosen, disguise) in enumerate(cases):
         run_dir = tmp_path / f"run-{number}"
@@ -227,31 +235,27 @@ def test_a_pickle_in_the_place_of_any_file_is_never_executed(failed_run: Path, t
 
 def forge(step: Path, edit: Callable[[dict[str, Any]], None] = lambda record: None) -> None:
     """Change a rank's manifest, and make every hash up to the commit record fit, as whoever can write there could."""
-    path = step / "rank-00000.json"
-    record = json.loads(path.read_bytes())
-    edit(record)
-    for name in record["files"]:
-        if (step / name).is_file():
-            record["files"][name] = hash_file(step / name).model_dump()
-    path.write_text(json.dumps(record))
-    manifest = json.loads((step / "manifest.json").read_bytes())
-    files = {name: file["bytes"] for name, file in record["files"].items()}
-    manifest["ranks"]["0"] = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "files": files}
-    data = json.dumps(manifest).encode()
-    (step / "manifest.json").write_bytes(data)
-    (step / "COMMIT").write_bytes(commit_record(data))
+    slabs = {path.name: path for path in slab_files(step)}
+
+    def change(record: dict[str, Any]) -> None:
+        edit(record)
+        for name in record["files"].keys() & slabs.keys():
+            record["files"][name] = hash_file(slabs[name]).model_dump()
+
+    edit_part(step, change)
 
 
 def newest_step(run_dir: Path) -> Path:
     return run_dir / "checkpoints" / "step-0000000009"
 
 
-@pytest.mark.parametrize("kind", ["params", "moments", "extra"])
-def test_a_pickle_with_hashes_that_fit_is_never_executed(failed_run: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("chosen", [weights_file, rest_file, small_state_file])
+def test_a_pickle_with_hashes_that_fit_is_never_executed(
+    failed_run: Path, tmp_path: Path, chosen: Callable[[Path], Path]
+) -> None:
     marker, run_dir = tmp_path / "marker", tmp_path / "run"
     shutil.copytree(failed_run, run_dir)
-    file = newest_step(run_dir) / f"rank-00000.{kind}.safetensors"
-    file.write_bytes(plain_pickle(marker, b""))
+    chosen(newest_step(run_dir)).write_bytes(plain_pickle(marker, b""))
     forge(newest_step(run_dir))
     read_by_everything(run_dir, tmp_path / "out")
     assert not marker.exists()
@@ -287,9 +291,9 @@ def test_arrays_of_objects_are_not_built_from_bytes() -> None:
 NAMES = [
     "../outside",
     "/etc/passwd",
-    "rank-00000.params.safetensors/../../outside",
+    "{}/../../outside",
     "..",
-    "rank-00000.params.safetensors\n",
+    "{}\n",
 ]
 
 
@@ -298,15 +302,16 @@ def test_names_in_manifests_cannot_leave_the_directory(failed_run: Path, tmp_pat
     run_dir = tmp_path / "run"
     shutil.copytree(failed_run, run_dir)
     outside = run_dir / "checkpoints" / "outside"
-    outside.write_bytes((newest_step(run_dir) / "rank-00000.params.safetensors").read_bytes())
+    weights = weights_file(newest_step(run_dir))
+    outside.write_bytes(weights.read_bytes())
 
     def rename(record: dict[str, Any]) -> None:
-        record["files"][name] = record["files"].pop("rank-00000.params.safetensors")
+        record["files"][name.format(weights.name)] = record["files"].pop(weights.name)
 
     forge(newest_step(run_dir), rename)
     result = CliRunner().invoke(app, ["verify", str(run_dir)])
     assert result.exit_code == 1
-    assert re.search(r"(manifest|rank-00000)\.json: is refused", result.stdout)
+    assert re.search(r"(manifest\.json|COMMIT|rank-00000\.json): is refused", result.stdout)
     recovery, _ = life(run_dir, 13, crash=True)
     assert recovery.restored.checkpoint_iteration == 6
     assert outside.exists()
@@ -318,7 +323,7 @@ def test_a_step_that_is_a_link_is_neither_read_nor_written_nor_emptied(failed_ru
     shutil.copytree(failed_run, run_dir)
     newest_step(run_dir).rename(elsewhere)
     newest_step(run_dir).symlink_to(elsewhere)
-    shutil.copytree(elsewhere, tmp_path / "uncommitted", ignore=shutil.ignore_patterns("COMMIT"))
+    shutil.copytree(elsewhere, tmp_path / "uncommitted", ignore=shutil.ignore_patterns(commit_file(elsewhere).name))
     for name in ("step-0000000002", "step-0000000012", "abandoned-step-0000000001-1-0"):
         (run_dir / "checkpoints" / name).symlink_to(tmp_path / "uncommitted")
     before = {
@@ -334,15 +339,16 @@ def test_a_step_that_is_a_link_is_neither_read_nor_written_nor_emptied(failed_ru
     assert after == before
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.params.safetensors"])
-def test_a_file_that_is_a_link_is_damage(failed_run: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("chosen", [rank_part, weights_file])
+def test_a_file_that_is_a_link_is_damage(failed_run: Path, tmp_path: Path, chosen: Callable[[Path], Path]) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(failed_run, run_dir)
-    (newest_step(run_dir) / name).rename(tmp_path / "outside")
-    (newest_step(run_dir) / name).symlink_to(tmp_path / "outside")
+    file = chosen(newest_step(run_dir))
+    file.rename(tmp_path / "outside")
+    file.symlink_to(tmp_path / "outside")
     result = CliRunner().invoke(app, ["verify", str(run_dir)])
     assert result.exit_code == 1
-    assert f"{name}: cannot be read" in result.stdout
+    assert f"{file.name}: cannot be read" in result.stdout
 
 
 def test_counters_and_event_files_are_not_written_through_links(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from cpsr.benchmarks.harness.checkpoint_files import frozen_files
 from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.manifest import holds_frozen, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state.frozen_parameters import FrozenPlace, FrozenWeights
@@ -82,7 +83,7 @@ class Life:
 
     def inodes(self, iteration: int) -> dict[str, int]:
         directory = self.directory / step_name(iteration)
-        return {path.name: path.stat().st_ino for path in directory.iterdir() if holds_frozen(path.name)}
+        return {path.name: path.stat().st_ino for path in frozen_files(directory)}
 
 
 CUTS = ("whole", "flat", "rows", "rows of some ranks")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.benchmarks.harness.checkpoint_files import commit_file
 from cpsr.checkpoint.catalogue import remove_uncommitted, scan
 from cpsr.checkpoint.manifest import COMMIT, THINNED
 from cpsr.checkpoint.store import CheckpointStore
@@ -35,7 +36,7 @@ def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
 ) -> None:
     for iteration in (10, 20, 30):
         save(store, iteration)
-    hidden = store.directory / "step-0000000030" / COMMIT
+    hidden = commit_file(store.directory / "step-0000000030")
     refuse_asking(monkeypatch, hidden, 1_000)
     save(store, 40)  # with a retention pass after it
     remove_uncommitted(scan(store.directory), before=40)

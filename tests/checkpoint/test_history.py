@@ -6,11 +6,12 @@ import threading
 import pytest
 import torch
 
+from cpsr.benchmarks.harness.checkpoint_files import rank_part, weights_file
 from cpsr.checkpoint import files
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.history import DiskHistory
-from cpsr.checkpoint.manifest import file_name, rank_manifest_name, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.predictor.protocol import History
 from tests.checkpoint.conftest import RefuseReading, make_shard, make_snapshot, save
@@ -81,7 +82,7 @@ def test_what_cannot_be_read_now_is_left_out_and_reported(
 def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for iteration in (10, 20, 30):
         save(store, iteration)
-    weights = store.directory / step_name(20) / file_name(0, "params")
+    weights = weights_file(store.directory / step_name(20))
     pieces = -(-weights.stat().st_size // BLOCK_BYTES)
     assert pieces > 1
     monkeypatch.setattr(files, "_CHUNK_BYTES", BLOCK_BYTES)
@@ -109,7 +110,7 @@ def test_what_was_read_before_is_not_read_again_while_it_is_the_same(store: Chec
     first = DiskHistory(store.directory, 0)
     known = first.known
     assert list(known) == [10, 20, 30]
-    (store.directory / step_name(20) / rank_manifest_name(0)).unlink()
+    rank_part(store.directory / step_name(20)).unlink()
     again = DiskHistory(store.directory, 0, known=known, opened=False)
     assert len(list(again.open())) == 3
     assert again.known == known

@@ -1,21 +1,20 @@
 """Checkpoints for which ranks that hold the same write one part of it each."""
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cpsr.benchmarks.harness.checkpoint_files import edit_part, rest_file, weights_file
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
-from cpsr.checkpoint.manifest import MANIFEST, RankManifest, commit_record, rank_manifest_name
 from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import CheckpointCorruptError, SaveError
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
@@ -72,18 +71,20 @@ def test_each_rank_comes_back_whole_from_what_both_wrote(ranks: Ranks, tmp_path:
     assert verify_run(tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", ["params", "moments"])
+@pytest.mark.parametrize("damaged", [weights_file, rest_file])
 @pytest.mark.parametrize("reader", [0, 1])
-def test_damage_in_a_file_is_damage_for_each_rank_that_needs_it(ranks: Ranks, kind: str, reader: int) -> None:
+def test_damage_in_a_file_is_damage_for_each_rank_that_needs_it(
+    ranks: Ranks, damaged: Callable[[Path, int], Path], reader: int
+) -> None:
     assert commit(ranks, 10).committed
-    path = directory(ranks[0], 10) / f"rank-00001.{kind}.safetensors"
+    path = damaged(directory(ranks[0], 10), 1)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=path.name):
         ranks[reader].load(10, make_shard(999, SIZES))
     excluded = DiskHistory(ranks[reader].directory, reader).excluded
-    assert (10 in excluded) == (kind == "params")
+    assert (10 in excluded) == (damaged is weights_file)
 
 
 def test_nothing_is_committed_that_nobody_wrote(ranks: Ranks) -> None:
@@ -98,20 +99,12 @@ def test_a_manifest_that_leaves_to_others_what_they_did_not_write_is_damage(rank
     """Whoever forged it: a restart must not take what is not there for zeros, or for another operator."""
     assert commit(ranks, 10).committed
     folder = directory(ranks[0], 10)
-    record = RankManifest.parse((folder / rank_manifest_name(0)).read_bytes())
     for writer in (1, 7):
-        forged = {**record.operators, NAMES[0]: record.operators[NAMES[0]].model_copy(update={"saved_by": writer})}
-        sealed_again(folder, record.model_copy(update={"operators": forged}))
+
+        def leave(part: dict[str, Any], writer: int = writer) -> None:
+            part["operators"][NAMES[0]]["saved_by"] = writer
+
+        edit_part(folder, leave)
         with pytest.raises(CheckpointCorruptError, match=rf"rank.0*{writer}"):
             loaded(ranks[0], 10)
         assert any(f"to rank {writer}" in problem.what for problem in verify_run(tmp_path))
-
-
-def sealed_again(folder: Path, record: RankManifest) -> None:
-    """Put a rank's manifest into a committed checkpoint, with all hashes above it made to fit."""
-    (folder / rank_manifest_name(record.rank)).write_bytes(record.to_bytes())
-    manifest = read_manifest(folder)
-    resealed = manifest.ranks[record.rank].model_copy(update={"sha256": hashlib.sha256(record.to_bytes()).hexdigest()})
-    data = manifest.model_copy(update={"ranks": {**manifest.ranks, record.rank: resealed}}).to_bytes()
-    (folder / MANIFEST).write_bytes(data)
-    (folder / "COMMIT").write_bytes(commit_record(data))

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.benchmarks.harness.checkpoint_files import rest_file, weights_file
 from cpsr.checkpoint import ranges, verify
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.manifest import file_name, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.saved import SavedCheckpoint, operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
@@ -117,10 +119,10 @@ def test_the_small_state_and_the_buffers_are_those_of_the_named_rank(tmp_path: P
     assert (found["rank"], found["tensor"].tolist(), into.others["seen"].tolist()) == (1, [1], [1.0])
 
 
-@pytest.mark.parametrize("kind", ["params", "moments"])
-def test_a_flipped_bit_is_found(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("damaged", [weights_file, rest_file])
+def test_a_flipped_bit_is_found(tmp_path: Path, damaged: Callable[[Path, int], Path]) -> None:
     saved = commit(tmp_path, [shard(rank, 2) for rank in range(2)])
-    path = saved.directory / file_name(1, kind)  # type: ignore[arg-type]
+    path = damaged(saved.directory, 1)
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)

@@ -1,5 +1,6 @@
 """One branch of a rank's scalars, or its weights, read alone."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.checkpoint.manifest import file_name, rank_manifest_name
+from cpsr.benchmarks.harness.checkpoint_files import rank_part, small_state_file
 from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
@@ -31,21 +32,21 @@ def test_it_is_what_was_saved_of_it(directory: Path) -> None:
     assert found["ours"] == [1, (2.5, None)]
     assert torch.equal(found["products"], LEARNED["of"]["products"])
     assert found.keys() == {"ours", "products"}
-    (directory / file_name(0, "extra")).unlink()  # what was read does not lie there any more
+    small_state_file(directory).unlink()  # what was read does not lie there any more
     assert found["products"].sum() == 6.0
 
 
 def test_damage_is_reported(directory: Path) -> None:
-    extra = directory / file_name(0, "extra")
-    data = extra.read_bytes()
-    extra.write_bytes(data[:20])
-    with pytest.raises(CheckpointCorruptError, match=r"extra\.safetensors"):
+    file = small_state_file(directory)
+    data = file.read_bytes()
+    file.write_bytes(data[:20])
+    with pytest.raises(CheckpointCorruptError, match=re.escape(file.name)):
         SavedCheckpoint(directory).small_state(0, ("learned", "of"))
-    extra.unlink()
+    file.unlink()
     with pytest.raises(CheckpointCorruptError, match="is missing"):
         SavedCheckpoint(directory).small_state(0, ("learned", "of"))
-    extra.write_bytes(data)
-    record = directory / rank_manifest_name(0)
+    file.write_bytes(data)
+    record = rank_part(directory)
     record.write_bytes(record.read_bytes().replace(b"2.5", b"2.6"))
     with pytest.raises(CheckpointCorruptError, match="SHA-256"):
         SavedCheckpoint(directory).small_state(0, ("learned", "of"))

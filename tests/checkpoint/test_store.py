@@ -1,7 +1,5 @@
 """Round trips and refusals of the committed store."""
 
-import hashlib
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.benchmarks.harness.checkpoint_files import commit_file, edit_part, slab_files
 from cpsr.checkpoint.catalogue import Retention, scan
-from cpsr.checkpoint.manifest import commit_record, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import UnreadableFileError, verify_checkpoint
@@ -134,45 +133,31 @@ def test_another_model_is_refused_by_the_first_differing_tensor(store: Checkpoin
         assert torch.equal(tensor, before[key])
 
 
-def tamper(directory: Path, edit: Any) -> None:
-    """What an attacker with write access can do: change a manifest and every hash above it."""
-    path = directory / "rank-00000.json"
-    record = json.loads(path.read_bytes())
-    manifest = json.loads((directory / "manifest.json").read_bytes())
-    edit(record, manifest)
-    path.write_bytes(json.dumps(record).encode())
-    manifest["ranks"]["0"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (directory / "manifest.json").write_bytes(json.dumps(manifest).encode())
-    (directory / "COMMIT").write_bytes(commit_record((directory / "manifest.json").read_bytes()))
+def rename_file(record: dict[str, Any]) -> None:
+    first = min(record["files"])
+    record["files"]["../../outside"] = record["files"].pop(first)
 
 
-def rename_file(record: dict[str, Any], manifest: dict[str, Any]) -> None:
-    name = "rank-00000.params.safetensors"
-    record["files"]["../../outside"] = record["files"].pop(name)
-    manifest["ranks"]["0"]["files"]["../../outside"] = manifest["ranks"]["0"]["files"].pop(name)
-
-
-def rename_in_rank_manifest(record: dict[str, Any], manifest: dict[str, Any]) -> None:
-    record["files"]["../../outside"] = record["files"].pop("rank-00000.params.safetensors")
-
-
-def unknown_tag(record: dict[str, Any], manifest: dict[str, Any]) -> None:
+def unknown_tag(record: dict[str, Any]) -> None:
     record["scalars"] = {"__cpsr__": "pickle", "data": "gASVCwAAAA=="}
 
 
 @pytest.mark.parametrize(
-    ("edit", "says"),
+    ("edit", "relist", "says"),
     [
-        (rename_file, "manifest.json: is refused"),
-        (rename_in_rank_manifest, "rank-00000.json: is refused"),
-        (unknown_tag, "rank-00000.json: its scalars cannot be decoded"),
+        (rename_file, True, r"(manifest\.json|COMMIT): is refused"),
+        (rename_file, False, "rank-00000.json: is refused"),
+        (unknown_tag, True, "rank-00000.json: its scalars cannot be decoded"),
     ],
 )
-def test_malicious_manifests_are_refused(store: CheckpointStore, tmp_path: Path, edit: Any, says: str) -> None:
+def test_malicious_manifests_are_refused(
+    store: CheckpointStore, tmp_path: Path, edit: Any, relist: bool, says: str
+) -> None:
+    """As whoever can write there could change them, with every hash above."""
     save(store, 10)
     directory = store.directory / "step-0000000010"
-    (tmp_path / "outside").write_bytes((directory / "rank-00000.params.safetensors").read_bytes())
-    tamper(directory, edit)
+    (tmp_path / "outside").write_bytes(min(slab_files(directory)).read_bytes())
+    edit_part(directory, edit, relist=relist)
     with pytest.raises(CheckpointCorruptError, match=says):
         store.load(10, make_shard(5))
 
@@ -185,7 +170,7 @@ def test_prepare_removes_what_was_never_committed_and_nothing_else(
     (store.directory / "notes.txt").write_text("the user's")
     (store.directory / "step-0000000010" / ".rank-00000.json.77.tmp").write_text("x")
     save(store, 30)
-    (store.directory / "step-0000000030" / "COMMIT").write_text("torn")
+    commit_file(store.directory / "step-0000000030").write_text("torn")
     problems = store.prepare()
     assert [(problem.iteration, problem.file.name) for problem in problems] == [(30, "COMMIT")]
     assert sorted(path.name for path in store.directory.iterdir()) == [

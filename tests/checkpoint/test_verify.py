@@ -1,27 +1,16 @@
 """Every byte of a committed checkpoint is guarded: flips and truncations are found, named, and survived."""
 
-import hashlib
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpsr.benchmarks.harness.checkpoint_files import checkpoint_files, commit_file, edit_part, is_slab, slab_files
 from cpsr.checkpoint.direct_file import DIRECT
-from cpsr.checkpoint.manifest import FileRecord, commit_record
+from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from tests.checkpoint.conftest import save
-
-FILES = (
-    "COMMIT",
-    "manifest.json",
-    "rank-00000.json",
-    "rank-00000.params.safetensors",
-    "rank-00000.moments.safetensors",
-    "rank-00000.extra.safetensors",
-)
 
 
 def flip(path: Path, offset: int) -> None:
@@ -39,15 +28,14 @@ def committed(store: CheckpointStore) -> Path:
 
 def test_every_byte_of_the_small_files_and_every_7th_of_the_large(committed: Path) -> None:
     directory = committed / "step-0000000020"
-    for name in FILES:
-        path = directory / name
+    for path in checkpoint_files(directory):
         original = path.read_bytes()
-        large = name.endswith(".safetensors")
-        for offset in range(0, len(original), 7 if large else 1 if name == "COMMIT" else 97):
+        large = is_slab(path)
+        for offset in range(0, len(original), 7 if large else 1 if path == commit_file(directory) else 97):
             if large and original[offset : offset + 97] == b" " * 97:  # of what fills the header up
                 continue
             flip(path, offset)
-            assert len(verify_run(committed.parent)) == 1, (name, offset)
+            assert len(verify_run(committed.parent)) == 1, (path, offset)
             path.write_bytes(original)
     assert verify_run(committed.parent) == []
 
@@ -68,29 +56,16 @@ def test_verifying_asks_the_disk(committed: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "open", recording)
     assert verify_run(committed.parent) == []
-    assert {flags[name] for name in FILES if name.endswith(".safetensors")} == {DIRECT}
-
-
-def rewrite_records(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change the records of the files, with the hashes above them, as a writer would that errs."""
-    path = directory / "rank-00000.json"
-    record = json.loads(path.read_bytes())
-    for file in record["files"].values():
-        edit(file)
-    path.write_text(json.dumps(record))
-    manifest = json.loads((directory / "manifest.json").read_bytes())
-    manifest["ranks"]["0"]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    data = json.dumps(manifest).encode()
-    (directory / "manifest.json").write_bytes(data)
-    (directory / "COMMIT").write_bytes(commit_record(data))
+    assert {flags[path.name] for path in slab_files(committed / "step-0000000020")} == {DIRECT}
 
 
 def test_a_wrong_hash_of_a_piece_is_found(committed: Path) -> None:
-    def alter(file: dict[str, Any]) -> None:
-        altered = ("1" if file["pieces"][0] == "0" else "0") + file["pieces"][1:]
-        file |= FileRecord.of_pieces(file["bytes"], altered).model_dump()
+    def alter(record: dict[str, Any]) -> None:
+        for file in record["files"].values():
+            altered = ("1" if file["pieces"][0] == "0" else "0") + file["pieces"][1:]
+            file |= FileRecord.of_pieces(file["bytes"], altered).model_dump()
 
-    rewrite_records(committed / "step-0000000020", alter)
+    edit_part(committed / "step-0000000020", alter)
     problems = verify_run(committed.parent)
-    assert sorted(problem.file.name for problem in problems) == sorted(FILES[3:])
+    assert sorted(problem.file for problem in problems) == slab_files(committed / "step-0000000020")
     assert all("the xxh3-64 of its bytes 0 to " in problem.what for problem in problems)

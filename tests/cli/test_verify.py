@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpsr.benchmarks.harness.checkpoint_files import weights_file
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -19,8 +20,7 @@ def committed_checkpoint(run_dir: Path) -> Path:
     weights = OperatorState("w", ParamSlice(torch.arange(100.0), (100,), 0), {"exp_avg": torch.zeros(100)}, 50)
     store.write(Snapshot(50, Shard({"w": weights}, {}), {"step": 50}))
     assert store.commit(50, 5.0, threading.Event()).committed
-    (path,) = run_dir.rglob("*.params.safetensors")
-    return path
+    return weights_file(store.catalogue()[0].directory)
 
 
 def test_verify_passes_a_whole_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpsr.benchmarks.harness.checkpoint_files import rest_file
 from cpsr.checkpoint.catalogue import _thin, scan
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.saved import operator_record
@@ -161,7 +162,7 @@ def test_one_flipped_byte_is_found_where_it_is_read(tmp_path: Path) -> None:
     write_identity(tmp_path)
     parts = (shard(operator("w", torch.ones(4), (8,), start), seen=torch.ones(3)) for start in (0, 4))
     directory = write_checkpoint(tmp_path, *parts)
-    file = directory / "rank-00001.moments.safetensors"
+    file = rest_file(directory, 1)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -236,9 +237,10 @@ def test_fp32_widens_and_never_narrows(tmp_path: Path) -> None:
 def test_weights_are_exported_where_moments_are_lost(tmp_path: Path) -> None:
     write_identity(tmp_path)
     directory = write_checkpoint(tmp_path, shard(operator("w", torch.arange(4.0), (4,))))
-    (directory / "rank-00000.moments.safetensors").unlink()
+    lost = rest_file(directory)
+    lost.unlink()
     assert torch.equal(open_whole(tmp_path, None, moments=False).weights("w"), torch.arange(4.0))
-    with pytest.raises(CheckpointCorruptError, match=r"moments\.safetensors: is missing"):
+    with pytest.raises(CheckpointCorruptError, match=f"{lost.name}: is missing"):
         open_whole(tmp_path, None)
 
 

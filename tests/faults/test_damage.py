@@ -1,16 +1,19 @@
 """A damaged checkpoint is named and refused, and the one before it is used; wrong values are never loaded."""
 
+import math
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpsr.benchmarks.harness.checkpoint_files import checkpoint_files, commit_file, edit_commit, rank_part, weights_file
 from cpsr.checkpoint.catalogue import Retention, scan
-from cpsr.checkpoint.manifest import commit_record, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointError
@@ -85,10 +88,7 @@ def edited(data: bytes, edits: list[tuple[str, int, int]]) -> bytes:
 def test_no_edit_of_any_file_is_ever_loaded(
     run_dir: Path, data: st.DataObject, edits: list[tuple[str, int, int]]
 ) -> None:
-    name = data.draw(
-        st.sampled_from(sorted(path.name for path in (run_dir / "checkpoints" / step_name(NEWEST)).iterdir()))
-    )
-    path = run_dir / "checkpoints" / step_name(NEWEST) / name
+    path = data.draw(st.sampled_from(checkpoint_files(run_dir / "checkpoints" / step_name(NEWEST))))
     original = path.read_bytes()
     changed = edited(original, edits)
     path.write_bytes(changed)
@@ -110,7 +110,7 @@ def test_no_edit_of_any_file_is_ever_loaded(
     else:
         assert {problem.iteration for problem in found} == {NEWEST}
         # What belongs to one rank is that rank's to refuse; the others hear of it when they agree on a checkpoint.
-        own = [rank for rank in range(RANKS) if name.startswith(f"rank-{rank:05d}")]
+        own = [rank for rank in range(RANKS) if path.name.startswith(f"rank-{rank:05d}")]
         assert refused == (own or list(range(RANKS)))
 
 
@@ -136,9 +136,11 @@ def own_run(run_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run_dir, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("name", ["rank-00000.params.safetensors", "rank-00000.json", "COMMIT"])
-def test_a_pipe_in_the_place_of_a_file_does_not_hold_up_verifying(own_run: Path, name: str) -> None:
-    path = own_run / "checkpoints" / step_name(NEWEST) / name
+@pytest.mark.parametrize("chosen", [weights_file, rank_part, commit_file])
+def test_a_pipe_in_the_place_of_a_file_does_not_hold_up_verifying(
+    own_run: Path, chosen: Callable[[Path], Path]
+) -> None:
+    path = chosen(own_run / "checkpoints" / step_name(NEWEST))
     path.unlink()
     os.mkfifo(path)
     found: list[str] = []
@@ -161,13 +163,10 @@ def test_a_directory_in_an_uncommitted_save_does_not_stop_a_restart(own_run: Pat
     assert (tmp_path / "outside" / "file").exists()
 
 
-@pytest.mark.parametrize("created", ["1e300", "NaN", "-1e12", "Infinity"])
-def test_a_manifest_with_an_impossible_time_costs_that_checkpoint_alone(own_run: Path, created: str) -> None:
+@pytest.mark.parametrize("created", [1e300, math.nan, -1e12, math.inf])
+def test_a_manifest_with_an_impossible_time_costs_that_checkpoint_alone(own_run: Path, created: float) -> None:
     directory = own_run / "checkpoints" / step_name(NEWEST)
-    head, tail = (directory / "manifest.json").read_bytes().split(b'"created_unix_seconds":')
-    changed = head + b'"created_unix_seconds":' + created.encode() + tail[tail.index(b",") :]
-    (directory / "manifest.json").write_bytes(changed)
-    (directory / "COMMIT").write_bytes(commit_record(changed))
+    edit_commit(directory, lambda commit: commit.update(created_unix_seconds=created))
     store = open_run(own_run, 2)[0]
     assert [problem.iteration for problem in scan(store.directory).problems] == [NEWEST]
     assert [info.iteration for info in store.catalogue()] == list(COMMITTED[:-1])

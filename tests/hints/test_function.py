@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cpsr.benchmarks.harness.checkpoint_files import small_state_file
 from cpsr.checkpoint.verify import verify_run
 from cpsr.errors import NotResumableError, RunMismatchError
 from cpsr.hints import resumable
@@ -147,7 +148,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_line(
 ) -> None:
     killed_at(made(), 4, 6, [])
     newest = tmp_path / "run" / "checkpoints" / "step-0000000004"
-    file = newest / "rank-00000.extra.safetensors"
+    file = small_state_file(newest)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpsr.benchmarks.harness.checkpoint_files import commit_file, record_files
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
 from cpsr.checkpoint.memory_reader import load_states
 from cpsr.checkpoint.memory_states import memory_states
@@ -76,14 +77,14 @@ def test_an_older_one_does_not_stand_for_one_that_cannot_be_read_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(tmp_path, 10, (True, True))
-    refused = commit(tmp_path, 20, (True, False)) / "COMMIT"
+    refused = commit_file(commit(tmp_path, 20, (True, False)))
     refuse_asking(monkeypatch, refused, 1_000)
     assert committed_words(tmp_path / "checkpoints", 0, 1) is None
 
 
 def test_older_ones_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A history has hundreds, and this is asked before each replica."""
-    refused = commit(tmp_path, 10, (True, False)) / "COMMIT"
+    refused = commit_file(commit(tmp_path, 10, (True, False)))
     commit(tmp_path, 20, (True, True))
     refuse_asking(monkeypatch, refused, 1_000)
     words = committed_words(tmp_path / "checkpoints", 0, 1)
@@ -91,11 +92,13 @@ def test_older_ones_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert words[0] == words[1]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "rank-00001.json", "COMMIT"])
-def test_of_a_damaged_one_nothing_is_known(tmp_path: Path, name: str) -> None:
-    path = commit(tmp_path, 10, (True, True)) / name
-    path.write_bytes(path.read_bytes()[:-1])
-    assert committed_words(tmp_path / "checkpoints", 0, 1) is None
+def test_of_a_damaged_one_nothing_is_known(tmp_path: Path) -> None:
+    for path in record_files(commit(tmp_path, 10, (True, True))):
+        content = path.read_bytes()
+        path.write_bytes(content[:-1])
+        assert committed_words(tmp_path / "checkpoints", 0, 1) is None, path
+        path.write_bytes(content)
+    assert committed_words(tmp_path / "checkpoints", 0, 1) is not None
 
 
 def test_a_buffer_that_a_small_state_lacks_is_not_another_ranks(tmp_path: Path) -> None:

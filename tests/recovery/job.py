@@ -11,7 +11,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.benchmarks.harness.checkpoint_files import commit_file
+from cpsr.checkpoint.manifest import step_name
 from tests.rank_processes import become_rank, start_ranks
 
 RANKS = 2
@@ -118,7 +119,7 @@ class Job:
         }
         for name, value in (settings or {}).items():
             config[name] = {**config.get(name, {}), **value} if isinstance(value, Mapping) else value
-        record = None if committed is None else self.run_dir / "checkpoints" / step_name(committed) / COMMIT
+        record = None if committed is None else commit_file(self.run_dir / "checkpoints" / step_name(committed))
         result = self.directory / f"life-{self.lives}"
         options = {"iterations": ITERATIONS, "fault": fault, "committed": record} | options
         processes = start_ranks(_rank, {"config": config, "result": result} | options, ranks)

@@ -1,5 +1,6 @@
 """Damage that one rank alone can see: all ranks take the same older checkpoint."""
 
+from cpsr.benchmarks.harness.checkpoint_files import rest_file
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.verify import verify_run
 from tests.recovery.job import RANKS, Job
@@ -7,7 +8,7 @@ from tests.recovery.job import RANKS, Job
 
 def test_ranks_never_restore_different_checkpoints(job: Job) -> None:
     job.launch(fault="step:all:14", committed=12)
-    shard = job.run_dir / "checkpoints" / step_name(12) / "rank-00001.moments.safetensors"
+    shard = rest_file(job.run_dir / "checkpoints" / step_name(12), 1)
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

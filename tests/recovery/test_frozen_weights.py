@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.checkpoint.manifest import RankManifest, holds_frozen, rank_manifest_name, step_name
+from cpsr.benchmarks.harness.checkpoint_files import commit_file, frozen_files, rank_part
+from cpsr.checkpoint.manifest import RankManifest, holds_frozen, step_name
 from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader
 from tests.committed import wait_until_committed
@@ -144,14 +145,15 @@ class FrozenJob:
         assert (set(ended.statuses) == {0}) is not fails, ended.output[-3000:]
         return ended
 
+    def directory(self, iteration: int) -> Path:
+        return self.run_dir / "checkpoints" / step_name(iteration)
+
     def files(self, iteration: int) -> Mapping[str, os.stat_result]:
         """Files of frozen weights in a checkpoint."""
-        directory = self.run_dir / "checkpoints" / step_name(iteration)
-        return {path.name: path.stat() for path in directory.iterdir() if holds_frozen(path.name)}
+        return {path.name: path.stat() for path in frozen_files(self.directory(iteration))}
 
     def record(self, iteration: int) -> RankManifest:
-        directory = self.run_dir / "checkpoints" / step_name(iteration)
-        return RankManifest.parse((directory / rank_manifest_name(0)).read_bytes())
+        return RankManifest.parse(rank_part(self.directory(iteration)).read_bytes())
 
     def events(self, kind: str) -> list[str]:
         with JournalReader(self.run_dir / "journal.db") as journal:
@@ -189,11 +191,11 @@ def same_end(ended: Ended, expected: Ended) -> bool:
 
 def test_they_are_written_once_and_a_checkpoint_costs_what_trains(left_alone: Alone) -> None:
     job, _ = left_alone()
-    (name,) = job.files(12)
+    assert len(job.files(12)) == 1
     assert {one.st_ino for one in job.files(12).values()} == {one.st_ino for one in job.files(ITERATIONS).values()}
     record = job.record(ITERATIONS)
     assert not record.others.keys() & record.frozen.keys()
-    held = load_file(job.run_dir / "checkpoints" / step_name(ITERATIONS) / name)
+    held = load_file(frozen_files(job.directory(ITERATIONS))[0])
     assert {f"frozen/{one}" for one in record.frozen} == held.keys(), "tied weights are there once"
     trained = sum(one.numel * 4 * (1 + len(one.moments)) for one in record.operators.values())
     new = {file: one.bytes for file, one in record.files.items() if not holds_frozen(file)}
@@ -215,12 +217,11 @@ def test_after_a_kill_they_are_as_they_were_whatever_the_script_loads(frozen: Fr
 
 def test_a_damaged_file_that_is_needed_is_refused(frozen: FrozenJob) -> None:
     frozen.run(fault=10, committed=8, fails=True)
-    (name,) = frozen.files(8)
-    path = frozen.run_dir / "checkpoints" / step_name(8) / name
+    (path,) = frozen_files(frozen.directory(8))
     path.write_bytes(b"\0" * path.stat().st_size)
     ended = frozen.run(base_seed=OTHER_BASE, fails=True)
     assert "none of the checkpoints of this run can be restored" in ended.output
-    assert name in ended.output
+    assert path.name in ended.output
 
 
 def test_without_a_checkpoint_a_state_in_memory_needs_the_same_base_weights(
@@ -276,7 +277,7 @@ def test_what_is_written_past_the_version_count_is_never_committed_as_it_was(
     _, expected = left_alone(merge_at=6)
     failed = frozen.run(merge_at=6, merge_through_data=True, fault=13, committed=12, fails=True)
     assert "were changed where torch does not count it, through .data" in failed.output
-    assert not (frozen.run_dir / "checkpoints" / step_name(8) / "COMMIT").exists()
+    assert not commit_file(frozen.directory(8)).exists()
     ended = frozen.run(base_seed=OTHER_BASE)
     assert ended.result["started"] == 12
     assert same_end(ended, expected)

@@ -9,13 +9,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.checkpoint.manifest import RankManifest, holds_frozen, rank_manifest_name, step_name
+from cpsr.benchmarks.harness.checkpoint_files import frozen_files, rank_part
+from cpsr.checkpoint.manifest import RankManifest, holds_frozen, step_name
 from cpsr.checkpoint.store import verify_run
 from tests.device import DEVICE
 
 peft = pytest.importorskip("peft")
 
-INTERVAL, MERGED, ENDS = 3, 7, 14
+INTERVAL, MERGED, LAST, ENDS = 3, 7, 12, 14
 DATA: Any = torch.arange(40.0).reshape(-1, 4) / 40
 
 
@@ -58,8 +59,12 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
+def directory(run_dir: Path, iteration: int) -> Path:
+    return run_dir / "checkpoints" / step_name(iteration)
+
+
 def record(run_dir: Path, iteration: int) -> RankManifest:
-    return RankManifest.parse((run_dir / "checkpoints" / step_name(iteration) / rank_manifest_name(0)).read_bytes())
+    return RankManifest.parse(rank_part(directory(run_dir, iteration)).read_bytes())
 
 
 @pytest.mark.parametrize(("merges", "until"), [(False, 8), (True, 13)])
@@ -72,6 +77,6 @@ def test_a_run_comes_back_and_a_checkpoint_costs_its_adapters(tmp_path: Path, me
     frozen = sum(one.bytes for name, one in kept.files.items() if holds_frozen(name))
     assert frozen > 1 << 20
     assert sum(one.bytes for name, one in kept.files.items() if not holds_frozen(name)) < frozen / 10
-    (file,) = (tmp_path / "run" / "checkpoints" / step_name(ENDS)).glob("*.frozen-*")
-    assert merges or file.stat().st_nlink > 1
+    (file,) = frozen_files(directory(tmp_path / "run", ENDS))
+    assert merges or file.samefile(frozen_files(directory(tmp_path / "run", LAST))[0])
     assert verify_run(tmp_path / "run") == []

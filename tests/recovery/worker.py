@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 import cpsr.checkpoint.rank_part as part_module
 import cpsr.checkpoint.store as store_module
 from cpsr import CPSRRecovery
+from cpsr.benchmarks.harness.checkpoint_files import is_rest
 from cpsr.checkpoint.copying import StateCopier
 from cpsr.checkpoint.device_copy import StepEvents
 from cpsr.checkpoint.memory_states import memory_states
@@ -368,14 +369,13 @@ class Faults:
         return any(len(found) == torch.distributed.get_world_size() for found in ranks.values())
 
     def _arm(self) -> None:
-        at, step = self._at, f"step-{self._at:010d}"
+        at = self._at
         if self._phase == "snapshot":
             # `put` hands the views to its snapshot, the only one of the arguments that knows the iteration.
             due = lambda copier, buffer, shard, contents, put: put.args[0].iteration == at  # noqa: E731
             before(StateCopier, "_copy_on_host", due, self._die)
         elif self._phase == "persist":
-            due = lambda path, *rest, **more: path.parent.name == step and "moments" in path.name  # noqa: E731
-            before(part_module, "write_tensors", due, self._die)
+            before(part_module, "write_tensors", lambda path, *rest, **more: is_rest(path, at), self._die)
         elif self._phase == "commit":
             before(store_module, "seal", lambda directory, iteration, *rest, **more: iteration == at, self._die)
         elif self._phase == "load":

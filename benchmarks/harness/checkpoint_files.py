@@ -1,0 +1,167 @@
+"""Where the files of a checkpoint lie, for what damages, counts or compares them.
+
+No other file of the benchmarks and the tests spells these names out, but the tests of the layout itself.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from cpsr.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    THINNED,
+    RankManifest,
+    commit_record,
+    experts_taken_at,
+    holds_frozen,
+    holds_weights,
+    rank_manifest_name,
+    step_name,
+)
+
+__all__ = ["Kind", "checkpoint_files", "commit_file", "directory_bytes", "edit_commit", "edit_part", "expert_files"]
+__all__ += ["files_left", "frozen_files", "is_rest", "is_slab", "is_thinned", "kind_of", "rank_part", "record_files"]
+__all__ += ["rest_file", "slab_files", "slab_names", "small_state_file", "weights_file"]
+
+Kind = Literal["weights", "rest", "expert-weights", "expert-rest", "frozen"]
+
+
+def slab_files(directory: Path, rank: int | None = None, kind: Kind | None = None) -> list[Path]:
+    """Files of tensors that the checkpoint in this directory lists, whether or not it is committed.
+
+    Args:
+        directory: of the checkpoint.
+        rank: that wrote them; None: all.
+        kind: what is in them; None: anything.
+    """
+    found = set()
+    for part in sorted(directory.glob("rank-*.json")) if rank is None else [rank_part(directory, rank)]:
+        found.update(slab_names(RankManifest.parse(part.read_bytes()), kind))
+    return sorted(directory / name for name in found if holds_weights(name) or not is_thinned(directory))
+
+
+def slab_names(record: RankManifest, kind: Kind | None = None) -> list[str]:
+    """Names of the files of tensors of a rank's part."""
+    return [name for name in record.files if kind in (None, kind_of(name))]
+
+
+def weights_file(directory: Path, rank: int = 0) -> Path:
+    """A rank's weights, but those of experts with files of their own."""
+    (found,) = slab_files(directory, rank, "weights")
+    return found
+
+
+def rest_file(directory: Path, rank: int = 0) -> Path:
+    """A rank's moments, as `weights_file`."""
+    return max(slab_files(directory, rank, "rest"))
+
+
+def small_state_file(directory: Path, rank: int = 0) -> Path:
+    """A rank's buffers, and the tensors of its small state."""
+    return min(slab_files(directory, rank, "rest"))
+
+
+def expert_files(directory: Path, rank: int | None = None) -> list[Path]:
+    """Weights and moments of experts that have files of their own."""
+    return [path for path in slab_files(directory, rank) if kind_of(path.name).startswith("expert-")]
+
+
+def frozen_files(directory: Path) -> list[Path]:
+    """Parameters outside the optimizer, of all ranks."""
+    return slab_files(directory, kind="frozen")
+
+
+def rank_part(directory: Path, rank: int = 0) -> Path:
+    """The manifest of a rank's part."""
+    return directory / rank_manifest_name(rank)
+
+
+def commit_file(directory: Path) -> Path:
+    """The file by which the checkpoint exists."""
+    return directory / COMMIT
+
+
+def record_files(directory: Path) -> list[Path]:
+    """All files of a committed checkpoint but the tensors, that of the commit last."""
+    return [*sorted(directory.glob("rank-*.json")), directory / MANIFEST, commit_file(directory)]
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """All files of a committed checkpoint."""
+    return [*slab_files(directory), *record_files(directory)]
+
+
+def files_left(directory: Path) -> list[str]:
+    """Names of all files that there are of a checkpoint, listed or not."""
+    return sorted(path.name for path in directory.iterdir())
+
+
+def directory_bytes(directory: Path) -> int:
+    """Bytes of all files of a committed checkpoint."""
+    return sum(path.stat().st_size for path in checkpoint_files(directory))
+
+
+def kind_of(name: str) -> Kind:
+    """What is in a file of tensors, by its name."""
+    if holds_frozen(name):
+        return "frozen"
+    if experts_taken_at(name) is not None:
+        return "expert-weights" if holds_weights(name) else "expert-rest"
+    return "weights" if holds_weights(name) else "rest"
+
+
+def is_slab(path: Path) -> bool:
+    """Whether a file of a checkpoint holds tensors."""
+    return path.suffix == ".safetensors"
+
+
+def is_rest(path: Path, iteration: int) -> bool:
+    """Whether a file that is read or written is a `rest_file` of a checkpoint, or the temporary one for it."""
+    return path.parent.name == step_name(iteration) and ".moments." in path.name
+
+
+def is_thinned(directory: Path) -> bool:
+    """Whether the checkpoint was thinned to its weights."""
+    return (directory / THINNED).exists()
+
+
+def edit_part(directory: Path, edit: Callable[[dict[str, Any]], object], rank: int = 0, *, relist: bool = True) -> None:
+    """Change the manifest of a rank's part, and all hashes above it, as whoever can write there could.
+
+    Args:
+        directory: of the checkpoint.
+        edit: of the manifest as JSON.
+        rank: whose part.
+        relist: the commit lists the files that this part then lists.
+    """
+    path = rank_part(directory, rank)
+    record = json.loads(path.read_bytes())
+    edit(record)
+    path.write_bytes(json.dumps(record).encode())
+
+    def follow(manifest: dict[str, Any]) -> None:
+        listed = manifest["ranks"][str(rank)]
+        listed["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        if relist:
+            listed["files"] = {name: file["bytes"] for name, file in record["files"].items()}
+        if relist and "hashes" in listed:
+            listed["hashes"] = {name: file["xxh3_128"] for name, file in record["files"].items()}
+
+    edit_commit(directory, follow)
+
+
+def edit_commit(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the commit says, and its hash.
+
+    Args:
+        directory: of the checkpoint.
+        edit: of the commit as JSON.
+    """
+    manifest = json.loads((directory / MANIFEST).read_bytes())
+    edit(manifest)
+    data = json.dumps(manifest).encode()
+    (directory / MANIFEST).write_bytes(data)
+    commit_file(directory).write_bytes(commit_record(data))
