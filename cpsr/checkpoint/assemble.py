@@ -135,7 +135,8 @@ def assemble(slabs: Iterable[Slab], wanted: Mapping[str, Wanted], where: object,
     left = set(rests)
     for slab in slabs if left else ():
         ranks.add(slab.rank)
-        found = [(rests[key], one) for key in slab.pieces if key in left for one in rests[key].take_from(slab)]
+        keys = [key for key in min(rests, slab.pieces, key=len) if key in left and key in slab.pieces]
+        found = [(rests[key], one) for key in keys for one in rests[key].take_from(slab)]
         if found:
             chosen.append((slab, found))
             left = {key for key in left if rests[key].is_open}

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
-from cpsr.checkpoint.assemble import Piece, assemble, wanted_of
+from cpsr.checkpoint.assemble import Piece, Wanted, assemble, wanted_of
 from cpsr.checkpoint.direct_file import hash_pieces
 from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory_states import Described, HeldOperator, MemoryState, describe, hash_of
@@ -26,6 +27,7 @@ from cpsr.state.shard import OperatorState, ParamSlice, Shard
 __all__ = [
     "OpenState",
     "ages_in_memory",
+    "fill",
     "holds_whole_operators",
     "load_states",
     "owned_word",
@@ -58,12 +60,17 @@ def load_states(states: Sequence[MemoryState], into: Shard) -> Any:
         scalars, taken_at = small.scalars(), whole.taken_at(into)
         if lacking := sorted({f"other/{name}" for name in into.others} - small.tensors.keys()):
             raise CheckpointError(f"{states[-1].path} holds no {lacking[0]}: it is of another model")
-        try:
-            assemble(slabs, wanted_of(into), states[0].path)
-        except RunMismatchError as error:
-            raise CheckpointError(str(error)) from error
+        fill(slabs, wanted_of(into))
     into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
     return scalars
+
+
+def fill(slabs: Sequence["OpenState"], wanted: Mapping[str, Wanted]) -> None:
+    """Fill tensors from states that are open; CheckpointError where one is in none of them, and nothing is written."""
+    try:
+        assemble(slabs, wanted, slabs[-1].path)
+    except RunMismatchError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def room_for_memory_state(state: MemoryState) -> Shard:
@@ -193,25 +200,6 @@ class OpenState:
     def __exit__(self, *_: object) -> None:
         del self._bytes
 
-    def tensor(self, key: str, like: torch.Tensor) -> torch.Tensor:
-        """The tensor of that key, of the shape and type of `like`.
-
-        Raises:
-            CheckpointError: there is none.
-        """
-        one = self.tensors.get(key)
-        if one is None or (one.dtype, one.shape) != (like.dtype, tuple(like.shape)):
-            held = "nothing" if one is None else f"{dtype_name(one.dtype)} of shape {one.shape}"
-            raise CheckpointError(
-                f"{self._state.path} holds {key} as {held}, this job has {dtype_name(like.dtype)} of shape "
-                f"{tuple(like.shape)}: it is of another model or split over ranks"
-            )
-        return self.as_it_is(key)
-
-    def has(self, key: str) -> bool:
-        """Whether there is a tensor of that key."""
-        return key in self.tensors
-
     def as_it_is(self, key: str) -> torch.Tensor:
         """The tensor of that key, of its own shape and type.
 
@@ -231,6 +219,11 @@ class OpenState:
     def rank(self) -> int:
         """That saved it."""
         return self._state.rank
+
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self._state.path
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:

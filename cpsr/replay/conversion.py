@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpsr.checkpoint.memory_reader import OpenState, ages_in_memory
+from cpsr.checkpoint.assemble import Piece, Wanted, pieces_of, wanted_of
+from cpsr.checkpoint.memory_reader import OpenState, ages_in_memory, fill
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.weight_sample import sampled
@@ -48,11 +49,14 @@ def load_window(state: MemoryState, into: Shard) -> Any:
         CheckpointError: the window is no longer whole, or of another model or split; `into` holds anything.
     """
     with OpenState(state) as window, torch.no_grad():
-        anchors = window.taken_at(into)
-        for name, values in into.others.items():
-            values.copy_(window.tensor(f"other/{name}", values))
-        for name, operator in into.operators.items():
-            _fill(window, anchors[name], state.iteration, state.iteration, operator)
+        fill([window], wanted_of(Shard({}, into.others)))
+        for name, anchor in window.taken_at(into).items():
+            if anchor < state.iteration:
+                raise CheckpointError(f"the window holds {name} of iteration {anchor}, before its first")
+            operator = into.operators[name]
+            _fill(window, anchor, state.iteration, state.iteration, operator)
+            for moment in operator.moments.values() if anchor > state.iteration else ():
+                moment.zero_()  # until its own come
         return window.scalars()["start"]
 
 
@@ -189,7 +193,7 @@ class Conversion:
                 whole = self._anchors[name] == iteration
                 key = f"param/{name}" if whole else f"other/{compute_key(step, name)}"
                 before, cause = self._window.as_it_is(key), _WRITES
-            elif self._window.has(few):
+            elif few in self._window.tensors:
                 values, before, cause = sampled(values, SAMPLED_ELEMENTS), self._window.as_it_is(few), _DIFFERS
             else:
                 continue
@@ -216,7 +220,8 @@ class Conversion:
     def _convert(self, iteration: int) -> None:
         with torch.no_grad():
             for name, operator in self._job.adapter.shard().operators.items():
-                _fill(self._window, self._anchors[name], self.first, iteration, operator, evolving=True)
+                if self._anchors[name] >= iteration:  # the others are left to the training
+                    _fill(self._window, self._anchors[name], self.first, iteration, operator)
         self._job.adapter.push_down()
 
     @contextmanager
@@ -242,34 +247,32 @@ class Conversion:
         )
 
 
-def _fill(
-    window: OpenState, anchor: int, first: int, iteration: int, operator: OperatorState, *, evolving: bool = False
-) -> None:
-    """What a window has of an operator at this iteration.
+def _fill(window: OpenState, anchor: int, first: int, iteration: int, operator: OperatorState) -> None:
+    """Write what a window has of an operator at this iteration: all of it, or compute weights.
 
     Args:
-        window: of it.
-        anchor: iteration at which the window has the operator whole.
+        window: of the operator.
+        anchor: iteration at which the window has it whole, this one or a later one.
         first: iteration of the window.
         iteration: the present one.
-        operator: views that are written.
-        evolving: an operator with an earlier anchor is left to the training.
+        operator: views that are written; moments only where it is whole.
     """
     values, name = operator.parameter.values, operator.name
     if anchor == iteration:
-        values.copy_(window.tensor(f"param/{name}", values))
-        for moment, target in operator.moments.items():
-            source = window.tensor(f"moment/{moment}/{name}", target)
-            if not _is_absent(target):
-                target.copy_(source)
-            elif bool(source.any()):
-                raise CheckpointError(f"the optimizer has no {moment} of {name} yet, and had it the first time")
-    elif anchor > iteration:
-        values.copy_(window.as_it_is(f"other/{compute_key(iteration - first, name)}").view(values.shape))
-        for target in operator.moments.values() if not evolving else ():
-            target.zero_()  # until its own come
-    elif not evolving:
-        raise CheckpointError(f"the window holds {name} of iteration {anchor}, before its first")
+        wanted = {key: Wanted(piece, target) for key, piece, target in pieces_of(operator)}
+        for key in [key for key, one in wanted.items() if _is_absent(one.target)]:
+            del wanted[key]
+            if bool(window.as_it_is(key).any()):
+                raise CheckpointError(f"the optimizer has no {key} yet, and had it the first time")
+        fill([window], wanted)
+        return
+    key = f"other/{compute_key(iteration - first, name)}"
+    dtype = window.tensors[key].dtype if key in window.tensors else values.dtype
+    same = dtype == values.dtype
+    weights = values if same else torch.empty(values.shape, dtype=dtype, device="cpu")
+    fill([window], {key: Wanted(Piece(tuple(values.shape), dtype, 0, values.numel()), weights)})
+    if not same:
+        values.copy_(weights)
 
 
 def _is_absent(moment: torch.Tensor) -> bool:
