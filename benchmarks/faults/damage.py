@@ -10,14 +10,24 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.benchmarks.faults.job import COMMITTED, RUN_ID, copy_run, open_run, shard_of, write_run
+from cpsr.benchmarks.faults.job import COMMITTED, RANKS, RUN_ID, copy_run, open_run, shard_of, write_run
 from cpsr.benchmarks.faults.oracle import FOREIGN, is_right, restart
 from cpsr.benchmarks.faults.outcome import Outcome
-from cpsr.checkpoint.manifest import experts_taken_at
+from cpsr.benchmarks.harness.checkpoint_files import (
+    checkpoint_files,
+    commit_file,
+    commit_files,
+    counterpart,
+    expert_files,
+    is_slab,
+    kind_of,
+    of_other_rank,
+)
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointError, RunMismatchError
 
-__all__ = ["damage_regions", "files_of", "holders", "regions", "step"]
+__all__ = ["damage_regions", "files_of", "holders", "newest", "regions"]
 
 NEWEST, BEFORE = COMMITTED[-1], COMMITTED[-2]
 HEADER_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
@@ -53,20 +63,20 @@ class Change:
     hurt: frozenset[int] = frozenset({NEWEST})
 
 
-def step(iteration: int) -> str:
-    """Directory of a checkpoint."""
-    return f"step-{iteration:010d}"
+def newest(checkpoints: Path) -> Path:
+    """Directory of the newest checkpoint."""
+    return checkpoints / step_name(NEWEST)
 
 
-def files_of(checkpoints: Path, iteration: int = NEWEST) -> list[str]:
-    """Names of all files of a checkpoint."""
-    return sorted(path.name for path in (checkpoints / step(iteration)).iterdir())
+def files_of(checkpoints: Path) -> list[Path]:
+    """All files of the newest checkpoint, from the run's directory of them."""
+    return sorted(path.relative_to(checkpoints) for path in checkpoint_files(newest(checkpoints)))
 
 
 def regions(path: Path) -> list[Region]:
     """All bytes of a file, in pieces that mean something."""
     data = path.read_bytes()
-    if path.suffix == ".safetensors":
+    if is_slab(path):
         return list(_tensor_regions(data))
     if path.suffix == ".json":
         tokens = list(_JSON_TOKEN.finditer(data))
@@ -75,30 +85,31 @@ def regions(path: Path) -> list[Region]:
     return [Region(repr(line[0].decode()[:20]), line.start(), line.end()) for line in lines]
 
 
-def holders(checkpoints: Path, *names: str) -> frozenset[int]:
+def holders(checkpoints: Path, *files: Path) -> frozenset[int]:
     """Iterations of the checkpoints that hold one of these files of the newest one: what is carried, several hold."""
-    found = {NEWEST}
-    for name, iteration in itertools.product(names, COMMITTED):
-        path = checkpoints / step(iteration) / name
-        if path.exists() and path.samefile(checkpoints / step(NEWEST) / name):
-            found.add(iteration)
-    return frozenset(found)
+    of_each = {iteration: checkpoint_files(checkpoints / step_name(iteration)) for iteration in COMMITTED}
+    sought = {(checkpoints / file).stat().st_ino for file in files}
+    return frozenset(
+        iteration for iteration, found in of_each.items() if sought & {path.stat().st_ino for path in found}
+    )
 
 
 def changes(checkpoints: Path, seed: int = 0) -> Iterator[Change]:
     """A flipped bit in, and a cut at, every region of every file of the newest checkpoint; and each file gone."""
     chance = random.Random(seed)  # noqa: S311 - nothing secret is drawn
-    for name in files_of(checkpoints):
-        blamed, hurt = blamed_for(name), holders(checkpoints, name)
-        for region in regions(checkpoints / step(NEWEST) / name):
+    committed = commit_file(newest(checkpoints))
+    for file in files_of(checkpoints):
+        blamed, hurt = blamed_for(checkpoints, file), holders(checkpoints, file)
+        for region in regions(checkpoints / file):
             offset, bit = chance.randrange(region.start, region.stop), 1 << chance.randrange(8)
-            where = f"{name}, {region.name}"
-            yield Change(MANY[0], f"{where}, byte {offset}", _edit(name, _flip(offset, bit)), blamed, hurt)
-            yield Change(MANY[1], f"{where}, at {region.start}", _edit(name, _cut(region.start)), blamed, hurt)
-        yield Change("damage: longer", name, _edit(name, lambda data: data + b"\0"), blamed, hurt)
-        yield Change("damage: file gone", name, _remove(name), blamed if name != "COMMIT" else frozenset())
-        yield Change("damage: link in its place", name, _link(name), blamed)
-        yield Change("damage: directory in its place", name, _directory(name), blamed)
+            where = f"{file.name}, {region.name}"
+            yield Change(MANY[0], f"{where}, byte {offset}", _edit(file, _flip(offset, bit)), blamed, hurt)
+            yield Change(MANY[1], f"{where}, at {region.start}", _edit(file, _cut(region.start)), blamed, hurt)
+        yield Change("damage: longer", file.name, _edit(file, lambda data: data + b"\0"), blamed, hurt)
+        gone = frozenset() if checkpoints / file == committed else blamed
+        yield Change("damage: file gone", file.name, _remove(file), gone)
+        yield Change("damage: link in its place", file.name, _link(file), blamed)
+        yield Change("damage: directory in its place", file.name, _directory(file), blamed)
 
 
 def exchange_files(checkpoints: Path, other_run: Path) -> Iterator[Change]:
@@ -110,33 +121,34 @@ def exchange_files(checkpoints: Path, other_run: Path) -> Iterator[Change]:
     """
     both = frozenset({NEWEST, BEFORE})
     every_file = files_of(checkpoints)
-    for name in every_file:
-        hurt = holders(checkpoints, name)
-        if BEFORE not in hurt and (checkpoints / step(BEFORE) / name).exists():
-            yield Change("exchange: between checkpoints", name, _swap_steps(name), blamed_for(name), both)
-        yield Change("exchange: of another run", name, _copy(other_run, [name]), blamed_for(name), hurt)
-        if name.startswith("rank-00000"):
-            other = name.replace("rank-00000", "rank-00001")
-            yield Change("exchange: between ranks", name, _swap_names(name, other), blamed_for(name, other))
-    manifests = [name for name in every_file if not name.endswith(".safetensors")]
-    tensors = [name for name in every_file if name.endswith(".safetensors")]
-    hurt = holders(checkpoints, *tensors)
-    yield Change("exchange: of another run", "all manifests", _copy(other_run, manifests), frozenset(tensors))
-    yield Change("exchange: of another run", "all tensors", _copy(other_run, tensors), frozenset(tensors), hurt)
+    for file in every_file:
+        hurt, blamed = holders(checkpoints, file), blamed_for(checkpoints, file)
+        if BEFORE not in hurt and _before(checkpoints, file).exists():
+            yield Change("exchange: between checkpoints", file.name, _swap_steps(file), blamed, both)
+        yield Change("exchange: of another run", file.name, _copy(other_run, [file]), blamed, hurt)
+        other = of_other_rank(file)
+        if other is not None:
+            blamed = blamed_for(checkpoints, file, other)
+            yield Change("exchange: between ranks", file.name, _swap_files(file, other), blamed)
+    manifests = [file for file in every_file if not is_slab(file)]
+    tensors = [file for file in every_file if is_slab(file)]
+    hurt, blamed = holders(checkpoints, *tensors), blamed_for(checkpoints, *tensors)
+    yield Change("exchange: of another run", "all manifests", _copy(other_run, manifests), blamed)
+    yield Change("exchange: of another run", "all tensors", _copy(other_run, tensors), blamed, hurt)
     # The newest is whole in itself, so that only loading, which knows the run, can refuse it.
     yield Change("exchange: of another run", "all files", _copy(other_run, every_file), frozenset(), hurt)
-    swap = _swap_directories
-    yield Change("exchange: between checkpoints", "all files", swap, frozenset({"manifest.json"}), both)
+    blamed = frozenset({commit_files(newest(checkpoints))[0].name})
+    yield Change("exchange: between checkpoints", "all files", _swap_directories, blamed, both)
 
 
 def exchange_ages(checkpoints: Path) -> Iterator[Change]:
     """Files with experts of one iteration in the place of those of another, in the newest checkpoint."""
-    for first, second in itertools.combinations(files_of(checkpoints), 2):
-        ages = experts_taken_at(first), experts_taken_at(second)
-        if None not in ages and first.replace(str(ages[0]), "") == second.replace(str(ages[1]), ""):
-            yield Change(
-                "exchange: between ages", f"{first}, {second}", _swap_names(first, second), frozenset({first, second})
-            )
+    for rank in range(RANKS):
+        for first, second in itertools.combinations(expert_files(newest(checkpoints), rank), 2):
+            if kind_of(first.name) == kind_of(second.name):
+                swap = _swap_files(first.relative_to(checkpoints), second.relative_to(checkpoints))
+                names = first.name, second.name
+                yield Change("exchange: between ages", ", ".join(names), swap, frozenset(names))
 
 
 def damage_regions(
@@ -171,10 +183,10 @@ def damage_regions(
     shutil.rmtree(directory)
 
 
-def blamed_for(*names: str) -> frozenset[str]:
-    """Files of which one has to be named when these are damaged: the two that vouch for each other count as one."""
-    vouch = {"COMMIT", "manifest.json"}
-    return frozenset(names) | (vouch if "manifest.json" in names else set())
+def blamed_for(checkpoints: Path, *files: Path) -> frozenset[str]:
+    """Names of files of which one has to be named when these are damaged: those of the commit count as one."""
+    first, *others = (path.relative_to(checkpoints) for path in commit_files(newest(checkpoints)))
+    return frozenset(file.name for file in (*files, *(others if first in files else ())))
 
 
 def _judged(run_dir: Path, change: Change, restarts: bool) -> Outcome:
@@ -233,11 +245,11 @@ def _tensor_regions(data: bytes) -> Iterator[Region]:
             yield Region(name, start, stop)
 
 
-def _edit(name: str, edited: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+def _edit(file: Path, edited: Callable[[bytes], bytes]) -> Callable[[Path], object]:
     """Replace the content of a file of the newest checkpoint."""
 
     def apply(checkpoints: Path) -> None:
-        path = checkpoints / step(NEWEST) / name
+        path = checkpoints / file
         path.write_bytes(edited(path.read_bytes()))
 
     return apply
@@ -251,24 +263,29 @@ def _cut(size: int) -> Callable[[bytes], bytes]:
     return lambda data: data[:size]
 
 
-def _remove(name: str) -> Callable[[Path], object]:
-    return lambda checkpoints: (checkpoints / step(NEWEST) / name).unlink()
+def _before(checkpoints: Path, file: Path) -> Path:
+    """Where the checkpoint before has what this file is in the newest one."""
+    return counterpart(checkpoints / file, checkpoints / step_name(BEFORE))
 
 
-def _link(name: str) -> Callable[[Path], object]:
+def _remove(file: Path) -> Callable[[Path], object]:
+    return lambda checkpoints: (checkpoints / file).unlink()
+
+
+def _link(file: Path) -> Callable[[Path], object]:
     """A link to the file of the checkpoint before, as a program that saves space might leave it."""
 
     def apply(checkpoints: Path) -> None:
-        path = checkpoints / step(NEWEST) / name
+        path, before = checkpoints / file, _before(checkpoints, file)
         path.unlink()
-        path.symlink_to(checkpoints / step(BEFORE) / name)
+        path.symlink_to(before)
 
     return apply
 
 
-def _directory(name: str) -> Callable[[Path], object]:
+def _directory(file: Path) -> Callable[[Path], object]:
     def apply(checkpoints: Path) -> None:
-        path = checkpoints / step(NEWEST) / name
+        path = checkpoints / file
         path.unlink()
         path.mkdir()
 
@@ -282,21 +299,21 @@ def _exchange(first: Path, second: Path) -> None:
     aside.rename(second)
 
 
-def _swap_steps(name: str) -> Callable[[Path], object]:
-    return lambda checkpoints: _exchange(checkpoints / step(NEWEST) / name, checkpoints / step(BEFORE) / name)
+def _swap_steps(file: Path) -> Callable[[Path], object]:
+    return lambda checkpoints: _exchange(checkpoints / file, _before(checkpoints, file))
 
 
-def _swap_names(name: str, other: str) -> Callable[[Path], object]:
-    return lambda checkpoints: _exchange(checkpoints / step(NEWEST) / name, checkpoints / step(NEWEST) / other)
+def _swap_files(file: Path, other: Path) -> Callable[[Path], object]:
+    return lambda checkpoints: _exchange(checkpoints / file, checkpoints / other)
 
 
 def _swap_directories(checkpoints: Path) -> None:
-    _exchange(checkpoints / step(NEWEST), checkpoints / step(BEFORE))
+    _exchange(newest(checkpoints), checkpoints / step_name(BEFORE))
 
 
-def _copy(other_run: Path, names: Collection[str]) -> Callable[[Path], object]:
+def _copy(other_run: Path, files: Collection[Path]) -> Callable[[Path], object]:
     def apply(checkpoints: Path) -> None:
-        for name in names:
-            shutil.copyfile(other_run / step(NEWEST) / name, checkpoints / step(NEWEST) / name)
+        for file in files:
+            shutil.copyfile(other_run / file, checkpoints / file)
 
     return apply

@@ -13,8 +13,8 @@ import cpsr.checkpoint.store as store_module
 import cpsr.life.opening as opening_module
 import cpsr.peers.replicator as replicator_module
 import cpsr.restart.sources as sources_module
+from cpsr.benchmarks.harness.checkpoint_files import is_rest
 from cpsr.checkpoint.copying import StateCopier
-from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory import MemoryFile
 from cpsr.checkpoint.progress import ProgressCounter
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -70,8 +70,7 @@ def _sealed(place: int, arguments: Sequence[Any]) -> bool:
 
 
 def _written(place: int, arguments: Sequence[Any]) -> bool:
-    path = arguments[0]
-    return bool(path.parent.name == step_name(place)) and "moments" in path.name
+    return is_rest(arguments[0], place)
 
 
 def _second(place: int, arguments: Sequence[Any]) -> bool:

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from cpsr import CPSRRecovery
 from cpsr.benchmarks.faults.moments import arm
 from cpsr.benchmarks.faults.part import Fault, Part, notes_path
+from cpsr.benchmarks.harness.checkpoint_files import commit_file
 from cpsr.benchmarks.harness.ranks import state_digest
-from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.tiers import Source
@@ -171,7 +172,7 @@ def _keep_pace(part: Part, began_at: int, iteration: int) -> None:
     interval = part.config["checkpoint"]["interval_iterations"]
     if (iteration - began_at) % interval or iteration - began_at == interval:
         return
-    last = Path(part.config["run_dir"]) / "checkpoints" / step_name(iteration - interval) / COMMIT
+    last = commit_file(Path(part.config["run_dir"]) / "checkpoints" / step_name(iteration - interval))
     deadline = time.monotonic() + SAVE_SECONDS
     while not last.exists() and time.monotonic() < deadline:
         time.sleep(0.002)

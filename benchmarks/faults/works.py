@@ -23,6 +23,7 @@ from cpsr.benchmarks.faults.job import (
 from cpsr.benchmarks.faults.saves import CHAIN, LIFE, RETENTION, SPARSE, RankWriter
 from cpsr.benchmarks.faults.stage import POLL_SECONDS, Gate
 from cpsr.benchmarks.faults.tracing import NO_LINKS
+from cpsr.benchmarks.harness.checkpoint_files import commit_files
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CPSRError
@@ -144,8 +145,8 @@ def _with_damage_and_remains(run_dir: Path) -> None:
 
 def _damage(run_dir: Path) -> None:
     checkpoints = run_dir / "checkpoints"
-    (checkpoints / "step-0000000040" / "manifest.json").write_bytes(b"{")
-    (checkpoints / "step-0000000030" / ".tmpAbCdEf").write_bytes(b"torn")
+    commit_files(checkpoints / step_name(40))[0].write_bytes(b"{")
+    (checkpoints / step_name(30) / ".tmpAbCdEf").write_bytes(b"torn")
 
 
 def _save_chain(run_dir: Path, gate: Gate) -> None:

@@ -5,6 +5,7 @@ No other file of the benchmarks and the tests spells these names out, but the te
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +23,10 @@ from cpsr.checkpoint.manifest import (
     step_name,
 )
 
-__all__ = ["Kind", "checkpoint_files", "commit_file", "directory_bytes", "edit_commit", "edit_part", "expert_files"]
-__all__ += ["files_left", "frozen_files", "is_rest", "is_slab", "is_thinned", "kind_of", "rank_part", "record_files"]
-__all__ += ["rest_file", "slab_files", "slab_names", "small_state_file", "weights_file"]
+__all__ = ["Kind", "checkpoint_files", "commit_file", "commit_files", "counterpart", "directory_bytes", "edit_commit"]
+__all__ += ["edit_part", "expert_files", "files_left", "frozen_files", "is_rest", "is_slab", "is_thinned", "kind_of"]
+__all__ += ["of_other_rank", "rank_part", "record_files", "remove_checkpoint", "rest_file", "slab_files", "slab_names"]
+__all__ += ["small_state_file", "steps_in", "weights_file"]
 
 Kind = Literal["weights", "rest", "expert-weights", "expert-rest", "frozen"]
 
@@ -81,12 +83,17 @@ def rank_part(directory: Path, rank: int = 0) -> Path:
 
 def commit_file(directory: Path) -> Path:
     """The file by which the checkpoint exists."""
-    return directory / COMMIT
+    return commit_files(directory)[-1]
+
+
+def commit_files(directory: Path) -> list[Path]:
+    """The files of the commit, each of which vouches for those before it; the last one is `commit_file`."""
+    return [directory / MANIFEST, directory / COMMIT]
 
 
 def record_files(directory: Path) -> list[Path]:
-    """All files of a committed checkpoint but the tensors, that of the commit last."""
-    return [*sorted(directory.glob("rank-*.json")), directory / MANIFEST, commit_file(directory)]
+    """All files of a committed checkpoint but the tensors, those of the commit last."""
+    return [*sorted(directory.glob("rank-*.json")), *commit_files(directory)]
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -97,6 +104,32 @@ def checkpoint_files(directory: Path) -> list[Path]:
 def files_left(directory: Path) -> list[str]:
     """Names of all files that there are of a checkpoint, listed or not."""
     return sorted(path.name for path in directory.iterdir())
+
+
+def steps_in(checkpoints: Path) -> list[str]:
+    """Names of all that there is in a run's directory of checkpoints, but of what their tensors lie in."""
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Remove a checkpoint, and what no other one has in common with it."""
+    shutil.rmtree(directory)
+
+
+def counterpart(path: Path, directory: Path) -> Path:
+    """Where another checkpoint would have what this file is in its own.
+
+    Args:
+        path: a file of a checkpoint.
+        directory: of the other one.
+    """
+    return directory / path.name
+
+
+def of_other_rank(path: Path) -> Path | None:
+    """The same file of rank 1; None where this one is not of rank 0."""
+    first, second = "rank-00000", "rank-00001"
+    return path.with_name(path.name.replace(first, second)) if path.name.startswith(first) else None
 
 
 def directory_bytes(directory: Path) -> int:

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from cpsr.benchmarks.harness.checkpoint_files import commit_file
 from cpsr.benchmarks.harness.processes import wait_for
 from cpsr.benchmarks.stall.job import Job
-from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.demo.device import CUDA
 from cpsr.errors import CPSRError
 from cpsr.job import Rewind
@@ -94,7 +95,8 @@ class Cpsr:
         self._saver.surface()
         if self._saver.saved_iteration != self._iteration:
             raise CPSRError(f"checkpoint {self._iteration} was not committed; the reason is in the log above")
-        return (self._recovery.config.run_dir / "checkpoints" / step_name(self._iteration) / COMMIT).stat().st_mtime
+        directory = self._recovery.config.run_dir / "checkpoints" / step_name(self._iteration)
+        return commit_file(directory).stat().st_mtime
 
     def clean(self) -> None:
         """Old checkpoints are removed by the writer."""

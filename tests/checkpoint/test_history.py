@@ -1,12 +1,11 @@
 """The series for the predictor, over full and thinned checkpoints."""
 
-import shutil
 import threading
 
 import pytest
 import torch
 
-from cpsr.benchmarks.harness.checkpoint_files import rank_part, weights_file
+from cpsr.benchmarks.harness.checkpoint_files import rank_part, remove_checkpoint, weights_file
 from cpsr.checkpoint import files
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
@@ -120,7 +119,7 @@ def test_what_was_read_before_is_not_read_again_while_it_is_the_same(store: Chec
         assert torch.equal(again.read(operator, 1, 0, count), first.read(operator, 1, 0, count))
     again.close()
     first.close()
-    shutil.rmtree(store.directory / step_name(20))
+    remove_checkpoint(store.directory / step_name(20))
     store.write(make_snapshot(20, seed=9))  # the same iteration, another state
     assert store.commit(20, 5.0, threading.Event()).committed
     replaced = DiskHistory(store.directory, 0, known=known)

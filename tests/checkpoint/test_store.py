@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.benchmarks.harness.checkpoint_files import commit_file, edit_part, slab_files
+from cpsr.benchmarks.harness.checkpoint_files import commit_file, edit_part, slab_files, steps_in
 from cpsr.checkpoint.catalogue import Retention, scan
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.snapshot import Snapshot
@@ -173,7 +173,7 @@ def test_prepare_removes_what_was_never_committed_and_nothing_else(
     commit_file(store.directory / "step-0000000030").write_text("torn")
     problems = store.prepare()
     assert [(problem.iteration, problem.file.name) for problem in problems] == [(30, "COMMIT")]
-    assert sorted(path.name for path in store.directory.iterdir()) == [
+    assert steps_in(store.directory) == [
         "damaged-step-0000000030-2-0",
         "notes.txt",
         "step-0000000010",

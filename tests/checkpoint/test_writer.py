@@ -160,8 +160,8 @@ def test_an_unexpected_exception_is_logged_surfaced_and_survived(
     "error",
     [
         OSError(30, "Read-only file system"),
-        DamagedFileError(Path("manifest.json"), "is missing"),
-        UnreadableFileError(Path("manifest.json"), "cannot be read now: Input/output error"),
+        DamagedFileError(Path("COMMIT"), "is missing"),
+        UnreadableFileError(Path("COMMIT"), "cannot be read now: Input/output error"),
     ],
 )
 def test_retention_that_fails_leaves_the_commit_and_is_logged(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from cpsr import CPSRRecovery
+from cpsr.benchmarks.harness.checkpoint_files import steps_in
 from cpsr.checkpoint.manifest import step_name
 from cpsr.config import ExpertsConfig
 from cpsr.engines import TorchAdapter
@@ -312,5 +313,5 @@ def test_a_loop_that_ends_at_a_whole_checkpoint_keeps_it(tmp_path: Path) -> None
             optimizer.zero_grad()
             model(((1, 1, 1), (2, 1))).backward()
             optimizer.step()
-    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    names = steps_in(tmp_path / "checkpoints")
     assert [name for name in names if "5" in name and not name.startswith(".")] == [step_name(5)]

@@ -1,5 +1,4 @@
 import math
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.benchmarks.harness.checkpoint_files import rest_file
+from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint, rest_file
 from cpsr.checkpoint.catalogue import _thin, scan
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.saved import operator_record
@@ -176,7 +175,7 @@ def test_a_checkpoint_is_read_to_its_end_though_the_job_deletes_it(tmp_path: Pat
     write_identity(tmp_path)
     directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))))
     state = open_whole(tmp_path, None)
-    shutil.rmtree(directory)
+    remove_checkpoint(directory)
     assert torch.equal(state.weights("w"), torch.ones(4))
     assert state.scalars()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cpsr.benchmarks.harness.checkpoint_files import small_state_file
+from cpsr.benchmarks.harness.checkpoint_files import small_state_file, steps_in
 from cpsr.checkpoint.verify import verify_run
 from cpsr.errors import NotResumableError, RunMismatchError
 from cpsr.hints import resumable
@@ -106,7 +106,7 @@ def killed_at(module: ModuleType, hint: int, *arguments: Any) -> None:
 
 
 def checkpoints(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    return steps_in(tmp_path / "run" / "checkpoints")
 
 
 def test_a_call_goes_on_and_the_next_one_begins_anew(made: Made, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.learning import learner as module
@@ -209,7 +209,7 @@ def test_what_this_rank_has_written_is_taken_in_once_it_is_committed(filled: Che
 
 GIVEN_UP: dict[str, Callable[[CheckpointStore], object]] = {
     "abandoned": lambda store: store.skip(40, "a test"),
-    "gone": lambda store: shutil.rmtree(store.directory / step_name(40)),
+    "gone": lambda store: remove_checkpoint(store.directory / step_name(40)),
 }
 
 

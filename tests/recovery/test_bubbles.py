@@ -1,11 +1,11 @@
 """The predictor in the bubbles of a real pipeline of two stages."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint
 from cpsr.checkpoint.manifest import step_name
 from cpsr.journal import JournalReader
 from tests.device import NO_STAGES, cpu_only
@@ -47,7 +47,7 @@ def test_it_learns_in_bubbles_and_changes_nothing(job: Job, alone: Ended) -> Non
         assert mine["threads"] == alone.result(stage)["threads"]
     assert any("pieces of work" in message for message in events(job.run_dir, "bubbles"))
     # The last checkpoint before the end was copied in waits; a life that begins there ends alike.
-    shutil.rmtree(job.run_dir / "checkpoints" / step_name(ITERATIONS))
+    remove_checkpoint(job.run_dir / "checkpoints" / step_name(ITERATIONS))
     back = job.launch(iterations=ITERATIONS, **WORKER)
     for stage in range(STAGES):
         mine, expected = back.result(stage), alone.result(stage)

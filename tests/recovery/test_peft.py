@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.benchmarks.harness.checkpoint_files import frozen_files, rank_part
-from cpsr.checkpoint.manifest import RankManifest, holds_frozen, step_name
+from cpsr.benchmarks.harness.checkpoint_files import frozen_files, kind_of, rank_part
+from cpsr.checkpoint.manifest import RankManifest, step_name
 from cpsr.checkpoint.store import verify_run
 from tests.device import DEVICE
 
@@ -74,9 +74,9 @@ def test_a_run_comes_back_and_a_checkpoint_costs_its_adapters(tmp_path: Path, me
     life(tmp_path / "run", 1, until, merges=merges)
     assert same(life(tmp_path / "run", 2, ENDS), expected)
     kept = record(tmp_path / "run", ENDS)
-    frozen = sum(one.bytes for name, one in kept.files.items() if holds_frozen(name))
+    frozen = sum(one.bytes for name, one in kept.files.items() if kind_of(name) == "frozen")
     assert frozen > 1 << 20
-    assert sum(one.bytes for name, one in kept.files.items() if not holds_frozen(name)) < frozen / 10
+    assert sum(one.bytes for name, one in kept.files.items() if kind_of(name) != "frozen") < frozen / 10
     (file,) = frozen_files(directory(tmp_path / "run", ENDS))
     assert merges or file.samefile(frozen_files(directory(tmp_path / "run", LAST))[0])
     assert verify_run(tmp_path / "run") == []

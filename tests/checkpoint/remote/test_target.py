@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.files import hash_file
 from cpsr.checkpoint.host_snapshot import Contents
@@ -50,7 +51,7 @@ RETENTION = Retention(history_span_iterations=0, history_min_checkpoints=2)
 def test_a_newer_copy_is_fetched_beside_what_is_left(tmp_path: Path, memory: Place) -> None:
     store = copied_run(tmp_path / "run", memory, (10, 20, 30))
     for iteration in (20, 30):
-        shutil.rmtree(store.directory / f"step-{iteration:010d}")
+        remove_checkpoint(store.directory / f"step-{iteration:010d}")
     assert target_at(memory, tmp_path / "run").fetch(store, ()) == 30
     assert [info.iteration for info in store.catalogue()] == [10, 30]
     assert_whole(store, 30)
@@ -93,7 +94,7 @@ def test_a_damaged_copy_goes_once_the_state_in_its_place_is_copied(tmp_path: Pat
 def test_a_target_that_does_not_answer(tmp_path: Path, memory: Place) -> None:
     """With something to go on from it is reported; with nothing it is an error, and never a start from scratch."""
     store = copied_run(tmp_path / "run", memory)
-    shutil.rmtree(store.directory / "step-0000000020")
+    remove_checkpoint(store.directory / "step-0000000020")
     target = target_at(memory, tmp_path / "run")
     Faults(memory).arm(1)
     assert target.fetch(store, ()) is None
@@ -125,7 +126,7 @@ def test_a_target_that_hangs_holds_up_no_restart_that_has_a_checkpoint(
 def test_a_target_that_goes_away_while_fetching(tmp_path: Path, memory: Place) -> None:
     """What is newer is not given up: the start ends, and the next one goes on with what is there."""
     store, faults = copied_run(tmp_path / "run", memory), Faults(memory)
-    shutil.rmtree(store.directory / "step-0000000020")
+    remove_checkpoint(store.directory / "step-0000000020")
     for call in range(1, 100):
         faults.arm(call)
         try:
