@@ -17,6 +17,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from cpsr.benchmarks.harness.checkpoint_files import Kind, rank_part, slab_names
+from cpsr.checkpoint.manifest import RankManifest
 from cpsr.checkpoint.remote import target as target_module
 from cpsr.checkpoint.remote.copies import scan, upload
 from cpsr.checkpoint.remote.place import Place, open_place
@@ -207,6 +209,14 @@ def overwrite(place: Place, folder: str, file: str, data: bytes) -> None:
     """Put something else in the place of a file there."""
     system, path = fsspec.core.url_to_fs(place.name(folder, file))
     system.pipe_file(path, data)
+
+
+def damage(place: Place, folder: str, kind: Kind, rank: int = 0) -> str:
+    """Put something else in the place of a rank's file of this kind; its name."""
+    record = RankManifest.parse(place.read(folder, rank_part(Path(), rank).name))
+    file = max(slab_names(record, kind))
+    overwrite(place, folder, file, b"damaged")
+    return file
 
 
 def remove(place: Place, folder: str, file: str) -> None:

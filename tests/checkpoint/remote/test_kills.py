@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cpsr.benchmarks.harness.checkpoint_files import commit_file, weights_file
 from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import Place, open_place
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -88,7 +89,7 @@ def _prepare_copy(case: Path) -> None:
     stores[0].abandon_after(20, "a test")
     cut_off = case / "target" / "checkpoints" / folder_of(place, 20).replace("20.", "22.")
     shutil.copytree(case / "target" / "checkpoints" / folder_of(place, 20), cut_off)
-    (cut_off / "COMMIT").unlink()
+    commit_file(cut_off).unlink()
     commit(stores, 30)
 
 
@@ -120,7 +121,7 @@ def _prepare_fetch(case: Path) -> None:
     stores = new_run(case / "run")
     for iteration in (10, 20):
         upload(_place(case), commit(stores, iteration))
-    (stores[0].directory / "step-0000000020" / "rank-00000.params.safetensors").write_bytes(b"damaged")
+    weights_file(stores[0].directory / "step-0000000020").write_bytes(b"damaged")
     (case / "run" / "run.json").unlink()
 
 

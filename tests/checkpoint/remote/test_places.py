@@ -2,14 +2,25 @@
 
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from cpsr.benchmarks.harness.checkpoint_files import (
+    checkpoint_files,
+    commit_file,
+    commit_files,
+    rank_part,
+    rest_file,
+    slab_files,
+    small_state_file,
+    weights_file,
+)
 from cpsr.checkpoint.files import hash_file
-from cpsr.checkpoint.manifest import COMMIT, MANIFEST, FileRecord
+from cpsr.checkpoint.manifest import COMMIT, FileRecord
 from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
 from cpsr.errors import CheckpointError, ConfigError, RecoveryError, RunMismatchError, TargetError
@@ -30,7 +41,6 @@ from tests.checkpoint.remote.conftest import (
 )
 
 FOLDER = "step-0000000010"
-TENSORS = ["rank-00000.extra.safetensors", "rank-00000.moments.safetensors", "rank-00000.params.safetensors"]
 REGIONS = 12  # of a large file
 
 
@@ -99,12 +109,10 @@ def test_a_copy_is_the_checkpoint_byte_for_byte(tmp_path: Path, place: Place) ->
     assert fetched(place, tmp_path / "empty") is None
     assert not (tmp_path / "empty" / "run.json").exists()
     directory = commit(new_run(tmp_path / "run"), 10)
-    assert sum(upload(place, directory).files().values()) == sum(
-        path.stat().st_size for path in directory.glob("*.safetensors")
-    )
+    assert sum(upload(place, directory).files().values()) == sum(path.stat().st_size for path in slab_files(directory))
     (folder,) = place.list()
-    assert set(place.list(folder)) == {path.name for path in directory.iterdir()} | {"run.json"}
-    for path in [*directory.iterdir(), tmp_path / "run" / "run.json"]:
+    assert set(place.list(folder)) == {path.name for path in checkpoint_files(directory)} | {"run.json"}
+    for path in [*checkpoint_files(directory), tmp_path / "run" / "run.json"]:
         assert place.read(folder, path.name) == path.read_bytes()
     assert verify(place) == []
     assert fetched(place, tmp_path / "new") == 10
@@ -138,9 +146,9 @@ def test_the_commit_record_comes_last_and_the_manifests_after_the_files(tmp_path
                 order += [name for name in place.list(folder) if name not in order]
         else:
             break
-    files = [f"rank-{rank:05d}.{part[11:]}" for rank in range(2) for part in TENSORS]
+    files = [*slab_files(directory), rank_part(directory), rank_part(directory, 1)]
     # The commit record comes last of all calls but for its being read back.
-    expected = [*files, "rank-00000.json", "rank-00001.json", "run.json", MANIFEST, COMMIT]
+    expected = [path.name for path in (*files, tmp_path / "run" / "run.json", *commit_files(directory))]
     assert [name for name in expected if name in order] == order
     assert kind_of(place) == "s3" or order == expected
 
@@ -253,8 +261,9 @@ def test_two_jobs_of_one_run_never_mix_their_bytes(tmp_path: Path, place: Place,
 
 def test_a_job_that_removes_what_another_one_is_copying_is_noticed(tmp_path: Path, place: Place) -> None:
     directory = commit(new_run(tmp_path / "run"), 10)
+    lost = small_state_file(directory).name
     faults = Faults(place)
-    faults.arm(before={12: lambda: remove(place, place.list()[0], TENSORS[0])})
+    faults.arm(before={12: lambda: remove(place, place.list()[0], lost)})
     with pytest.raises(TargetError, match="is gone: another job removes files"):
         upload(place, directory)
     assert committed_at(place) == []
@@ -311,14 +320,20 @@ def test_the_newest_stay_by_their_commits_and_states_that_were_given_up_go(tmp_p
     assert fetched(place, tmp_path / "new") == 20
 
 
-@pytest.mark.parametrize("name", ["rank-00000.moments.safetensors", "rank-00000.json", MANIFEST, COMMIT, "run.json"])
-def test_a_damaged_checkpoint_is_never_committed_at_the_place(tmp_path: Path, place: Place, name: str) -> None:
+def identity(directory: Path) -> Path:
+    return directory.parents[1] / "run.json"
+
+
+@pytest.mark.parametrize("chosen", [rest_file, rank_part, lambda at: commit_files(at)[0], commit_file, identity])
+def test_a_damaged_checkpoint_is_never_committed_at_the_place(
+    tmp_path: Path, place: Place, chosen: Callable[[Path], Path]
+) -> None:
     directory = commit(new_run(tmp_path / "run"), 10)
-    file = tmp_path / "run" / name if name == "run.json" else directory / name
+    file = chosen(directory)
     data = bytearray(file.read_bytes())
-    data[len(data) // 2 if name != "run.json" else 0] ^= 1
+    data[len(data) // 2 if chosen is not identity else 0] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+    with pytest.raises(CheckpointError, match=re.escape(file.name)):
         upload(place, directory)
     assert committed_at(place) == []
 
@@ -326,9 +341,10 @@ def test_a_damaged_checkpoint_is_never_committed_at_the_place(tmp_path: Path, pl
 def test_what_a_link_leads_to_is_not_sent(tmp_path: Path, place: Place) -> None:
     directory = commit(new_run(tmp_path / "run"), 10)
     (tmp_path / "secret").write_bytes(b"of somebody else")
-    (directory / TENSORS[0]).unlink()
-    (directory / TENSORS[0]).symlink_to(tmp_path / "secret")
-    with pytest.raises(CheckpointError, match=TENSORS[0].replace(".", r"\.")):
+    file = small_state_file(directory)
+    file.unlink()
+    file.symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=re.escape(file.name)):
         upload(place, directory)
     sent = [place.read(folder, name) for folder in place.list() for name in place.list(folder)]
     assert not [data for data in sent if b"somebody" in data]
@@ -398,7 +414,7 @@ def test_what_is_read_back_differently_is_refused(
     def losing(descriptor: int) -> None:
         real(descriptor)
         path = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if path.is_relative_to(broken) and "moments" in path.name:
+        if path.is_relative_to(broken) and rest_file(directory).name in path.name:
             with path.open("r+b") as file:
                 file.seek(40)
                 file.write(b"\xff")
@@ -433,8 +449,10 @@ def a_directory(file: Path) -> None:
 def test_what_is_no_plain_file_of_its_size_is_damage(
     tmp_path: Path, local: Place, damage: Callable[[Path], None]
 ) -> None:
-    upload(local, commit(new_run(tmp_path / "run"), 10))
-    damage(tmp_path / "target" / "checkpoints" / local.list()[0] / TENSORS[2])
-    with pytest.raises(RecoveryError, match=r"rank-00000\.params"):
+    directory = commit(new_run(tmp_path / "run"), 10)
+    upload(local, directory)
+    name = weights_file(directory).name
+    damage(tmp_path / "target" / "checkpoints" / local.list()[0] / name)
+    with pytest.raises(RecoveryError, match=re.escape(name)):
         fetched(local, tmp_path / "new")
     assert not list((tmp_path / "new" / "fetching").rglob(".*"))

@@ -15,7 +15,7 @@ from cpsr.checkpoint.remote.copies import upload, verify
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.errors import TargetError
 from tests.checkpoint.conftest import make_snapshot
-from tests.checkpoint.remote.conftest import commit, committed_at, copied_run, fetched, folder_of, new_run, overwrite
+from tests.checkpoint.remote.conftest import commit, committed_at, copied_run, damage, fetched, folder_of, new_run
 
 s3fs = pytest.importorskip("s3fs", reason="pip install 'cpsr[s3]'")
 
@@ -29,7 +29,7 @@ def test_round_trip(tmp_path: Path, bucket: str) -> None:
     copied_run(tmp_path / "run", place)
     assert committed_at(place) == [10, 20]
     assert fetched(place, tmp_path / "new") == 20
-    overwrite(place, folder_of(place, 20), "rank-00000.moments.safetensors", b"damaged")
+    damage(place, folder_of(place, 20), "rest")
     assert len(verify(place)) == 1
     assert fetched(place, tmp_path / "newer") == 10
 

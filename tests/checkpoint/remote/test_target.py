@@ -1,22 +1,21 @@
 """`checkpoint.target` in one life after another: what a restart fetches, and the thread that copies meanwhile."""
 
-import hashlib
-import json
 import logging
 import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint
+from cpsr.benchmarks.harness.checkpoint_files import edit_part, rank_part, remove_checkpoint, weights_file
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.files import hash_file
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.manifest import COMMIT, MANIFEST, commit_record
+from cpsr.checkpoint.manifest import COMMIT
 from cpsr.checkpoint.remote import target as module
 from cpsr.checkpoint.remote.copies import read_copy, scan, upload
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
@@ -34,6 +33,7 @@ from tests.checkpoint.remote.conftest import (
     committed_at,
     copied_run,
     copy_newest,
+    damage,
     fetched,
     folder_of,
     new_run,
@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_is_replaced_by_its_copy_and_each_copy_is_tried_onc
     tmp_path: Path, memory: Place
 ) -> None:
     store = copied_run(tmp_path / "run", memory)
-    (store.directory / "step-0000000020" / "rank-00000.params.safetensors").write_bytes(b"damaged")
+    weights_file(store.directory / "step-0000000020").write_bytes(b"damaged")
     target = target_at(memory, tmp_path / "run")
     assert target.fetch(store, ()) is None  # the restart has yet to find out
     assert target.fetch(store, (20,)) == 20
@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_replaced_by_its_copy_and_each_copy_is_tried_onc
 
 def test_a_damaged_copy_goes_once_the_state_in_its_place_is_copied(tmp_path: Path, memory: Place) -> None:
     copied_run(tmp_path / "run", memory, (10, 20, 30))
-    overwrite(memory, folder_of(memory, 30), "rank-00000.moments.safetensors", b"damaged")
+    damage(memory, folder_of(memory, 30), "rest")
     shutil.rmtree(tmp_path / "run")
     target = target_at(memory, tmp_path / "run")
     target.adopt_run()
@@ -144,8 +144,8 @@ def test_a_target_that_goes_away_while_fetching(tmp_path: Path, memory: Place) -
 def test_all_copies_damaged_is_not_a_new_start(tmp_path: Path, memory: Place) -> None:
     copied_run(tmp_path / "run", memory)
     for folder in scan(memory).usable:
-        overwrite(memory, folder, "rank-00000.params.safetensors", b"damaged")
-    with pytest.raises(RecoveryError, match=r"nothing that is committed at .* can be used .*params"):
+        name = damage(memory, folder, "weights")
+    with pytest.raises(RecoveryError, match=f"nothing that is committed at .* can be used .*{name}"):
         fetched(memory, tmp_path / "new")
     assert committed_at(memory) == [10, 20]  # nothing was removed
     for folder in scan(memory).usable:
@@ -176,13 +176,13 @@ def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, memory: Place) 
     upload(memory, commit(new_run(tmp_path / "run"), 10))
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / "rank-00000.json").write_text("of somebody else")
+    rank_part(outside).write_text("of somebody else")
     for link in ("fetching", "fetching/step-0000000010"):
         new = tmp_path / link.replace("/", "-")
         (new / link).parent.mkdir(parents=True)
         (new / link).symlink_to(outside)
         assert fetched(memory, new) == 10
-    assert [path.name for path in outside.iterdir()] == ["rank-00000.json"]
+    assert list(outside.iterdir()) == [rank_part(outside)]
 
 
 def test_manifests_cannot_name_files_outside(tmp_path: Path, local: Place) -> None:
@@ -191,18 +191,12 @@ def test_manifests_cannot_name_files_outside(tmp_path: Path, local: Place) -> No
     folder = tmp_path / "target" / "checkpoints" / local.list()[0]
     (tmp_path / "target" / "evil").write_bytes(b"evil")
     digest = hash_file(tmp_path / "target" / "evil")
-    for name in ("../../evil", "/etc/cpsr-evil", "rank-00000.params.safetensors/../x", "run.json"):
-        record = json.loads((folder / "rank-00000.json").read_bytes())
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        record["files"] = {name: {"bytes": digest.bytes, "xxh3_128": digest.xxh3_128}}
-        text = json.dumps(record).encode()
-        manifest["ranks"]["0"] = {"sha256": hashlib.sha256(text).hexdigest(), "files": {name: digest.bytes}}
-        whole = json.dumps(manifest).encode()
+    for name in ("../../evil", "/etc/cpsr-evil", "rank-00000.json/../x", "run.json"):
         forged = tmp_path / "target" / "checkpoints" / "forged"
         shutil.rmtree(forged, ignore_errors=True)
         shutil.copytree(folder, forged)
-        for file, data in (("rank-00000.json", text), (MANIFEST, whole), (COMMIT, commit_record(whole))):
-            (forged / file).write_bytes(data)
+        listed = {name: {"bytes": digest.bytes, "xxh3_128": digest.xxh3_128}}
+        edit_part(forged, partial(dict.update, files=listed))
         with pytest.raises(CopyDamagedError, match="is refused"):
             read_copy(local, forged.name)
 
@@ -255,7 +249,7 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
         for directory in directories[1:] if name == "lost" else directories:
             upload(place, directory)
         if name != "whole":
-            overwrite(place, folder_of(place, 20), "rank-00001.params.safetensors", b"damaged")
+            hurt = damage(place, folder_of(place, 20), "weights", 1)
     (first, kinds), (second, other_kinds) = two_ranks.run(TWO_RANKS, tmp_path)
     damaged = ["target adopted", "target copy damaged"]
     assert kinds == ["target adopted", "target fetched", *damaged, "target fetched", *damaged]
@@ -263,7 +257,7 @@ def test_two_ranks_fetch_the_same(tmp_path: Path) -> None:
     assert first == second
     assert first[:2] == [20, 10]
     assert "rank 1" in first[2]
-    assert "rank-00001.params" in first[2]
+    assert hurt in first[2]
 
 
 # During training
@@ -435,8 +429,8 @@ def test_verify_passes_whole_copies_and_names_damage(tmp_path: Path, local: Plac
     copied_run(tmp_path / "run", local)
     assert CliRunner().invoke(app, ["verify", local.shown]).exit_code == 0
     hurt, whole = (folder_of(local, iteration) for iteration in (10, 20))
-    overwrite(local, hurt, "rank-00000.extra.safetensors", b"damaged")
+    file = damage(local, hurt, "rest")
     done = CliRunner().invoke(app, ["verify", local.shown])
     assert done.exit_code == 1
-    assert local.name(hurt, "rank-00000.extra.safetensors") in done.stdout
+    assert local.name(hurt, file) in done.stdout
     assert whole not in done.stdout
