@@ -6,6 +6,7 @@ A moment has a place: the iteration that it belongs to, or which call of its kin
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cpsr.checkpoint.rank_part as part_module
@@ -14,7 +15,7 @@ import cpsr.life.opening as opening_module
 import cpsr.peers.replicator as replicator_module
 import cpsr.restart.sources as sources_module
 from cpsr.benchmarks.harness.checkpoint_files import is_rest
-from cpsr.checkpoint.copying import StateCopier
+from cpsr.checkpoint.copying import CopyEngine
 from cpsr.checkpoint.memory import MemoryFile
 from cpsr.checkpoint.progress import ProgressCounter
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -60,8 +61,8 @@ class Happening:
 
 
 def _snapshot_of(place: int, arguments: Sequence[Any]) -> bool:
-    *_, put = arguments  # hands the views to its snapshot
-    return bool(put.args[0].iteration == place)
+    *_, then = arguments  # hands the views to its snapshot; a window has none
+    return bool(isinstance(then, partial) and then.args[0].iteration == place)
 
 
 def _sealed(place: int, arguments: Sequence[Any]) -> bool:
@@ -81,7 +82,7 @@ TRAINING = {
     "step": Happening(None, "", STEPS),
     "updating": Happening(Life, "state_changes", STEPS, after=True),
     "publishing": Happening(ProgressCounter, "publish", STEPS, _second),
-    "snapshot": Happening(StateCopier, "_copy_on_host", CHECKPOINTS, _snapshot_of),
+    "snapshot": Happening(CopyEngine, "_copy_on_host", CHECKPOINTS, _snapshot_of),
     "sealing": Happening(MemoryFile, "prepare", CHECKPOINTS, _sealed),
     "writing": Happening(part_module, "write_tensors", CHECKPOINTS, _written),
     "commit": Happening(store_module, "seal", CHECKPOINTS, _second, ranks=(0,)),

@@ -21,7 +21,7 @@ from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["HostBuffer", "PoolBuffers", "Span", "cut", "layout_bytes", "plan_spans", "slab_size"]
+__all__ = ["HostBuffer", "PoolBuffers", "Span", "layout_bytes", "plan_spans", "slab_size"]
 
 # Of an operator: the slice that given values are, and the names of its moments.
 _Template = tuple[Callable[[torch.Tensor], ParamSlice], tuple[str, ...]]
@@ -199,21 +199,6 @@ def plan_spans(buffer: HostBuffer, shard: Shard) -> list[Span]:
         else:
             spans.append(Span(offset, tensor))
     return spans
-
-
-def cut(spans: list[Span], piece_bytes: int) -> list[Span]:
-    """The same copies in pieces of at most so many bytes; a tensor that is not contiguous stays whole."""
-    pieces: list[Span] = []
-    for span in spans:
-        size = span.source.element_size()
-        length = max(1, piece_bytes // size)
-        if span.source.numel() <= length or not span.source.is_contiguous():
-            pieces.append(span)
-            continue
-        flat = span.source.reshape(-1)
-        starts = range(0, flat.numel(), length)
-        pieces += [Span(span.offset + start * size, flat[start : start + length]) for start in starts]
-    return pieces
 
 
 def _layout(template: Shard) -> dict[str, int]:

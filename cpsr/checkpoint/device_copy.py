@@ -2,79 +2,73 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from cpsr.checkpoint.paced import Piece
+from cpsr.checkpoint.boundary import EarlierStep
+from cpsr.checkpoint.paced import Copying, Piece
 from cpsr.errors import SaveError, UnsupportedEngineError
+from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Deadline, reached
 from cpsr.state.shard import Shard
 
-__all__ = ["DeviceCopy", "Pinning", "StepEvents", "device_of", "new_event"]
+__all__ = ["DeviceCopy", "DeviceSteps", "Pinning", "StepEvents", "device_of"]
+
+logger = logging.getLogger(__name__)
 
 
-class DeviceCopy:
-    """Copies after all work queued on the current stream so far.
+class DeviceCopy(Copying):
+    """Copies after all work queued on the current stream so far; made when it is enqueued, and not yet complete.
 
     Args:
-        stream: for the copies; its device is that of the shard.
-        shard: the sources.
+        stream: for the copies; its device is that of the sources.
+        pairs: the copies.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, shard: Shard) -> None:
+    def __init__(self, stream: torch.cuda.Stream, pairs: Sequence[Piece]) -> None:
         self._stream = stream
-        self._shard = shard  # keeps the sources alive until the copy is through
-        self._start = new_event()
-        self._end = new_event()
-        self._needed = new_event()
-
-    def enqueue(self, pairs: Iterator[Piece]) -> None:
-        """Enqueue these copies; returns before they are complete."""
-        current = torch.cuda.current_stream(self._stream.device)
-        if current != self._stream:
-            self._stream.wait_stream(current)
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._start.record(self._stream)
+        self._pairs = pairs  # keeps the sources alive until the copy is through
+        self._start, self._end, self._needed = _timed_event(), _timed_event(), _timed_event()
+        current = torch.cuda.current_stream(stream.device)
+        if current != stream:
+            stream.wait_stream(current)
+        with torch.no_grad(), torch.cuda.stream(stream):
+            self._start.record(stream)
             for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-            self._end.record(self._stream)
+                # Converted there: a copy that converts would wait for the device.
+                target.copy_(source.to(target.dtype), non_blocking=True)
+            self._end.record(stream)
 
     @property
-    def here(self) -> bool:
+    def is_sent(self) -> bool:  # type: ignore[override]
         """Whether it is complete; does not wait."""
         return reached(self._end)
 
     def result(self, deadline: Deadline | None = None) -> float:
-        """Wait; without a deadline as long as it takes.
-
-        Returns:
-            The seconds that the copy took on the device.
-
-        Raises:
-            SaveError: the device hangs, and the deadline has passed.
-        """
+        """See `Copying.result`; the seconds are of the device."""
         if deadline is None:
             self._end.synchronize()
         else:
-            deadline.wait_for(lambda: self.here, "the copy of weights and moments")
+            deadline.wait_for(lambda: self.is_sent, "the copy of weights and moments")
         return self._seconds(self._start)
 
     def mark_needed(self) -> None:
         """On the training thread: what it queues from here on needs the copy to be complete."""
         self._needed.record(torch.cuda.current_stream(self._stream.device))
 
-    def delay_seconds(self) -> float:
-        """How long a complete copy kept the device from what `mark_needed` stands before.
+    def stall_seconds(self, waited_seconds: float) -> float:
+        """How long a complete copy kept the device from what `mark_needed` stands before; at most as given.
 
         The thread may have waited longer: for steps that the device had still to compute.
         """
         if not reached(self._needed):
             return 0.0  # it is not even there yet
-        return max(0.0, self._seconds(self._needed))
+        return min(waited_seconds, max(0.0, self._seconds(self._needed)))
 
-    def overlap_seconds(self) -> float:
+    def overlap_seconds(self, host_seconds: float) -> float:
         """From the copy's begin until the device needed it to be complete; 0 where it is not there yet."""
         if not reached(self._needed):
             return 0.0
@@ -86,8 +80,7 @@ class DeviceCopy:
         return milliseconds / 1000.0
 
 
-def new_event() -> torch.cuda.Event:
-    """An event with timing."""
+def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's stub has no types
 
 
@@ -172,7 +165,96 @@ class StepEvents:
         self._free.append(event)
 
 
-logger = logging.getLogger(__name__)
+# Of the time of a dump, for steps that the host has launched: behind a collective of a dead rank they never end.
+NEWEST_SHARE = 0.5
+PREPARE_SECONDS = 10.0  # for the device, when a life begins
+
+
+class DeviceSteps:
+    """Where on the device a step ends, and a stream on which nothing hangs; on the host nothing is to be done.
+
+    Args:
+        device: with a part of the state; None: all of it is on the host.
+
+    Attributes:
+        events: of the step boundaries on that device; None on the host.
+        updates: events at which updates begin there, one more than the steps that may wait; None on the host.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._dumps: torch.cuda.Stream | None = None  # no dump waits behind a snapshot that waits for a hung step
+        self.events: StepEvents | None = None
+        self.updates: StepEvents | None = None
+        if device is not None:
+            self._dumps = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub has no types
+            self.events, self.updates = StepEvents(device), StepEvents(device, EVENTS + 1)
+
+    def mark_boundary(self) -> torch.cuda.Event | None:
+        """Called when the host has launched a step; its event, None on the host."""
+        return None if self.events is None else self.events.record()
+
+    @contextmanager
+    def after_step(self) -> Iterator[None]:
+        """Inside, work follows the last step and precedes the next one. On the training thread.
+
+        A loop may train on a stream of its own, and ask for its batches outside of it.
+        """
+        stream = None if self.events is None else self.events.stream
+        if stream is None or stream == (current := torch.cuda.current_stream(self._device)):
+            yield
+            return
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+
+    def prepare_dump(self, scalars: Callable[[], Any]) -> None:
+        """Copy a small state as a dump does: later, kernels may hang while memory is taken and code is loaded.
+
+        Args:
+            scalars: as for a dump.
+        """
+        if self._device is None or self._dumps is None:
+            return
+        self._dumps.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._dumps):
+                SmallState(scalars()).wait(Deadline(PREPARE_SECONDS))
+        except (SaveError, UnsupportedEngineError, RuntimeError) as error:  # also of too little memory
+            logger.warning("an emergency dump is not prepared: %s", error)
+
+    @contextmanager
+    def at_boundary(
+        self, deadline: Deadline, earlier: Callable[[], EarlierStep | None]
+    ) -> Iterator[EarlierStep | None]:
+        """Wait until the device has finished the step; inside, work goes to a stream on which nothing hangs.
+
+        From any thread.
+
+        Args:
+            deadline: for the device.
+            earlier: the last step that the device has completed, if its state can be copied.
+
+        Yields:
+            None, or the step before those in which the device hangs.
+
+        Raises:
+            SaveError: the device hangs, there is no such step, and the deadline has passed.
+        """
+        events = self.events
+        if events is None:
+            yield None
+            return
+        step = None
+        try:
+            deadline.part(NEWEST_SHARE).wait_for(lambda: events.reached(events.newest), "the step")
+        except SaveError:
+            step = earlier()
+            if step is None:
+                deadline.wait_for(lambda: events.reached(events.newest), "the step")
+        with torch.cuda.stream(self._dumps):
+            yield step
+
 
 # Of CUDA's runtime: for the contexts of all devices, and what it answers about memory that is registered already.
 _PORTABLE, _SUCCESS, _ALREADY_REGISTERED = 1, 0, 712

@@ -1,18 +1,18 @@
 """Files of one rank's memory that are filled in turn: the one with the oldest content is overwritten next."""
 
-from collections.abc import Callable, Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
+from cpsr.checkpoint.copying import CopyEngine, Publish
 from cpsr.checkpoint.device_copy import Pinning
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import Kind, MemoryState, SlabSize, describe
 from cpsr.checkpoint.parts import Held
+from cpsr.state.device_values import Deadline
 from cpsr.state.shard import Shard
 
 __all__ = ["MemoryRing", "Slot"]
@@ -20,8 +20,6 @@ __all__ = ["MemoryRing", "Slot"]
 CLOSE_SECONDS = 5.0  # for a copy that a device has still to make
 # Memory that a device may still write to stays mapped, registered and locked until the process ends.
 _left_alone: list["MemoryRing"] = []
-
-_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
@@ -33,8 +31,8 @@ class Slot:
         file: the memory.
         iteration: of what it holds, or is filled with; -1: nothing that counts.
         pinning: for copies from a device.
-        last_work: of the worker, with this file.
-        plans: what its user keeps as long as the memory stays.
+        last_work: of the engine, with this file.
+        held: what its user has in it, by part.
     """
 
     number: int
@@ -42,30 +40,25 @@ class Slot:
     iteration: int = -1
     pinning: Pinning | None = None
     last_work: "Future[Any] | None" = None
-    plans: dict[int, Any] = field(default_factory=dict)
+    held: Held | None = None
 
 
 class MemoryRing:
-    """The files of one kind; a thread of its own hashes and seals them, all else is for the training thread.
+    """The files of one kind; all of it is for the training thread.
 
     Args:
         memory: names and stamps of the files.
         name: what they are called.
-        device: that copies into them; None: the host.
+        engine: copies into them, and seals them.
 
     Attributes:
+        engine: as given.
         slots: the open files, by number.
-        stream: for the copies of a device.
     """
 
-    def __init__(self, memory: SharedMemory, name: str, device: torch.device | None) -> None:
-        self._memory, self._name, self._device = memory, name, device
+    def __init__(self, memory: SharedMemory, name: str, engine: CopyEngine) -> None:
+        self._memory, self._name, self.engine = memory, name, engine
         self.slots: dict[int, Slot] = {}
-        self.stream: Any = None
-        if device is not None:
-            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub has no types
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"cpsr-{name}")
-        self._last_copy: Future[Any] | None = None
 
     def path(self, number: int) -> Path:
         """Where a file lies."""
@@ -101,8 +94,8 @@ class MemoryRing:
                 slot = None  # its memory is free before the new one is taken
         if slot is None:
             slot = self.slots[number] = Slot(number, self._memory.file(f"{self._name}-{number}", size))
-        if self._device is not None and slot.pinning is None:
-            slot.pinning = Pinning(slot.file.bytes, self._device)
+        if self.engine.device is not None and slot.pinning is None:
+            slot.pinning = Pinning(slot.file.bytes, self.engine.device)
         return slot
 
     def next(self, files: int, size: SlabSize, kept: Collection[int | None] = (), before: Slot | None = None) -> Slot:
@@ -134,44 +127,35 @@ class MemoryRing:
         oldest.iteration = -1
         return oldest.number
 
-    def copy(self, work: Callable[[], _Result]) -> "Future[_Result]":
-        """Let the worker make a copy, or wait for that of a device."""
-        copied = self._worker.submit(work)
-        self._last_copy = copied
-        return copied
-
-    def submit(self, slot: Slot, work: Callable[..., _Result], *given: Any) -> "Future[_Result]":
-        """Let the worker do this with a file, after all that it was given before."""
-        done = self._worker.submit(work, *given)
-        slot.last_work = done
-        return done
-
-    def seal(
+    def prepare(
         self, slot: Slot, kind: Kind, views: Shard, iteration: int, scalars: Any, held: Held | None = None
-    ) -> None:
-        """Declare what was written complete; in the worker. See `MemoryFile.prepare`."""
+    ) -> Publish:
+        """Write all that describes a state; for `CopyEngine.seal`. See `MemoryFile.prepare`."""
         memory = self._memory
-        slot.file.seal(memory.rank, memory.life, kind, views, iteration, scalars, branch=memory.branch, held=held)
+        stamp = memory.rank, memory.life, kind
+        return slot.file.prepare(*stamp, views, iteration, scalars, branch=memory.branch, held=held)
 
     def forget(self) -> None:
         """Nothing that the files hold counts any more, nor what is being sealed now."""
+        self.engine.settle()
         for slot in self.slots.values():
-            self.submit(slot, slot.file.unseal).result()
+            slot.file.unseal()
             slot.iteration = -1
 
-    def hangs(self) -> bool:
-        """Whether a copy has not ended after `CLOSE_SECONDS`: its device hangs, and all memory is left as it is."""
-        if self._last_copy is None or not wait([self._last_copy], CLOSE_SECONDS).not_done:
-            return False
-        self._worker.shutdown(wait=False)
-        _left_alone.append(self)
-        return True
+    def close(self, *, remove: bool) -> bool:
+        """Let the memory go, once no copy is under way; see `MemoryFile.close`.
 
-    def close(self, *, remove: bool) -> None:
-        """Let the memory go, once no copy is under way; see `MemoryFile.close`."""
-        self._worker.shutdown(wait=True)
+        Returns:
+            False where the device has not made its copies after `CLOSE_SECONDS`: all memory is left as it is.
+        """
+        sent = self.engine.arrives(Deadline(CLOSE_SECONDS))
+        self.engine.close(wait=sent)
+        if not sent:
+            _left_alone.append(self)
+            return False
         while self.slots:
             self._close(self.slots.popitem()[1], remove=remove)
+        return True
 
     def _close(self, slot: Slot, *, remove: bool) -> None:
         if slot.pinning is not None:

@@ -7,14 +7,17 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy
 import torch
+from numpy.typing import NDArray
 
-__all__ = ["CopyPace", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "copy_on_host"]
+from cpsr.state.device_values import Deadline
+
+__all__ = ["Bytes", "CopyPace", "Copying", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "bytes_of"]
 
 # How often to check whether the copy is needed now, while no wait comes: a caller that needs the copy thread waits
 # at most this long.
@@ -33,6 +36,7 @@ COMPLETE_SHARE = 0.5
 MARGIN = 0.1
 
 Piece = tuple[torch.Tensor, torch.Tensor]  # target and source
+Bytes = NDArray[numpy.uint8]
 When = Literal["in_waits", "beside", "late", "at_once"]
 
 
@@ -79,6 +83,47 @@ def bytes_in_waits(total_bytes: int, copy_seconds: float, waits_seconds: float) 
     if copy_seconds < waits_seconds:
         return total_bytes
     return int(total_bytes * waits_seconds / copy_seconds) if waits_seconds > 0 else 0
+
+
+class Copying:
+    """A copy that is under way; where a subclass says nothing else, one on the host.
+
+    Attributes:
+        split: when its bytes were copied, where it waits for waits.
+        is_sent: whether a device writes no more into the target; does not wait.
+    """
+
+    split: Split | None = None
+    is_sent: bool = True
+
+    def result(self, deadline: Deadline | None = None) -> float:
+        """Wait until it is complete; from any thread, any number of times.
+
+        Args:
+            deadline: for a device; without one as long as it takes.
+
+        Returns:
+            The seconds that the copy took.
+
+        Raises:
+            SaveError: the device hangs, and the deadline has passed.
+            Exception: the copy failed.
+        """
+        raise NotImplementedError
+
+    def hurry(self) -> None:
+        """Stop using waits; returns at once."""
+
+    def mark_needed(self) -> None:
+        """On the training thread, before it waits for the copy."""
+
+    def stall_seconds(self, waited_seconds: float) -> float:
+        """How much of the training thread's wait this copy has cost the training."""
+        return waited_seconds
+
+    def overlap_seconds(self, host_seconds: float) -> float:
+        """How much time the copy had, by the device's clock where it copies; 0: not known."""
+        return host_seconds
 
 
 class CopyPace:
@@ -137,7 +182,7 @@ class CopyPace:
         return statistics.median(self._until_update) if self._until_update else 0.0
 
 
-class PacedCopy:
+class PacedCopy(Copying):
     """The copy of one snapshot. Its thread executes `run`; a caller that needs it complete calls `result`, and helps.
 
     `result` returns with everything copied, whether waits come or not. If no wait comes in time, postponed pieces are
@@ -163,7 +208,7 @@ class PacedCopy:
         self._recorded = False
 
     @property
-    def split(self) -> Split:
+    def split(self) -> Split:  # type: ignore[override]
         """When the bytes copied so far were copied."""
         return Split(**self._copied)
 
@@ -188,14 +233,11 @@ class PacedCopy:
                 self._wait(needed)
 
     def hurry(self) -> None:
-        """Stop using waits; returns at once."""
+        """See `Copying.hurry`."""
         self._hurried.set()
 
-    def result(self) -> float:
-        """Copy the rest, and wait for other threads' pieces; from any thread, any number of times.
-
-        Returns:
-            Seconds that copying took, over all threads.
+    def result(self, deadline: Deadline | None = None) -> float:
+        """Copy the rest, and wait for other threads' pieces; returns the seconds that copying took, over all threads.
 
         Raises:
             Exception: what `prepare` or a copy raised.
@@ -252,7 +294,7 @@ class PacedCopy:
             self._in_flight += 1
         error, started = None, time.perf_counter()
         try:
-            copy_on_host([piece])
+            _copy(*piece)
         except Exception as raised:  # noqa: BLE001 - raised again by `result()`
             error = raised
         seconds = time.perf_counter() - started
@@ -266,15 +308,19 @@ class PacedCopy:
         return True
 
 
-def copy_on_host(pieces: Iterable[Piece]) -> None:
-    """Copy with this thread alone.
+@torch.no_grad()
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy with this thread alone: torch's own copy would start a second team of threads.
 
-    Torch's own copy would start a second team of threads. The training thread would then wait at barriers for its
-    displaced threads.
+    The training thread would then wait at barriers for its displaced threads.
     """
-    with torch.no_grad():
-        for target, source in pieces:
-            if source.is_contiguous():
-                numpy.copyto(target.reshape(-1).view(torch.uint8).numpy(), source.reshape(-1).view(torch.uint8).numpy())
-            else:
-                target.copy_(source)
+    if source.is_contiguous() and source.dtype == target.dtype:
+        numpy.copyto(bytes_of(target), bytes_of(source))
+    else:
+        target.copy_(source)
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The memory of a contiguous tensor of the host."""
+    array: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array

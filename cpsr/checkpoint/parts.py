@@ -1,13 +1,17 @@
 """Parts of a host buffer that are copied, hashed and sent one by one: each expert, and the rest of the state."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 
 from cpsr.checkpoint.direct_file import hash_pieces
 from cpsr.errors import SaveError
+
+if TYPE_CHECKING:  # which copies into these
+    from cpsr.checkpoint.copying import CopyPlan
 
 __all__ = ["REST", "Held", "Parts", "Segment", "operator_of"]
 
@@ -66,6 +70,12 @@ class Parts:
         """The part of an operator."""
         return self._units.get(operator, REST)
 
+    def between(self, begin: int, end: int) -> Iterator[tuple[int, Segment]]:
+        """The segments that lie whole between these bytes, each with its place."""
+        for place, segment in enumerate(self.segments):
+            if begin <= segment.begin and segment.end <= end:
+                yield place, segment
+
     def besides(self, operators: Collection[str]) -> frozenset[str]:
         """All parts but those of these operators.
 
@@ -88,15 +98,18 @@ class Held:
 
     Attributes:
         parts: of the buffer.
+        content: as given.
         taken_at: iteration of each part that is complete.
         digests: the hashes of each segment's MiB (`hash_pieces`), by its place; only of complete parts.
+        plans: of copies into the buffer.
     """
 
     def __init__(self, parts: Parts, content: torch.Tensor) -> None:
         self.parts = parts
-        self._content = content.numpy()
+        self.content, self._bytes = content, content.numpy()
         self.taken_at: dict[str, int] = {}
         self.digests: dict[int, bytes] = {}
+        self.plans: dict[int, CopyPlan] = {}
 
     def overwrite(self, names: Collection[str]) -> None:
         """These parts are about to be overwritten."""
@@ -130,24 +143,25 @@ class Held:
         for place, segment in enumerate(self.parts.segments):
             if segment.part in missing:
                 span = slice(segment.begin, segment.end)
-                numpy.copyto(self._content[span], source._content[span])
+                numpy.copyto(self._bytes[span], source._bytes[span])
                 if place in source.digests:
                     self.digests[place] = source.digests[place]
         self.taken_at.update({part: taken_at[part] for part in missing})
 
     def hash_rest(self) -> None:
         """Hash the segments whose hash is not known."""
-        self.hash_between(0, len(self._content))
+        self.hash_segments(range(len(self.parts.segments)))
 
-    def hash_between(self, begin: int, end: int) -> None:
-        """Of these bytes, hash the segments that lie there whole and whose hash is not known."""
-        for place, segment in enumerate(self.parts.segments):
-            if place not in self.digests and begin <= segment.begin and segment.end <= end:
-                self.digests[place] = hash_pieces(self._content[segment.begin : segment.end].data)
+    def hash_segments(self, places: Iterable[int]) -> None:
+        """Hash those of these whose hash is not known."""
+        for place in places:
+            if place not in self.digests:
+                segment = self.parts.segments[place]
+                self.digests[place] = hash_pieces(self._bytes[segment.begin : segment.end].data)
 
     def by_address(self) -> dict[int, tuple[int, bytes]]:
         """Address of the first byte of each segment -> its length in bytes, and the hashes of its MiB."""
-        start, segments = self._content.ctypes.data, self.parts.segments
+        start, segments = self._bytes.ctypes.data, self.parts.segments
         return {
             start + segments[place].begin: (segments[place].end - segments[place].begin, one)
             for place, one in self.digests.items()

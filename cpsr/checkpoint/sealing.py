@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 from cpsr.checkpoint.buffers import HostBuffer
-from cpsr.checkpoint.copying import RunningCopy
+from cpsr.checkpoint.copying import CopyEngine, Publish, RunningCopy
 from cpsr.checkpoint.host_snapshot import Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
@@ -84,11 +85,12 @@ logger = logging.getLogger(__name__)
 
 
 class Sealing:
-    """Seals the buffers of one pool, in one thread.
+    """Seals the buffers of one pool.
 
     Args:
         buffers: of the pool.
         shared: shared memory that they lie in; None: the process's own, and nothing can be sealed.
+        engine: copies into them.
 
     Attributes:
         carrying: what a snapshot takes from the one before.
@@ -97,9 +99,9 @@ class Sealing:
         on_counting: called for each snapshot that counts from now on.
     """
 
-    def __init__(self, buffers: Sequence[HostBuffer], shared: SharedMemory | None) -> None:
+    def __init__(self, buffers: Sequence[HostBuffer], shared: SharedMemory | None, engine: CopyEngine) -> None:
         self._files = [buffer.memory for buffer in buffers]
-        self._shared = shared
+        self._shared, self._engine = shared, engine
         self.carrying = Carrying([buffer.held for buffer in buffers])
         left = {index: file.iteration for index, file in enumerate(self._files) if file is not None}
         sealed = {index: iteration for index, iteration in left.items() if iteration >= 0}
@@ -107,55 +109,37 @@ class Sealing:
         self.on_sealed: Callable[[Path, Snapshot], None] | None = None
         self.on_counting: Callable[[], None] = lambda: None
 
-    def is_possible(self, snapshot: Snapshot) -> bool:
-        """Whether the snapshot is one to restart from, in shared memory."""
-        return self._files[self.occupancy.index(snapshot)] is not None
+    def seal(self, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> "Future[bool] | None":
+        """Seal a snapshot that has a buffer; see `SnapshotPool.seal`. It counts once its copy is confirmed."""
+        index, shared = self.occupancy.index(snapshot), self._shared
+        file = self._files[index]
+        if file is None or shared is None:
+            return None
+        self.occupancy.begin_seal(snapshot)
 
-    def seal(self, index: int, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> bool:
-        """Seal a snapshot; whether it could be. After `Occupancy.begin_seal`, which this ends.
+        def prepare() -> Publish | None:
+            try:
+                encoded = None
+                if copied is not None:
+                    snapshot.scalars, encoded = copied.result(), copied.encoded
+                held = self.carrying.complete(index, snapshot)
+                state = snapshot.shard, snapshot.iteration, snapshot.scalars
+                stamp = shared.rank, shared.life, kind
+                publish = file.prepare(*stamp, *state, branch=shared.branch, held=held, encoded=encoded)
+                snapshot.hashed = held.by_address()
+            except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
+                logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
+                return None
+            return publish
 
-        It counts once its copy is confirmed.
-
-        Args:
-            index: of its buffer.
-            snapshot: a complete one, but for `copied`.
-            kind: of the state.
-            copied: a copy that has ended; its scalars are those of the snapshot.
-        """
-        file, shared = self._files[index], self._shared
-        assert file is not None
-        assert shared is not None
-        try:
-            encoded = None
-            if copied is not None:
-                snapshot.scalars, encoded = copied.result(), copied.encoded
-            held = self.carrying.complete(index, snapshot)
-            state = snapshot.shard, snapshot.iteration, snapshot.scalars
-            stamp = shared.rank, shared.life, kind
-            publish = file.prepare(*stamp, *state, branch=shared.branch, held=held, encoded=encoded)
-            snapshot.hashed = held.by_address()
-        except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
-            logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
-            self._end(index, snapshot, sealed=False)
-            return False
-
-        def count(unchanged: bool) -> None:
-            if unchanged:
-                publish()
-            self._end(index, snapshot, sealed=unchanged)
-            if unchanged and kind != "departure":
+        def ended(counts: bool) -> None:
+            if not counts:
+                self.carrying.forget()
+            self.occupancy.end_seal(index, snapshot, sealed=counts)
+            if counts and kind != "departure":
                 self._counts(file.path, snapshot)
 
-        if copied is None:
-            count(True)
-        else:
-            copied.when_confirmed(count)
-        return True
-
-    def _end(self, index: int, snapshot: Snapshot, *, sealed: bool) -> None:
-        if not sealed:
-            self.carrying.forget()
-        self.occupancy.end_seal(index, snapshot, sealed=sealed)
+        return self._engine.seal(prepare, ended, copied)
 
     def _counts(self, path: Path, snapshot: Snapshot) -> None:
         """The snapshot can be restarted from; it has its buffer, which nobody overwrites meanwhile."""

@@ -3,15 +3,16 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch
 
-from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep, WriteWatch
-from cpsr.checkpoint.buffers import HostBuffer, PoolBuffers, slab_size
-from cpsr.checkpoint.copying import RunningCopy, StateCopier
+from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep
+from cpsr.checkpoint.buffers import HostBuffer, PoolBuffers, plan_spans, slab_size
+from cpsr.checkpoint.copying import CopyEngine, CopyPlan, RunningCopy
+from cpsr.checkpoint.device_copy import DeviceSteps
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
@@ -54,8 +55,8 @@ class SnapshotPool:
     Attributes:
         shared_memory_problem: why they are not in shared memory; None where they are, or were not meant to be.
         sealing: makes complete snapshots survive the process.
-        copier: makes the copies.
-        writes: whether the loop changes weights while they are copied.
+        engine: makes the copies.
+        steps: of the device.
         occupancy: which snapshot has which buffer.
         obstacle: why the engine's state is not whole, so that no snapshot of it is taken; None where it is.
 
@@ -70,16 +71,16 @@ class SnapshotPool:
         memory: SharedMemory | None = None,
         units: Mapping[str, str] | None = None,
     ) -> None:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="cpsr-snapshot")  # copies and seals, in order
-        self.copier = StateCopier(template, self._worker)
+        self.engine = CopyEngine.of("snapshot", template)
+        device = self.engine.device
+        self.steps = DeviceSteps(device)
         self._memory = memory
-        self._host = PoolBuffers(template, buffers, memory, self.copier.device, units or {})
+        self._host = PoolBuffers(template, buffers, memory, device, units or {})
         self._buffers = self._host.all
-        self.sealing = Sealing(self._buffers, memory)
+        self.sealing = Sealing(self._buffers, memory, self.engine)
         self.occupancy = self.sealing.occupancy
         self.shared_memory_problem = self._host.problem
         self.obstacle: str | None = None
-        self.writes = WriteWatch()
         self._boundary_buffers = BoundaryBuffers(template.others)
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
@@ -142,13 +143,13 @@ class SnapshotPool:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
         if disk and contents.uncopied:
             raise ValueError("a snapshot for the disk copies every expert, and writes those that are due")
-        with self.copier.after_step():
+        with self.steps.after_step():
             small = SmallState(scalars)
             taken = self._take(iteration, contents, keep_newest=not disk)
             if taken is None:
                 return None
             buffer, snapshot = taken
-            contents, snapshot.disk, snapshot.replicate = snapshot.contents, disk, replicate
+            snapshot.disk, snapshot.replicate = disk, replicate
             try:
                 self._start(buffer, snapshot, shard, small)
             except BaseException:
@@ -160,20 +161,16 @@ class SnapshotPool:
         return snapshot
 
     def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
-        contents, writes = snapshot.contents, self.writes
         buffer.copy_others(shard)
-        if not writes.disturbed:
-            writes.begin(self, shard, thorough=snapshot.disk)
-        copy = self.copier.start(buffer, shard, contents, partial(_put_views, snapshot, buffer))
-        running = RunningCopy(copy, small, self.copier.arrival())
-        self._running = snapshot, running
-        if writes.disturbed:
-            running.hurry()
-            running.result()
-        if writes.disturbed or writes.trusted:
-            running.confirm(unchanged=True)
-        if self.copier.device is None and isinstance(copy, Future):  # by the worker, whose next work it is
-            self.seal(snapshot, copied=running)
+        parts = buffer.held.parts.besides(snapshot.contents.uncopied)
+        plan, put = partial(self._plan, buffer, shard), partial(_put_views, snapshot, buffer)
+        copy = self.engine.start(plan, small, shard, parts, thorough=snapshot.disk, then=put)
+        self._running = snapshot, copy
+        if self.engine.copies_in_order:
+            self.seal(snapshot, copied=copy)
+
+    def _plan(self, buffer: HostBuffer, shard: Shard) -> CopyPlan:
+        return self.engine.plan(buffer.held, shard, lambda: buffer.pairs(plan_spans(buffer, shard)))
 
     def finish(self) -> Snapshot | None:
         """Wait for the running copy; call it before the optimizer changes the state.
@@ -188,37 +185,27 @@ class SnapshotPool:
         if self._running is None:
             return None
         started = time.perf_counter()
-        snapshot, copy = self._running
+        snapshot, running = self._running
         self._running = None
         try:
-            copy.mark_needed()
-            snapshot.scalars = copy.result()
-            if self.writes.look(forward=False):
-                raise SaveError(DISTURBED)
-            copy.confirm(unchanged=True)
-            snapshot.copy_seconds, snapshot.split = copy.seconds, copy.split
-            snapshot.overlap_seconds = copy.overlap_seconds(snapshot.overlap_seconds + started)
-        except UnsupportedEngineError:
-            self._discard(snapshot, copy)
-            raise
+            snapshot.scalars = self.engine.finish(running)
         except Exception as error:
-            self._discard(snapshot, copy)
+            self._unseal(snapshot, running)
+            self._give_up(snapshot)
+            if isinstance(error, UnsupportedEngineError):
+                raise
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
-        finally:
-            self.writes.end(self)
+        copy = running.copy
+        snapshot.copy_seconds, snapshot.split = running.seconds, copy.split
+        snapshot.overlap_seconds = copy.overlap_seconds(snapshot.overlap_seconds + started)
         self.seal(snapshot)
         snapshot.stall_seconds += copy.stall_seconds(time.perf_counter() - started)
         return snapshot
 
     def look(self) -> None:
         """A forward begins: a copy of weights that the loop has changed for it counts no more."""
-        if self.writes.look() and self._running is not None:
+        if self.engine.writes.look() and self._running is not None:
             self._unseal(*self._running)
-
-    def _discard(self, snapshot: Snapshot, copy: RunningCopy) -> None:
-        """A copy has failed, or its sources have changed meanwhile."""
-        self._unseal(snapshot, copy)
-        self._give_up(snapshot)
 
     def _unseal(self, snapshot: Snapshot, copy: RunningCopy) -> None:
         copy.confirm(unchanged=False)
@@ -240,11 +227,8 @@ class SnapshotPool:
             kind: of the state.
             copied: a copy that this thread's worker completes before; its scalars are those of the snapshot.
         """
-        if not self.sealing.is_possible(snapshot):
-            return None
         if snapshot.sealed is None:
-            index = self.occupancy.begin_seal(snapshot)
-            snapshot.sealed = self._worker.submit(self.sealing.seal, index, snapshot, kind, copied)
+            snapshot.sealed = self.sealing.seal(snapshot, kind, copied)
         return snapshot.sealed
 
     def mark_boundary(self) -> torch.cuda.Event | None:
@@ -254,7 +238,7 @@ class SnapshotPool:
             The event that a GPU reaches once the step is complete there; None on the host.
         """
         self._boundary_buffers.keep()
-        return self.copier.mark_boundary()
+        return self.steps.mark_boundary()
 
     def dump(
         self,
@@ -291,12 +275,12 @@ class SnapshotPool:
         self.settle()
         if iteration in self.occupancy.whole_iterations:
             return iteration
-        if self.writes.disturbed:
+        if self.engine.writes.disturbed:
             raise SaveError(f"{DISTURBED}; {self._kept()}")
         snapshot, choice = None, earlier
         try:
             while snapshot is None:
-                with self.copier.at_boundary(deadline, choice) as step:
+                with self.steps.at_boundary(deadline, choice) as step:
                     if step is not None and step.iteration in self.occupancy.whole_iterations:
                         return step.iteration
                     views = shard()
@@ -334,7 +318,7 @@ class SnapshotPool:
         snapshot, copy = running
         try:
             snapshot.scalars = copy.result(deadline.part(RUNNING_SHARE))
-            if self.writes.look(forward=False):
+            if self.engine.writes.look(forward=False):
                 return
             copy.confirm(unchanged=True)
         except SaveError as error:
@@ -354,11 +338,12 @@ class SnapshotPool:
             raise SaveError("every host buffer is in use or has the newest snapshot")
         buffer, snapshot = taken
         try:
-            copy = self.copier.copy_now(buffer, Shard(shard.operators, others), partial(_put_views, snapshot, buffer))
+            buffer.copy_others(Shard({}, others))
+            plan, put = partial(self._plan, buffer, shard), partial(_put_views, snapshot, buffer)
+            running = self.engine.copy_now(plan, small, put)
         except BaseException:
             self._free(snapshot)
             raise
-        running = RunningCopy(copy, small, self.copier.arrival())
         try:
             snapshot.scalars = running.result(deadline)
         except BaseException:
@@ -419,8 +404,7 @@ class SnapshotPool:
         Args:
             remove: remove all from shared memory; else it stays for the next life.
         """
-        self._hurry()
-        self._worker.shutdown(wait=True)
+        self.engine.close()
         deadline = Deadline(CLOSE_SECONDS)
         copies = [*self._late, *([] if self._running is None else [self._running])]
         in_flight = {self.occupancy.index(snapshot) for snapshot, copy in copies if not copy.arrives(deadline)}
@@ -428,14 +412,7 @@ class SnapshotPool:
 
     def settle(self) -> None:
         """Wait for running seals."""
-        self._hurry()
-        self._worker.submit(lambda: None).result()
-
-    def _hurry(self) -> None:
-        """Stop a running copy from using waits."""
-        running = self._running
-        if running is not None:
-            running[1].hurry()
+        self.engine.settle()
 
     def _take(
         self, iteration: int, contents: Contents = WHOLE, spare: Collection[str] = (), *, keep_newest: bool = False

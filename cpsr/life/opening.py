@@ -232,7 +232,7 @@ def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitSta
         config = config.model_copy(update={"checkpoint": checkpoint})
     life.job = replace(job, config=config)
     if job.adapter.pipeline is not None:
-        memory.pool.copier.copy_in(loop.learning.bubbles)
+        memory.pool.engine.copy_in(loop.learning.bubbles)
 
 
 def _planner(job: Job, loop: Loop) -> "JobPlanner":

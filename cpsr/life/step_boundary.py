@@ -60,9 +60,9 @@ class Boundary:
         self._thread = threading.get_ident()
         state.frozen.on_moved = self._on_frozen_moved
         config, rank = job.config, job.group.rank
-        counter, copier = ProgressCounter(progress_path(config.run_dir, rank)), pool.copier
+        counter, steps = ProgressCounter(progress_path(config.run_dir, rank)), pool.steps
         # Alone, no step waits for another rank.
-        self._publication = Publication(counter, copier.events, copier.updates if job.group.size > 1 else None)
+        self._publication = Publication(counter, steps.events, steps.updates if job.group.size > 1 else None)
         self.emergency_dump = EmergencyDump(
             self._dump,
             self._report_dump,
@@ -88,7 +88,7 @@ class Boundary:
 
     def prepare(self) -> None:
         """Before the first step: mark its boundary, and prepare a dump."""
-        self._pool.copier.prepare_dump(self._state.left)
+        self._pool.steps.prepare_dump(self._state.left)
         self._pool.mark_boundary()
 
     def begin_change(self) -> None:

@@ -2,17 +2,14 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
-from cpsr.checkpoint.copying import copy_beside_training
-from cpsr.checkpoint.device_copy import DeviceCopy, device_of
+from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish, RunningCopy
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
 from cpsr.checkpoint.memory_states import MemoryState, iteration_in
@@ -29,8 +26,6 @@ FILES = 3
 # The peers have an older one, and may be receiving the next. A process that is killed meanwhile goes back to these.
 FILES_WITH_PEERS = 4
 
-_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-
 
 @dataclass
 class Window:
@@ -45,7 +40,6 @@ class Window:
         taken: number of its snapshots.
         sent: whether it goes to the peers once it is sealed.
         dropped: it will not be sealed.
-        sealing: it is, or is going to be.
         settled: it is sealed, and offered to the peers where it is sent.
     """
 
@@ -57,7 +51,6 @@ class Window:
     taken: int = 0
     sent: bool = False
     dropped: bool = False
-    sealing: bool = False
     settled: bool = False
 
     @property
@@ -82,8 +75,7 @@ OnSealed = Callable[..., None]
 class Recorder:
     """Fills one file after the other. An error ends the window that is being filled, never the training.
 
-    Copies and hashes are made by a thread of its own, or on a stream of the device; all else is for the training
-    thread.
+    A window is one buffer that several copies fill. All of it is for the training thread, but for what the engine does.
 
     Args:
         memory: names and stamps of the files.
@@ -106,17 +98,17 @@ class Recorder:
         files: int = FILES,
         writes: WriteWatch | None = None,
     ) -> None:
-        self._memory, self._shard, self._report = memory, shard, report
-        self._writes = WriteWatch() if writes is None else writes
+        self._life, self._shard, self._report = memory.life, shard, report
         self.files, self.copies = files, CopyBudget()
         self.on_sealed: OnSealed | None = None
         self._replicated_at: int | None = None
         self._sent_at: int | None = None
-        self._ring = MemoryRing(memory, "window", device_of(shard()))
+        self._engine = CopyEngine.of("window", shard(), writes)
+        self._ring = MemoryRing(memory, "window", self._engine)
         self._window: Window | None = None
-        self._copy: Future[float] | None = None  # its seconds; of that window's newest snapshot, until the next update
+        self._copy: RunningCopy | None = None  # of that window's newest snapshot, until the next update
         self._copy_began = 0.0
-        self._hash_seconds = 0.0  # of the last snapshot; in the worker
+        self._hash_seconds = 0.0  # of the last snapshot that a device has copied; in the engine's thread
 
     def adopt(self, path: Path) -> MemoryState:
         """Keep a window of the life before as one of this life. Two newer ones are complete before it is overwritten.
@@ -161,9 +153,11 @@ class Recorder:
         self._window = None
         try:
             slot = self._ring.next(self.files, layout.size, kept, before)
-            content = slot.file.bytes
-            layout.copy_others(self._shard(), content)
-            self._window = Window(slot, layout, layout.held(content), iteration, [SmallState(small_state())])
+            layout.copy_others(self._shard(), slot.file.bytes)
+            if slot.held is None or slot.held.parts is not layout.parts:
+                slot.held = Held(layout.parts, slot.file.bytes)
+            slot.held.overwrite(layout.parts.names)
+            self._window = Window(slot, layout, slot.held, iteration, [SmallState(small_state())])
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._report(f"the window that begins at iteration {iteration} is not kept: {error}")
             return
@@ -189,70 +183,53 @@ class Recorder:
             self._drop(window)  # one was left out: it would lack what was to be in it
             return None
         window.taken += 1
+        sent = send and window.is_taken
         try:
             if step > 0:
                 window.small.append(SmallState(outcome))
             shard = self._shard()
-            pairs = self._pairs(window, step, shard)
-            if not self._writes.disturbed:
-                self._writes.begin(self, shard, thorough=False)
-            work: Callable[[], float] = partial(_copied, pairs)
-            if self._ring.stream is not None:
-                copy = DeviceCopy(self._ring.stream, shard)
-                copy.enqueue((target, source.detach().to(target.dtype)) for target, source in pairs)
-                work = copy.result
+            running = self._engine.start(partial(self._plan, window, step, shard), None, shard, early=not sent)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
-            self._writes.end(self)
             self._drop(window, f"the snapshot of iteration {iteration} failed: {error}")
             return None
-        if send and window.is_taken:
+        self._copy, self._copy_began = running, time.perf_counter()
+        if self._engine.device is not None:
+            window.slot.last_work = self._engine.submit(self._hash, window, step, running)
+        if sent:
             window.sent, self._sent_at = True, window.first
-        copy_ends, self._copy_began = self._ring.copy(work), time.perf_counter()
-        self._copy = copy_ends
-        self._ring.submit(window.slot, self._hash, window, step, copy_ends)
-        if self._writes.disturbed:
-            wait([copy_ends])
-        if self._writes.disturbed or (self._writes.trusted and not window.sent):
-            self._seal_whole(window)
-        return window if window.sent else None
+        if window.is_taken:
+            told = partial(self._on_counting, window)
+            window.slot.last_work = self._engine.seal(partial(self._prepare, window, running), told, running)
+        return window if sent else None
 
     def look(self) -> None:
         """A forward begins: a window with weights that the loop has changed for it is not used."""
-        if self._copy is not None and self._writes.changed:
-            self._spoil()
+        if self._copy is not None and self._engine.writes.changed:
+            self._spoil(self._copy, DISTURBED)
 
     def finish(self) -> None:
         """Wait for a running copy; call it before the optimizer changes the state."""
-        copy, self._copy, window = self._copy, None, self._window
-        if copy is None or window is None:
+        running, self._copy, window = self._copy, None, self._window
+        if running is None or window is None:
             return
         overlap_seconds = time.perf_counter() - self._copy_began
         try:
-            copy_seconds = copy.result() + self._hash_seconds
-            self.copies.note(window.layout.copied_bytes(window.taken - 1), copy_seconds, overlap_seconds)
+            self._engine.finish(running)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
-            self._drop(window, f"the snapshot of iteration {window.last} failed: {error}")
-        self._confirm(window)
+            self._spoil(running, f"the snapshot of iteration {window.last} failed: {error}")
+            return
+        copied_bytes = window.layout.copied_bytes(window.taken - 1)
+        self.copies.note(copied_bytes, running.seconds + self._hash_seconds, overlap_seconds)
 
-    def _confirm(self, window: Window) -> None:
-        """The newest copy is complete: if its sources have changed meanwhile, it does not count."""
-        if self._writes.look(forward=False):
-            self._spoil()
-        self._writes.end(self)
-        self._seal_whole(window)
-
-    def _seal_whole(self, window: Window) -> None:
-        """Its newest copy is, or will be, that of one state: seal a window that ends with it, once."""
-        if window.is_taken and not window.dropped and not window.sealing:
-            window.sealing = True
-            self._ring.submit(window.slot, self._seal, window)
-
-    def _spoil(self) -> None:
-        """The loop has changed weights that were being copied: the window is not used, even if it is sealed."""
+    def _spoil(self, running: RunningCopy, why: str) -> None:
+        """The newest copy is not that of one state: the window is not used, even if it is sealed."""
         window = self._window
         if window is not None and not window.dropped:
-            self._drop(window, DISTURBED)
-            self._ring.submit(window.slot, window.slot.file.unseal).result()  # after it was sealed, if it was
+            self._drop(window, why)
+            running.confirm(unchanged=False)
+            if window.slot.last_work is not None:
+                wait([window.slot.last_work])
+            window.slot.file.unseal()
 
     def forget(self) -> None:
         """The run has gone back: no window leads to its state."""
@@ -267,24 +244,18 @@ class Recorder:
         Args:
             remove: the windows go; else they stay for the next life.
         """
-        window = self._window
-        if window is not None and self._copy is not None and not self._copy.done():
+        window, running = self._window, self._copy
+        if running is not None and running.copy.is_sent:
+            self.finish()
+        elif running is not None and window is not None:
             window.dropped = True
-        if self._ring.hangs():
+            running.confirm(unchanged=False)
+        if not self._ring.close(remove=remove):
             self._report(f"a copy to host memory has not ended within {CLOSE_SECONDS:g} s: its memory is left as it is")
-            return
-        if window is not None and self._copy is not None:
-            self._confirm(window)
-        self._ring.close(remove=remove)
 
-    def _pairs(self, window: Window, step: int, shard: Shard) -> _Pairs:
-        """Target and source of each copy of a snapshot; as the last time, while layout and views are the same."""
-        planned: tuple[Any, Any, _Pairs] = window.slot.plans.get(step, (None, None, []))
-        layout, operators, pairs = planned
-        if layout is not window.layout or operators is not shard.operators:
-            pairs = list(window.layout.copies(step, shard, window.slot.file.bytes))
-            window.slot.plans[step] = window.layout, shard.operators, pairs
-        return pairs
+    def _plan(self, window: Window, step: int, shard: Shard) -> CopyPlan:
+        make = partial(window.layout.copies, step, shard, window.slot.file.bytes)
+        return self._engine.plan(window.held, shard, make, step, **window.layout.bounds(step))
 
     def _drop(self, window: Window, why: str | None = None) -> None:
         """Nothing of it counts, and its file is the next to be filled: the others have whole windows."""
@@ -293,37 +264,40 @@ class Recorder:
         if why is not None and not known:
             self._report(f"the window of iterations from {window.first} on is dropped: {why}")
 
-    def _hash(self, window: Window, step: int, copy: Future[float]) -> None:
-        """Hash what was copied; in the worker."""
-        iteration, started = window.first + step, time.perf_counter()
-        if window.dropped:
-            return
-        try:
-            copy.result()  # complete; nothing is sealed of a copy that has failed
-            window.layout.taken(window.held, step, iteration)
-        except Exception as error:  # noqa: BLE001 - training goes on without this window
-            self._drop(window, f"iteration {iteration} could not be hashed: {error}")
+    # In the engine's thread
+
+    def _hash(self, window: Window, step: int, running: RunningCopy) -> None:
+        """Hash what a device has copied."""
+        running.result()  # nothing is sealed of a copy that has failed
+        started = time.perf_counter()
+        places = (place for place, _ in window.held.parts.between(**window.layout.bounds(step)))
+        window.held.hash_segments(places)
         self._hash_seconds = time.perf_counter() - started
 
-    def _seal(self, window: Window) -> None:
-        """The window is complete; in the worker."""
+    def _prepare(self, window: Window, running: RunningCopy) -> Publish | None:
+        """Describe a window whose last copy is through, if none has failed."""
         if window.dropped:
-            return
+            return None
         try:
+            running.result()
             for small in window.small:
                 small.wait()
             start, *outcomes = [small.tree() for small in window.small]
-            scalars = {"start": start, "last": window.last, "outcomes": outcomes, "life": self._memory.life}
+            scalars = {"start": start, "last": window.last, "outcomes": outcomes, "life": self._life}
+            window.held.taken_at = window.layout.taken_at(window.first)
             views = window.layout.shard(window.slot.file.bytes)
-            self._ring.seal(window.slot, "window", views, window.first, scalars, window.held)
-            if self.on_sealed is not None:
-                self.on_sealed(window.slot.file.path, window.first, send=window.sent)
-            window.settled = True
+            publish = self._ring.prepare(window.slot, "window", views, window.first, scalars, window.held)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._drop(window, f"it could not be sealed: {error}")
+            return None
+        return publish
 
+    def _on_counting(self, window: Window, counts: bool) -> None:
+        """The window counts from now on, or never; this thread may be the training thread, and has better to do."""
+        if counts:
+            self._engine.submit(self._tell, window)
 
-def _copied(pairs: _Pairs) -> float:
-    started = time.perf_counter()
-    copy_beside_training(pairs)
-    return time.perf_counter() - started
+    def _tell(self, window: Window) -> None:
+        if self.on_sealed is not None:
+            self.on_sealed(window.slot.file.path, window.first, send=window.sent)
+        window.settled = True

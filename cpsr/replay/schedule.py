@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from cpsr.checkpoint.memory_states import PAGE_BYTES, SlabSize
-from cpsr.checkpoint.parts import REST, Held, Parts
+from cpsr.checkpoint.parts import REST, Parts
 from cpsr.checkpoint.tensor_file import PlacedTensor
 from cpsr.engines.weight_sample import sampled
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -160,6 +160,7 @@ class WindowLayout:
 
     Attributes:
         turns: as given.
+        parts: one for each snapshot, but for what is no operator's.
         size: of the file, without the small state.
     """
 
@@ -187,7 +188,7 @@ class WindowLayout:
             self._ends.append(self._end)
         tensors = [(key, one.first, one.end - one.first) for places in self._places for key, one in places.items()]
         units = {name: f"snapshot {step}" for step, active in enumerate(turns) for name in active}
-        self._parts = Parts(tensors, self._end, units)
+        self.parts = Parts(tensors, self._end, units, self._ends)
         self.size = SlabSize.for_tensors((key for key, _, _ in tensors), self._end)
 
     def _add(self, key: str, like: torch.Tensor, dtype: torch.dtype | None = None) -> None:
@@ -222,15 +223,13 @@ class WindowLayout:
         """Bytes of one snapshot."""
         return sum(place.end - place.first for place in self._places[step].values())
 
-    def held(self, content: torch.Tensor) -> Held:
-        """What the file holds, by snapshot; nothing yet."""
-        return Held(self._parts, content)
+    def bounds(self, step: int) -> dict[str, int]:
+        """Where one snapshot lies: `begin` and `end`, in bytes."""
+        return {"begin": self._ends[step - 1] if step else 0, "end": self._ends[step]}
 
-    def taken(self, held: Held, step: int, iteration: int) -> None:
-        """A snapshot is complete: hash it."""
-        held.fill([REST, f"snapshot {step}"] if step == 0 else [f"snapshot {step}"], iteration)
-        begin = self._ends[step - 1] if step else 0
-        held.hash_between(begin, self._ends[step])
+    def taken_at(self, first: int) -> dict[str, int]:
+        """Iteration of each part, of a window that begins with this iteration."""
+        return {REST: first} | {f"snapshot {step}": first + step for step in range(len(self.turns))}
 
     def shard(self, content: torch.Tensor) -> Shard:
         """Views of all of it: every operator, and the rest with the compute weights."""

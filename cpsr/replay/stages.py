@@ -9,14 +9,13 @@ Source: moevement, section 3.4: logs lie with the sender, by iteration and micro
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from cpsr.checkpoint.device_copy import new_event
+from cpsr.checkpoint.copying import CopyEngine, Publish
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
@@ -30,6 +29,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.job import Job
+from cpsr.state.device_values import Arrival
 from cpsr.state.shard import Shard
 
 __all__ = ["Kept", "LoggedSteps", "Rest", "StageLogs", "choose", "rest_of", "stage_logs"]
@@ -82,7 +82,8 @@ class StageLogs:
         self, memory: SharedMemory, device: torch.device, report: Callable[[str, int], None], room: Callable[[], int]
     ) -> None:
         self._report, self._room = report, room
-        self._ring = MemoryRing(memory, "upstream", device if device.type == "cuda" else None)
+        self._engine = CopyEngine("upstream", device if device.type == "cuda" else None)
+        self._ring = MemoryRing(memory, "upstream", self._engine)
         self.paused = False
         self._wanted = self._kept = 0  # iterations that windows need, and that there is memory for
         self._size = SlabSize(0, 0)  # of one iteration; of no bytes until the first was measured
@@ -138,13 +139,9 @@ class StageLogs:
         slot, self._slot = self._slot, None
         if slot is None or self._dropped:
             return
-        copied = None
-        if self._ring.stream is not None:
-            event = new_event()
-            event.record(self._ring.stream)
-            copied = self._ring.copy(event.synchronize)
         scalars = {"entries": self._entries, "applied": applied, "form": form}
-        self._ring.submit(slot, self._seal, slot, scalars, copied)
+        prepare = partial(self._prepare, slot, scalars, self._engine.arrival())
+        slot.last_work = self._engine.seal(prepare)
 
     def drop(self, reason: str | None) -> None:
         """This iteration is not kept; None: it was not completed."""
@@ -175,35 +172,26 @@ class StageLogs:
 
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""
-        if self._ring.hangs():
+        if not self._ring.close(remove=remove):
             self._say(f"a copy to host memory has not ended within {CLOSE_SECONDS:g} s: its memory is left as it is")
-        else:
-            self._ring.close(remove=remove)
 
     @torch.no_grad()
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        stream = self._ring.stream
         try:
-            if stream is None:
-                target.copy_(source)
-                return
-            kept = source.clone()  # what comes next on the present stream may change it in place
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-            with torch.cuda.stream(stream):
-                target.copy_(kept, non_blocking=True)
-            kept.record_stream(stream)
+            self._engine.copy_beside(target, source)
         except RuntimeError as error:
             self.drop(f"it could not be copied: {error}")
 
-    def _seal(self, slot: Slot, scalars: dict[str, Any], copied: "Future[None] | None") -> None:
-        """In the worker."""
+    def _prepare(self, slot: Slot, scalars: dict[str, Any], copied: Arrival | None) -> Publish | None:
+        """In the engine's thread."""
         iteration = slot.iteration
         try:
             if copied is not None:
-                copied.result()
-            self._ring.seal(slot, "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, scalars)
+                copied.wait("its copies")
+            return self._ring.prepare(slot, "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, scalars)
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
+            return None
 
     def _fit(self, size: SlabSize) -> None:
         """As many as there is memory for; of no bytes while the size of one is not known."""

@@ -53,7 +53,7 @@ class Windows:
         files = _files(job)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
-        self.recorder = Recorder(memory, job.adapter.shard, self._report, files, pool.writes)
+        self.recorder = Recorder(memory, job.adapter.shard, self._report, files, pool.engine.writes)
         self._off = self._without_place = False
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows

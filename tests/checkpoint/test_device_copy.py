@@ -136,7 +136,7 @@ def test_the_boundary_is_that_of_the_devices_own_stream(device: StandInDevice, r
     device.trace.clear()
     pool.begin(shard, 7, {"step": DeviceNumber(device.tensor(torch.tensor(7.0), 1))})
     pool.finish()
-    assert {stream for _, stream in names(device, "record", "launch", "wait_event")} == {"default:1", "stream2:1"}
+    assert {stream for _, stream in names(device, "record", "launch", "wait_event")} == {"default:1", "stream1:1"}
     close(device, pool)
     assert all(stream is None or stream.endswith(":1") for _, stream, _ in device.trace)
 

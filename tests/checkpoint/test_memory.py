@@ -190,14 +190,14 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
         import os, signal, torch
         from tests.checkpoint.conftest import make_shard
         from cpsr.checkpoint.memory import SharedMemory
-        from cpsr.checkpoint.copying import HostCopyPlan
+        from cpsr.checkpoint.copying import CopyPlan
         from cpsr.checkpoint.snapshot import SnapshotPool
         pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 0, 0))
-        copy = HostCopyPlan.run_hashed
-        def stopping(plan, parts):
+        copy = CopyPlan.run
+        def stopping(plan, parts, *, hashed):
             os.kill(os.getpid(), signal.SIGSTOP)
-            return copy(plan, parts)
-        HostCopyPlan.run_hashed = stopping
+            copy(plan, parts, hashed=hashed)
+        CopyPlan.run = stopping
         pool.begin(make_shard(3, iteration=7), 7, None)
         pool.finish()
         pool.close(remove=False)

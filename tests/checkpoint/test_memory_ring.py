@@ -1,6 +1,6 @@
 """Files that are filled in turn: which is overwritten next, what the next life adopts, and a device that hangs."""
 
-import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -8,26 +8,28 @@ import pytest
 import torch
 
 from cpsr.checkpoint import memory_ring
+from cpsr.checkpoint.copying import CopyEngine
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_ring import MemoryRing, Slot
 from cpsr.checkpoint.memory_states import SlabSize, memory_states
 from cpsr.state.shard import Shard
+from tests.stand_in_device import stand_in_device
 
 RUN_ID = "0123abcd"
 SIZE = SlabSize.for_tensors(["other/all"], 4096)
 LARGER = SlabSize.for_tensors(["other/all"], 8192)
 
 
-def ring_of(directory: Path, life: int = 0) -> MemoryRing:
-    return MemoryRing(SharedMemory(RUN_ID, 0, life, directory, wait_seconds=0.1), "ring", None)
+def ring_of(directory: Path, life: int = 0, device: torch.device | None = None) -> MemoryRing:
+    memory = SharedMemory(RUN_ID, 0, life, directory, wait_seconds=0.1)
+    return MemoryRing(memory, "ring", CopyEngine("ring", device))
 
 
 def fill(ring: MemoryRing, slot: Slot, iteration: int) -> None:
     slot.iteration = iteration
     slot.file.bytes.fill_(iteration)
-    views = Shard({}, {"all": slot.file.bytes})
-    ring.submit(slot, ring.seal, slot, "upstream", views, iteration, {"at": iteration}).result()
+    ring.prepare(slot, "upstream", Shard({}, {"all": slot.file.bytes}), iteration, {"at": iteration})()
 
 
 def left(directory: Path) -> dict[int, int]:
@@ -88,12 +90,15 @@ def test_where_a_device_hangs_the_memory_stays_locked_and_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_ring, "CLOSE_SECONDS", 0.1)
-    ring, arrived = ring_of(tmp_path), threading.Event()
-    slot = ring.next(1, SIZE)
-    ring.copy(arrived.wait)
-    assert ring.hangs()
-    with pytest.raises(FileInUseError):
-        FileLock(slot.file.path)
-    arrived.set()
-    assert not ring.hangs()
+    with stand_in_device() as device:
+        ring = ring_of(tmp_path, device=torch.device("cuda", 0))
+        slot = ring.next(1, SIZE)
+        device.hang()
+        ring.engine.copy_beside(slot.file.bytes, device.tensor(torch.ones(4096, dtype=torch.uint8)))
+        started = time.monotonic()
+        assert not ring.close(remove=True)
+        assert time.monotonic() - started < 5.0
+        assert device.calls("synchronize", "unregister") == []
+        with pytest.raises(FileInUseError):
+            FileLock(slot.file.path)
     slot.file.close(remove=True)

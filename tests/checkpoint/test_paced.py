@@ -77,12 +77,12 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
 
 def first(pool: SnapshotPool, waits: Opened, until_update: float = FAR) -> None:
     """The snapshot that measures how fast copies are; it seemed to have that much time."""
-    pool.copier.copy_in(waits)
+    pool.engine.copy_in(waits)
     assert split_of(take(pool, 1)) == Split(beside=TOTAL)
-    assert pool.copier.pace is not None
-    seconds = pool.copier.pace.seconds(TOTAL)
+    assert pool.engine.pace is not None
+    seconds = pool.engine.pace.seconds(TOTAL)
     for _ in range(RECENT_SNAPSHOTS):
-        pool.copier.pace.record(Split(beside=TOTAL), seconds, until_update, 1000)
+        pool.engine.pace.record(Split(beside=TOTAL), seconds, until_update, 1000)
     waits.asked.clear()
 
 
@@ -161,7 +161,7 @@ def test_a_wait_that_never_comes_costs_no_byte(pool: SnapshotPool, kind: type[Op
 
 def test_whatever_the_waits_do_it_is_bitwise(pool: SnapshotPool) -> None:
     waits = Opened()
-    pool.copier.copy_in(waits)
+    pool.engine.copy_in(waits)
     ended = threading.Event()
     chance = random.Random(3)
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.copying import StateCopier
-from cpsr.checkpoint.device_copy import StepEvents
+from cpsr.checkpoint.device_copy import DeviceSteps, StepEvents
 from cpsr.checkpoint.progress import RankProgress, read_progress
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.journal import RankJournal
@@ -38,15 +37,15 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
     """The state is on the host, the events of its steps are the device's."""
-    original = StateCopier.__init__
+    original = DeviceSteps.__init__
 
-    def with_events(copier: StateCopier, *given: Any) -> None:
-        original(copier, *given)
-        copier.events = StepEvents(torch.device("cuda", 0))
+    def with_events(steps: DeviceSteps, *given: Any) -> None:
+        original(steps, *given)
+        steps.events = StepEvents(torch.device("cuda", 0))
 
     with stand_in_device() as device:
         device.at_once = False
-        monkeypatch.setattr(StateCopier, "__init__", with_events)
+        monkeypatch.setattr(DeviceSteps, "__init__", with_events)
         yield Queue(device)
 
 

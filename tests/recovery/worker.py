@@ -28,8 +28,8 @@ import cpsr.checkpoint.rank_part as part_module
 import cpsr.checkpoint.store as store_module
 from cpsr import CPSRRecovery
 from cpsr.benchmarks.harness.checkpoint_files import is_rest
-from cpsr.checkpoint.copying import StateCopier
-from cpsr.checkpoint.device_copy import StepEvents
+from cpsr.checkpoint.copying import CopyEngine
+from cpsr.checkpoint.device_copy import DeviceSteps, StepEvents
 from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.store import CheckpointStore
@@ -165,16 +165,16 @@ def complete_late(steps: int) -> None:
         def query(self) -> bool:
             return Event.newest >= self.at + steps
 
-    original = StateCopier.__init__
+    original = DeviceSteps.__init__
 
-    def with_events(copier: StateCopier, *given: Any) -> None:
-        original(copier, *given)
-        copier.events = StepEvents(torch.device("cuda", 0))
+    def with_events(steps: DeviceSteps, *given: Any) -> None:
+        original(steps, *given)
+        steps.events = StepEvents(torch.device("cuda", 0))
 
     cuda: Any = torch.cuda
     cuda.Event, cuda.current_stream = Event, lambda device: None
     cuda.device = lambda device: nullcontext()
-    setattr(StateCopier, "__init__", with_events)  # noqa: B010 - mypy refuses to assign to a method
+    setattr(DeviceSteps, "__init__", with_events)  # noqa: B010 - mypy refuses to assign to a method
 
 
 def initialize_ranks(result: Path) -> None:
@@ -371,9 +371,9 @@ class Faults:
     def _arm(self) -> None:
         at = self._at
         if self._phase == "snapshot":
-            # `put` hands the views to its snapshot, the only one of the arguments that knows the iteration.
-            due = lambda copier, buffer, shard, contents, put: put.args[0].iteration == at  # noqa: E731
-            before(StateCopier, "_copy_on_host", due, self._die)
+            # `then` hands the views to its snapshot, the only one of the arguments that knows the iteration.
+            due = lambda engine, plan, parts, then: isinstance(then, partial) and then.args[0].iteration == at  # noqa: E731
+            before(CopyEngine, "_copy_on_host", due, self._die)
         elif self._phase == "persist":
             before(part_module, "write_tensors", lambda path, *rest, **more: is_rest(path, at), self._die)
         elif self._phase == "commit":

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cpsr.replay.recorder as recorder_module
+from cpsr.checkpoint.copying import CopyPlan
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import verify_memory_state
 from cpsr.checkpoint.memory_states import memory_state, memory_states
@@ -147,7 +147,7 @@ def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_fi
         rank.begin(first)
         rank.recorder.finish()
         with monkeypatch.context() as patch:
-            patch.setattr(recorder_module, "copy_beside_training", refuse)
+            patch.setattr(CopyPlan, "run", refuse)
             rank.recorder.capture(first + 1)
             rank.recorder.finish()
     rank.recorder.close(remove=False)
@@ -155,7 +155,7 @@ def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_fi
     assert any("no memory" in problem for problem in rank.problems)
 
 
-def refuse(_: object) -> None:
+def refuse(_: CopyPlan, parts: None, *, hashed: bool) -> None:
     raise RuntimeError("no memory")
 
 
