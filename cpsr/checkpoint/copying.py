@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import is_
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
 from cpsr.checkpoint.device_copy import DeviceCopy, device_of
 from cpsr.checkpoint.direct_file import PieceHashes
-from cpsr.checkpoint.paced import Bytes, Copying, CopyPace, PacedCopy, Piece, Waits, bytes_of
+from cpsr.checkpoint.paced import Copying, CopyPace, PacedCopy, Piece, Waits, bytes_of
 from cpsr.checkpoint.parts import Held, Segment
 from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
@@ -36,31 +35,9 @@ SMALL_ELEMENTS = 1 << 15
 # Size of one copy during waits: less than a millisecond, so that it ends within short waits.
 PIECE_BYTES = 4 << 20
 
-_NO_BYTES: Bytes = numpy.empty(0, dtype=numpy.uint8)
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class _HostPiece:
-    """One copy: small tensors in one call, or bytes of a large one.
-
-    Attributes:
-        targets, sources: tensors; empty for bytes.
-        target_bytes, source_bytes: of a large tensor; empty for tensors.
-        end: address behind the piece.
-    """
-
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
-    target_bytes: Bytes
-    source_bytes: Bytes
-    end: int
-
-    def copy(self) -> None:
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
-        else:
-            numpy.copyto(self.target_bytes, self.source_bytes)
+# One copy on the host, of small tensors or of bytes of a large one; and the address behind its target.
+_HostPiece = tuple[Callable[[], object], int]
 
 
 class CopyPlan:
@@ -94,11 +71,6 @@ class CopyPlan:
     def _host_pieces(self) -> dict[int, list[_HostPiece]]:
         return {place: list(_in_pieces(pairs)) for place, _, pairs in self._segments}
 
-    @property
-    def calls(self) -> int:
-        """Number of copies that it makes on the host."""
-        return sum(map(len, self._host_pieces.values()))
-
     def pairs(self, parts: Collection[str] | None = None) -> list[Piece]:
         """The copies of these parts; None: of all."""
         return [pair for _, segment, pairs in self._segments for pair in pairs if _is_of(segment, parts)]
@@ -126,10 +98,12 @@ class CopyPlan:
                 if not _is_of(segment, parts):
                     continue
                 found, at = PieceHashes(), segment.begin
-                for piece in self._host_pieces[place]:
-                    piece.copy()
+                for copy, address in self._host_pieces[place]:
+                    copy()
                     if hashed:
-                        found.take(content[at : (at := piece.end - self._start)])
+                        end = address - self._start
+                        found.take(content[at:end])
+                        at = end
                 if hashed:
                     found.take(content[at : segment.end])
                     self._held.digests[place] = found.digests()
@@ -146,17 +120,15 @@ def _in_pieces(pairs: Iterable[Piece]) -> Iterator[_HostPiece]:
     def joined() -> Iterator[_HostPiece]:
         if small:
             targets, sources = map(list, zip(*small, strict=True))
-            yield _HostPiece(targets, sources, _NO_BYTES, _NO_BYTES, _end_of(targets[-1]))
+            yield partial(torch._foreach_copy_, targets, sources), _end_of(targets[-1])
             small.clear()
 
     for target, source in pairs:
         large = source.numel() >= SMALL_ELEMENTS
         if large and source.is_contiguous() and source.dtype == target.dtype:
             yield from joined()
-            into, values = bytes_of(target), bytes_of(source)
-            for start in range(0, values.nbytes, HASHED_BYTES):
-                one, other = into[start : start + HASHED_BYTES], values[start : start + HASHED_BYTES]
-                yield _HostPiece([], [], one, other, target.data_ptr() + start + one.nbytes)
+            for into, values in _split(target, source, HASHED_BYTES // source.element_size()):
+                yield partial(numpy.copyto, bytes_of(into), bytes_of(values)), _end_of(into)
             continue
         chunks = [(target, source)]
         if large and (source.dim() == 1 or source.is_contiguous()):  # otherwise there is no flat view
