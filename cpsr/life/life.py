@@ -151,7 +151,9 @@ class Life:
         self.leaving.look(iteration)
         step = self.steps.end(iteration, applied)
         self.loop.after_step(step)
-        self.saver.after_step(iteration, applied)
+        if self.experts is not None:
+            self.experts.end_iteration(iteration, applied)
+        self.saver.after_step(iteration)
         self.witnessing.after_step(iteration)
         self.boundary.publish(iteration)
         self.planner.times.step(step.seconds)
@@ -210,8 +212,8 @@ class Life:
                 saver.count_from(iteration)
                 tail.defer(self._begin_checkpoint, saves=True)
             else:
-                due = not watched and saver.memory.is_due(iteration, saver.plan.memory_interval_iterations)
-                if due and (begin := saver.memory.turn(iteration)) is not None:
+                begin = None if watched else saver.memory.due(iteration, saver.plan.memory_interval_iterations)
+                if begin is not None:
                     tail.defer_here(begin, saves=True)
                 if iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
                     self._plan(iteration)  # a failure has changed the rate

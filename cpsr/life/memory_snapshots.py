@@ -4,17 +4,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cpsr.checkpoint.host_snapshot import WHOLE, Contents
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Job
+from cpsr.life.policies import Whole
 from cpsr.peers.host_memory import HostMemory
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
-    from cpsr.experts.saving import ExpertSaving
     from cpsr.planner.live.job_planner import JobPlanner
 
 __all__ = ["MemorySnapshots", "Turns"]
@@ -113,7 +114,7 @@ class MemorySnapshots:
 
     Args:
         memory: the host buffers; its windows, if it has any, take the place of whole snapshots and of their replicas.
-        experts: chooses the experts that a snapshot copies; None: all of them.
+        policy: decides what a whole one copies.
 
     Attributes:
         turns: which of them all ranks take and send.
@@ -127,12 +128,12 @@ class MemorySnapshots:
         job: Job,
         memory: HostMemory,
         planner: "JobPlanner",
-        experts: "ExpertSaving | None",
+        policy: Whole,
         capture: Callable[[], dict[str, Any]],
         iteration: int,
     ) -> None:
         self._job, self._pool, self._windows, self._planner = job, memory.pool, memory.windows, planner
-        self._experts, self._capture, self._last = experts, capture, iteration
+        self._policy, self._capture, self._last = policy, capture, iteration
         keep = self._pool.occupancy.replicated if self._windows is None else self._windows.recorder.replicated
         self.turns = Turns(self._pool.occupancy, lambda: memory.sending, keep, iteration)
         self._late = False
@@ -144,34 +145,26 @@ class MemorySnapshots:
 
     # Right after a step, at the same place on all ranks
 
-    def is_due(self, iteration: int, interval_iterations: int | None) -> bool:
-        """Whether a whole one is due after this iteration; never with windows, nor where it would not survive."""
-        if interval_iterations is None or self._windows is not None or not self._pool.survives:
-            return False
-        return iteration - self._last >= interval_iterations
+    def due(self, iteration: int, interval_iterations: int | None) -> Callable[[], None] | None:
+        """The whole snapshot of this iteration, if one is due; the ranks have agreed on what it copies, and for whom.
 
-    def turn(self, iteration: int) -> Callable[[], None] | None:
-        """Agree on what the due snapshot copies, and whether it is sent; returns what starts it.
+        None is with windows, nor where it would not survive.
 
         Returns:
-            To be called once the loop has finished its iteration; it returns while the state is being copied. None
-            where a rank has no buffer free: the snapshot stays due.
+            What starts it, once the loop has finished its iteration; it returns while the state is being copied. None
+            also where a rank has no buffer free: the snapshot stays due.
         """
+        if interval_iterations is None or self._windows is not None or not self._pool.survives:
+            return None
+        if iteration - self._last < interval_iterations:
+            return None
         if not self.turns.may_take:
             if not self._late:  # counted once; it stays due
                 self._skip(iteration)
             self._late = True
             return None
         self._late, self._last = False, iteration
-        contents, replicate = self._contents(), self.turns.may_send(iteration)
-        return lambda: self._begin(contents, replicate)
-
-    def _contents(self) -> Contents:
-        """What a snapshot copies: with an interval that the user has set, the experts that an iteration overlaps."""
-        if self._experts is None or self._job.config.memory.interval_iterations is None:
-            return WHOLE
-        left_out = self._experts.in_memory.left_out()
-        return Contents(experts=frozenset(self._experts.units), carried=left_out, uncopied=left_out)
+        return partial(self._begin, self._policy.due_in_memory(), self.turns.may_send(iteration))
 
     def end_of(self, iteration: int) -> Callable[[], None] | None:
         """What an iteration ends with: its part of a window, if there are any."""
@@ -200,8 +193,7 @@ class MemorySnapshots:
     def after_checkpoint(self, iteration: int) -> None:
         """Find the number of iterations of later windows anew, and the order of their experts; a collective."""
         if self._windows is not None:
-            if self._experts is not None:
-                self._windows.order(self._experts.popularity)
+            self._windows.order(self._policy.popularity)
             self._windows.agree(iteration)
             self._planner.note_window(self._windows.iterations)
 

@@ -32,6 +32,7 @@ from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
 from cpsr.life.leaving import Leaving
 from cpsr.life.loop import Loop, Steps
+from cpsr.life.policies import SomeExperts, Whole
 from cpsr.life.probation import Probation
 from cpsr.life.recovery_message import announce, cause_of_failure
 from cpsr.life.rehearsed_life import Rehearsed, rehearsed
@@ -126,8 +127,7 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
         life.restored,
         loop,
         life.steps,
-        life.experts,
-        writes,
+        _policy(life, writes),
         exact=exact,
     )
     opened.callback(life.saver.close, ending)
@@ -260,6 +260,14 @@ def _expert_saving(config: CPSRConfig, adapter: EngineAdapter, shard: Shard, gro
     if config.replay.enabled:  # no layer has more capacity for a while: a repeated iteration would drop other tokens
         experts = experts.model_copy(update={"recovering_capacity_fraction": 0.0})
     return ExpertSaving.of(adapter, shard, experts, group)
+
+
+def _policy(life: "Life", writes: WriteAssignment | None) -> Whole:
+    """What decides what each checkpoint holds."""
+    if life.experts is None:
+        return Whole(writes)
+    in_turns = life.job.config.memory.interval_iterations is not None  # as the units of the buffers
+    return SomeExperts(life.experts, writes, life.restored, in_turns=in_turns)
 
 
 def _open_directory(

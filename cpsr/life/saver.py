@@ -12,21 +12,20 @@ from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import kept_bytes
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
-from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Ending, Job, Rewind
-from cpsr.journal import Beginning, CheckpointRow, RankJournal
+from cpsr.journal import CheckpointRow, RankJournal
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.memory_snapshots import MemorySnapshots
+from cpsr.life.policies import Whole
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.plan import Plan
 from cpsr.restart.restored_state import Restored
 from cpsr.state.shard import Shard
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
-    from cpsr.experts.saving import ExpertSaving
     from cpsr.planner.live.job_planner import JobPlanner
 
 __all__ = ["Origin", "Saver", "disk_bytes", "report_save"]
@@ -49,8 +48,7 @@ class Saver:
 
     Args:
         store: its attempt rises when an iteration is saved again.
-        experts: chooses the experts that a checkpoint saves; None: all of them.
-        writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
+        policy: decides what each checkpoint holds.
         exact: whether a state that cannot be saved ends the job; otherwise each checkpoint reports it.
 
     Attributes:
@@ -68,8 +66,7 @@ class Saver:
         restored: Restored,
         loop: Loop,
         steps: Steps,
-        experts: "ExpertSaving | None",
-        writes: WriteAssignment | None,
+        policy: Whole,
         *,
         exact: bool,
     ) -> None:
@@ -90,13 +87,8 @@ class Saver:
         self._loop, self._steps = loop, steps
         self._counted_from = self._last_due = restored.restored_iteration
         self._origins: dict[int, Origin] = {}
-        self._experts = experts
-        self._writes = writes
-        self._all_experts = True  # until a checkpoint of this attempt has them, none can be left out
-        # The engine may have younger experts than the checkpoint of its iteration, if there is one.
-        older = restored.beginning is Beginning.OLDER_EXPERTS or any(one.tier == "memory" for one in restored.sources)
-        self._whole_iteration = None if older else restored.restored_iteration  # if the last checkpoint has all experts
-        self.memory = MemorySnapshots(job, memory, planner, experts, self._small, restored.restored_iteration)
+        self._policy = policy
+        self.memory = MemorySnapshots(job, memory, planner, policy, self._small, restored.restored_iteration)
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two checkpoints that were begun
         self.saved_iteration = restored.checkpoint_iteration
@@ -107,10 +99,8 @@ class Saver:
 
     # In every step
 
-    def after_step(self, iteration: int, applied: bool) -> None:
-        """A step is complete: count its experts' tokens, replay what a window has of it, and report on saves."""
-        if self._experts is not None:
-            self._experts.end_iteration(iteration, applied)
+    def after_step(self, iteration: int) -> None:
+        """A step is complete: replay what a window has of it, and report on saves."""
         self._host_memory.after_step(iteration)
         self.surface()
         self._target.notify(self.saved_iteration)
@@ -118,8 +108,7 @@ class Saver:
 
     def _small(self) -> dict[str, Any]:
         """The small state of a snapshot in host memory."""
-        experts = {} if self._experts is None else self._experts.state_dict()
-        return replace(self._loop.state.capture(whole=False), experts=experts).without_learned()
+        return replace(self._loop.state.capture(whole=False), experts=self._policy.state_dict()).without_learned()
 
     # Checkpoints
 
@@ -136,40 +125,20 @@ class Saver:
 
         Args:
             iteration: the finished one.
-            whole: with all experts.
+            whole: with everything.
         """
-        chosen = self._chosen(iteration, whole=whole)
+        self._stop_sharing()
+        contents = self._policy.due(iteration, whole=whole)
         if self.store.frozen is not None:
             self.store.frozen.agree(self._group)
-        self._begin(iteration, self._contents(chosen))
+        self._begin(iteration, contents)
         self.memory.after_checkpoint(iteration)
-
-    def _chosen(self, iteration: int, *, whole: bool) -> frozenset[str] | None:
-        """Experts that the next checkpoint saves, agreed by all ranks; None for all."""
-        if self._experts is None:
-            return None
-        chosen = self._experts.choose(iteration, whole=whole or self._all_experts)
-        self._all_experts = False
-        self._whole_iteration = iteration if chosen is None else None
-        return chosen
-
-    def _contents(self, chosen: frozenset[str] | None) -> Contents:
-        """What this rank's part of a checkpoint holds, and who writes it; a collective."""
-        self._stop_sharing()
-        units = {} if self._experts is None else self._experts.units
-        saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
-        contents = Contents.sparse(frozenset(units), saved)
-        if self._writes is None:
-            return contents
-        return replace(contents, writers=self._writes.writers(chosen), replicated=self._writes.replicated)
 
     def _stop_sharing(self) -> bool:
         """Let each rank write its own state if rank 0 has found differences; returns whether that is new."""
-        if self._writes is None or self._group.all(self.store.drifted is None):
+        if self._policy.writes is None or self._group.all(self.store.drifted is None):
             return False
-        self._writes = None
-        if self._experts is not None:
-            self._experts.shares_rest(None)
+        self._policy.write_own()
         if self.store.drifted is not None:
             self._journal.event(
                 "ranks differ",
@@ -188,17 +157,17 @@ class Saver:
         self._planner.times.begun()
         self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
-            experts = {} if self._experts is None else self._experts.state_dict()
             planning = self._planner.state_dict(self.plan)
             self._steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself
-            captured = replace(self._loop.state.capture(), planning=planning, experts=experts).to_tree()
+            small = replace(self._loop.state.capture(), planning=planning, experts=self._policy.state_dict())
+            captured = small.to_tree()
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
             snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
             self._skip(iteration, error)
             return
         if snapshot is None:
-            self._all_experts = True
+            self._policy.saved(None)
             self._writer.skip(iteration, "no host buffer is free: the disk is still writing earlier checkpoints")
             return
         if replicate:
@@ -219,9 +188,7 @@ class Saver:
             return
         if snapshot is None:
             return
-        if self._experts is not None:
-            copied = snapshot.contents.copied(snapshot.shard).state_bytes
-            self._experts.in_memory.copies.note(copied, snapshot.copy_seconds, snapshot.overlap_seconds)
+        self._policy.copied(snapshot)
         if snapshot.disk:
             self._writer.submit(snapshot)
         else:
@@ -233,7 +200,7 @@ class Saver:
         Raises:
             UnsupportedEngineError: no later one could be taken either, and the mode is exact.
         """
-        self._all_experts = True  # now: the outcome may be queued behind a slow save
+        self._policy.saved(None)  # now: the outcome may be queued behind a slow save
         lasting = isinstance(error, UnsupportedEngineError)
         if lasting and self._exact:
             newest = "there is none" if self.saved_iteration is None else f"the newest is of {self.saved_iteration}"
@@ -258,10 +225,10 @@ class Saver:
         """Wait until this iteration is committed as a whole, saving it first if necessary; a collective."""
         self.finish()
         committed = self._is_committed(iteration)
-        if committed and (self._experts is None or iteration == self._whole_iteration):
+        if committed and self._policy.is_whole(iteration):
             return True
         self.store.attempt += 1  # a save of this iteration may have been abandoned just now
-        if committed:  # perhaps with older experts
+        if committed:
             self.store.abandon_after(iteration - 1, "a whole checkpoint replaces it")
             self._group.barrier()
         if self._save_whole(iteration):
@@ -291,10 +258,7 @@ class Saver:
             if outcome.status in ("committed", "written"):
                 self.saved_iteration = outcome.iteration
                 self._planner.note(outcome)
-                if self._experts is not None:
-                    self._experts.note_saved(outcome.written_bytes, outcome.write_seconds, self._interval_seconds)
-            else:
-                self._all_experts = True  # the experts that it left out may not be in any kept checkpoint
+            self._policy.saved(outcome, self._interval_seconds)
 
     def _report_copies(self) -> None:
         for event in self._target.reports():
@@ -320,8 +284,7 @@ class Saver:
         self._host_memory.forget_after(to.last_kept_iteration)
         if self._group.rank == 0:
             mark_life(self._config.run_dir, self._journal.life, self._host_memory.branch)
-        if self._experts is not None:
-            self._experts.forget()
+        self._policy.rewound()
         self.store.abandon_after(to.last_kept_iteration, to.reason)
         self._group.barrier()
 
@@ -332,7 +295,6 @@ class Saver:
         self.memory.restart(to.iteration)
         self._last_due = to.iteration
         self.saved_iteration = to.checkpoint_iteration
-        self._all_experts = True
 
     def close(self, ending: Ending) -> None:
         """Wait for running writes and copy the last checkpoint: only briefly after an error, when a restart waits."""

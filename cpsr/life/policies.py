@@ -1,0 +1,149 @@
+"""What each checkpoint and each snapshot in host memory holds: everything, or of the experts those whose turn it is."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
+from cpsr.checkpoint.write_assignment import WriteAssignment
+from cpsr.checkpoint.writer import SaveOutcome
+from cpsr.journal import Beginning
+from cpsr.restart.restored_state import Restored
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.saving import ExpertSaving
+
+__all__ = ["SomeExperts", "Whole"]
+
+
+class Whole:
+    """Everything, each time; `SomeExperts` decides otherwise. Each rank decides alike, where they must agree.
+
+    Args:
+        writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
+
+    Attributes:
+        writes: as given, until `write_own`.
+        popularity: operator -> score of its expert; empty: none has one.
+    """
+
+    popularity: Mapping[str, float] = {}
+
+    def __init__(self, writes: WriteAssignment | None) -> None:
+        self.writes = writes
+
+    def write_own(self) -> None:
+        """From now on each rank writes all of its own state."""
+        self.writes = None
+
+    def due(self, iteration: int, *, whole: bool) -> Contents:
+        """What this rank's part of the checkpoint of this iteration holds, and who writes it; a collective.
+
+        Args:
+            iteration: of the checkpoint.
+            whole: nothing is left out.
+        """
+        return self._written(Contents(), None)
+
+    def _written(self, contents: Contents, chosen: frozenset[str] | None) -> Contents:
+        if self.writes is None:
+            return contents
+        return replace(contents, writers=self.writes.writers(chosen), replicated=self.writes.replicated)
+
+    def due_in_memory(self) -> Contents:
+        """What the next snapshot for host memory alone holds; all ranks ask for the same ones."""
+        return WHOLE
+
+    def is_whole(self, iteration: int) -> bool:
+        """Whether the last checkpoint, if it is of this iteration, holds everything as it then was."""
+        return True
+
+    def copied(self, snapshot: Snapshot) -> None:
+        """Learn from a copy to host memory."""
+
+    def saved(self, outcome: SaveOutcome | None, interval_seconds: float = 0.0) -> None:
+        """Learn how a save ended.
+
+        Args:
+            outcome: None: it was not even begun.
+            interval_seconds: between two checkpoints, as they are now.
+        """
+
+    def rewound(self) -> None:
+        """The run has gone back: earlier checkpoints no longer lead to it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the small state of a checkpoint: plain data."""
+        return {}
+
+
+class SomeExperts(Whole):
+    """Everything but experts, and of these the chosen ones: PEC and MOETION.
+
+    Args:
+        experts: chooses them.
+        writes: as of `Whole`.
+        restored: that the life began with.
+        in_turns: whether experts take turns in host memory as well.
+    """
+
+    def __init__(
+        self, experts: "ExpertSaving", writes: WriteAssignment | None, restored: Restored, *, in_turns: bool
+    ) -> None:
+        super().__init__(writes)
+        self._experts, self._in_turns = experts, in_turns
+        self._all_next = True  # until a checkpoint of this attempt has all of them, none can be left out
+        # The engine may have younger experts than the checkpoint of its iteration, if there is one.
+        older = restored.beginning is Beginning.OLDER_EXPERTS or any(one.tier == "memory" for one in restored.sources)
+        self._whole_iteration = None if older else restored.restored_iteration  # if the last checkpoint has all experts
+
+    @property
+    def popularity(self) -> Mapping[str, float]:  # type: ignore[override]
+        """See `Whole`."""
+        return self._experts.popularity
+
+    def write_own(self) -> None:
+        """See `Whole.write_own`."""
+        super().write_own()
+        self._experts.shares_rest(None)
+
+    def due(self, iteration: int, *, whole: bool) -> Contents:
+        """See `Whole.due`."""
+        chosen = self._experts.choose(iteration, whole=whole or self._all_next)
+        self._all_next = False
+        self._whole_iteration = iteration if chosen is None else None
+        units = self._experts.units
+        saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
+        return self._written(Contents.sparse(frozenset(units), saved), chosen)
+
+    def due_in_memory(self) -> Contents:
+        """With an interval that the user has set, the experts whose copies an iteration overlaps."""
+        if not self._in_turns:
+            return WHOLE
+        left_out = self._experts.in_memory.left_out()
+        return Contents(experts=frozenset(self._experts.units), carried=left_out, uncopied=left_out)
+
+    def is_whole(self, iteration: int) -> bool:
+        """See `Whole.is_whole`."""
+        return iteration == self._whole_iteration
+
+    def copied(self, snapshot: Snapshot) -> None:
+        """See `Whole.copied`."""
+        size = snapshot.contents.copied(snapshot.shard).state_bytes
+        self._experts.in_memory.copies.note(size, snapshot.copy_seconds, snapshot.overlap_seconds)
+
+    def saved(self, outcome: SaveOutcome | None, interval_seconds: float = 0.0) -> None:
+        """See `Whole.saved`."""
+        if outcome is not None and outcome.status in ("committed", "written"):
+            self._experts.note_saved(outcome.written_bytes, outcome.write_seconds, interval_seconds)
+        else:
+            self._all_next = True  # the experts that it left out may not be in any kept checkpoint
+
+    def rewound(self) -> None:
+        """See `Whole.rewound`."""
+        self._experts.forget()
+        self._all_next = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Whole.state_dict`."""
+        return self._experts.state_dict()
