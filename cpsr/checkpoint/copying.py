@@ -3,7 +3,6 @@
 A copy is planned once, in the order of its buffer. On the host the bytes are hashed while they are in the cache.
 """
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,14 +16,15 @@ import torch
 from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
 from cpsr.checkpoint.device_copy import DeviceCopy, device_of
 from cpsr.checkpoint.direct_file import PieceHashes
-from cpsr.checkpoint.paced import Copying, CopyPace, PacedCopy, Piece, Waits, bytes_of
+from cpsr.checkpoint.paced import CopyPace, PacedCopy, Waits, bytes_of
 from cpsr.checkpoint.parts import Held, Segment
+from cpsr.checkpoint.running_copy import Piece, RunningCopy
 from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.shard import Shard
 
-__all__ = ["CopyEngine", "CopyPlan", "Publish", "RunningCopy"]
+__all__ = ["CopyEngine", "CopyPlan", "Publish"]
 
 # A piece is hashed right after it was copied, while a core's cache still has it: copy and hash together then take 1.2
 # times the processor time of the copy alone, and 1.7 times one after the other.
@@ -151,98 +151,6 @@ def _end_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + tensor.nbytes
 
 
-class HostCopy(Copying):
-    """A copy that the engine's thread makes in one go."""
-
-    def __init__(self, seconds: Future[float]) -> None:
-        self._seconds = seconds
-
-    def result(self, deadline: Deadline | None = None) -> float:
-        """See `Copying.result`."""
-        return self._seconds.result()
-
-
-class RunningCopy:
-    """What must arrive before a buffer may be sealed or written.
-
-    Args:
-        copy: of weights and moments.
-        small: the small state, if it has one.
-        arrival: of the buffers, where `copy` does not show it.
-
-    Attributes:
-        copy: of weights and moments.
-        seconds: that it took, once it is complete.
-    """
-
-    def __init__(self, copy: Copying, small: SmallState | None, arrival: Arrival | None) -> None:
-        self.copy = copy
-        self._small = small
-        self._arrival = arrival
-        self._lock = threading.Lock()
-        self._scalars: list[Any] = []  # one, once it is complete
-        self._confirmed: bool | None = None
-        self._waiting: list[Callable[[bool], None]] = []
-        self.seconds = 0.0
-
-    def confirm(self, *, unchanged: bool) -> None:
-        """The copy is, or is not, that of one state; only the first call counts. From any thread."""
-        with self._lock:
-            if self._confirmed is not None:
-                return
-            self._confirmed, waiting = unchanged, self._waiting
-        for act in waiting:
-            act(unchanged)
-
-    def when_confirmed(self, act: Callable[[bool], None]) -> None:
-        """Call `act` with whether its sources stayed unchanged, once that is known: here, or in `confirm`."""
-        with self._lock:
-            if self._confirmed is None:
-                self._waiting.append(act)
-                return
-        act(self._confirmed)
-
-    def arrives(self, deadline: Deadline) -> bool:
-        """Whether the device sends everything before the deadline, so that it writes no more into the buffer."""
-        try:
-            deadline.wait_for(self._is_sent, "a copy")
-        except (SaveError, RuntimeError):  # it hangs, or fails at every call after an error of a kernel
-            return False
-        return True
-
-    def _is_sent(self) -> bool:
-        return self.copy.is_sent and all(one is None or one.here for one in (self._small, self._arrival))
-
-    @property
-    def encoded(self) -> tuple[Any, dict[str, Any]] | None:
-        """The small state as `cpsr.state.codec.encode` gives it; None where a device had a part of it."""
-        return None if self._small is None else self._small.encoded
-
-    def result(self, deadline: Deadline | None = None) -> Any:
-        """Wait until everything is here; from any thread, any number of times.
-
-        Args:
-            deadline: for the device alone: copies on the host come to their end by themselves.
-
-        Returns:
-            The small state.
-
-        Raises:
-            SaveError: the device hangs, and the deadline has passed.
-            Exception: a copy failed.
-        """
-        self.seconds = self.copy.result(deadline)
-        if self._arrival is not None:
-            self._arrival.wait("the copy of the buffers", deadline)
-        if self._small is None:
-            return None
-        self._small.wait(deadline)
-        with self._lock:
-            if not self._scalars:
-                self._scalars.append(self._small.tree())
-            return self._scalars[0]
-
-
 Publish = Callable[[], None]  # declares what is in a buffer complete, by one store
 
 
@@ -349,13 +257,13 @@ class CopyEngine:
         if not writes.disturbed:
             writes.begin(self, shard, thorough=thorough)
         try:
-            running = RunningCopy(self._started(plan, parts, then), small, self._arrival())
+            running = self._started(plan, parts, small, then)
         except BaseException:
             writes.end(self)
             raise
         self._running = running
         if writes.disturbed:
-            running.copy.hurry()
+            running.hurry()
             running.result()
         if writes.disturbed or (early and writes.trusted):
             running.confirm(unchanged=True)
@@ -365,32 +273,35 @@ class CopyEngine:
         self, plan: Callable[[], CopyPlan], small: SmallState, then: Callable[[], None] = lambda: None
     ) -> RunningCopy:
         """Copy with this thread, or on its current stream of the device; nothing changes the sources meanwhile."""
-        copy: Copying
         if self._stream is not None:
-            copy = DeviceCopy(torch.cuda.current_stream(self.device), plan().pairs())
+            copy = DeviceCopy(torch.cuda.current_stream(self.device), plan().pairs(), small)
             then()
-        else:
-            seconds: Future[float] = Future()
-            seconds.set_result(self._copy_on_host(plan, None, then))
-            copy = HostCopy(seconds)
-        return RunningCopy(copy, small, self._arrival())
+            return copy
+        seconds: Future[float] = Future()
+        seconds.set_result(self._copy_on_host(plan, None, then))
+        return RunningCopy(small, self._arrival(), seconds)
 
     def _started(
-        self, plan: Callable[[], CopyPlan], parts: Collection[str] | None, then: Callable[[], None]
-    ) -> Copying:
+        self,
+        plan: Callable[[], CopyPlan],
+        parts: Collection[str] | None,
+        small: SmallState | None,
+        then: Callable[[], None],
+    ) -> RunningCopy:
         if self._stream is not None:
-            copy = DeviceCopy(self._stream, plan().pairs(parts))
+            copy = DeviceCopy(self._stream, plan().pairs(parts), small)
             then()
             return copy
         if self.pace is None:
-            return HostCopy(self._worker.submit(self._copy_on_host, plan, parts, then))
+            seconds = self._worker.submit(self._copy_on_host, plan, parts, then)
+            return RunningCopy(small, self._arrival(), seconds)
 
         def pieces() -> list[Piece]:
             found = plan().cut(parts, PIECE_BYTES)
             then()
             return found
 
-        paced = PacedCopy(self.pace)
+        paced = PacedCopy(self.pace, small, self._arrival())
         self._worker.submit(paced.run, pieces)
         return paced
 
@@ -404,7 +315,7 @@ class CopyEngine:
         return time.perf_counter() - started
 
     def _arrival(self) -> Arrival | None:
-        """Completes with the copies of buffers, which `Copying` does not show where weights are on the host alone."""
+        """Completes with the copies of buffers, which no copy shows where weights are on the host alone."""
         return Arrival(self.device) if self.device is not None and self._stream is None else None
 
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -448,7 +359,7 @@ class CopyEngine:
         """
         self._running = None
         try:
-            running.copy.mark_needed()
+            running.mark_needed()
             scalars = running.result()
             if self.writes.look(forward=False):
                 raise SaveError(DISTURBED)
@@ -483,7 +394,7 @@ class CopyEngine:
         """Wait for what the thread was given; a running copy uses no more waits."""
         running = self._running
         if running is not None:
-            running.copy.hurry()
+            running.hurry()
         self._worker.submit(lambda: None).result()
 
     def close(self, *, wait: bool = True) -> None:

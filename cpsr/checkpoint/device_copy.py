@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.boundary import EarlierStep
-from cpsr.checkpoint.paced import Copying, Piece
+from cpsr.checkpoint.running_copy import Piece, RunningCopy
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Deadline, reached
@@ -20,15 +20,17 @@ __all__ = ["DeviceCopy", "DeviceSteps", "Pinning", "StepEvents", "device_of"]
 logger = logging.getLogger(__name__)
 
 
-class DeviceCopy(Copying):
+class DeviceCopy(RunningCopy):
     """Copies after all work queued on the current stream so far; made when it is enqueued, and not yet complete.
 
     Args:
         stream: for the copies; its device is that of the sources.
         pairs: the copies.
+        small: as of `RunningCopy`.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, pairs: Sequence[Piece]) -> None:
+    def __init__(self, stream: torch.cuda.Stream, pairs: Sequence[Piece], small: SmallState | None) -> None:
+        super().__init__(small)
         self._stream = stream
         self._pairs = pairs  # keeps the sources alive until the copy is through
         self._start, self._end, self._needed = _timed_event(), _timed_event(), _timed_event()
@@ -43,16 +45,16 @@ class DeviceCopy(Copying):
             self._end.record(stream)
 
     @property
-    def is_sent(self) -> bool:  # type: ignore[override]
-        """Whether it is complete; does not wait."""
-        return reached(self._end)
+    def is_sent(self) -> bool:
+        """See `RunningCopy.is_sent`."""
+        return reached(self._end) and super().is_sent
 
-    def result(self, deadline: Deadline | None = None) -> float:
-        """See `Copying.result`; the seconds are of the device."""
+    def _copy_seconds(self, deadline: Deadline | None) -> float:
+        """See `RunningCopy`; the seconds are of the device."""
         if deadline is None:
             self._end.synchronize()
         else:
-            deadline.wait_for(lambda: self.is_sent, "the copy of weights and moments")
+            deadline.wait_for(lambda: reached(self._end), "the copy of weights and moments")
         return self._seconds(self._start)
 
     def mark_needed(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpsr.checkpoint.manifest import OperatorRecord
-from cpsr.checkpoint.paced import Split
+from cpsr.checkpoint.running_copy import Split
 from cpsr.state.shard import Shard
 
 __all__ = ["WHOLE", "Contents", "Snapshot"]

@@ -8,16 +8,17 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy
 import torch
 from numpy.typing import NDArray
 
-from cpsr.state.device_values import Deadline
+from cpsr.checkpoint.running_copy import Piece, RunningCopy, Split
+from cpsr.state.codec import SmallState
+from cpsr.state.device_values import Arrival, Deadline
 
-__all__ = ["Bytes", "CopyPace", "Copying", "PacedCopy", "Piece", "Split", "Waits", "bytes_in_waits", "bytes_of"]
+__all__ = ["CopyPace", "PacedCopy", "Waits", "bytes_in_waits", "bytes_of"]
 
 # How often to check whether the copy is needed now, while no wait comes: a caller that needs the copy thread waits
 # at most this long.
@@ -35,8 +36,6 @@ COMPLETE_SHARE = 0.5
 # Share of that time: postponed pieces are copied beside the work this long before they would be late.
 MARGIN = 0.1
 
-Piece = tuple[torch.Tensor, torch.Tensor]  # target and source
-Bytes = NDArray[numpy.uint8]
 When = Literal["in_waits", "beside", "late", "at_once"]
 
 
@@ -53,23 +52,6 @@ class Waits(Protocol):
         """Block until a wait with that much left; False after the timeout."""
 
 
-@dataclass(frozen=True)
-class Split:
-    """When the bytes of a snapshot were copied.
-
-    Attributes:
-        in_waits: while the training thread waited.
-        beside: while it worked, as planned.
-        late: while it worked, because the expected waits had not come in time.
-        at_once: while the update waited, because the expected waits had not come before it.
-    """
-
-    in_waits: int = 0
-    beside: int = 0
-    late: int = 0
-    at_once: int = 0
-
-
 def bytes_in_waits(total_bytes: int, copy_seconds: float, waits_seconds: float) -> int:
     """How much of a snapshot to copy while the training thread waits (MoEtion, Algorithm 4).
 
@@ -83,47 +65,6 @@ def bytes_in_waits(total_bytes: int, copy_seconds: float, waits_seconds: float) 
     if copy_seconds < waits_seconds:
         return total_bytes
     return int(total_bytes * waits_seconds / copy_seconds) if waits_seconds > 0 else 0
-
-
-class Copying:
-    """A copy that is under way; where a subclass says nothing else, one on the host.
-
-    Attributes:
-        split: when its bytes were copied, where it waits for waits.
-        is_sent: whether a device writes no more into the target; does not wait.
-    """
-
-    split: Split | None = None
-    is_sent: bool = True
-
-    def result(self, deadline: Deadline | None = None) -> float:
-        """Wait until it is complete; from any thread, any number of times.
-
-        Args:
-            deadline: for a device; without one as long as it takes.
-
-        Returns:
-            The seconds that the copy took.
-
-        Raises:
-            SaveError: the device hangs, and the deadline has passed.
-            Exception: the copy failed.
-        """
-        raise NotImplementedError
-
-    def hurry(self) -> None:
-        """Stop using waits; returns at once."""
-
-    def mark_needed(self) -> None:
-        """On the training thread, before it waits for the copy."""
-
-    def stall_seconds(self, waited_seconds: float) -> float:
-        """How much of the training thread's wait this copy has cost the training."""
-        return waited_seconds
-
-    def overlap_seconds(self, host_seconds: float) -> float:
-        """How much time the copy had, by the device's clock where it copies; 0: not known."""
-        return host_seconds
 
 
 class CopyPace:
@@ -182,7 +123,7 @@ class CopyPace:
         return statistics.median(self._until_update) if self._until_update else 0.0
 
 
-class PacedCopy(Copying):
+class PacedCopy(RunningCopy):
     """The copy of one snapshot. Its thread executes `run`; a caller that needs it complete calls `result`, and helps.
 
     `result` returns with everything copied, whether waits come or not. If no wait comes in time, postponed pieces are
@@ -190,9 +131,11 @@ class PacedCopy(Copying):
 
     Args:
         pace: plans the split, and learns from it.
+        small, arrival: as of `RunningCopy`.
     """
 
-    def __init__(self, pace: CopyPace) -> None:
+    def __init__(self, pace: CopyPace, small: SmallState | None = None, arrival: Arrival | None = None) -> None:
+        super().__init__(small, arrival)
         self._pace = pace
         self._began = time.perf_counter()
         self._for_waits: deque[Piece] = deque()
@@ -208,7 +151,7 @@ class PacedCopy(Copying):
         self._recorded = False
 
     @property
-    def split(self) -> Split:  # type: ignore[override]
+    def split(self) -> Split:  # type: ignore[override] # it grows
         """When the bytes copied so far were copied."""
         return Split(**self._copied)
 
@@ -233,10 +176,10 @@ class PacedCopy(Copying):
                 self._wait(needed)
 
     def hurry(self) -> None:
-        """See `Copying.hurry`."""
+        """See `RunningCopy.hurry`."""
         self._hurried.set()
 
-    def result(self, deadline: Deadline | None = None) -> float:
+    def _copy_seconds(self, deadline: Deadline | None) -> float:
         """Copy the rest, and wait for other threads' pieces; returns the seconds that copying took, over all threads.
 
         Raises:
@@ -320,7 +263,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def bytes_of(tensor: torch.Tensor) -> Bytes:
+def bytes_of(tensor: torch.Tensor) -> NDArray[numpy.uint8]:
     """The memory of a contiguous tensor of the host."""
-    array: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    array: NDArray[numpy.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return array

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from cpsr.checkpoint.buffers import HostBuffer
-from cpsr.checkpoint.copying import CopyEngine, Publish, RunningCopy
+from cpsr.checkpoint.copying import CopyEngine, Publish
 from cpsr.checkpoint.host_snapshot import Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.parts import Held
+from cpsr.checkpoint.running_copy import RunningCopy
 
 __all__ = ["Carrying", "Sealing"]
 

@@ -11,11 +11,12 @@ import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, PoolBuffers, plan_spans, slab_size
-from cpsr.checkpoint.copying import CopyEngine, CopyPlan, RunningCopy
+from cpsr.checkpoint.copying import CopyEngine, CopyPlan
 from cpsr.checkpoint.device_copy import DeviceSteps
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
+from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.checkpoint.sealing import Sealing
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SmallState
@@ -195,11 +196,10 @@ class SnapshotPool:
             if isinstance(error, UnsupportedEngineError):
                 raise
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
-        copy = running.copy
-        snapshot.copy_seconds, snapshot.split = running.seconds, copy.split
-        snapshot.overlap_seconds = copy.overlap_seconds(snapshot.overlap_seconds + started)
+        snapshot.copy_seconds, snapshot.split = running.seconds, running.split
+        snapshot.overlap_seconds = running.overlap_seconds(snapshot.overlap_seconds + started)
         self.seal(snapshot)
-        snapshot.stall_seconds += copy.stall_seconds(time.perf_counter() - started)
+        snapshot.stall_seconds += running.stall_seconds(time.perf_counter() - started)
         return snapshot
 
     def look(self) -> None:

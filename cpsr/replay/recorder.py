@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
-from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish, RunningCopy
+from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
 from cpsr.checkpoint.memory_states import MemoryState, iteration_in
 from cpsr.checkpoint.parts import Held
+from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.experts.memory_turns import CopyBudget
 from cpsr.replay.schedule import WindowLayout
 from cpsr.state.codec import SmallState
@@ -245,7 +246,7 @@ class Recorder:
             remove: the windows go; else they stay for the next life.
         """
         window, running = self._window, self._copy
-        if running is not None and running.copy.is_sent:
+        if running is not None and running.is_sent:
             self.finish()
         elif running is not None and window is not None:
             window.dropped = True

@@ -13,8 +13,11 @@ import pytest
 from cpsr.checkpoint import copying
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import memory_states
-from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Split
+from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy
+from cpsr.checkpoint.running_copy import Split
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.state.codec import SmallState
+from cpsr.state.device_values import Arrival
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
 
@@ -62,8 +65,8 @@ class Noted(PacedCopy):
 
     begun: ClassVar[list[PacedCopy]] = []
 
-    def __init__(self, pace: CopyPace) -> None:
-        super().__init__(pace)
+    def __init__(self, pace: CopyPace, small: SmallState | None, arrival: Arrival | None) -> None:
+        super().__init__(pace, small, arrival)
         self.begun.append(self)
 
 

@@ -1,0 +1,138 @@
+"""A copy that is under way: what must arrive before its buffer may be sealed or written."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cpsr.errors import SaveError
+from cpsr.state.codec import SmallState
+from cpsr.state.device_values import Arrival, Deadline
+
+__all__ = ["Piece", "RunningCopy", "Split"]
+
+Piece = tuple[torch.Tensor, torch.Tensor]  # target and source
+
+
+@dataclass(frozen=True)
+class Split:
+    """When the bytes of a snapshot were copied.
+
+    Attributes:
+        in_waits: while the training thread waited.
+        beside: while it worked, as planned.
+        late: while it worked, because the expected waits had not come in time.
+        at_once: while the update waited, because the expected waits had not come before it.
+    """
+
+    in_waits: int = 0
+    beside: int = 0
+    late: int = 0
+    at_once: int = 0
+
+
+class RunningCopy:
+    """A copy on the host by one thread, in one go; others are in subclasses.
+
+    Args:
+        small: the small state, if one goes with it.
+        arrival: of the buffers, where the copy itself does not show it.
+        copied: gives the seconds that the copy took; None: a subclass does.
+
+    Attributes:
+        seconds: that the copy took, once it is complete.
+        split: when its bytes were copied, where it waits for waits.
+    """
+
+    split: Split | None = None
+
+    def __init__(
+        self, small: SmallState | None, arrival: Arrival | None = None, copied: Future[float] | None = None
+    ) -> None:
+        self._small, self._arrival, self._future = small, arrival, copied
+        self._lock = threading.Lock()
+        self._scalars: list[Any] = []  # one, once it is complete
+        self._confirmed: bool | None = None
+        self._waiting: list[Callable[[bool], None]] = []
+        self.seconds = 0.0
+
+    def confirm(self, *, unchanged: bool) -> None:
+        """The copy is, or is not, that of one state; only the first call counts. From any thread."""
+        with self._lock:
+            if self._confirmed is not None:
+                return
+            self._confirmed, waiting = unchanged, self._waiting
+        for act in waiting:
+            act(unchanged)
+
+    def when_confirmed(self, act: Callable[[bool], None]) -> None:
+        """Call `act` with whether its sources stayed unchanged, once that is known: here, or in `confirm`."""
+        with self._lock:
+            if self._confirmed is None:
+                self._waiting.append(act)
+                return
+        act(self._confirmed)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether a device writes no more into the buffer; does not wait."""
+        return all(one is None or one.here for one in (self._small, self._arrival))
+
+    def arrives(self, deadline: Deadline) -> bool:
+        """Whether `is_sent` before the deadline."""
+        try:
+            deadline.wait_for(lambda: self.is_sent, "a copy")
+        except (SaveError, RuntimeError):  # it hangs, or fails at every call after an error of a kernel
+            return False
+        return True
+
+    @property
+    def encoded(self) -> tuple[Any, dict[str, Any]] | None:
+        """The small state as `cpsr.state.codec.encode` gives it; None where a device had a part of it."""
+        return None if self._small is None else self._small.encoded
+
+    def result(self, deadline: Deadline | None = None) -> Any:
+        """Wait until everything is here; from any thread, any number of times.
+
+        Args:
+            deadline: for the device alone: copies on the host come to their end by themselves.
+
+        Returns:
+            The small state.
+
+        Raises:
+            SaveError: the device hangs, and the deadline has passed.
+            Exception: a copy failed.
+        """
+        self.seconds = self._copy_seconds(deadline)
+        if self._arrival is not None:
+            self._arrival.wait("the copy of the buffers", deadline)
+        if self._small is None:
+            return None
+        self._small.wait(deadline)
+        with self._lock:
+            if not self._scalars:
+                self._scalars.append(self._small.tree())
+            return self._scalars[0]
+
+    def _copy_seconds(self, deadline: Deadline | None) -> float:
+        """Wait until weights and moments are here; returns the seconds that their copy took."""
+        assert self._future is not None
+        return self._future.result()
+
+    def hurry(self) -> None:
+        """Stop using waits; returns at once."""
+
+    def mark_needed(self) -> None:
+        """On the training thread, before it waits for the copy."""
+
+    def stall_seconds(self, waited_seconds: float) -> float:
+        """How much of the training thread's wait this copy has cost the training."""
+        return waited_seconds
+
+    def overlap_seconds(self, host_seconds: float) -> float:
+        """How much time the copy had, by the device's clock where it copies; 0: not known."""
+        return host_seconds
