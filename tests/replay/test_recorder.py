@@ -17,6 +17,7 @@ from cpsr.replay.conversion import load_window
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Recorder
 from cpsr.replay.schedule import WindowLayout
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from tests.stand_in_device import stand_in_device
 
 RUN_ID = "0123abcd"
 
@@ -175,3 +176,36 @@ def test_a_file_that_held_another_order_of_the_operators_tells_the_new_one(tmp_p
         expected = shard_at(state.iteration)
         for name, operator in into.operators.items():
             assert torch.equal(operator.parameter.values, expected.operators[name].parameter.values), name
+
+
+def test_a_window_of_a_device_is_that_of_its_steps(tmp_path: Path) -> None:
+    """Its compute weights are converted there, in the order of the copies."""
+    problems: list[str] = []
+    with stand_in_device() as device:
+        operators = {}
+        for name, one in shard_at(1).operators.items():
+            values, moment = device.tensor(one.parameter.values), device.tensor(one.moments["exp_avg"])
+            operators[name] = OperatorState(name, ParamSlice(values, (16,), 0), {"exp_avg": moment}, 1)
+        live = Shard(operators, {"mean": device.tensor(torch.tensor([1.0]))})
+        recorder = Recorder(SharedMemory(RUN_ID, 0, 0, tmp_path), lambda: live, problems.append)
+        layout = WindowLayout(live, (("first",), ("second",)), {"second": torch.bfloat16})
+        recorder.prepare(layout)
+        for iteration in (1, 2):
+            device.at_once = False
+            if iteration == 1:
+                recorder.begin_window(layout, 1, lambda: {"place": 1})
+            recorder.capture(iteration, {"loss": 1.0})
+            device.at_once = True
+            recorder.finish()
+            for (_, values), (_, wanted) in zip(live.tensors(), shard_at(iteration + 1).tensors(), strict=True):
+                values.copy_(device.tensor(wanted))
+        recorder.close(remove=False)
+    assert problems == []
+    (state,) = memory_states(RUN_ID, tmp_path)
+    assert verify_memory_state(state) is None
+    into = shard_at(0)
+    assert load_window(state, into) == {"place": 1}
+    for name, operator in into.operators.items():
+        wanted = shard_at(1).operators[name].parameter.values
+        assert torch.equal(operator.parameter.values, wanted.bfloat16().float() if name == "second" else wanted), name
+    assert torch.equal(into.others["mean"], torch.tensor([1.0]))
