@@ -5,7 +5,7 @@ So a file is written from the buffer as it is.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["HostBuffer", "PoolBuffers", "Span", "layout_bytes", "plan_spans", "slab_size"]
+__all__ = ["HostBuffer", "Span", "close_buffers", "layout_bytes", "make_buffers", "plan_spans", "slab_size"]
 
 # Of an operator: the slice that given values are, and the names of its moments.
 _Template = tuple[Callable[[torch.Tensor], ParamSlice], tuple[str, ...]]
@@ -68,6 +68,8 @@ class HostBuffer:
 
     Attributes:
         held: what it holds of each part.
+        memory: as given.
+        pinning: of that memory.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class HostBuffer:
         self._template = _template_of(template)
         self._others = list(template.others)
         self.memory = memory
+        self.pinning: Pinning | None = None
         self.offsets = _layout(template)
         if memory is None:
             self._bytes = _own_memory(layout_bytes(template), pinned=pinned)
@@ -252,8 +255,14 @@ IDLE_SECONDS = 5.0
 _left_alone: list[object] = []
 
 
-class PoolBuffers:
-    """Makes the buffers.
+def make_buffers(
+    template: Shard,
+    count: int,
+    memory: SharedMemory | None,
+    device: torch.device | None,
+    units: Mapping[str, str],
+) -> tuple[list[HostBuffer], str | None]:
+    """The buffers of a pool, and why they are not in shared memory; None where they are, or were not meant to be.
 
     Where CUDA refuses to pin shared memory, they are in pinned memory of the process: they do not survive it, which is
     reported, but no training step waits for copies through a staging buffer.
@@ -264,75 +273,60 @@ class PoolBuffers:
         memory: shared memory for them; None: the process's own.
         device: that copies into them; None: the host.
         units: operator -> its part, see `Parts`.
-
-    Attributes:
-        all: the buffers.
-        problem: why they are not in shared memory; None where they are, or were not meant to be.
     """
-
-    def __init__(
-        self,
-        template: Shard,
-        count: int,
-        memory: SharedMemory | None,
-        device: torch.device | None,
-        units: Mapping[str, str],
-    ) -> None:
-        self._device = device
-        self._units = units
-        self._pinnings: list[Pinning] = []
-        self.problem: str | None = None
-        self.all: list[HostBuffer] = []
-        if memory is not None:
-            self._make_shared(template, count, memory)
-        while len(self.all) < count:
-            self.all.append(HostBuffer(template, pinned=device is not None, units=units))
-
-    def _make_shared(self, template: Shard, count: int, memory: SharedMemory) -> None:
-        files: list[MemoryFile] = []
-        try:
-            files = memory.files(count, slab_size(template))
-            if self._device is not None:
-                for file in files:
-                    self._pinnings.append(Pinning(file.bytes, self._device))
-            self.all = [HostBuffer(template, pinned=False, memory=file, units=self._units) for file in files]
-        except (OSError, SaveError) as error:
-            self.problem = str(error)
-            self._unpin()
-            for file in files:
+    problem, shared = None, list[HostBuffer]()
+    try:
+        files = [] if memory is None else memory.files(count, slab_size(template))
+        shared = [HostBuffer(template, pinned=False, memory=file, units=units) for file in files]
+        if device is not None:
+            for buffer in shared:
+                buffer.pinning = Pinning(buffer.content, device)
+    except (OSError, SaveError) as error:
+        problem = str(error)
+        for buffer in shared:
+            if buffer.pinning is not None:
+                buffer.pinning.undo()
+            if (file := buffer.memory) is not None:
                 file.close(remove=file.iteration < 0)  # a restart can still use the state of an earlier process
+        shared = []
+    if shared:
+        return shared, None
+    return [HostBuffer(template, pinned=device is not None, units=units) for _ in range(count)], problem
 
-    def close(self, in_flight: Collection[int], *, remove: bool) -> None:
-        """Unpin and close them.
 
-        Args:
-            in_flight: indices of those into which a copy may still be under way: they are left alone, with their locks.
-            remove: remove all from shared memory; else it stays for the next life.
-        """
-        if in_flight or not self._is_idle():
-            # Unregistering waits for the device; and the address of a registered mapping must not be used again.
-            logger.warning(
-                "the device has not finished its work: host memory of this rank stays pinned until the process ends, "
-                "and %d of %d buffers stay locked because a copy into them may be under way",
-                len(in_flight),
-                len(self.all),
-            )
-            _left_alone.append((self.all, self._pinnings))
-        else:
-            self._unpin()
-        for index, buffer in enumerate(self.all):
-            if buffer.memory is not None and index not in in_flight:
-                buffer.memory.close(remove=remove)
+def close_buffers(
+    buffers: Sequence[HostBuffer], device: torch.device | None, in_flight: Collection[int], *, remove: bool
+) -> None:
+    """Unpin and close the buffers of a pool.
 
-    def _is_idle(self) -> bool:
-        if self._device is None or not self._pinnings:
-            return True
-        try:
-            Arrival(self._device).wait("its work", Deadline(IDLE_SECONDS))
-        except (SaveError, RuntimeError):  # it hangs, or fails at every call after an error of a kernel
-            return False
-        return True
+    Args:
+        buffers: of `make_buffers`.
+        device: that copies into them.
+        in_flight: indices of those into which a copy may still be under way: they are left alone, with their locks.
+        remove: remove all from shared memory; else it stays for the next life.
+    """
+    pinned = [buffer.pinning for buffer in buffers if buffer.pinning is not None]
+    if in_flight or (pinned and not _is_idle(device)):
+        # Unregistering waits for the device; and the address of a registered mapping must not be used again.
+        logger.warning(
+            "the device has not finished its work: host memory of this rank stays pinned until the process ends, "
+            "and %d of %d buffers stay locked because a copy into them may be under way",
+            len(in_flight),
+            len(buffers),
+        )
+        _left_alone.append(buffers)
+        pinned = []
+    for pinning in pinned:
+        pinning.undo()
+    for index, buffer in enumerate(buffers):
+        if buffer.memory is not None and index not in in_flight:
+            buffer.memory.close(remove=remove)
 
-    def _unpin(self) -> None:
-        while self._pinnings:
-            self._pinnings.pop().undo()
+
+def _is_idle(device: torch.device | None) -> bool:
+    try:
+        if device is not None:
+            Arrival(device).wait("its work", Deadline(IDLE_SECONDS))
+    except (SaveError, RuntimeError):  # it hangs, or fails at every call after an error of a kernel
+        return False
+    return True

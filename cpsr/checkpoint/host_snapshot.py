@@ -14,15 +14,14 @@ __all__ = ["WHOLE", "Contents", "Snapshot"]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a rank's part of a checkpoint holds of each operator, and where.
+    """What a snapshot holds of each operator, and where on the disk that is written.
 
-    The default is every operator with its moments, taken now: in host memory, and in files of this rank.
+    The default is every operator with its moments, taken now, in files of this rank. A snapshot for the disk copies all
+    to host memory, and one for host memory alone what is taken now: the rest it holds as the one before.
 
     Attributes:
         experts: operators in files of their own, which a later checkpoint can carry.
         carried: operators from an earlier checkpoint of this attempt; all others are taken now.
-        uncopied: of `carried`, operators that are not copied to host memory; a snapshot for host memory alone holds
-            those of the snapshot before.
         writers: operators in the files of another rank -> that rank.
         replicated: descriptions of operators that other ranks hold, too; the commit compares their hashes.
 
@@ -32,15 +31,12 @@ class Contents:
 
     experts: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
-    uncopied: frozenset[str] = frozenset()
     writers: Mapping[str, int] = field(default_factory=dict)
     replicated: Mapping[str, OperatorRecord] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.carried <= self.experts:
             raise ValueError(f"only parameters of experts can be carried: {min(self.carried - self.experts)}")
-        if not self.uncopied <= self.carried:
-            raise ValueError(f"taken now, and not copied to host memory: {min(self.uncopied - self.carried)}")
         if not self.writers.keys() <= self.replicated.keys():
             raise ValueError("another rank can only write operators that it holds, too")
 
@@ -56,18 +52,9 @@ class Contents:
         return Contents(experts, experts - saved)
 
     @property
-    def whole_in_memory(self) -> bool:
-        """Whether a snapshot in host memory holds everything as it is now."""
-        return not self.uncopied
-
-    @property
     def carried_here(self) -> frozenset[str]:
         """Carried operators that lie in files of this rank."""
         return self.carried - self.writers.keys()
-
-    def copied(self, shard: Shard) -> Shard:
-        """The part of a shard that is copied to host memory; views of the same memory."""
-        return shard if not self.uncopied else _without(shard, self.uncopied)
 
     def written(self, shard: Shard) -> Shard:
         """The part of a shard that goes into this rank's new files; views of the same memory."""
@@ -121,6 +108,17 @@ class Snapshot:
     replicate: bool = True
     sealed: "Future[bool] | None" = None
     hashed: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
+
+    @property
+    def copied_parts(self) -> list[str]:
+        """Parts of its buffer that are of its iteration."""
+        return [part for part, at in self.taken_at.items() if at == self.iteration]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of what it has copied, and not taken from the snapshot before; once that is complete."""
+        operators = {name: one for name, one in self.shard.operators.items() if one.iteration == self.iteration}
+        return Shard(operators, self.shard.others).state_bytes
 
     def is_pending(self) -> bool:
         """Whether it is still to be sealed, or offered to other machines."""

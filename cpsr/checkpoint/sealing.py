@@ -1,63 +1,82 @@
 """Makes complete snapshots survive the process: carries over what they left out, hashes them, and lets them count."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 from cpsr.checkpoint.buffers import HostBuffer
 from cpsr.checkpoint.copying import CopyEngine, Publish
-from cpsr.checkpoint.host_snapshot import Contents, Snapshot
+from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.parts import Held
 from cpsr.checkpoint.running_copy import RunningCopy
 
-__all__ = ["Carrying", "Sealing"]
+__all__ = ["Sealing"]
 
 
-class Carrying:
-    """Follows which buffer has the newest snapshot, and of which iteration each of its parts is.
+logger = logging.getLogger(__name__)
 
-    `begin` and `begun` belong to the training thread; `complete` to the one that seals, in the order of the snapshots.
+
+class Sealing:
+    """Seals the buffers of one pool, and follows which has the newest snapshot, from which the next one takes parts.
+
+    `begin` and `begun` belong to the training thread, `seal` to any.
 
     Args:
-        held: what each buffer holds.
+        buffers: of the pool.
+        shared: shared memory that they lie in; None: the process's own, and nothing can be sealed.
+        engine: copies into them.
+
+    Attributes:
+        occupancy: which snapshot has which buffer.
+        on_sealed: called with the file of each snapshot that counts from now on, and that is to be replicated.
+        on_counting: called for each snapshot that counts from now on.
     """
 
-    def __init__(self, held: Sequence[Held]) -> None:
-        self._held = held
+    def __init__(self, buffers: Sequence[HostBuffer], shared: SharedMemory | None, engine: CopyEngine) -> None:
+        self._files = [buffer.memory for buffer in buffers]
+        self._shared, self._engine = shared, engine
+        self._held = [buffer.held for buffer in buffers]
         self._newest: tuple[int, Snapshot] | None = None
+        left = {index: file.iteration for index, file in enumerate(self._files) if file is not None}
+        sealed = {index: iteration for index, iteration in left.items() if iteration >= 0}
+        self.occupancy = Occupancy(len(buffers), sealed, self._file_name)
+        self.on_sealed: Callable[[Path, Snapshot], None] | None = None
+        self.on_counting: Callable[[], None] = lambda: None
 
-    def begin(self, index: int, snapshot: Snapshot, contents: Contents) -> None:
+    def begin(self, index: int, snapshot: Snapshot, left_out: Collection[str] = ()) -> None:
         """Note what a snapshot copies into its buffer; of everything if there is no snapshot before it.
 
-        Raises:
-            SaveError: an operator that it leaves out has no part of its own.
-        """
-        if self._newest is not None and self._newest[0] == index:
-            self._newest = None
-        if contents.uncopied and self._newest is None:
-            contents = replace(contents, uncopied=frozenset())
-        snapshot.contents, held = contents, self._held[index]
-        copied = held.parts.besides(contents.uncopied)
-        held.overwrite(copied)
-        snapshot.taken_at = dict.fromkeys(copied, snapshot.iteration)
-        if contents.uncopied and self._newest is not None:
-            snapshot.source, before = self._newest[0], self._newest[1]
-            snapshot.taken_at = {**before.taken_at, **snapshot.taken_at}
+        Args:
+            index: of the buffer.
+            snapshot: an empty one.
+            left_out: operators that it takes from the snapshot before.
 
-    def begun(self, index: int, snapshot: Snapshot) -> None:
-        """Its copy is under way: the next one may carry over what it holds."""
-        self._newest = index, snapshot
+        Raises:
+            SaveError: one has no part of its own.
+        """
+        self.unseal(index)
+        before = None if self._newest is None or self._newest[0] == index else self._newest
+        held, self._newest = self._held[index], before
+        older: Mapping[str, int] = {}
+        if left_out and before is not None:
+            snapshot.source, older = before[0], before[1].taken_at
+        copied = held.parts.besides(left_out if older else ())
+        snapshot.taken_at = {**older, **dict.fromkeys(copied, snapshot.iteration)}
+        held.overwrite(snapshot.copied_parts)
+
+    def begun(self, snapshot: Snapshot) -> None:
+        """Its copy is under way: the next one may take from what it holds."""
+        self._newest = self.occupancy.index(snapshot), snapshot
 
     def forget(self) -> None:
-        """Carry nothing over: a snapshot failed, or the run has gone back."""
+        """Take nothing over: a snapshot failed, or the run has gone back."""
         self._newest = None
 
-    def complete(self, index: int, snapshot: Snapshot) -> Held:
+    def _complete(self, index: int, snapshot: Snapshot) -> Held:
         """What the buffer holds once its copy is through: what was left out comes from the snapshot before.
 
         Raises:
@@ -67,48 +86,10 @@ class Carrying:
         if not snapshot.taken_at:  # it was loaded, not copied
             snapshot.taken_at = _iterations(held, snapshot)
             held.taken_at = dict(snapshot.taken_at)
-        held.fill([part for part, at in snapshot.taken_at.items() if at == snapshot.iteration], snapshot.iteration)
+        held.fill(snapshot.copied_parts, snapshot.iteration)
         if snapshot.source is not None:
             held.carry(snapshot.taken_at, self._held[snapshot.source])
         return held
-
-
-def _iterations(held: Held, snapshot: Snapshot) -> dict[str, int]:
-    """The oldest iteration in each part of a loaded state."""
-    found = dict.fromkeys(held.parts.names, snapshot.iteration)
-    for name, operator in snapshot.shard.operators.items():
-        part = held.parts.of(name)
-        found[part] = min(found[part], operator.iteration)
-    return found
-
-
-logger = logging.getLogger(__name__)
-
-
-class Sealing:
-    """Seals the buffers of one pool.
-
-    Args:
-        buffers: of the pool.
-        shared: shared memory that they lie in; None: the process's own, and nothing can be sealed.
-        engine: copies into them.
-
-    Attributes:
-        carrying: what a snapshot takes from the one before.
-        occupancy: which snapshot has which buffer.
-        on_sealed: called with the file of each snapshot that counts from now on, and that is to be replicated.
-        on_counting: called for each snapshot that counts from now on.
-    """
-
-    def __init__(self, buffers: Sequence[HostBuffer], shared: SharedMemory | None, engine: CopyEngine) -> None:
-        self._files = [buffer.memory for buffer in buffers]
-        self._shared, self._engine = shared, engine
-        self.carrying = Carrying([buffer.held for buffer in buffers])
-        left = {index: file.iteration for index, file in enumerate(self._files) if file is not None}
-        sealed = {index: iteration for index, iteration in left.items() if iteration >= 0}
-        self.occupancy = Occupancy(len(buffers), sealed, self._file_name)
-        self.on_sealed: Callable[[Path, Snapshot], None] | None = None
-        self.on_counting: Callable[[], None] = lambda: None
 
     def seal(self, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> "Future[bool] | None":
         """Seal a snapshot that has a buffer; see `SnapshotPool.seal`. It counts once its copy is confirmed."""
@@ -123,7 +104,7 @@ class Sealing:
                 encoded = None
                 if copied is not None:
                     snapshot.scalars, encoded = copied.result(), copied.encoded
-                held = self.carrying.complete(index, snapshot)
+                held = self._complete(index, snapshot)
                 state = snapshot.shard, snapshot.iteration, snapshot.scalars
                 stamp = shared.rank, shared.life, kind
                 publish = file.prepare(*stamp, *state, branch=shared.branch, held=held, encoded=encoded)
@@ -135,7 +116,7 @@ class Sealing:
 
         def ended(counts: bool) -> None:
             if not counts:
-                self.carrying.forget()
+                self.forget()
             self.occupancy.end_seal(index, snapshot, sealed=counts)
             if counts and kind != "departure":
                 self._counts(file.path, snapshot)
@@ -160,3 +141,12 @@ class Sealing:
     def _file_name(self, index: int) -> str:
         file = self._files[index]
         return "" if file is None else file.path.name
+
+
+def _iterations(held: Held, snapshot: Snapshot) -> dict[str, int]:
+    """The oldest iteration in each part of a loaded state."""
+    found = dict.fromkeys(held.parts.names, snapshot.iteration)
+    for name, operator in snapshot.shard.operators.items():
+        part = held.parts.of(name)
+        found[part] = min(found[part], operator.iteration)
+    return found

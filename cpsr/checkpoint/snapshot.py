@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep
-from cpsr.checkpoint.buffers import HostBuffer, PoolBuffers, plan_spans, slab_size
+from cpsr.checkpoint.buffers import HostBuffer, close_buffers, make_buffers, plan_spans, slab_size
 from cpsr.checkpoint.copying import CopyEngine, CopyPlan
 from cpsr.checkpoint.device_copy import DeviceSteps
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
@@ -76,11 +76,9 @@ class SnapshotPool:
         device = self.engine.device
         self.steps = DeviceSteps(device)
         self._memory = memory
-        self._host = PoolBuffers(template, buffers, memory, device, units or {})
-        self._buffers = self._host.all
+        self._buffers, self.shared_memory_problem = make_buffers(template, buffers, memory, device, units or {})
         self.sealing = Sealing(self._buffers, memory, self.engine)
         self.occupancy = self.sealing.occupancy
-        self.shared_memory_problem = self._host.problem
         self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
         self._running: tuple[Snapshot, RunningCopy] | None = None
@@ -134,7 +132,6 @@ class SnapshotPool:
 
         Raises:
             SaveError: the snapshot before was not finished.
-            ValueError: one for the disk leaves out operators.
             UnsupportedEngineError: the shard differs from the template, or the scalars are not plain data.
         """
         started = time.perf_counter()
@@ -142,30 +139,27 @@ class SnapshotPool:
             raise SaveError(self.obstacle)
         if self._running is not None:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
-        if disk and contents.uncopied:
-            raise ValueError("a snapshot for the disk copies every expert, and writes those that are due")
         with self.steps.after_step():
             small = SmallState(scalars)
-            taken = self._take(iteration, contents, keep_newest=not disk)
+            taken = self._take(iteration, () if disk else contents.carried, keep_newest=not disk)
             if taken is None:
                 return None
             buffer, snapshot = taken
-            snapshot.disk, snapshot.replicate = disk, replicate
+            snapshot.contents, snapshot.disk, snapshot.replicate = contents, disk, replicate
             try:
                 self._start(buffer, snapshot, shard, small)
             except BaseException:
                 self._give_up(snapshot)
                 raise
-        self.sealing.carrying.begun(self.occupancy.index(snapshot), snapshot)
+        self.sealing.begun(snapshot)
         snapshot.overlap_seconds = -time.perf_counter()
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
 
     def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
         buffer.copy_others(shard)
-        parts = buffer.held.parts.besides(snapshot.contents.uncopied)
         plan, put = partial(self._plan, buffer, shard), partial(_put_views, snapshot, buffer)
-        copy = self.engine.start(plan, small, shard, parts, thorough=snapshot.disk, then=put)
+        copy = self.engine.start(plan, small, shard, snapshot.copied_parts, thorough=snapshot.disk, then=put)
         self._running = snapshot, copy
         if self.engine.copies_in_order:
             self.seal(snapshot, copied=copy)
@@ -313,7 +307,7 @@ class SnapshotPool:
     def _seal_running(self, iteration: int, deadline: Deadline) -> None:
         """Use the running snapshot, if it is this state: it has all scalars."""
         running = self._running
-        if running is None or running[0].iteration != iteration or not running[0].contents.whole_in_memory:
+        if running is None or running[0].iteration != iteration or running[0].source is not None:
             return
         snapshot, copy = running
         try:
@@ -364,7 +358,7 @@ class SnapshotPool:
     def forget_after(self, iteration: int) -> None:
         """Invalidate snapshots of later iterations: the run has gone back behind them."""
         self.settle()
-        self.sealing.carrying.forget()
+        self.sealing.forget()
         for index in self.occupancy.unseal_after(iteration):
             self.sealing.unseal(index)
 
@@ -408,16 +402,21 @@ class SnapshotPool:
         deadline = Deadline(CLOSE_SECONDS)
         copies = [*self._late, *([] if self._running is None else [self._running])]
         in_flight = {self.occupancy.index(snapshot) for snapshot, copy in copies if not copy.arrives(deadline)}
-        self._host.close(in_flight, remove=remove)
+        close_buffers(self._buffers, self.engine.device, in_flight, remove=remove)
 
     def settle(self) -> None:
         """Wait for running seals."""
         self.engine.settle()
 
     def _take(
-        self, iteration: int, contents: Contents = WHOLE, spare: Collection[str] = (), *, keep_newest: bool = False
+        self,
+        iteration: int,
+        left_out: Collection[str] = (),
+        spare: Collection[str] = (),
+        *,
+        keep_newest: bool = False,
     ) -> tuple[HostBuffer, Snapshot] | None:
-        """A free buffer with an empty snapshot; see `Occupancy.take` and `Carrying.begin`."""
+        """A free buffer with an empty snapshot; see `Occupancy.take` and `Sealing.begin`."""
         now = Deadline(0.0)
         for late in [late for late in self._late if late[1].arrives(now)]:
             self._late.remove(late)
@@ -426,9 +425,8 @@ class SnapshotPool:
         if taken is None:
             return None
         index, snapshot = taken
-        self.sealing.unseal(index)
         try:
-            self.sealing.carrying.begin(index, snapshot, contents)
+            self.sealing.begin(index, snapshot, left_out)
         except SaveError:
             self._free(snapshot)
             raise
@@ -436,7 +434,7 @@ class SnapshotPool:
 
     def _give_up(self, snapshot: Snapshot) -> None:
         """Its copy failed."""
-        self.sealing.carrying.forget()
+        self.sealing.forget()
         self._free(snapshot)
 
     def _free(self, snapshot: Snapshot) -> None:

@@ -152,7 +152,7 @@ class CheckpointWriter:
             outcome = self._dropped(snapshot) if dropped else self._write_and_commit(snapshot)
         except Exception as error:  # noqa: BLE001 - every error must reach the training thread as an outcome
             outcome = self._failed(snapshot, error)
-        if snapshot.contents.whole_in_memory and outcome.status in ("committed", "written"):
+        if outcome.status in ("committed", "written"):
             self._pool.keep(snapshot)
         elif self._pool.occupancy.holds(snapshot):  # else nothing was copied
             self._pool.release(snapshot)

@@ -120,8 +120,7 @@ class SomeExperts(Whole):
         """With an interval that the user has set, the experts whose copies an iteration overlaps."""
         if not self._in_turns:
             return WHOLE
-        left_out = self._experts.in_memory.left_out()
-        return Contents(experts=frozenset(self._experts.units), carried=left_out, uncopied=left_out)
+        return Contents(frozenset(self._experts.units), self._experts.in_memory.left_out())
 
     def is_whole(self, iteration: int) -> bool:
         """See `Whole.is_whole`."""
@@ -129,8 +128,7 @@ class SomeExperts(Whole):
 
     def copied(self, snapshot: Snapshot) -> None:
         """See `Whole.copied`."""
-        size = snapshot.contents.copied(snapshot.shard).state_bytes
-        self._experts.in_memory.copies.note(size, snapshot.copy_seconds, snapshot.overlap_seconds)
+        self._experts.in_memory.copies.note(snapshot.copied_bytes, snapshot.copy_seconds, snapshot.overlap_seconds)
 
     def saved(self, outcome: SaveOutcome | None, interval_seconds: float = 0.0) -> None:
         """See `Whole.saved`."""

@@ -17,8 +17,7 @@ UNITS = {name: f"unit-{name}" for name in EXPERTS}
 
 def only(*copied: str) -> Contents:
     """Everything that is no expert, and these experts."""
-    left = EXPERTS - set(copied)
-    return Contents(experts=EXPERTS, carried=left, uncopied=left)
+    return Contents.sparse(EXPERTS, frozenset(copied))
 
 
 class Training:
@@ -77,4 +76,18 @@ def test_each_snapshot_holds_the_newest_of_every_expert_whatever_buffer_it_takes
         assert training.newest.oldest_iteration == min(at.values())
     training.snapshot(12)
     assert set(ages(training.loaded()).values()) == {12}
+    training.pool.close()
+
+
+def test_a_second_snapshot_of_one_iteration_holds_it_too(run_id: str) -> None:
+    """What it leaves out is of this iteration already, in another buffer."""
+    training = Training(run_id)
+    training.snapshot(1)
+    training.snapshot(1, only(min(EXPERTS)))
+    states = memory_states(run_id)
+    assert len(states) == 2
+    for state in states:
+        load_states([state], found := make_shard(99, SIZES))
+        for name, operator in found.operators.items():
+            assert torch.equal(operator.parameter.values, training.history[1].operators[name].parameter.values), name
     training.pool.close()
