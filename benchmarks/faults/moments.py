@@ -12,9 +12,9 @@ from typing import Any
 import cpsr.checkpoint.rank_part as part_module
 import cpsr.checkpoint.store as store_module
 import cpsr.life.opening as opening_module
-import cpsr.peers.replicator as replicator_module
 import cpsr.restart.sources as sources_module
 from cpsr.benchmarks.harness.checkpoint_files import is_rest
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyEngine
 from cpsr.checkpoint.memory import MemoryFile
 from cpsr.checkpoint.progress import ProgressCounter
@@ -23,6 +23,7 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.life.life import Life
 from cpsr.life.probation import Probation
 from cpsr.life.saver import Saver
+from cpsr.peers.peer import Peer
 from cpsr.predictor.guard import Guard
 from cpsr.replay.conversion import Conversion
 from cpsr.restart.prediction import StatePrediction
@@ -102,8 +103,8 @@ PREDICTING = {
     "setting aside": Happening(CheckpointStore, "abandon_after", (2,)),
 }
 REPLICATING = {
-    "sending": Happening(replicator_module, "send_state", (2, 3, 4)),
-    "receiving": Happening(replicator_module, "receive_state", (2, 3, 4)),
+    "sending": Happening(Peer, "put", (2, 3, 4)),
+    "receiving": Happening(Arena, "put", (2, 3, 4)),
 }
 REPLAYING = {
     "load of a window": Happening(sources_module, "load_window", FIRST),

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.benchmarks.faults.part import RANKS
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_reader import verify_memory_state
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState
 from cpsr.checkpoint.progress import newest_life, read_progress
 from cpsr.checkpoint.run_directory import IDENTITY
 
@@ -49,7 +50,7 @@ class Remains:
 def states_in(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> list[MemoryState]:
     """What lies in the shared memory of the run's machines, whole or not."""
     run_id = _run_id(run_dir)
-    return [] if run_id is None else [state for memory in memories for state in memory_states(run_id, memory)]
+    return [] if run_id is None else [state for memory in memories for state in Arena(run_id, memory).list()]
 
 
 def remove_memory(run_dir: Path, memories: Sequence[Path] = (SHARED_MEMORY,)) -> None:

@@ -22,8 +22,8 @@ from cpsr.benchmarks.faults.moments import arm
 from cpsr.benchmarks.faults.part import Fault, Part, notes_path
 from cpsr.benchmarks.harness.checkpoint_files import commit_file
 from cpsr.benchmarks.harness.ranks import state_digest
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.checkpoint.tiers import Source
 from cpsr.demo.device import join_ranks
@@ -186,7 +186,7 @@ def _await_window(part: Part, rank: int, iteration: int) -> None:
     first = 1 + (iteration // length - 1) * length
     deadline = time.monotonic() + SAVE_SECONDS
     while time.monotonic() < deadline:
-        states = memory_states(run_id(Path(part.config["run_dir"])))
+        states = Arena(run_id(Path(part.config["run_dir"]))).list()
         if any((state.rank, state.kind, state.iteration) == (rank, "window", first) for state in states):
             return
         time.sleep(0.002)

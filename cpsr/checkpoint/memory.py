@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory_states import (
     HASH_PLACE,
@@ -275,7 +276,7 @@ class SharedMemory:
         wait_seconds: how long a process that still has a buffer is waited for.
 
     Attributes:
-        run_id: identity of the run.
+        arena: the run's slabs here.
         rank: owner of the buffers.
         life: stamped on what is sealed.
         branch: how often this life has gone back to an earlier state, stamped likewise.
@@ -292,8 +293,7 @@ class SharedMemory:
         self.rank = rank
         self.life = life
         self.branch = 0
-        self.run_id = run_id
-        self._directory = directory
+        self.arena = Arena(run_id, directory)
         self._wait_seconds = wait_seconds
 
     def files(self, count: int, size: SlabSize) -> list[MemoryFile]:
@@ -333,13 +333,13 @@ class SharedMemory:
     def _require_room(self, slots: Iterable[str], file_bytes: int) -> None:
         """Others need shared memory too: loaders' workers, NCCL."""
         missing = sum(max(file_bytes - size_of(self.path(slot)), 0) for slot in slots)
-        left = shared_memory_left(self._directory)
+        left = shared_memory_left(self.arena.directory)
         if missing > left:
-            raise _no_room(missing, left, self._directory)
+            raise _no_room(missing, left, self.arena.directory)
 
     def path(self, slot: str) -> Path:
         """Where a buffer lies."""
-        return self._directory / f"cpsr-{self.run_id}-rank-{self.rank:05d}-{slot}"
+        return self.arena.path(self.rank, slot)
 
 
 def shared_memory_left(directory: Path = SHARED_MEMORY) -> int:

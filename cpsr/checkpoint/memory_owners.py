@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory import shared_memory_left
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, files_of, owner_path
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, owner_path
 from cpsr.checkpoint.resources import available_host_bytes
 
 __all__ = ["HeldRun", "Owner", "bytes_in_memory", "copied_from", "free_orphans", "free_run", "mark_owner", "owner_of"]
@@ -210,7 +211,7 @@ def copied_from(run_id: str, run_dir: Path, directory: Path = SHARED_MEMORY) -> 
     another device. None where there are no such files, or that is unclear.
     """
     owner = owner_of(run_id, directory)
-    if owner is None or owner.run_dir == run_dir.resolve() or next(files_of(run_id, directory), None) is None:
+    if owner is None or owner.run_dir == run_dir.resolve() or next(Arena(run_id, directory).files(), None) is None:
         return None
     original = owner.run_dir
 
@@ -229,7 +230,7 @@ def bytes_in_memory(
 ) -> int:
     """Bytes of this machine's memory that buffers, or windows, of these ranks from an earlier life already take."""
     own, found = set(ranks), []
-    for path in files_of(run_id, directory):
+    for path in Arena(run_id, directory).files():
         name = NAME.fullmatch(path.name)
         if name is not None and int(name["rank"]) in own and name["slot"].startswith(prefix):
             found += [path] if name["slot"].removeprefix(prefix).isdigit() else []
@@ -250,7 +251,7 @@ def room_in_memory(run_id: str, ranks: Iterable[int], *, prefix: Literal["", "wi
 
 def remove_memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> None:
     """Remove all files of a run in this machine's shared memory, used or not."""
-    for path in (*files_of(run_id, directory), owner_path(run_id, directory)):
+    for path in (*Arena(run_id, directory).files(), owner_path(run_id, directory)):
         path.unlink(missing_ok=True)
 
 
@@ -262,7 +263,7 @@ def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: boo
         directory: where shared memory is mounted.
         replicas: also remove replicas of ranks on other machines: the process that keeps them has no lock on them.
     """
-    for path in files_of(run_id, directory):
+    for path in Arena(run_id, directory).files():
         if not replicas and "-replica-" in path.name:
             continue
         try:
@@ -271,7 +272,7 @@ def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: boo
             continue
         except OSError as error:
             logger.warning("%s is left as it is, since it cannot be opened: %s", path, error)
-    if next(files_of(run_id, directory), None) is None:
+    if next(Arena(run_id, directory).files(), None) is None:
         owner_path(run_id, directory).unlink(missing_ok=True)
 
 

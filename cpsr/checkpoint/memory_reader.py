@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +27,8 @@ __all__ = [
     "OpenState",
     "ages_in_memory",
     "fill",
-    "holds_whole_operators",
     "load_states",
     "owned_word",
-    "owned_word_in_memory",
     "room_for_memory_state",
     "verify_memory_state",
 ]
@@ -68,7 +65,7 @@ def load_states(states: Sequence[MemoryState], into: Shard) -> Any:
 def fill(slabs: Sequence["OpenState"], wanted: Mapping[str, Wanted]) -> None:
     """Fill tensors from states that are open; CheckpointError where one is in none of them, and nothing is written."""
     try:
-        assemble(slabs, wanted, slabs[-1].path)
+        assemble(slabs, wanted, slabs[-1].state.path)
     except RunMismatchError as error:
         raise CheckpointError(str(error)) from error
 
@@ -132,17 +129,6 @@ def ages_in_memory(state: MemoryState) -> dict[str, int]:
     return {name: one.iteration for name, one in found.operators.items()}
 
 
-def holds_whole_operators(state: MemoryState) -> bool:
-    """Whether a state has all elements of each of its operators; nothing is verified. False where it is gone."""
-    try:
-        found = _described(state)
-        tensors = _tensors_in(found)
-    except CheckpointError:
-        return False
-    operators = found.operators.items()
-    return all(math.prod(one.global_shape) == tensors[f"param/{name}"].numel for name, one in operators)
-
-
 def owned_word(shard: Shard) -> str:
     """Hash of the operators of a rank: names, slices, dtypes and every byte of weights and moments."""
     slices = sorted((name, _slice(one.parameter)) for name, one in shard.operators.items())
@@ -153,16 +139,6 @@ def owned_word(shard: Shard) -> str:
     return state.hexdigest()
 
 
-def owned_word_in_memory(state: MemoryState) -> str:
-    """`owned_word` of a state in shared memory; reads all of it.
-
-    Raises:
-        CheckpointError: it is not whole any more.
-    """
-    with OpenState(state) as reading:
-        return reading.owned_word()
-
-
 class OpenState:
     """A state's file, mapped and verified; tensors are views of it while it is open.
 
@@ -170,6 +146,7 @@ class OpenState:
         state: as its file describes it.
 
     Attributes:
+        state: as given.
         operators: what it holds of each.
         tensors: where they lie in the file.
 
@@ -178,7 +155,7 @@ class OpenState:
     """
 
     def __init__(self, state: MemoryState) -> None:
-        self._state = state
+        self.state = state
         found = _described(state)
         try:
             with state.path.open("rb") as file:
@@ -207,7 +184,7 @@ class OpenState:
             CheckpointError: there is none.
         """
         if key not in self.tensors:
-            raise CheckpointError(f"{self._state.path} holds no {key}")
+            raise CheckpointError(f"{self.state.path} holds no {key}")
         one = self.tensors[key]
         return self._bytes[one.first : one.end].view(one.dtype).view(one.shape)
 
@@ -215,15 +192,15 @@ class OpenState:
         """See `owned_word`."""
         return owned_word(_shard_of(self.operators, {key: self.as_it_is(key) for key in self.tensors}))
 
+    def holds_whole_operators(self) -> bool:
+        """Whether it has all elements of each of its operators."""
+        held = self.operators.items()
+        return all(math.prod(one.global_shape) == self.tensors[f"param/{name}"].numel for name, one in held)
+
     @property
     def rank(self) -> int:
         """That saved it."""
-        return self._state.rank
-
-    @property
-    def path(self) -> Path:
-        """Its file."""
-        return self._state.path
+        return self.state.rank
 
     @cached_property
     def pieces(self) -> Mapping[str, Piece]:
@@ -252,7 +229,7 @@ class OpenState:
         """
         for name, operator in into.operators.items():
             if name not in self.operators or _slice(self.operators[name]) != _slice(operator.parameter):
-                raise CheckpointError(f"{self._state.path} holds another slice of {name}")
+                raise CheckpointError(f"{self.state.path} holds another slice of {name}")
         return {name: self.operators[name].iteration for name in into.operators}
 
     def scalars(self) -> Any:
@@ -267,7 +244,7 @@ class OpenState:
             header.take(image.numpy().data)
             return decode(json.loads(tree), {one.name: one.view(image).clone() for one in header.tensors()})
         except NO_HEADER as error:
-            raise CheckpointError(f"the scalars of {self._state.path} cannot be decoded: {error!r}") from error
+            raise CheckpointError(f"the scalars of {self.state.path} cannot be decoded: {error!r}") from error
 
 
 def _is_whole(found: Described, content: memoryview) -> bool:

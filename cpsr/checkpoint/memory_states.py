@@ -19,7 +19,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
@@ -30,8 +31,8 @@ from cpsr.checkpoint.direct_file import PIECE_DIGITS, pieces_in
 from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, TensorHeader
 
 __all__ = ["BLOCK_BYTES", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
-__all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "described", "files_of", "hash_of"]
-__all__ += ["iteration_in", "memory_state", "memory_states", "owner_path", "size_of", "write_at"]
+__all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "described", "hash_of", "iteration_in"]
+__all__ += ["memory_state", "owner_path", "size_of", "write_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,18 +76,17 @@ class MemoryState:
     newest_iteration: int = -1
 
     @property
+    def name(self) -> str:
+        """Of its file."""
+        return self.path.name
+
+    @property
     def place(self) -> Literal["own", "replica", "other"]:
         """By the file's name: a rank's own buffer or window, a replica, or what a restart or a replication needs."""
         matched = NAME.fullmatch(self.path.name)
         slot = "" if matched is None else matched["slot"]
         own = slot.removeprefix("window-").isdigit()
         return "own" if own else "replica" if slot.startswith("replica-") else "other"
-
-
-def memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> list[MemoryState]:
-    """The states of a run in this machine's shared memory, by their headers; not verified."""
-    found = (describe(path) for path in files_of(run_id, directory))
-    return sorted((one.state for one in found if one is not None), key=lambda state: (state.rank, state.iteration))
 
 
 def memory_state(path: Path) -> MemoryState | None:
@@ -104,16 +104,6 @@ def iteration_in(path: Path) -> int:
 def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
     """The file that names the owner of a run's files; see `cpsr.checkpoint.memory_owners`."""
     return directory / f"cpsr-{run_id}-owner"
-
-
-def files_of(run_id: str, directory: Path) -> Iterator[Path]:
-    """Files of a run in shared memory, whatever is in them."""
-    if not directory.is_dir():
-        return
-    for path in sorted(directory.iterdir()):
-        matched = NAME.fullmatch(path.name)
-        if matched is not None and matched["run_id"] == run_id:
-            yield path
 
 
 @dataclass(frozen=True)
@@ -167,7 +157,7 @@ class Described:
 def describe(path: Path) -> Described | None:
     """What a file's header says; None where the file holds no complete state, or cannot be opened."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # nor waits for a pipe
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -182,8 +172,8 @@ def describe(path: Path) -> Described | None:
 def described(path: Path, descriptor: int) -> Described | None:
     """`describe` of a file that is open."""
     status = os.fstat(descriptor)
-    if status.st_uid != os.geteuid():
-        logger.warning("%s belongs to another user, and is ignored", path)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        logger.warning("%s belongs to another user, or is no plain file, and is ignored", path)
         return None
     header = TensorHeader(status.st_size)
     try:
@@ -194,6 +184,9 @@ def described(path: Path, descriptor: int) -> Described | None:
         index = header.metadata()
         if int(index["file_bytes"]) != status.st_size:
             return None
+        named = NAME.fullmatch(path.name)
+        if named is not None and (named["run_id"], int(named["rank"])) != (index["run"], int(index["rank"])):
+            raise ValueError(f"it is of rank {index['rank']} of the run {index['run']!r}")
         size = SlabSize(header.end, int(index["buffer_bytes"]))
         return Described(_state_in(path, index), size, _operators_in(index), index, header)
     except NO_HEADER as error:

@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, Kind, MemoryState, memory_state
-from cpsr.errors import CheckpointError
+from cpsr.checkpoint.memory_states import Kind
 
-__all__ = ["Decision", "Entry", "Source", "decide", "state_of"]
+__all__ = ["Decision", "Entry", "Source", "decide"]
 
 Tier = Literal["disk", "memory", "departure", "predicted"]
 
@@ -100,18 +99,6 @@ class Decision:
         device was ahead of its last look at it.
         """
         return max(published_iteration, self.departed[0].iteration if self.departed else 0)
-
-
-def state_of(entry: Entry) -> MemoryState:
-    """The state in this machine's memory that an entry reports.
-
-    Raises:
-        CheckpointError: it is not there any more.
-    """
-    state = memory_state(SHARED_MEMORY / entry.name)
-    if state is None or state.iteration != entry.iteration:
-        raise CheckpointError(f"{entry.name} does not hold iteration {entry.iteration} any more")
-    return state
 
 
 def decide(

@@ -12,23 +12,18 @@ from functools import partial
 
 import torch
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.memory_reader import (
-    holds_whole_operators,
-    load_states,
-    owned_word_in_memory,
-    room_for_memory_state,
-    verify_memory_state,
-)
-from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.memory_reader import OpenState, load_states, room_for_memory_state
+from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.ranges import lacking_among
 from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.tiers import Entry, Source, decide, state_of
+from cpsr.checkpoint.tiers import Entry, Source, decide
 from cpsr.elastic.resharded_load import small_state_at_dump
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
@@ -53,6 +48,7 @@ class Rescue:
 
     def __init__(self, job: Job, first: tuple[int, int], frozen: FrozenFiles | None) -> None:
         self._job = job
+        self._arena = Arena(job.run.run_id)
         self._frozen = frozen
         self._first = first
         self._node = this_node()
@@ -80,7 +76,7 @@ class Rescue:
     def _refuse_to_begin_anew(self) -> None:
         """Raise RecoveryError beside states from which the ranks before could go on: all have one of that iteration."""
         before, ranks = self._job.run.previous_ranks, dict[tuple[int, str], set[int]]()
-        found = [state for state in memory_states(self._job.run.run_id) if state.life >= self._first[0]]
+        found = [state for state in self._arena.list() if state.life >= self._first[0]]
         for part in self._job.group.gather([(state.iteration, state.kind, state.rank) for state in found]):
             for iteration, kind, rank in part:
                 ranks.setdefault((iteration, kind), set()).add(rank)
@@ -158,18 +154,18 @@ class Rescue:
         """This rank's share of the states in its machine's memory, verified; whether these have whole operators."""
         local = [rank for rank, node in enumerate(self._nodes) if node == self._node]
         found, whole = list[Entry](), True
-        for state in memory_states(self._job.run.run_id):
+        for state in self._arena.list():
             mine = local[state.rank % len(local)] == self._job.group.rank
             old = (state.life, state.branch) < self._first or state.oldest_iteration < state.iteration
             if not mine or old or state.iteration <= newest or state.kind == "window":
                 continue
-            problem = verify_memory_state(state)
-            if problem is None:
-                whole &= holds_whole_operators(state)
-                owned = state.owned if state.kind == "small" else owned_word_in_memory(state)
-                found.append(Entry(state.rank, state.iteration, state.kind, self._node, state.path.name, owned))
-            else:
-                logger.warning("a state in shared memory is not used: %s", problem)
+            try:
+                with OpenState(state) as slab:
+                    whole &= slab.holds_whole_operators()
+                    owned = state.owned if state.kind == "small" else slab.owned_word()
+                found.append(Entry(state.rank, state.iteration, state.kind, self._node, state.name, owned))
+            except CheckpointError as error:
+                logger.warning("a state in shared memory is not used: %s", error)
         return found, whole
 
     def _written(self, sources: Sequence[Source], checkpoint: int) -> str | None:
@@ -210,7 +206,7 @@ class Rescue:
 
     def _read(self, source: Source, checkpoint: int) -> Snapshot:
         """A part, in memory of its own."""
-        states = [state_of(entry) for entry in source.entries]
+        states = [self._arena.find(entry.name, entry.iteration) for entry in source.entries]
         room = room_for_memory_state(states[0])
         scalars = load_states(states, room)
         if states[0].kind == "departure":

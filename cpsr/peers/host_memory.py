@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_owners import copied_from, free_orphans, mark_owner, remove_unused, room_in_memory
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
@@ -14,7 +15,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tiers import Source
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.job import Job
-from cpsr.peers.fetch import fetched_path
+from cpsr.peers.peer import fetched_path
 from cpsr.peers.replicator import Replicator
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.windows import Windows
@@ -165,8 +166,8 @@ class HostMemory:
         entry = sources[self._rank].entry if sources else None
         if self.windows is None or entry is None or entry.kind != "window":
             return
-        here = entry.node == this_node()
-        path = SHARED_MEMORY / entry.name if here else fetched_path(self._run.run_id, self._rank, entry)
+        arena, here = Arena(self._run.run_id), entry.node == this_node()
+        path = arena.directory / entry.name if here else fetched_path(arena, self._rank, entry)
         problem = None
         try:
             self._adopted = self.windows.settle(path), entry.iteration

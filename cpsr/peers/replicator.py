@@ -3,36 +3,27 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, SHARED_MEMORY, memory_state, memory_states
+from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.peers.alike import SmallStates, committed_words, fingerprint
+from cpsr.peers.peer import Peer, answer
 from cpsr.peers.placement import Member, place_within
-from cpsr.peers.transport import (
-    PEER_SECONDS,
-    Channel,
-    Kind,
-    Message,
-    Sealed,
-    erase,
-    problem_of,
-    receive_state,
-    sealed,
-    send_state,
-)
+from cpsr.peers.transport import PEER_SECONDS, Channel, Kind, Message
 from cpsr.ranks.group import Group, pair_groups, this_node
 from cpsr.state.shard import Shard
 
-__all__ = ["Replicator", "replica_path"]
+__all__ = ["Replicator"]
 
 SLOTS = 2  # of each owner at each holder: the older state stays whole while the newer arrives
 CLOSE_SECONDS = 5.0  # beyond the timeout of a peer, within which every thread ends
@@ -41,16 +32,13 @@ CLOSE_SECONDS = 5.0  # beyond the timeout of a peer, within which every thread e
 Report = Callable[[str, str, int | None, int], None]
 
 
-def replica_path(run_id: str, owner: int, holder: int, slot: int, directory: Path = SHARED_MEMORY) -> Path:
-    """Where a holder keeps a replica of an owner's state."""
-    return directory / f"cpsr-{run_id}-rank-{owner:05d}-replica-{holder:05d}-{slot}"
-
-
 class Outgoing:
-    """Sends one holder the newest state that was offered, whenever it has the one before; in a thread of its own.
+    """Puts the newest state that was offered into a holder's memory, whenever that has the one before; in a thread.
 
     Args:
         channel: to the holder.
+        arena: of this machine.
+        rank: this one.
         report: records an event.
         is_twin: whether a small state is of use to the holder.
         occupancy: of this rank's buffers: one that is sent is overwritten last.
@@ -62,17 +50,24 @@ class Outgoing:
     def __init__(
         self,
         channel: Channel,
+        arena: Arena,
+        rank: int,
         report: Report,
         is_twin: Callable[[], bool],
         occupancy: Occupancy,
     ) -> None:
-        self._channel, self._report, self._is_twin, self._occupancy = channel, report, is_twin, occupancy
+        self._channel, self._rank = channel, rank
+        self._report, self._is_twin, self._occupancy = report, is_twin, occupancy
         self.on_replica: Callable[[float], None] = lambda seconds: None
         self.peer = channel.peer
+        self._names = [arena.path(rank, f"replica-{self.peer:05d}-{slot}").name for slot in range(SLOTS)]
+        self._sorted = False  # the next to be overwritten first
         self._offered: tuple[Sealed, float] | None = None  # the state that waits, and since when
         self._last_kept: int | None = None  # of what the holder is to forget, before it gets another state
         self._changed, self._stop = threading.Condition(), threading.Event()
-        self._announced = self._overtaken = self._sending = False
+        self._place = Peer(channel, arena, rank, self._stop)
+        self._announced = self._sending = False
+        self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"cpsr-replica-to-{self.peer}", daemon=True)
         self._thread.start()
 
@@ -112,8 +107,8 @@ class Outgoing:
         yield_to_training()
         try:
             while (order := self._next()) is not None:
-                if isinstance(order, Message):
-                    self._channel.send(order)
+                if isinstance(order, int):
+                    self._forget_after(order)
                 else:
                     self._send(*order)
             if self._announced:
@@ -125,60 +120,67 @@ class Outgoing:
             )
             self._report("replication ended", message, None, logging.WARNING)
 
-    def _next(self) -> Message | tuple[Sealed, float] | None:
-        """What is to be sent now; None at the end."""
+    def _next(self) -> int | tuple[Sealed, float] | None:
+        """The last iteration that the holder is to keep, or what is to be sent now; None at the end."""
         with self._changed:
             self._sending = False
             while self._offered is None and self._last_kept is None and not self._stop.is_set():
                 self._changed.wait()
             if self._last_kept is not None and (self._announced or not self._stop.is_set()):
-                message, self._last_kept = Message(Kind.FORGET, self._last_kept), None
-                return message
+                last_kept, self._last_kept = self._last_kept, None
+                return last_kept
             if self._stop.is_set():
                 return None
             self._sending = True
             offered, self._offered = self._offered, None
             return offered
 
+    def _forget_after(self, iteration: int) -> None:
+        for state in self._place.list(self._rank):
+            if state.name in self._names and state.iteration > iteration:
+                self._place.drop(state.name)
+
     def _send(self, state: Sealed, offered_at: float) -> None:
         """Send a state, whose buffer is overwritten last meanwhile."""
         if state.small and not self._is_twin():
             return
+        if not self._sorted:  # once: what is there of the life before
+            ages = {one.name: (one.life, one.branch, one.iteration) for one in self._place.list(self._rank)}
+            self._names.sort(key=lambda name: ages.get(name, (-1, -1, -1)))
+            self._sorted = True
         reserved = self._occupancy.begin_sending(state.path.name)
         try:
-            sent = send_state(self._channel, state, self._stop)
+            self._place.put(self._names[0], state)
+        except CheckpointError as error:
+            why = str(error).partition(":")[0]
+            if not self._stop.is_set() and why not in self._reported:
+                self._reported.add(why)
+                message = (
+                    f"rank {self.peer} has no replica of iteration {state.iteration}, but of an older one: {error}. "
+                    "Further ones that fail so are not reported"
+                )
+                self._report("replica dropped", message, state.iteration, logging.WARNING)
+            return
         finally:
             if reserved:
                 self._occupancy.end_sending(state.path.name)
-        if sent:
-            self.on_replica(time.monotonic() - offered_at)
-        elif not self._stop.is_set() and not self._overtaken:
-            self._overtaken = True
-            message = (
-                f"the snapshot of iteration {state.iteration} was overwritten before rank {self.peer} had it: "
-                "snapshots come faster than the network takes them, and only some are replicated. Not reported again"
-            )
-            self._report("replica dropped", message, state.iteration, logging.WARNING)
+        self._names.reverse()
+        self.on_replica(time.monotonic() - offered_at)
 
 
 class Incoming:
-    """Receives the states of one owner into two files in turn, and verifies each; in a thread of its own.
+    """Serves this machine's memory to one owner; in a thread of its own.
 
     Args:
         channel: from the owner.
-        run_id: identity of the run.
-        paths: the two files.
+        arena: of this machine.
         report: records an event.
     """
 
-    def __init__(self, channel: Channel, run_id: str, paths: Sequence[Path], report: Report) -> None:
-        self._channel, self._report, self.peer = channel, report, channel.peer
-        ages = {
-            state.path: (state.life, state.branch, state.iteration) for state in memory_states(run_id, paths[0].parent)
-        }
-        self._paths = sorted(paths, key=lambda path: ages.get(path, (-1, -1, -1)))  # the next to be overwritten first
+    def __init__(self, channel: Channel, arena: Arena, report: Report) -> None:
+        self._channel, self._arena, self._report, self.peer = channel, arena, report, channel.peer
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"cpsr-replica-from-{self.peer}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"cpsr-replica-from-{channel.peer}", daemon=True)
         self._thread.start()
 
     def join(self, timeout_seconds: float) -> bool:
@@ -193,35 +195,14 @@ class Incoming:
     def _run(self) -> None:
         yield_to_training()
         try:
-            while (message := self._channel.receive_unless(self._stop)) is not None and message.kind is not Kind.END:
-                if message.kind is Kind.FORGET:
-                    self._forget_after(message.iteration)
-                elif message.kind is Kind.PIECE:
-                    self._receive(message)
-        except (RuntimeError, OSError, CheckpointError) as error:
-            message_text = (
-                f"this rank takes no more replicas of rank {self.peer}'s state in this life ({_brief(error)}); those "
-                "that it holds stay, training goes on, other replicas are not affected"
+            while (asked := self._channel.receive_unless(self._stop)) is not None and asked.kind is not Kind.END:
+                answer(self._channel, self._arena, asked)
+        except RuntimeError as error:
+            message = (
+                f"this rank takes no more replicas of rank {self.peer}'s state in this life ({_brief(error)}); "
+                "those that it holds stay, training goes on, other replicas are not affected"
             )
-            self._report("replication ended", message_text, None, logging.WARNING)
-
-    def _receive(self, first: Message) -> None:
-        path, newest = self._paths
-        if not receive_state(self._channel, first, path):
-            return
-        problem = problem_of(path, self.peer, first.iteration)
-        if problem is None:
-            self._paths = [newest, path]
-            return
-        erase(path)
-        message = f"a replica of rank {self.peer} is not kept, it did not arrive whole: {problem}"
-        self._report("replica damaged", message, first.iteration, logging.WARNING)
-
-    def _forget_after(self, iteration: int) -> None:
-        for path in self._paths:
-            state = memory_state(path)
-            if state is not None and state.iteration > iteration:
-                erase(path)
+            self._report("replication ended", message, None, logging.WARNING)
 
 
 def _brief(error: Exception) -> str:
@@ -278,8 +259,8 @@ class Replicator:
         bytes_to_come: int = 0,
         timeout_seconds: float = PEER_SECONDS,
     ) -> None:
-        self._run_id, self._rank, self._report = memory.run_id, group.rank, report
-        self._directory, self._checkpoints = memory.path("").parent, checkpoints
+        self._arena, self._rank, self._report = memory.arena, group.rank, report
+        self._checkpoints = checkpoints
         members = _gathered(group, min(data_parallel_ranks), template, checkpoints, window_bytes)
         self._nodes = [member.node for member in members]
         self.placement = place_within(members, replicas, self._room_bytes(group, bytes_to_come), SLOTS)
@@ -296,14 +277,14 @@ class Replicator:
             self._takes_small = {holder for holder in holders if members[holder].group == own.group}
         self._small = self._small_states(memory, template)
 
-        def channel(peer: int) -> Channel:  # one for each thread, which has its buffer
-            return Channel(self._groups[peer], peer, timeout_seconds)
+        def channel(peer: int, *, serves: bool) -> Channel:  # one for each thread
+            return Channel(self._groups[peer], peer, timeout_seconds, serves=serves)
 
+        self._incoming = [Incoming(channel(owner, serves=True), self._arena, report) for owner in owners]
+        own_state = self._arena, self._rank, report
         self._outgoing = [
-            Outgoing(channel(holder), report, partial(self._is_twin, holder), occupancy) for holder in holders
-        ]
-        self._incoming = [
-            Incoming(channel(owner), self._run_id, self._replica_paths(owner), report) for owner in owners
+            Outgoing(channel(holder, serves=False), *own_state, partial(self._is_twin, holder), occupancy)
+            for holder in holders
         ]
         self._wait_seconds = timeout_seconds + CLOSE_SECONDS
 
@@ -322,9 +303,9 @@ class Replicator:
         if not self._outgoing:
             return
         try:
-            whole, small = sealed(file, iteration), None
+            whole, small = Sealed.at(file, iteration), None
             if snapshot is not None and self._small is not None and self._takes_small:
-                small = sealed(self._small.seal(snapshot), iteration, small=True)
+                small = Sealed.at(self._small.seal(snapshot), iteration, small=True)
         except (SaveError, OSError) as error:
             self._report("not replicated", f"{name} is not replicated: {error}", iteration, logging.WARNING)
             return
@@ -360,10 +341,16 @@ class Replicator:
     def _remove_all_but(self, owners: Sequence[int]) -> None:
         """Of the replicas on this machine, those that no rank of it holds, and this rank's but those of `owners`."""
         local = {rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]}
-        for path in self._directory.glob(f"cpsr-{self._run_id}-rank-*-replica-*"):
-            owner, holder = int(path.name.split("-")[-4]), int(path.name.split("-")[-2])
+        for path, owner, holder in self._replicas():
             if holder not in local or (holder == self._rank and owner not in owners):
                 path.unlink(missing_ok=True)
+
+    def _replicas(self) -> Iterator[tuple[Path, int, int]]:
+        """All on this machine: file, owner and holder."""
+        for path in self._arena.files():
+            named = NAME.fullmatch(path.name)
+            if named is not None and named["slot"].startswith("replica-"):
+                yield path, int(named["rank"]), int(named["slot"].split("-")[1])
 
     def close(self, *, remove: bool, together: bool = True) -> None:
         """End replication.
@@ -387,9 +374,6 @@ class Replicator:
             self._small.close(remove=remove)
         if remove:
             self._remove_all_but(())
-
-    def _replica_paths(self, owner: int) -> list[Path]:
-        return [replica_path(self._run_id, owner, self._rank, slot, self._directory) for slot in range(SLOTS)]
 
     def _small_states(self, memory: SharedMemory, template: Shard) -> SmallStates | None:
         if not self._takes_small:
@@ -423,9 +407,8 @@ class Replicator:
             group: the ranks.
             bytes_to_come: that this rank will take for itself.
         """
-        replicas = self._directory.glob(f"cpsr-{self._run_id}-rank-*-replica-*")
-        taken = sum(path.lstat().st_blocks * BLOCK_BYTES for path in replicas)
-        room = min(available_host_bytes(), shared_memory_left(self._directory)) + taken
+        taken = sum(path.lstat().st_blocks * BLOCK_BYTES for path, _, _ in self._replicas())
+        room = min(available_host_bytes(), shared_memory_left(self._arena.directory)) + taken
         rooms: dict[str, int] = {}
         to_come = dict.fromkeys(self._nodes, 0)
         for node, (gathered, own) in zip(self._nodes, group.gather([room, bytes_to_come]), strict=True):

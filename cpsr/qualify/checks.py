@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.manifest import COMMIT, step_name
-from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.engines import EngineAdapter
@@ -259,7 +259,7 @@ class _Life:
             return False
         if not self._shared_memory:
             return True
-        states = memory_states(run_id(self._run_dir))
+        states = Arena(run_id(self._run_dir)).list()
         ranks = {state.rank for state in states if state.iteration == self._needed}
         return self._scene.rank in ranks and len(ranks) >= self._scene.local_ranks  # all of this machine
 

@@ -101,13 +101,13 @@ class SideGroup:
         """Begin to wait for every member."""
         return self._open.barrier()
 
-    def send(self, values: torch.Tensor, rank: int) -> dist.Work:
+    def send(self, values: torch.Tensor, rank: int, tag: int = 0) -> dist.Work:
         """Begin to send a CPU tensor to a member."""
-        return self._open.send([values], self._ranks.index(rank), 0)
+        return self._open.send([values], self._ranks.index(rank), tag)
 
-    def receive(self, values: torch.Tensor, rank: int) -> dist.Work:
-        """Begin to receive into a CPU tensor what a member sends, of the same shape and dtype."""
-        return self._open.recv([values], self._ranks.index(rank), 0)
+    def receive(self, values: torch.Tensor, rank: int, tag: int = 0) -> dist.Work:
+        """Begin to receive into a CPU tensor what a member sends with that tag, of the same shape and dtype."""
+        return self._open.recv([values], self._ranks.index(rank), tag)
 
 
 def pair_groups(rank: int, pairs: Iterable[tuple[int, int]], timeout_seconds: float) -> dict[int, SideGroup]:

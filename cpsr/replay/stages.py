@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyEngine, Publish
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
 from cpsr.checkpoint.memory_reader import OpenState, load_states, verify_memory_state
 from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
-from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, SlabSize, memory_states
+from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, SlabSize
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tensor_file import PlacedTensor
@@ -396,9 +397,8 @@ def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _B
     assert pipeline is not None
     own = [
         state
-        for state in memory_states(job.run.run_id)
-        if state.rank == job.group.rank
-        and (state.life, state.branch) == (window.life, window.branch)
+        for state in Arena(job.run.run_id).list(job.group.rank)
+        if (state.life, state.branch) == (window.life, window.branch)
         and state.iteration > window.iteration
         and state.place != "replica"
         and verify_memory_state(state) is None

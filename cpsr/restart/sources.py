@@ -7,12 +7,13 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from cpsr.checkpoint.memory_reader import load_states, owned_word, owned_word_in_memory, verify_memory_state
-from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.memory_reader import OpenState, load_states, owned_word, verify_memory_state
+from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.tiers import Decision, Entry, Source, decide, state_of
+from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
 from cpsr.checkpoint.verify import UnreadableFileError
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.journal import FailureScope
@@ -183,7 +184,7 @@ class MemorySources:
         windows: bool = False,
     ) -> None:
         self._windows = windows
-        self._run_id = run_id
+        self._arena = Arena(run_id)
         self._group = group
         self._first, self._held = first, held
         self._node = this_node()
@@ -268,7 +269,7 @@ class MemorySources:
         Raises:
             CheckpointError: a state did not arrive; on every rank.
         """
-        self._fetched = fetch(self._run_id, self._group, self._nodes, sources)
+        self._fetched = fetch(self._arena, self._group, self._nodes, sources)
 
     def load(self, source: Source, into: Shard) -> Any:
         """Copy this rank's state out of memory and return its scalars; if one rank fails, all raise.
@@ -280,7 +281,9 @@ class MemorySources:
         """
         problem, scalars = None, None
         try:
-            states = [self._state_at(entry) for entry in source.entries]
+            states = [
+                self._fetched.get(entry) or self._arena.find(entry.name, entry.iteration) for entry in source.entries
+            ]
             if states:
                 windows = states[0].kind == "window"
                 scalars = load_window(states[0], into) if windows else load_states(states, into)
@@ -297,14 +300,14 @@ class MemorySources:
 
     def _held_here(self, place: Literal["own", "replica"]) -> list[int]:
         """Ranks of whose states of the last life one lies in this machine's memory, of any branch."""
-        states = memory_states(self._run_id)
+        states = self._arena.list()
         return sorted({one.rank for one in states if one.place == place and one.life >= self._first[0]})
 
     def _catalogue(self, nodes: list[str], after: int) -> list[MemoryState]:
         """The states that this rank verifies: its own, and a share of the replicas in its machine's memory."""
         local = [rank for rank, node in enumerate(nodes) if node == self._node]
         whole = []
-        for state in memory_states(self._run_id):
+        for state in self._arena.list():
             verifier = state.rank if state.rank in local else local[state.rank % len(local)]
             if verifier != self._group.rank or (state.life, state.branch) < self._first or state.iteration <= after:
                 continue
@@ -320,19 +323,16 @@ class MemorySources:
     def _entry(self, state: MemoryState, small: Container[int]) -> Entry | None:
         """The report on a state; weights and moments are hashed only where one of `small` may need them."""
         try:
-            wanted = state.kind == "snapshot" and state.iteration in small
-            owned = owned_word_in_memory(state) if wanted else state.owned
+            owned = state.owned
+            if state.kind == "snapshot" and state.iteration in small:
+                with OpenState(state) as slab:
+                    owned = slab.owned_word()
         except CheckpointError as error:
             logger.warning("a state in shared memory is not used: %s", error)
             return None
         older = state.oldest_iteration < state.iteration
-        place = self._node, state.path.name
+        place = self._node, state.name
         return Entry(state.rank, state.iteration, state.kind, *place, owned, older, state.newest_iteration)
-
-    def _state_at(self, entry: Entry) -> MemoryState:
-        if entry in self._fetched:
-            return self._fetched[entry]
-        return state_of(entry)
 
 
 def _small_iterations(states: Sequence[MemoryState]) -> list[int]:

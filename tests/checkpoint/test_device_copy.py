@@ -10,11 +10,12 @@ import torch
 
 from cpsr.checkpoint import boundary as boundaries
 from cpsr.checkpoint import snapshot as snapshots
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.boundary import EarlierStep, WriteWatch
 from cpsr.checkpoint.device_copy import Pinning
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_states
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import DeviceNumber
@@ -115,12 +116,12 @@ def test_the_copy_follows_the_step_and_nothing_is_sealed_before_it(device: Stand
     event = device.trace[waited][2]
     recorded = device.trace.index(("record", "default:0", event))
     assert recorded < waited < first
-    assert memory_states(run_id) == []
+    assert Arena(run_id).list() == []
     pool.finish()
     device.complete()
     device.at_once = True
     pool.close(remove=False)
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     into = make_shard(0)
     load_states([state], into)
     assert_same_bits(into, make_shard(3))
@@ -160,7 +161,7 @@ def test_a_dump_is_of_the_boundary_while_the_next_step_hangs(device: StandInDevi
     thread = threading.Thread(target=pool.dump, args=(lambda: shard, 20, lambda: {"step": DeviceNumber(count)}))
     thread.start()
     thread.join(30)
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     into = make_shard(0)
     assert load_states([state], into) == {"step": 20.0}
     assert_same_bits(into, make_shard(3))
@@ -188,7 +189,7 @@ def test_a_dump_of_a_step_that_hangs_is_refused_in_time_and_names_what_remains(
         pool.dump(never, 20, never)
     assert time.monotonic() - started < 5.0
     assert device.calls(*WAITS) == []
-    assert [state.iteration for state in memory_states(run_id)] == [12]
+    assert [state.iteration for state in Arena(run_id).list()] == [12]
 
 
 @pytest.fixture(params=[boundaries.SMALL_BYTES, 0], ids=["small buffers", "large buffers"])
@@ -233,7 +234,7 @@ def test_a_dump_is_of_the_last_step_on_the_device_while_the_host_is_ahead(
 
     assert pool.dump(lambda: shard, 24, newest, lambda: EarlierStep(23, 3, small, lambda: False)) == 23
     assert device.calls(*WAITS) == []
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     assert (state.iteration, state.kind) == (23, "departure")
     into = make_shard(0)
     assert load_states([state], into) == {"step": 23.0, "iteration": 23}
@@ -252,7 +253,7 @@ def test_a_snapshot_that_waits_behind_what_hangs_does_not_keep_its_step_from_the
     device.hang()
     assert pool.begin(shard, 20, {"all": True}) is not None
     pool.dump(lambda: shard, 20, lambda: {"all": False})
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     assert (state.iteration, state.kind) == (20, "departure")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
@@ -16,7 +17,6 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import FileRecord, holds_frozen, step_name
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_states
-from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
@@ -247,7 +247,7 @@ def test_a_dump_has_what_moves_as_it_was_at_the_boundary(run_id: str) -> None:
     expected = weights["embed"].cpu().clone()
     weights["embed"].add_(1)  # in the step that is interrupted
     assert pool.dump(lambda: shard, 6, dict, frozen=frozen) == 6
-    (state,) = (one for one in memory_states(run_id) if one.iteration == 6)
+    (state,) = (one for one in Arena(run_id).list() if one.iteration == 6)
     left = load_states([state], make_shard(9))
     assert list(left["frozen"]["moved"]) == ["embed"]
     assert torch.equal(left["frozen"]["moved"]["embed"], expected)

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import load_states, owned_word, owned_word_in_memory, verify_memory_state
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, memory_states
+from cpsr.checkpoint.memory_reader import OpenState, load_states, owned_word, verify_memory_state
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.state.shard import Shard
@@ -38,7 +39,7 @@ def hold(run_id: str, seed: int = 3, iteration: int = 7, life: int = 0) -> Memor
     assert pool.begin(live_shard(seed, iteration=iteration), iteration, SCALARS) is not None
     pool.finish()
     pool.close(remove=False)
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     return state
 
 
@@ -47,7 +48,7 @@ def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str) -> None
     memory = SharedMemory(run_id, 0, 5)
     file = memory.file("0", slab_size(live_shard(0)))
     file.restamp(memory.life, 1)
-    (found,) = memory_states(run_id)
+    (found,) = Arena(run_id).list()
     assert (found.life, found.branch, found.iteration) == (5, 1, state.iteration)
     into = make_shard(0)
     assert load_states([found], into)["rng"].tolist() == [0, 1, 2, 3, 4]
@@ -78,9 +79,9 @@ def test_a_state_that_is_being_overwritten_does_not_count(run_id: str) -> None:
     hold(run_id)
     pool = pool_of(run_id)
     for _ in range(3):  # the newest is taken last
-        assert memory_states(run_id)
+        assert Arena(run_id).list()
         assert pool.acquire(9) is not None
-    assert memory_states(run_id) == []
+    assert Arena(run_id).list() == []
 
 
 def test_one_of_which_the_hash_was_not_written_does_not_count(run_id: str) -> None:
@@ -90,11 +91,11 @@ def test_one_of_which_the_hash_was_not_written_does_not_count(run_id: str) -> No
     for (_, into), (_, value) in zip(whole.shard.tensors(), make_shard(3).tensors(), strict=True):
         into.copy_(value)
     whole.scalars = SCALARS
-    assert memory_states(run_id) == []
+    assert Arena(run_id).list() == []
     sealed = pool.seal(whole)
     assert sealed is not None
     assert sealed.result()
-    assert [state.iteration for state in memory_states(run_id)] == [7]
+    assert [state.iteration for state in Arena(run_id).list()] == [7]
 
 
 @pytest.mark.parametrize("cut", ["flip", "truncate"])
@@ -108,7 +109,7 @@ def test_damage_anywhere_is_seen(run_id: str, cut: str) -> None:
         damaged = bytearray(whole)
         damaged[place] ^= 0x10
         state.path.write_bytes(damaged if cut == "flip" else whole[:place])
-        found = memory_states(run_id)
+        found = Arena(run_id).list()
         problem = verify_memory_state(state)
         assert problem is not None or found == [], place
         for one in found:
@@ -136,12 +137,12 @@ def test_buffers_are_taken_over_and_the_newest_states_stay_the_longest(run_id: s
         pool.finish()
         pool.settle()
         pool.release(snapshot)
-        iterations = [state.iteration for state in memory_states(run_id)]
+        iterations = [state.iteration for state in Arena(run_id).list()]
         assert iterations == list(range(max(7, iteration - 2), iteration + 1))
     pool.forget_after(9)
-    assert [state.iteration for state in memory_states(run_id)] == [9]
+    assert [state.iteration for state in Arena(run_id).list()] == [9]
     pool.close()
-    assert memory_states(run_id) == []
+    assert Arena(run_id).list() == []
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
 
 
@@ -155,7 +156,7 @@ def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> 
     assert pool.acquire(3) is not None
     shard = live_shard(5, iteration=20)
     pool.dump(lambda: Shard(shard.operators, template.others), 20, lambda: SCALARS)
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     assert (state.iteration, state.kind) == (20, "departure")
     into = make_shard(0)
     load_states([state], into)
@@ -173,7 +174,7 @@ def test_a_dump_holds_the_buffers_of_the_boundary_and_not_of_the_interrupted_for
     norm(torch.randn(8, 3, device=DEVICE))
     pool.dump(lambda: shard, 20, lambda: SCALARS)
     into = Shard(make_shard(0).operators, {name: torch.zeros_like(one, device="cpu") for name, one in others.items()})
-    assert load_states([memory_states(run_id)[0]], into)["iteration"] == 7
+    assert load_states([Arena(run_id).list()[0]], into)["iteration"] == 7
     assert_same_bits(into, Shard(shard.operators, boundary))
 
 
@@ -210,7 +211,7 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
     assert "nlarge" not in problem, "there is room enough"
     process.send_signal(signal.SIGCONT)
     assert process.wait(timeout=60) == 0
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     assert (state.iteration, state.life) == (7, 0)
     assert SnapshotPool(make_shard(0), memory=next_life).shared_memory_problem is None, "it has let go"
 
@@ -242,7 +243,7 @@ def test_a_state_stays_where_its_file_cannot_be_opened_now(run_id: str, free: in
             memory.files(2, size)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert memory_states(run_id) == [state]
+    assert Arena(run_id).list() == [state]
 
 
 def test_the_bytes_that_are_required_for_a_pool_are_those_of_its_files(run_id: str) -> None:
@@ -267,7 +268,7 @@ def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert snapshot is not None, "it is whole, and goes on to the disk"
         pool.release(snapshot)
-    assert [state.iteration for state in memory_states(run_id)] == [1]
+    assert [state.iteration for state in Arena(run_id).list()] == [1]
     assert "iteration 2 is not held in shared memory: [Errno 27] File too large" in caplog.text
     pool.close()
 
@@ -276,7 +277,8 @@ def test_one_word_distinguishes_weights_moments_and_slices_and_is_that_of_the_fi
     state = hold(run_id)
     source = make_shard(3, iteration=7)
     word = owned_word(source)
-    assert owned_word_in_memory(state) == word
+    with OpenState(state) as slab:
+        assert slab.owned_word() == word
     assert owned_word(Shard(source.operators, {})) == word, "buffers do not count"
     name, operator = next(iter(source.operators.items()))
     moved = replace(operator, parameter=replace(operator.parameter, offset=operator.parameter.offset + 1))

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from cpsr.checkpoint import memory_ring
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyEngine
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_ring import MemoryRing, Slot
-from cpsr.checkpoint.memory_states import SlabSize, memory_states
+from cpsr.checkpoint.memory_states import SlabSize
 from cpsr.state.shard import Shard
 from tests.stand_in_device import stand_in_device
 
@@ -34,7 +35,7 @@ def fill(ring: MemoryRing, slot: Slot, iteration: int) -> None:
 
 def left(directory: Path) -> dict[int, int]:
     """Iterations of complete states, and the life that each is of."""
-    return {state.iteration: state.life for state in memory_states(RUN_ID, directory)}
+    return {state.iteration: state.life for state in Arena(RUN_ID, directory).list()}
 
 
 def test_the_oldest_is_overwritten_but_not_what_is_kept_nor_the_one_before(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import ClassVar
 import pytest
 
 from cpsr.checkpoint import copying
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy
 from cpsr.checkpoint.running_copy import Split
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
@@ -206,7 +206,7 @@ def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch
     assert waits.asked.wait(PATIENCE_SECONDS)
     pool.mark_boundary()
     pool.dump(lambda: shard, 2, lambda: {"seed": 2})
-    assert [state.iteration for state in memory_states("run") if state.iteration == 2] == [2]
+    assert [state.iteration for state in Arena("run").list() if state.iteration == 2] == [2]
     snapshot = pool.finish()
     assert snapshot is not None
     assert_same_bits(snapshot.shard, make_shard(2, SIZES))

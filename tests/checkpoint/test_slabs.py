@@ -14,10 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import load
 
 import cpsr.checkpoint.memory_reader as reader_module
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import OpenState, load_states, room_for_memory_state, verify_memory_state
-from cpsr.checkpoint.memory_states import MemoryState, describe, memory_state, memory_states
+from cpsr.checkpoint.memory_states import MemoryState, describe, memory_state
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError
@@ -58,7 +59,7 @@ def test_a_snapshot(kind: str, run_id: str) -> None:
     else:
         pool.dump(lambda: shard, 7, lambda: SMALL)
     pool.close(remove=False)
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     index, tensors = opened(state.path)
     assert_same(held(state.path), make_shard(3))
     assert torch.equal(load(tensors["small/tensors"].numpy().tobytes())["tree.rng"], torch.arange(5))
@@ -86,7 +87,7 @@ def test_a_window(tmp_path: Path) -> None:
     recorder.capture(9, {"loss": 2.0})
     recorder.finish()
     recorder.close(remove=False)
-    (state,) = memory_states(RUN_ID, tmp_path)
+    (state,) = Arena(RUN_ID, tmp_path).list()
     assert state.kind == "window"
     tensors = held(state.path)
     last = shard.operators[names[-1]].parameter.values
@@ -103,7 +104,7 @@ def test_what_a_stage_has_sent(tmp_path: Path) -> None:
         logs.add(Operation("send", shape=(4,)), torch.full((4,), float(iteration)), {"states": torch.arange(9)})
         logs.end(True, None)
     logs.close(remove=False)
-    (state,) = memory_states(RUN_ID, tmp_path)
+    (state,) = Arena(RUN_ID, tmp_path).list()
     assert (state.kind, state.iteration) == ("upstream", 2)
     assert torch.equal(held(state.path)["other/all"][:16].view(torch.float32), torch.full((4,), 2.0))
 

@@ -2,10 +2,11 @@
 
 import torch
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_states, verify_memory_state
-from cpsr.checkpoint.memory_states import MemoryState, memory_states
+from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import make_shard
@@ -43,7 +44,7 @@ class Training:
 
     @property
     def newest(self) -> MemoryState:
-        return max(memory_states(self.run_id), key=lambda state: state.iteration)
+        return max(Arena(self.run_id).list(), key=lambda state: state.iteration)
 
     def loaded(self) -> Shard:
         """What the newest state holds, once each operator is that of its own iteration, bit for bit."""
@@ -84,7 +85,7 @@ def test_a_second_snapshot_of_one_iteration_holds_it_too(run_id: str) -> None:
     training = Training(run_id)
     training.snapshot(1)
     training.snapshot(1, only(min(EXPERTS)))
-    states = memory_states(run_id)
+    states = Arena(run_id).list()
     assert len(states) == 2
     for state in states:
         load_states([state], found := make_shard(99, SIZES))

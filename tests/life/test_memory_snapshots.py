@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.arena import Arena
 from cpsr.journal.reader import JournalReader
 from tests.recovery.test_faults import Loop, config, loader
 
@@ -55,7 +55,7 @@ def test_one_is_taken_every_interval_and_the_newest_stay(tmp_path: Path) -> None
         train(recovery, steps, 17)
         assert in_memory(recovery) == [9, 12, 15]
         assert (recovery.life.saver.memory.taken, recovery.life.saver.memory.skipped) == (5, 0)
-        newest = max(memory_states(recovery.life.job.run.run_id), key=lambda state: state.iteration)
+        newest = max(Arena(recovery.life.job.run.run_id).list(), key=lambda state: state.iteration)
         assert newest.iteration == 15
     assert events(tmp_path) == []
 

@@ -18,11 +18,13 @@ LAUNCHER = """
 import gc, json, logging, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from cpsr.checkpoint.memory_states import memory_state, memory_states
-from cpsr.checkpoint.memory_reader import owned_word_in_memory, load_states, verify_memory_state
+from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.memory_states import memory_state
+from cpsr.checkpoint.memory_reader import OpenState, load_states, verify_memory_state
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, decide
-from cpsr.peers import transport
+from cpsr.checkpoint import arena as arena_module
+from cpsr.peers.peer import Peer, answer
 from cpsr.peers.transport import Channel
 from cpsr.errors import CheckpointError
 from cpsr.ranks.group import NODE_VARIABLE, Group, this_node
@@ -61,7 +63,7 @@ PROLOGUE = """
 dist.init_process_group("gloo")
 group = Group()
 found, events = {}, []
-transport.CHUNK_BYTES = 8192
+arena_module.PIECE_BYTES = 8192
 memory = root / this_node()
 memory.mkdir(exist_ok=True)
 def report(kind, message, iteration, level):
@@ -75,12 +77,12 @@ def opened(states, groups=None, replicas=2, window_bytes=0, bytes_to_come=0, **s
 def slow_down(bytes_per_second):
     send = Channel.send
     def slowly(channel, message):
-        time.sleep(message.length / bytes_per_second)
+        time.sleep(len(message.data) / bytes_per_second)
         send(channel, message)
     Channel.send = slowly
 def replicated(owner, node=None):
     '''Iterations of an owner's replicas at a node that are whole.'''
-    states = memory_states(RUN_ID, root / (node or this_node()))
+    states = Arena(RUN_ID, root / (node or this_node())).list()
     replicas = [state for state in states if state.rank == owner and "replica" in state.path.name]
     return [replica.iteration for replica in replicas if verify_memory_state(replica) is None]
 def until(condition, seconds=20):

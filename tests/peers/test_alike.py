@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cpsr.benchmarks.harness.checkpoint_files import commit_file, record_files
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
 from cpsr.checkpoint.memory_reader import load_states
-from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
@@ -26,7 +26,7 @@ def test_a_small_state_and_the_tensors_of_another_rank(tmp_path: Path) -> None:
     for iteration in (10, 20, 30):
         path = small.seal(mine.seal(iteration)[1])
         other.seal(iteration)
-    states = memory_states(RUN_ID, tmp_path)
+    states = Arena(RUN_ID, tmp_path).list()
     small_state = next(state for state in states if state.path == path)
     tensors = next(state for state in states if (state.rank, state.iteration) == (1, 30))
     into = shard(0, -1, ELEMENTS, alike=True)
@@ -105,7 +105,7 @@ def test_a_buffer_that_a_small_state_lacks_is_not_another_ranks(tmp_path: Path) 
     mine, other = (States(tmp_path, rank, ELEMENTS, alike=True) for rank in (0, 1))
     path = SmallStates(mine.memory, mine.template).seal(mine.seal(10)[1])
     other.seal(10)
-    states = memory_states(RUN_ID, tmp_path)
+    states = Arena(RUN_ID, tmp_path).list()
     small_state = next(state for state in states if state.path == path)
     tensors = next(state for state in states if (state.rank, state.iteration) == (1, 10))
     into = shard(0, -1, ELEMENTS, alike=True)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import cpsr.checkpoint.rank_part as part_module
 from cpsr import CPSRRecovery
 from cpsr.checkpoint import files
-from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RecoveryError
 from cpsr.journal import JournalReader
@@ -36,7 +36,7 @@ def killed_when_written(run_dir: Path, at: int, orphans: Path) -> None:
     def writing(path: Path, *arguments: Any, **options: Any) -> Any:
         if path.parent.name == f"step-{at:010d}":
             end = time.monotonic() + WAIT_SECONDS
-            while at not in [state.iteration for state in memory_states(run_id(run_dir))] and time.monotonic() < end:
+            while at not in [state.iteration for state in Arena(run_id(run_dir)).list()] and time.monotonic() < end:
                 time.sleep(0.005)
             pids: list[int] = []
             while not pids and time.monotonic() < end:  # between two passes there are none

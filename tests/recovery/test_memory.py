@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from cpsr import CPSRRecovery
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.errors import RunMismatchError
@@ -107,7 +108,7 @@ def test_when_all_processes_are_killed_as_many_iterations_are_lost_at_most(
 def test_of_one_lost_rank_only_its_shard_is_predicted(job: Job, uninterrupted: Uninterrupted) -> None:
     killed = job.launch("predict", fault="step:1:23", committed=20, settings=IN_MEMORY)
     assert killed.statuses[1] == KILLED
-    (left,) = [state for state in memory_states(run_id(job)) if state.kind == "departure"]
+    (left,) = [state for state in Arena(run_id(job)).list() if state.kind == "departure"]
     assert (left.rank, left.iteration) == (0, 23)
     back = job.launch("predict", settings=IN_MEMORY)
     assert back.statuses == [0, 0], back.output[0][-3000:]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint
-from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.arena import Arena
 from tests.recovery.conftest import Uninterrupted
 from tests.recovery.job import Job
 from tests.recovery.test_memory import IN_MEMORY, KILLED, run_id, scopes, sources
@@ -19,9 +19,7 @@ def test_the_state_of_a_lost_machine_comes_back_from_another(
 ) -> None:
     killed = job.launch(fault="step:0:15", committed=12, in_memory=12, settings=IN_MEMORY, nodes=["a", "b"], zero=zero)
     assert KILLED in killed.statuses
-    replicas = [
-        state for state in memory_states(run_id(job), tmp_path / "memory" / "a") if "replica" in state.path.name
-    ]
+    replicas = [state for state in Arena(run_id(job), tmp_path / "memory" / "a").list() if "replica" in state.path.name]
     assert {(state.rank, state.kind) for state in replicas} == {(1, travels)}
     remove_checkpoint(job.run_dir / "checkpoints" / "step-0000000012")  # the disk has not come so far
     shutil.rmtree(tmp_path / "memory" / "b")

@@ -3,7 +3,7 @@
 import signal
 from typing import Any
 
-from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.run_directory import run_id
 from tests.device import cpu_only
 from tests.recovery.job import RANKS, Ended, Job
@@ -67,7 +67,7 @@ def test_what_ranks_hold_alike_is_predicted_alike(job: Job) -> None:
     options: dict[str, Any] = {"mode": "predict", "settings": IN_MEMORY, "kind": "tp", **WORKER, "batch_size": 12}
     killed = job.launch(fault=f"step:1:{FAILURE}", committed=CHECKPOINT, **options)
     assert killed.statuses[1] == -signal.SIGKILL, killed.output
-    left = [state.kind for state in memory_states(run_id(job.run_dir)) if state.iteration == FAILURE]
+    left = [state.kind for state in Arena(run_id(job.run_dir)).list() if state.iteration == FAILURE]
     assert left == ["departure"]
     back = job.launch(**options)
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]

@@ -28,9 +28,9 @@ import cpsr.checkpoint.rank_part as part_module
 import cpsr.checkpoint.store as store_module
 from cpsr import CPSRRecovery
 from cpsr.benchmarks.harness.checkpoint_files import is_rest
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyEngine
 from cpsr.checkpoint.device_copy import DeviceSteps, StepEvents
-from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
@@ -360,7 +360,7 @@ class Faults:
 
     def _holds(self, iteration: int) -> bool:
         run_id = json.loads((self._run_dir / IDENTITY).read_text())["run_id"]
-        states = memory_states(run_id)
+        states = Arena(run_id).list()
         life = max((state.life for state in states), default=0)
         ranks: dict[int, set[int]] = {}
         for state in states:

@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tests.imported_later  # noqa: F401 - for what it imports
 from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_states import describe, memory_states
+from cpsr.checkpoint.memory_states import describe
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.journal import JournalReader
@@ -134,7 +135,7 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
 
 
 def holds(run_dir: Path, iteration: int) -> bool:
-    return iteration in [state.iteration for state in memory_states(run_id(run_dir))]
+    return iteration in [state.iteration for state in Arena(run_id(run_dir)).list()]
 
 
 def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -158,7 +159,7 @@ def leave(life: dict[str, Any]) -> None:
 
 
 def damage_newest_window(run_dir: Path) -> None:
-    windows = [state for state in memory_states(run_id(run_dir)) if state.kind == "window"]
+    windows = [state for state in Arena(run_id(run_dir)).list() if state.kind == "window"]
     path = max(windows, key=lambda state: state.iteration).path
     found = describe(path)
     assert found is not None

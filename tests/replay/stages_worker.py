@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.memory_states import memory_states
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.run_directory import run_id
 from tests.recovery.job import LifeOptions
 from tests.recovery.worker import final_state, initialize_ranks, seed
@@ -145,7 +145,7 @@ def batches(recovery: CPSRRecovery, loader: Any) -> Iterator[Any]:
 def await_window(run_dir: Path, options: Options) -> None:
     deadline = time.monotonic() + 20
     while options.awaited and time.monotonic() < deadline:
-        windows = [state for state in memory_states(run_id(run_dir)) if state.kind == "window"]
+        windows = [state for state in Arena(run_id(run_dir)).list() if state.kind == "window"]
         ranks: dict[int, set[int]] = {}
         for window in windows:
             ranks.setdefault(window.iteration, set()).add(window.rank)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, describe, memory_states
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, describe
 from cpsr.checkpoint.run_directory import run_id
 from tests.recovery.job import OF_THE_START, Ended, Job
 
@@ -90,7 +91,7 @@ def require_same(back: Ended, exact: Ended) -> None:
 
 
 def left_by(job: Job, rank: int, *kinds: str) -> list[MemoryState]:
-    return [one for one in memory_states(run_id(job.run_dir)) if one.rank == rank and one.kind in kinds]
+    return [one for one in Arena(run_id(job.run_dir)).list() if one.rank == rank and one.kind in kinds]
 
 
 @pytest.mark.parametrize(

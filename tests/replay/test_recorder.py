@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyPlan
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import verify_memory_state
-from cpsr.checkpoint.memory_states import memory_state, memory_states
+from cpsr.checkpoint.memory_states import memory_state
 from cpsr.replay.conversion import load_window
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Recorder
 from cpsr.replay.schedule import WindowLayout
@@ -68,7 +69,7 @@ class Rank:
     @property
     def whole(self) -> set[int]:
         """First iterations of the windows that a kill would leave now."""
-        return {state.iteration for state in memory_states(RUN_ID, self.directory)}
+        return {state.iteration for state in Arena(RUN_ID, self.directory).list()}
 
 
 @settings(max_examples=30, deadline=None)
@@ -117,7 +118,7 @@ def test_a_window_from_a_peer_takes_the_place_of_the_oldest_and_is_one_of_the_ne
         before.end()
     before.recorder.close(remove=False)
     memory = SharedMemory(RUN_ID, 0, 1, tmp_path)
-    (newest,) = [state for state in memory_states(RUN_ID, tmp_path) if state.iteration == 5]
+    (newest,) = [state for state in Arena(RUN_ID, tmp_path).list() if state.iteration == 5]
     newest.path.rename(memory.path(slot))
     rank = Rank(tmp_path, life=1)
     state = rank.recorder.adopt(memory.path(slot))
@@ -171,7 +172,7 @@ def test_a_file_that_held_another_order_of_the_operators_tells_the_new_one(tmp_p
             rank.recorder.capture(rank.iteration)
             rank.recorder.finish()
     rank.recorder.close(remove=False)
-    for state in memory_states(RUN_ID, tmp_path):
+    for state in Arena(RUN_ID, tmp_path).list():
         load_window(state, into := shard_at(0))
         expected = shard_at(state.iteration)
         for name, operator in into.operators.items():
@@ -201,7 +202,7 @@ def test_a_window_of_a_device_is_that_of_its_steps(tmp_path: Path) -> None:
                 values.copy_(device.tensor(wanted))
         recorder.close(remove=False)
     assert problems == []
-    (state,) = memory_states(RUN_ID, tmp_path)
+    (state,) = Arena(RUN_ID, tmp_path).list()
     assert verify_memory_state(state) is None
     into = shard_at(0)
     assert load_window(state, into) == {"place": 1}

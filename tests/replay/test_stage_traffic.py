@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_states import MemoryState, SlabSize, describe, memory_states
+from cpsr.checkpoint.memory_states import MemoryState, SlabSize, describe
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError
 from cpsr.replay.stages import LoggedSteps, StageLogs
@@ -33,7 +34,7 @@ class Logs:
 
     def left(self) -> dict[int, MemoryState]:
         self.stage.close(remove=False)
-        return {state.iteration: state for state in memory_states(RUN, self.directory)}
+        return {state.iteration: state for state in Arena(RUN, self.directory).list()}
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.memory_reader import ages_in_memory
-from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.journal.reader import JournalReader
 from tests.engines.optimizer_cases import Stacked
@@ -143,7 +143,7 @@ def test_popular_experts_have_their_turns_last_where_tokens_are_counted(tmp_path
                 optimizer.step()
                 if recovery.iteration == 21:
                     break
-            states = [state for state in memory_states(run_id(tmp_path / "run")) if state.kind == "window"]
+            states = [state for state in Arena(run_id(tmp_path / "run")).list() if state.kind == "window"]
             anchors = ages_in_memory(max(states, key=lambda state: state.iteration))
         finally:
             remove_memory_states(run_id(tmp_path / "run"))
@@ -164,7 +164,7 @@ def test_no_window_is_kept_where_the_optimizer_has_tensors_of_several_parameters
                 optimizer.step()
                 if recovery.iteration == 10:
                     break
-            assert not [state for state in memory_states(run_id(tmp_path / "run")) if state.kind == "window"]
+            assert not [state for state in Arena(run_id(tmp_path / "run")).list() if state.kind == "window"]
         finally:
             remove_memory_states(run_id(tmp_path / "run"))
     with JournalReader(tmp_path / "run" / "journal.db") as reader:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_states import memory_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.ranks.group import Group
 from cpsr.restart.sources import MemorySources, what_is_left
@@ -95,7 +95,7 @@ def test_what_earlier_lives_have_left_tells_nothing(run_id: str) -> None:
 @pytest.mark.parametrize("slot", ["replica-00001-0", "fetched-00000-snapshot"])
 def test_a_replica_on_a_ranks_machine_is_no_buffer_of_its_own(run_id: str, slot: str) -> None:
     hold(run_id, 500, life=3, branch=0)
-    (state,) = memory_states(run_id)
+    (state,) = Arena(run_id).list()
     state.path.rename(SharedMemory(run_id, 0, 3).path(slot))
     assert left_of(run_id, held=False) is None
     assert left_of(run_id, held=True) == ("machine" if slot.startswith("replica") else "everything")

@@ -1,0 +1,167 @@
+"""The slabs of a run in this machine's shared memory, as a place: listed, received whole, opened, sent and dropped."""
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsr.checkpoint.memory_reader import OpenState
+from cpsr.checkpoint.memory_states import (
+    BLOCK_BYTES,
+    NAME,
+    PAGE_BYTES,
+    SHARED_MEMORY,
+    MemoryState,
+    describe,
+    write_at,
+)
+from cpsr.checkpoint.place import Image, Index
+from cpsr.checkpoint.resources import available_host_bytes
+from cpsr.checkpoint.tensor_file import LENGTH_BYTES
+from cpsr.errors import CheckpointError
+
+__all__ = ["Arena", "Sealed"]
+
+# Of a slab at a time. Large enough that what is done for each in Python is lost beside the network, and small beside
+# any state.
+PIECE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A slab of shared memory as it was at one moment: an `Image` of that, or none.
+
+    Attributes:
+        path: its file.
+        iteration: of the state.
+        size: bytes of the file.
+        page: its first page at that time, which changes with every seal: while it is the same, so is the slab.
+        small: it is of use only to whom has the same weights and moments.
+    """
+
+    path: Path
+    iteration: int
+    size: int
+    page: bytes
+    small: bool = False
+
+    @classmethod
+    def at(cls, path: Path, iteration: int, *, small: bool = False) -> "Sealed":
+        """The slab that a file holds now; OSError where it cannot be read."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            page = os.pread(descriptor, PAGE_BYTES, 0)
+            return cls(path, iteration, os.fstat(descriptor).st_size, page, small)
+        finally:
+            os.close(descriptor)
+
+    def pieces(self) -> Iterator[tuple[int, memoryview]]:
+        """See `Image.pieces`; OSError where the file cannot be read."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            room, offset = memoryview(bytearray(PIECE_BYTES)), PAGE_BYTES
+            while offset < self.size:
+                length = os.preadv(descriptor, [room[: self.size - offset]], offset)
+                # Looked at after the bytes, so that they are of this state.
+                if not length or os.pread(descriptor, PAGE_BYTES, 0) != self.page:
+                    raise CheckpointError(f"{self.path.name} was overwritten while it was sent")
+                yield offset, room[:length]
+                offset += length
+            yield 0, memoryview(self.page)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Arena:
+    """A `Place` whose slabs are files of `/dev/shm`, which their ranks fill and seal (`cpsr.checkpoint.memory`).
+
+    Attributes:
+        run_id: identity of the run.
+        directory: where shared memory is mounted.
+    """
+
+    run_id: str
+    directory: Path = SHARED_MEMORY
+
+    def path(self, rank: int, slot: str) -> Path:
+        """Where a slab of this rank lies."""
+        return self.directory / f"cpsr-{self.run_id}-rank-{rank:05d}-{slot}"
+
+    def files(self) -> Iterator[Path]:
+        """Files of the run, whatever is in them."""
+        if not self.directory.is_dir():
+            return
+        for path in sorted(self.directory.iterdir()):
+            matched = NAME.fullmatch(path.name)
+            if matched is not None and matched["run_id"] == self.run_id:
+                yield path
+
+    def list(self, rank: int | None = None) -> Sequence[MemoryState]:
+        """See `Place.list`; by rank and iteration, of one rank or of all."""
+        paths = [path for path in self.files() if rank is None or path.name.startswith(self.path(rank, "").name)]
+        found = [one.state for one in map(describe, paths) if one is not None]
+        return sorted(found, key=lambda state: (state.rank, state.iteration))
+
+    def find(self, name: str, iteration: int) -> MemoryState:
+        """The state of that iteration under this name, not verified; CheckpointError where it is not there any more."""
+        found = describe(self._path(name))
+        if found is None or found.state.iteration != iteration:
+            raise CheckpointError(f"{name} does not hold iteration {iteration} any more")
+        return found.state
+
+    def open(self, index: Index) -> OpenState:
+        """See `Place.open`."""
+        return OpenState(self.find(index.name, index.iteration))
+
+    def image(self, name: str, iteration: int) -> Sealed:
+        """The state of that iteration to be sent; raises as `find`, and OSError where it cannot be read."""
+        return Sealed.at(self.find(name, iteration).path, iteration)
+
+    def put(self, name: str, image: Image) -> OpenState:
+        """See `Place.put`; returns the slab, verified."""
+        path = self._path(name)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            _receive(descriptor, path, image)
+            found = describe(path)
+            if found is None:
+                raise CheckpointError(f"what was to be {name} is no slab of that rank and run")
+            return OpenState(found.state)
+        except BaseException:
+            self.drop(name)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def drop(self, name: str) -> None:
+        """See `Place.drop`."""
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        """Where it lies; a name that comes from another machine leads nowhere else."""
+        matched = NAME.fullmatch(name)
+        if matched is None or matched["run_id"] != self.run_id:
+            raise CheckpointError(f"{name!r} is no slab of the run {self.run_id}")
+        return self.directory / name
+
+
+def _receive(descriptor: int, path: Path, image: Image) -> None:
+    """Write an image; what was there counts no more, and the image counts once all of it is there."""
+    os.fchmod(descriptor, 0o600)
+    os.pwrite(descriptor, bytes(PAGE_BYTES), 0)
+    os.ftruncate(descriptor, image.size)
+    # Shared memory is memory: to take what the control group does not have would end a process, perhaps training.
+    missing = image.size - os.fstat(descriptor).st_blocks * BLOCK_BYTES
+    if missing > (available := available_host_bytes()):
+        raise OSError(errno.ENOMEM, f"{missing} bytes of memory are missing, {available} are available", str(path))
+    os.posix_fallocate(descriptor, 0, image.size)  # or a write would fail halfway
+    length = b""
+    for offset, piece in image.pieces():
+        if offset + len(piece) > image.size:
+            raise CheckpointError(f"what was to be {path.name} is longer than its {image.size} bytes")
+        if offset == 0:  # with its length a slab is sealed: that comes last, as at its owner
+            length, piece, offset = bytes(piece[:LENGTH_BYTES]), piece[LENGTH_BYTES:], LENGTH_BYTES
+        write_at(descriptor, piece, offset)
+    write_at(descriptor, length, 0)
