@@ -244,7 +244,9 @@ class OpenState:
             header.take(image.numpy().data)
             return decode(json.loads(tree), {one.name: one.view(image).clone() for one in header.tensors()})
         except NO_HEADER as error:
-            raise CheckpointError(f"the scalars of {self.state.path} cannot be decoded: {error!r}") from error
+            raise CheckpointError(
+                f"the scalars of {self.state.path} cannot be decoded: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _is_whole(found: Described, content: memoryview) -> bool:

@@ -190,7 +190,8 @@ def described(path: Path, descriptor: int) -> Described | None:
         size = SlabSize(header.end, int(index["buffer_bytes"]))
         return Described(_state_in(path, index), size, _operators_in(index), index, header)
     except NO_HEADER as error:
-        logger.warning("the header of the state in %s cannot be read; it is ignored: %r", path, error)
+        why = type(error).__name__, error  # not its `repr`, which may hold all that was read
+        logger.warning("the header of the state in %s cannot be read; it is ignored: %s: %s", path, *why)
         return None
 
 
