@@ -6,7 +6,6 @@ A moment has a place: the iteration that it belongs to, or which call of its kin
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cpsr.checkpoint.rank_part as part_module
@@ -62,8 +61,8 @@ class Happening:
 
 
 def _snapshot_of(place: int, arguments: Sequence[Any]) -> bool:
-    *_, then = arguments  # hands the views to its snapshot; a window has none
-    return bool(isinstance(then, partial) and then.args[0].iteration == place)
+    _, plan, _ = arguments  # is for its snapshot, or for a window, which has no iteration
+    return bool(getattr(plan.args[0], "iteration", -1) == place)
 
 
 def _sealed(place: int, arguments: Sequence[Any]) -> bool:

@@ -167,6 +167,7 @@ class CopyEngine:
         device: as given.
         writes: as given.
         pace: plans copies in waits; None where copies do not use waits.
+        hashes: whether what is copied on the host is hashed; not where a device has buffers, which may come later.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class CopyEngine:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"cpsr-{name}")
         self.device, self.writes = device, WriteWatch() if writes is None else writes
         self.pace: CopyPace | None = None
+        self.hashes = device is None
         self._stream: torch.cuda.Stream | None = None
         if device is not None and weights_there:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub has no types
@@ -240,7 +242,6 @@ class CopyEngine:
         *,
         thorough: bool = False,
         early: bool = True,
-        then: Callable[[], None] = lambda: None,
     ) -> RunningCopy:
         """Start a copy; `finish` it before its sources change. If the loop ever changes them, it is complete now.
 
@@ -251,13 +252,12 @@ class CopyEngine:
             parts: that are copied; None: all.
             thorough: whether changes of the weights are looked for in each row.
             early: confirm it now, if nothing has changed in the snapshots before.
-            then: called once the copies are made, or begun by a device, by the same thread.
         """
         writes = self.writes
         if not writes.disturbed:
             writes.begin(self, shard, thorough=thorough)
         try:
-            running = self._started(plan, parts, small, then)
+            running = self._started(plan, parts, small)
         except BaseException:
             writes.end(self)
             raise
@@ -269,49 +269,29 @@ class CopyEngine:
             running.confirm(unchanged=True)
         return running
 
-    def copy_now(
-        self, plan: Callable[[], CopyPlan], small: SmallState, then: Callable[[], None] = lambda: None
-    ) -> RunningCopy:
+    def copy_now(self, plan: Callable[[], CopyPlan], small: SmallState) -> RunningCopy:
         """Copy with this thread, or on its current stream of the device; nothing changes the sources meanwhile."""
         if self._stream is not None:
-            copy = DeviceCopy(torch.cuda.current_stream(self.device), plan().pairs(), small)
-            then()
-            return copy
+            return DeviceCopy(torch.cuda.current_stream(self.device), plan().pairs(), small)
         seconds: Future[float] = Future()
-        seconds.set_result(self._copy_on_host(plan, None, then))
+        seconds.set_result(self._copy_on_host(plan, None))
         return RunningCopy(small, self._arrival(), seconds)
 
     def _started(
-        self,
-        plan: Callable[[], CopyPlan],
-        parts: Collection[str] | None,
-        small: SmallState | None,
-        then: Callable[[], None],
+        self, plan: Callable[[], CopyPlan], parts: Collection[str] | None, small: SmallState | None
     ) -> RunningCopy:
         if self._stream is not None:
-            copy = DeviceCopy(self._stream, plan().pairs(parts), small)
-            then()
-            return copy
+            return DeviceCopy(self._stream, plan().pairs(parts), small)
         if self.pace is None:
-            seconds = self._worker.submit(self._copy_on_host, plan, parts, then)
-            return RunningCopy(small, self._arrival(), seconds)
-
-        def pieces() -> list[Piece]:
-            found = plan().cut(parts, PIECE_BYTES)
-            then()
-            return found
-
+            return RunningCopy(small, self._arrival(), self._worker.submit(self._copy_on_host, plan, parts))
         paced = PacedCopy(self.pace, small, self._arrival())
-        self._worker.submit(paced.run, pieces)
+        self._worker.submit(paced.run, lambda: plan().cut(parts, PIECE_BYTES))
         return paced
 
-    def _copy_on_host(
-        self, plan: Callable[[], CopyPlan], parts: Collection[str] | None, then: Callable[[], None]
-    ) -> float:
+    def _copy_on_host(self, plan: Callable[[], CopyPlan], parts: Collection[str] | None) -> float:
         """Returns the seconds it took."""
         started = time.perf_counter()
-        plan().run(parts, hashed=self.device is None)  # else the buffers may arrive later
-        then()
+        plan().run(parts, hashed=self.hashes)
         return time.perf_counter() - started
 
     def _arrival(self) -> Arrival | None:

@@ -36,11 +36,6 @@ RUNNING_SHARE = 0.5
 CLOSE_SECONDS = 5.0
 
 
-def _put_views(snapshot: Snapshot, buffer: HostBuffer) -> None:
-    """What the snapshot holds of the buffer."""
-    snapshot.shard = buffer.shard_of_parts(snapshot.taken_at)
-
-
 class SnapshotPool:
     """Host buffers for snapshots: one is filled, one holds the newest state, one is written, in any order.
 
@@ -79,6 +74,7 @@ class SnapshotPool:
         self._buffers, self.shared_memory_problem = make_buffers(template, buffers, memory, device, units or {})
         self.sealing = Sealing(self._buffers, memory, self.engine)
         self.occupancy = self.sealing.occupancy
+        self.engine.hashes &= self.survives  # else nobody asks for the hashes
         self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
         self._running: tuple[Snapshot, RunningCopy] | None = None
@@ -158,13 +154,15 @@ class SnapshotPool:
 
     def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
         buffer.copy_others(shard)
-        plan, put = partial(self._plan, buffer, shard), partial(_put_views, snapshot, buffer)
-        copy = self.engine.start(plan, small, shard, snapshot.copied_parts, thorough=snapshot.disk, then=put)
+        plan = partial(self._plan, snapshot, buffer, shard)
+        copy = self.engine.start(plan, small, shard, snapshot.copied_parts, thorough=snapshot.disk)
         self._running = snapshot, copy
         if self.engine.copies_in_order:
             self.seal(snapshot, copied=copy)
 
-    def _plan(self, buffer: HostBuffer, shard: Shard) -> CopyPlan:
+    def _plan(self, snapshot: Snapshot, buffer: HostBuffer, shard: Shard) -> CopyPlan:
+        """Where the copies are made, which also makes the snapshot's views of its buffer."""
+        snapshot.shard = buffer.shard_of_parts(snapshot.taken_at)
         return self.engine.plan(buffer.held, shard, lambda: buffer.pairs(plan_spans(buffer, shard)))
 
     def finish(self) -> Snapshot | None:
@@ -333,8 +331,7 @@ class SnapshotPool:
         buffer, snapshot = taken
         try:
             buffer.copy_others(Shard({}, others))
-            plan, put = partial(self._plan, buffer, shard), partial(_put_views, snapshot, buffer)
-            running = self.engine.copy_now(plan, small, put)
+            running = self.engine.copy_now(partial(self._plan, snapshot, buffer, shard), small)
         except BaseException:
             self._free(snapshot)
             raise

@@ -371,8 +371,8 @@ class Faults:
     def _arm(self) -> None:
         at = self._at
         if self._phase == "snapshot":
-            # `then` hands the views to its snapshot, the only one of the arguments that knows the iteration.
-            due = lambda engine, plan, parts, then: isinstance(then, partial) and then.args[0].iteration == at  # noqa: E731
+            # The plan is for its snapshot, the only one of the arguments that knows the iteration.
+            due = lambda engine, plan, parts: getattr(plan.args[0], "iteration", -1) == at  # noqa: E731
             before(CopyEngine, "_copy_on_host", due, self._die)
         elif self._phase == "persist":
             before(part_module, "write_tensors", lambda path, *rest, **more: is_rest(path, at), self._die)
