@@ -5,8 +5,7 @@ So a file is written from the buffer as it is.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,45 +15,17 @@ from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import SlabSize
 from cpsr.checkpoint.parts import Held, Parts
+from cpsr.checkpoint.running_copy import Piece
 from cpsr.checkpoint.tensor_file import in_file_order, in_memory_order
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["HostBuffer", "Span", "close_buffers", "layout_bytes", "make_buffers", "plan_spans", "slab_size"]
+__all__ = ["HostBuffer", "close_buffers", "layout_bytes", "make_buffers", "slab_size"]
 
 # Of an operator: the slice that given values are, and the names of its moments.
 _Template = tuple[Callable[[torch.Tensor], ParamSlice], tuple[str, ...]]
 _KINDS = ("param", "moment", "other")  # what the keys of `Shard.tensors` begin with; each has a file
-
-
-@dataclass(frozen=True)
-class Span:
-    """One copy: a run of tensors that follow each other in the source as they do in the buffer."""
-
-    offset: int
-    source: torch.Tensor
-
-    @property
-    def end(self) -> int:
-        """Byte in the buffer after the last one."""
-        return self.offset + self.source.numel() * self.source.element_size()
-
-    def joins(self, offset: int, tensor: torch.Tensor) -> bool:
-        """Whether the tensor, to be placed at that byte of the buffer, continues this span."""
-        return (
-            offset == self.end
-            and tensor.dtype == self.source.dtype
-            and tensor.is_contiguous()
-            and self.source.is_contiguous()
-            and tensor.data_ptr() == self.source.data_ptr() + self.end - self.offset
-            and tensor.untyped_storage().data_ptr() == self.source.untyped_storage().data_ptr()
-        )
-
-    def with_more(self, elements: int) -> "Span":
-        """The span, longer by that many elements of the same storage."""
-        size, start = self.source.numel() + elements, self.source.storage_offset()
-        return Span(self.offset, self.source.as_strided((size,), (1,), start))
 
 
 class HostBuffer:
@@ -98,23 +69,18 @@ class HostBuffer:
             for key, tensor in template.tensors()
         }
 
-    def shard(self, iterations: Mapping[str, int]) -> Shard:
-        """Views of this buffer with the template's names and shapes, of these operators, each at its iteration."""
+    def shard_of_parts(self, taken_at: Mapping[str, int]) -> Shard:
+        """Views of this buffer with the template's names and shapes, each operator at the iteration of its part."""
         operators = {}
-        for name, iteration in iterations.items():
-            described, moments = self._template[name]
+        for name, (described, moments) in self._template.items():
             parameter = described(self._views[f"param/{name}"])
             views = {moment: self._views[f"moment/{moment}/{name}"] for moment in moments}
-            operators[name] = OperatorState(name, parameter, views, iteration)
+            operators[name] = OperatorState(name, parameter, views, taken_at[self.held.parts.of(name)])
         return Shard(operators, {name: self._views[f"other/{name}"] for name in self._others})
 
     def shard_at(self, iteration: int) -> Shard:
-        """`shard` with all operators at one iteration."""
-        return self.shard(dict.fromkeys(self._template, iteration))
-
-    def shard_of_parts(self, taken_at: Mapping[str, int]) -> Shard:
-        """`shard` with all operators, each at the iteration of its part."""
-        return self.shard({name: taken_at[self.held.parts.of(name)] for name in self._template})
+        """`shard_of_parts` with all operators at one iteration."""
+        return self.shard_of_parts(dict.fromkeys(self.held.parts.names, iteration))
 
     def copy_others(self, shard: Shard) -> None:
         """Copy the buffers that the next forward changes; on a GPU in the order of the current stream."""
@@ -126,31 +92,37 @@ class HostBuffer:
                 _require_same(f"other/{name}", target, values)
                 target.copy_(values, non_blocking=True)
 
-    def require_all(self, operators: Mapping[str, OperatorState]) -> None:
-        """Raise UnsupportedEngineError if an operator of the template, or a moment of it, is gone; names it."""
-        for name, (_, expected) in self._template.items():
-            if name not in operators:
-                raise _changed(f"param/{name} is gone")
-            for moment in expected:
-                if moment not in operators[name].moments:
-                    raise _changed(f"moment/{moment}/{name} is gone")
-
-    def check(self, key: str, tensor: torch.Tensor) -> None:
-        """Raise UnsupportedEngineError, naming the tensor, if it does not fit the template."""
-        if key not in self._views:
-            raise _changed(f"{key} is new")
-        _require_same(key, self._views[key], tensor)
-
     @property
     def content(self) -> torch.Tensor:
         """All its bytes."""
         return self._bytes
 
-    def pairs(self, spans: list[Span]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Target and source of each copy."""
-        for span in spans:
-            source = span.source
-            yield self._view(span.offset, source.numel(), source.dtype).view(source.shape), source
+    def pairs(self, shard: Shard) -> list[Piece]:
+        """The fewest copies that bring weights and moments into the buffer, each within one segment of it.
+
+        ZeRO's flat partitions become one copy each, and not one a parameter.
+
+        Args:
+            shard: the sources.
+
+        Raises:
+            UnsupportedEngineError: a tensor differs from the template; the message names it.
+        """
+        tensors = dict(Shard(shard.operators).tensors())
+        if gone := [key for key in self._views if not key.startswith("other/") and key not in tensors]:
+            raise _changed(f"{gone[0]} is gone")
+        begins = {segment.begin for segment in self.held.parts.segments}
+        found: list[Piece] = []
+        for key in sorted(tensors, key=lambda key: self.offsets.get(key, 0)):
+            if key not in self._views:
+                raise _changed(f"{key} is new")
+            target, source = self._views[key], tensors[key].detach()
+            _require_same(key, target, source)
+            if found and self.offsets[key] not in begins and all(map(_follows, (target, source), found[-1])):
+                target, source = (_with_more(one, source.numel()) for one in found.pop())
+            if source.numel():
+                found.append((target, source))
+        return found
 
     def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
@@ -176,32 +148,20 @@ def slab_size(template: Shard) -> SlabSize:
     return SlabSize.for_tensors((key for key, _ in template.tensors()), layout_bytes(template))
 
 
-def plan_spans(buffer: HostBuffer, shard: Shard) -> list[Span]:
-    """The fewest copies that bring weights and moments into the buffer, each within one segment of it.
+def _follows(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether it lies right behind the other one, as more of the same tensor would."""
+    return (
+        tensor.dtype == before.dtype
+        and tensor.is_contiguous()
+        and before.is_contiguous()
+        and tensor.data_ptr() == before.data_ptr() + before.nbytes
+        and tensor.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    )
 
-    ZeRO's flat partitions become one copy each, and not one a parameter.
 
-    Args:
-        buffer: the target.
-        shard: the sources.
-
-    Raises:
-        UnsupportedEngineError: a tensor differs from the template; the message names it.
-    """
-    buffer.require_all(shard.operators)
-    tensors = dict(Shard(shard.operators).tensors())
-    begins = {segment.begin for segment in buffer.held.parts.segments}
-    spans: list[Span] = []
-    for key in sorted(tensors, key=lambda key: buffer.offsets.get(key, 0)):
-        buffer.check(key, tensors[key])
-        tensor, offset = tensors[key].detach(), buffer.offsets[key]
-        if not tensor.numel():
-            continue
-        if spans and offset not in begins and spans[-1].joins(offset, tensor):
-            spans[-1] = spans[-1].with_more(tensor.numel())
-        else:
-            spans.append(Span(offset, tensor))
-    return spans
+def _with_more(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """The tensor, longer by that many elements of the same storage."""
+    return tensor.as_strided((tensor.numel() + elements,), (1,), tensor.storage_offset())
 
 
 def _layout(template: Shard) -> dict[str, int]:

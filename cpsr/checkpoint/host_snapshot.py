@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cpsr.checkpoint.manifest import OperatorRecord
-from cpsr.checkpoint.running_copy import Split
 from cpsr.state.shard import Shard
 
 __all__ = ["WHOLE", "Contents", "Snapshot"]
@@ -85,7 +84,6 @@ class Snapshot:
         copy_seconds: how long the asynchronous copy itself took.
         overlap_seconds: from the begin of the snapshot until it had to be complete; 0 if a device cannot tell yet.
         contents: what it holds of each operator, and where on the disk that is written.
-        split: when its bytes were copied, where the pool copies in waits.
         disk: whether it is to be written; else it is for host memory alone.
         taken_at: iteration of each part that the host buffer holds once the snapshot is sealed; empty without moments.
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
@@ -101,7 +99,6 @@ class Snapshot:
     copy_seconds: float = 0.0
     overlap_seconds: float = 0.0
     contents: Contents = field(default=WHOLE)
-    split: Split | None = None
     disk: bool = True
     taken_at: Mapping[str, int] = field(default_factory=dict)
     source: int | None = None

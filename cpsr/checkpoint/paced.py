@@ -8,17 +8,18 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy
 import torch
 from numpy.typing import NDArray
 
-from cpsr.checkpoint.running_copy import Piece, RunningCopy, Split
+from cpsr.checkpoint.running_copy import Piece, RunningCopy
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival, Deadline
 
-__all__ = ["CopyPace", "PacedCopy", "Waits", "bytes_in_waits", "bytes_of"]
+__all__ = ["CopyPace", "PacedCopy", "Split", "Waits", "bytes_in_waits", "bytes_of"]
 
 # How often to check whether the copy is needed now, while no wait comes: a caller that needs the copy thread waits
 # at most this long.
@@ -50,6 +51,23 @@ class Waits(Protocol):
 
     def wait(self, needed_seconds: float, timeout_seconds: float) -> bool:
         """Block until a wait with that much left; False after the timeout."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """When the bytes of a snapshot were copied.
+
+    Attributes:
+        in_waits: while the training thread waited.
+        beside: while it worked, as planned.
+        late: while it worked, because the expected waits had not come in time.
+        at_once: while the update waited, because the expected waits had not come before it.
+    """
+
+    in_waits: int = 0
+    beside: int = 0
+    late: int = 0
+    at_once: int = 0
 
 
 def bytes_in_waits(total_bytes: int, copy_seconds: float, waits_seconds: float) -> int:
@@ -151,7 +169,7 @@ class PacedCopy(RunningCopy):
         self._recorded = False
 
     @property
-    def split(self) -> Split:  # type: ignore[override] # it grows
+    def split(self) -> Split:
         """When the bytes copied so far were copied."""
         return Split(**self._copied)
 

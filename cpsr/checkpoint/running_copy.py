@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,26 +11,9 @@ from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival, Deadline
 
-__all__ = ["Piece", "RunningCopy", "Split"]
+__all__ = ["Piece", "RunningCopy"]
 
 Piece = tuple[torch.Tensor, torch.Tensor]  # target and source
-
-
-@dataclass(frozen=True)
-class Split:
-    """When the bytes of a snapshot were copied.
-
-    Attributes:
-        in_waits: while the training thread waited.
-        beside: while it worked, as planned.
-        late: while it worked, because the expected waits had not come in time.
-        at_once: while the update waited, because the expected waits had not come before it.
-    """
-
-    in_waits: int = 0
-    beside: int = 0
-    late: int = 0
-    at_once: int = 0
 
 
 class RunningCopy:
@@ -44,10 +26,7 @@ class RunningCopy:
 
     Attributes:
         seconds: that the copy took, once it is complete.
-        split: when its bytes were copied, where it waits for waits.
     """
-
-    split: Split | None = None
 
     def __init__(
         self, small: SmallState | None, arrival: Arrival | None = None, copied: Future[float] | None = None

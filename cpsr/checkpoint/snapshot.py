@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep
-from cpsr.checkpoint.buffers import HostBuffer, close_buffers, make_buffers, plan_spans, slab_size
+from cpsr.checkpoint.buffers import HostBuffer, close_buffers, make_buffers, slab_size
 from cpsr.checkpoint.copying import CopyEngine, CopyPlan
 from cpsr.checkpoint.device_copy import DeviceSteps
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
@@ -163,7 +163,7 @@ class SnapshotPool:
     def _plan(self, snapshot: Snapshot, buffer: HostBuffer, shard: Shard) -> CopyPlan:
         """Where the copies are made, which also makes the snapshot's views of its buffer."""
         snapshot.shard = buffer.shard_of_parts(snapshot.taken_at)
-        return self.engine.plan(buffer.held, shard, lambda: buffer.pairs(plan_spans(buffer, shard)))
+        return self.engine.plan(buffer.held, shard, partial(buffer.pairs, shard))
 
     def finish(self) -> Snapshot | None:
         """Wait for the running copy; call it before the optimizer changes the state.
@@ -188,7 +188,7 @@ class SnapshotPool:
             if isinstance(error, UnsupportedEngineError):
                 raise
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
-        snapshot.copy_seconds, snapshot.split = running.seconds, running.split
+        snapshot.copy_seconds = running.seconds
         snapshot.overlap_seconds = running.overlap_seconds(snapshot.overlap_seconds + started)
         self.seal(snapshot)
         snapshot.stall_seconds += running.stall_seconds(time.perf_counter() - started)

@@ -52,7 +52,7 @@ class SmallStates:
         self._files.reverse()
         file.unseal()
         buffer.copy_others(snapshot.shard)
-        small, word = _others(buffer.shard({})), owned_word(snapshot.shard)
+        small, word = buffer.shard_at(snapshot.iteration), owned_word(snapshot.shard)
         stamp, memory = (snapshot.iteration, snapshot.scalars, word), self._memory
         file.seal(memory.rank, memory.life, "small", small, *stamp, branch=memory.branch)
         return file.path
