@@ -23,7 +23,7 @@ from cpsr.engines.weight_sample import sampled
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
 from cpsr.replay.schedule import SAMPLED_ELEMENTS, compute_key, sample_key
-from cpsr.replay.stages import LoggedSteps, Rest, StageLogs, rest_of
+from cpsr.replay.stages import Rest, StageLogs, rest_of
 from cpsr.state.codec import same_bits
 from cpsr.state.shard import OperatorState, Shard
 
@@ -123,8 +123,8 @@ class Conversion:
         if rest is None:
             return
         self._end_at(rest.until)
-        if self.rests:
-            self._traffic.repeat(LoggedSteps(rest.logs, rest.ranks, self._logs.forget))
+        if rest.steps is not None:
+            self._traffic.repeat(rest.steps)
         if self._job.group.rank == 0:
             stages = ", ".join(map(str, rest.stages))
             message = (
@@ -248,33 +248,22 @@ class Conversion:
 
 
 def _fill(window: OpenState, anchor: int, first: int, iteration: int, operator: OperatorState) -> None:
-    """Write what a window has of an operator at this iteration: all of it, or compute weights.
+    """Write what a window that begins at `first` has of an operator at this iteration: all of it, or compute weights.
 
-    Args:
-        window: of the operator.
-        anchor: iteration at which the window has it whole, this one or a later one.
-        first: iteration of the window.
-        iteration: the present one.
-        operator: views that are written; moments only where it is whole.
+    It has it whole at the iteration `anchor`, which is not before this one.
     """
-    values, name = operator.parameter.values, operator.name
     if anchor == iteration:
         wanted = {key: Wanted(piece, target) for key, piece, target in pieces_of(operator)}
-        for key in [key for key, one in wanted.items() if _is_absent(one.target)]:
+        # Zeros that are one number cannot be written: the optimizer has still to create that moment.
+        for key in [key for key, one in wanted.items() if one.target.numel() > 1 and one.target.stride() == (0,)]:
             del wanted[key]
             if bool(window.as_it_is(key).any()):
                 raise CheckpointError(f"the optimizer has no {key} yet, and had it the first time")
         fill([window], wanted)
         return
-    key = f"other/{compute_key(iteration - first, name)}"
-    dtype = window.tensors[key].dtype if key in window.tensors else values.dtype
-    same = dtype == values.dtype
-    weights = values if same else torch.empty(values.shape, dtype=dtype, device="cpu")
+    values, key = operator.parameter.values, f"other/{compute_key(iteration - first, operator.name)}"
+    dtype = window.as_it_is(key).dtype
+    weights = values if dtype == values.dtype else torch.empty(values.shape, dtype=dtype, device="cpu")
     fill([window], {key: Wanted(Piece(tuple(values.shape), dtype, 0, values.numel()), weights)})
-    if not same:
+    if weights is not values:
         values.copy_(weights)
-
-
-def _is_absent(moment: torch.Tensor) -> bool:
-    """Whether the optimizer has still to create it: its zeros are one number, which cannot be written."""
-    return moment.numel() > 1 and moment.stride() == (0,)

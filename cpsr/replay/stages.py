@@ -9,7 +9,7 @@ Source: moevement, section 3.4: logs lie with the sender, by iteration and micro
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -161,7 +161,7 @@ class StageLogs:
         Raises:
             OSError: one is not there any more, or another process has it.
         """
-        kept = {log.iteration: self._ring.adopt(_number_in(log.path.name)) for log in logs}
+        kept = {log.iteration: self._ring.adopt(int(log.name.rpartition("-")[2])) for log in logs}
         if kept:
             self._fit(reduce(_larger, (slot.file.size for slot in self._ring.slots.values())))
         return kept
@@ -271,10 +271,6 @@ def _larger(one: SlabSize, other: SlabSize) -> SlabSize:
     return SlabSize(max(one.header_bytes, other.header_bytes), max(one.buffer_bytes, other.buffer_bytes))
 
 
-def _number_in(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
 _ByIteration = dict[int, MemoryState]
 
 
@@ -325,14 +321,14 @@ class Rest:
         until: iteration of their states, at which all go on together.
         stages: that rest.
         ranks: of these.
-        logs: of this rank, by iteration; empty where it computes.
-        snapshot: the state that it goes on with; None where it computes.
+        steps: what this rank has logged; None where it computes, as the snapshot then is.
+        snapshot: the state that it goes on with.
     """
 
     until: int
     stages: tuple[int, ...]
     ranks: frozenset[int]
-    logs: _ByIteration = field(default_factory=dict)
+    steps: LoggedSteps | None = None
     snapshot: Snapshot | None = None
 
     def end(self, adapter: EngineAdapter, pool: SnapshotPool) -> None:
@@ -365,30 +361,36 @@ def rest_of(
     Returns:
         None where all stages replay; a warning then says why.
     """
-    kept, states, logs = _kept(job, window, _obstacle(job, small))
+    obstacle = "it has parameters outside the optimizer" if job.shard.frozen else None
+    if small["registered"]:
+        obstacle = "the loop has registered objects, and may make them of what a stage at rest does not compute"
+    kept, states, logs = _kept(job, window, obstacle)
     everyone = [Kept(**one) for one in job.group.gather(vars(kept))]
-    choice = choose(everyone, last)
-    if choice is None:
-        reasons = [one.problem for one in everyone if one.problem is not None]
-        _all_replay(job, [*reasons, "no stage's ranks have all left a state and the logs up to it"][0])
-        return None
-    until, stages = choice
+    until, stages = choose(everyone, last) or (last, ())
     rest = Rest(until, stages, frozenset(rank for rank, one in enumerate(everyone) if one.stage in stages))
     problem = None
-    if job.group.rank in rest.ranks:
+    if not stages:
+        reasons = [one.problem for one in everyone if one.problem is not None]
+        problem = [*reasons, "no stage's ranks have all left a state and the logs up to it"][0]
+    elif job.group.rank in rest.ranks:
         try:
-            rest.snapshot = _loaded(pool, states[until])
-            rest.logs = own_logs.adopt([log for at, log in logs.items() if at <= until])
+            rest.snapshot = pool.acquire(until, {states[until].name})
+            if rest.snapshot is None:
+                raise CheckpointError("no host buffer is free for the state that it had left")
+            rest.snapshot.scalars = load_states([states[until]], rest.snapshot.shard)
+            adopted = own_logs.adopt([log for at, log in logs.items() if at <= until])
+            rest.steps = LoggedSteps(adopted, rest.ranks, own_logs.forget)
         except (CheckpointError, OSError) as error:
             problem = f"rank {job.group.rank}: {error}"
     problems = [one for one in job.group.gather(problem) if one is not None]
-    if problems:
-        if rest.snapshot is not None:
-            pool.release(rest.snapshot)
-        own_logs.forget()  # also adopted ones: this life makes those iterations again
-        _all_replay(job, "; ".join(problems))
-        return None
-    return rest
+    if not problems:
+        return rest
+    if rest.snapshot is not None:
+        pool.release(rest.snapshot)
+    own_logs.forget()  # also adopted ones: this life makes those iterations again
+    if job.group.rank == 0:
+        logger.warning("all stages replay the window: %s", "; ".join(dict.fromkeys(problems)))
+    return None
 
 
 def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _ByIteration, _ByIteration]:
@@ -410,30 +412,3 @@ def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _B
     while logged + 1 in logs:
         logged += 1
     return Kept(pipeline.stage, tuple(sorted(states)), logged, obstacle), states, logs
-
-
-def _loaded(pool: SnapshotPool, state: MemoryState) -> Snapshot:
-    snapshot = pool.acquire(state.iteration, {state.path.name})
-    if snapshot is None:
-        raise CheckpointError("no host buffer is free for the state that it had left")
-    try:
-        scalars: dict[str, Any] = load_states([state], snapshot.shard)
-        snapshot.scalars = scalars
-    except CheckpointError:
-        pool.release(snapshot)
-        raise
-    return snapshot
-
-
-def _obstacle(job: Job, small: Mapping[str, Any]) -> str | None:
-    """Why no stage of this pipeline may rest."""
-    if job.shard.frozen:
-        return "it has parameters outside the optimizer"
-    if small["registered"]:
-        return "the loop has registered objects, and may make them of what a stage at rest does not compute"
-    return None
-
-
-def _all_replay(job: Job, why: str) -> None:
-    if job.group.rank == 0:
-        logger.warning("all stages replay the window: %s", why)

@@ -20,7 +20,7 @@ REFUSED = (CheckpointError, TargetError, OSError)
 
 @pytest.fixture(params=["arena", "peer", "file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An empty one of each kind."""
+    """An empty one of each kind; a further kind of slabs in files needs a `SlabSite` with its `Place`."""
     monkeypatch.setattr(arena_module, "PIECE_BYTES", 1 << 20)
     if request.param == "arena":
         yield from arena_site(tmp_path)
