@@ -86,11 +86,12 @@ def test_tests_use_public_names() -> None:
 
 
 def test_tests_do_not_know_benchmarks() -> None:
+    """But for the one module that says where the files of a checkpoint lie, for both."""
     wrong = {
         f"{path.relative_to(ROOT)}:{number}"
         for path in (ROOT / "tests").rglob("*.py")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if re.search(r"^\s*(from|import) cpsr\.benchmarks", line)
+        if re.search(r"^\s*(from|import) cpsr\.benchmarks(?!\.harness\.checkpoint_files import)", line)
     }
     assert wrong == set()
 

@@ -22,6 +22,7 @@ from cpsr import CPSRRecovery
 from cpsr.benchmarks.harness.checkpoint_files import (
     checkpoint_files,
     commit_file,
+    edit_commit,
     edit_part,
     rank_part,
     rest_file,
@@ -166,7 +167,7 @@ def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     events.mkdir(exist_ok=True)
     (events / "rank-00001.jsonl").write_text("")
     step = run_dir / "checkpoints" / "step-0000000003"
-    (step / "THINNED").write_text("[]")
+    edit_commit(step, lambda manifest: manifest.update(weights_only=True))
     aside = run_dir / "checkpoints" / "damaged-step-0000000001-1-0"
     aside.mkdir()
     (aside / "rank-00000.json").write_text("{}")
@@ -216,7 +217,7 @@ def test_the_payload_works(tmp_path: Path) -> None:
 def test_a_pickle_in_the_place_of_any_file_is_never_executed(failed_run: Path, tmp_path: Path) -> None:
     names = kinds(failed_run)
     assert {str(path.relative_to(failed_run)) for path in checkpoint_files(newest_step(failed_run))} <= set(names)
-    for words in ("run.json", "journal", "ended", "prediction-failed", "events/", "progress/", "skip", "THINNED"):
+    for words in ("run.json", "journal", "ended", "prediction-failed", "events/", "progress/", "skip"):
         assert any(words in name for name in names), words
     marker = tmp_path / "marker"
     # One file of each kind alone (newest checkpoint), then all of them at once, in every disguise.
@@ -311,7 +312,7 @@ def test_names_in_manifests_cannot_leave_the_directory(failed_run: Path, tmp_pat
     forge(newest_step(run_dir), rename)
     result = CliRunner().invoke(app, ["verify", str(run_dir)])
     assert result.exit_code == 1
-    assert re.search(r"(manifest\.json|COMMIT|rank-00000\.json): is refused", result.stdout)
+    assert re.search(r"(COMMIT|rank-00000\.json): is refused", result.stdout)
     recovery, _ = life(run_dir, 13, crash=True)
     assert recovery.restored.checkpoint_iteration == 6
     assert outside.exists()

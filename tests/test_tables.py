@@ -8,7 +8,7 @@ from rich.table import Table
 from cpsr.tables import print_table
 
 WIDTH = 80
-PATH = "/mnt/storage/experiments/llama-7b/run-2026-11-23/checkpoints/step-0001234567/rank-00001.params.safetensors"
+PATH = "/mnt/storage/experiments/llama-7b/run-2026-11-23/checkpoints/slabs/rank-00001.params-0001234567-0.0.safetensors"
 
 
 def test_a_table_fits_and_has_every_character() -> None:

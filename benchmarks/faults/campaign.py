@@ -19,7 +19,7 @@ import torch
 
 from cpsr.benchmarks.faults.damage import damage_regions
 from cpsr.benchmarks.faults.environments import ENVIRONMENTS, in_environment
-from cpsr.benchmarks.faults.errors import FAULTS, LINK_FAULTS, inject_everywhere
+from cpsr.benchmarks.faults.errors import FAULTS, inject_everywhere
 from cpsr.benchmarks.faults.job import write_sparse
 from cpsr.benchmarks.faults.kills import kill_everywhere
 from cpsr.benchmarks.faults.outcome import Outcome
@@ -52,7 +52,7 @@ def _named(kind: str, part: Part) -> Part:
 
 
 _ON_SPARSE: dict[str, Part] = {
-    **{f"error: {fault.name}": partial(inject_everywhere, fault, saves=SPARSE) for fault in (*FAULTS, *LINK_FAULTS)},
+    **{f"error: {fault.name}": partial(inject_everywhere, fault, saves=SPARSE) for fault in FAULTS},
     **{f"restart: {error}": partial(restart_under, error, prepare=write_sparse) for error in ERRORS},
     "environments": partial(_environments, SPARSE),
     "damage": partial(damage_regions, restart_every=RESTART_EVERY, prepare=write_sparse),

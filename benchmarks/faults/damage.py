@@ -10,20 +10,20 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.benchmarks.faults.job import COMMITTED, RANKS, RUN_ID, copy_run, open_run, shard_of, write_run
+from cpsr.benchmarks.faults.job import COMMITTED, RANKS, RUN_ID, open_run, shard_of, write_run
 from cpsr.benchmarks.faults.oracle import FOREIGN, is_right, restart
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.harness.checkpoint_files import (
     checkpoint_files,
     commit_file,
-    commit_files,
     counterpart,
     expert_files,
     is_slab,
     kind_of,
     of_other_rank,
+    rank_part,
 )
-from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.manifest import SLABS, Save, slab_name, step_name
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointError, RunMismatchError
 
@@ -78,20 +78,17 @@ def regions(path: Path) -> list[Region]:
     data = path.read_bytes()
     if is_slab(path):
         return list(_tensor_regions(data))
-    if path.suffix == ".json":
-        tokens = list(_JSON_TOKEN.finditer(data))
-        return [Region(token[0].decode()[:40], token.start(), token.end()) for token in tokens]
-    lines = list(re.finditer(rb"[^\n]+|\n", data))
-    return [Region(repr(line[0].decode()[:20]), line.start(), line.end()) for line in lines]
+    start = data.index(b"{")  # of COMMIT, after the hash and a newline
+    found = [Region("hash", 0, start - 1), Region("newline", start - 1, start)] if start else []
+    tokens = _JSON_TOKEN.finditer(data, start)
+    return found + [Region(token[0].decode()[:40], token.start(), token.end()) for token in tokens]
 
 
 def holders(checkpoints: Path, *files: Path) -> frozenset[int]:
     """Iterations of the checkpoints that hold one of these files of the newest one: what is carried, several hold."""
     of_each = {iteration: checkpoint_files(checkpoints / step_name(iteration)) for iteration in COMMITTED}
-    sought = {(checkpoints / file).stat().st_ino for file in files}
-    return frozenset(
-        iteration for iteration, found in of_each.items() if sought & {path.stat().st_ino for path in found}
-    )
+    sought = {checkpoints / file for file in files}
+    return frozenset(iteration for iteration, found in of_each.items() if sought & set(found))
 
 
 def changes(checkpoints: Path, seed: int = 0) -> Iterator[Change]:
@@ -99,7 +96,7 @@ def changes(checkpoints: Path, seed: int = 0) -> Iterator[Change]:
     chance = random.Random(seed)  # noqa: S311 - nothing secret is drawn
     committed = commit_file(newest(checkpoints))
     for file in files_of(checkpoints):
-        blamed, hurt = blamed_for(checkpoints, file), holders(checkpoints, file)
+        blamed, hurt = frozenset({file.name}), holders(checkpoints, file)
         for region in regions(checkpoints / file):
             offset, bit = chance.randrange(region.start, region.stop), 1 << chance.randrange(8)
             where = f"{file.name}, {region.name}"
@@ -107,9 +104,21 @@ def changes(checkpoints: Path, seed: int = 0) -> Iterator[Change]:
             yield Change(MANY[1], f"{where}, at {region.start}", _edit(file, _cut(region.start)), blamed, hurt)
         yield Change("damage: longer", file.name, _edit(file, lambda data: data + b"\0"), blamed, hurt)
         gone = frozenset() if checkpoints / file == committed else blamed
-        yield Change("damage: file gone", file.name, _remove(file), gone)
-        yield Change("damage: link in its place", file.name, _link(file), blamed)
-        yield Change("damage: directory in its place", file.name, _directory(file), blamed)
+        yield Change("damage: file gone", file.name, _remove(file), gone, hurt)
+        yield Change("damage: link in its place", f"{file.name}, to itself", _moved(file), blamed, hurt)
+        if _before(checkpoints, file) != checkpoints / file:
+            yield Change("damage: link in its place", f"{file.name}, to that before", _link(file), blamed, hurt)
+        yield Change("damage: directory in its place", file.name, _directory(file), blamed, hurt)
+
+
+def strays() -> Iterator[Change]:
+    """What no checkpoint lists, among the slabs; no checkpoint is worse for it."""
+    of_nothing = slab_name(0, "params", Save(NEWEST, 7, 0)), slab_name(RANKS, "moments", Save(NEWEST, 1, 0))
+    for name in ("a note", ".torn.tmp", *of_nothing):
+        yield Change("damage: stray slab", name, _stray(Path.touch, name), frozenset(), frozenset())
+        yield Change("damage: stray slab", f"directory {name}", _stray(Path.mkdir, name), frozenset(), frozenset())
+        link = _stray(lambda path: path.symlink_to(path.parents[1] / step_name(NEWEST)), name)
+        yield Change("damage: stray slab", f"link {name}", link, frozenset(), frozenset())
 
 
 def exchange_files(checkpoints: Path, other_run: Path) -> Iterator[Change]:
@@ -119,26 +128,38 @@ def exchange_files(checkpoints: Path, other_run: Path) -> Iterator[Change]:
         checkpoints: of the run.
         other_run: the `checkpoints` directory of the other one.
     """
-    both = frozenset({NEWEST, BEFORE})
+    both, committed = frozenset({NEWEST, BEFORE}), commit_file(newest(checkpoints)).name
     every_file = files_of(checkpoints)
+    own = [file for file in every_file if holders(checkpoints, file) == {NEWEST}]
     for file in every_file:
-        hurt, blamed = holders(checkpoints, file), blamed_for(checkpoints, file)
-        if BEFORE not in hurt and _before(checkpoints, file).exists():
-            yield Change("exchange: between checkpoints", file.name, _swap_steps(file), blamed, both)
-        yield Change("exchange: of another run", file.name, _copy(other_run, [file]), blamed, hurt)
+        hurt, blamed = holders(checkpoints, file), frozenset({file.name})
+        if file in own:
+            names = blamed | {_before(checkpoints, file).name}
+            yield Change("exchange: between checkpoints", file.name, _swap_steps([file]), names, both)
+            yield Change("exchange: between checkpoints", f"{file.name}, put back", _put_back([file]), blamed)
+        # The commit of the other run is whole in itself: which of the manifests are foreign, nobody can tell.
+        either = {rank_part(Path(), rank).name for rank in range(RANKS)} if file.name == committed else frozenset()
+        yield Change("exchange: of another run", file.name, _copy(other_run, [file]), blamed | either, hurt)
         other = of_other_rank(file)
         if other is not None:
-            blamed = blamed_for(checkpoints, file, other)
-            yield Change("exchange: between ranks", file.name, _swap_files(file, other), blamed)
+            hurt, names = holders(checkpoints, file, other), frozenset({file.name, other.name})
+            yield Change("exchange: between ranks", file.name, _swap_files(file, other), names, hurt)
     manifests = [file for file in every_file if not is_slab(file)]
     tensors = [file for file in every_file if is_slab(file)]
-    hurt, blamed = holders(checkpoints, *tensors), blamed_for(checkpoints, *tensors)
+    hurt, blamed = holders(checkpoints, *tensors), frozenset(file.name for file in tensors)
     yield Change("exchange: of another run", "all manifests", _copy(other_run, manifests), blamed)
     yield Change("exchange: of another run", "all tensors", _copy(other_run, tensors), blamed, hurt)
     # The newest is whole in itself, so that only loading, which knows the run, can refuse it.
     yield Change("exchange: of another run", "all files", _copy(other_run, every_file), frozenset(), hurt)
-    blamed = frozenset({commit_files(newest(checkpoints))[0].name})
-    yield Change("exchange: between checkpoints", "all files", _swap_directories, blamed, both)
+    slabs = [file for file in own if is_slab(file)]
+    blamed = frozenset(file.name for file in slabs)
+    names = blamed | {_before(checkpoints, file).name for file in slabs}
+    yield Change("exchange: between checkpoints", "all slabs", _swap_steps(slabs), names, both)
+    yield Change("exchange: between checkpoints", "all slabs, put back", _put_back(slabs), blamed)
+    blamed = frozenset({committed})
+    yield Change("exchange: between checkpoints", "all manifests", _swap_directories, blamed, both)
+    yield Change("exchange: between checkpoints", "all manifests, put back", _put_back(manifests), blamed)
+    yield Change("exchange: between checkpoints", "all files", _swap_steps([*slabs, *manifests]), blamed, both)
 
 
 def exchange_ages(checkpoints: Path) -> Iterator[Change]:
@@ -147,8 +168,8 @@ def exchange_ages(checkpoints: Path) -> Iterator[Change]:
         for first, second in itertools.combinations(expert_files(newest(checkpoints), rank), 2):
             if kind_of(first.name) == kind_of(second.name):
                 swap = _swap_files(first.relative_to(checkpoints), second.relative_to(checkpoints))
-                names = first.name, second.name
-                yield Change("exchange: between ages", ", ".join(names), swap, frozenset(names))
+                names, hurt = (first.name, second.name), holders(checkpoints, first, second)
+                yield Change("exchange: between ages", ", ".join(names), swap, frozenset(names), hurt)
 
 
 def damage_regions(
@@ -172,21 +193,15 @@ def damage_regions(
     prepare(other, "another-run")
     checkpoints = base / "checkpoints"
     exchanges = [*exchange_files(checkpoints, other / "checkpoints"), *exchange_ages(checkpoints)]
-    todo = [*changes(checkpoints), *exchanges]
+    todo = [*changes(checkpoints), *strays(), *exchanges]
     many = [change for scenario in MANY for change in todo if change.scenario == scenario]
     few = [change for change in todo if change.scenario not in MANY]
     for position, change in enumerate([*few[::every], *many[::every]]):
-        copy_run(base, run_dir)
+        shutil.copytree(base, run_dir)
         change.apply(run_dir / "checkpoints")
         yield _judged(run_dir, change, change.scenario not in MANY or position % restart_every == 0)
         shutil.rmtree(run_dir)
     shutil.rmtree(directory)
-
-
-def blamed_for(checkpoints: Path, *files: Path) -> frozenset[str]:
-    """Names of files of which one has to be named when these are damaged: those of the commit count as one."""
-    first, *others = (path.relative_to(checkpoints) for path in commit_files(newest(checkpoints)))
-    return frozenset(file.name for file in (*files, *(others if first in files else ())))
 
 
 def _judged(run_dir: Path, change: Change, restarts: bool) -> Outcome:
@@ -272,6 +287,21 @@ def _remove(file: Path) -> Callable[[Path], object]:
     return lambda checkpoints: (checkpoints / file).unlink()
 
 
+def _moved(file: Path) -> Callable[[Path], object]:
+    """A link to where the file now lies, as someone leaves it who needs space."""
+
+    def apply(checkpoints: Path) -> None:
+        path, moved = checkpoints / file, checkpoints.parent / "moved"
+        path.rename(moved)
+        path.symlink_to(moved)
+
+    return apply
+
+
+def _stray(make: Callable[[Path], object], name: str) -> Callable[[Path], object]:
+    return lambda checkpoints: make(checkpoints / SLABS / name)
+
+
 def _link(file: Path) -> Callable[[Path], object]:
     """A link to the file of the checkpoint before, as a program that saves space might leave it."""
 
@@ -299,8 +329,22 @@ def _exchange(first: Path, second: Path) -> None:
     aside.rename(second)
 
 
-def _swap_steps(file: Path) -> Callable[[Path], object]:
-    return lambda checkpoints: _exchange(checkpoints / file, _before(checkpoints, file))
+def _swap_steps(files: Collection[Path]) -> Callable[[Path], object]:
+    def apply(checkpoints: Path) -> None:
+        for file in files:
+            _exchange(checkpoints / file, _before(checkpoints, file))
+
+    return apply
+
+
+def _put_back(files: Collection[Path]) -> Callable[[Path], object]:
+    """Copies of the files of the checkpoint before, as of a backup that was put back in part."""
+
+    def apply(checkpoints: Path) -> None:
+        for file in files:
+            shutil.copyfile(_before(checkpoints, file), checkpoints / file)
+
+    return apply
 
 
 def _swap_files(file: Path, other: Path) -> Callable[[Path], object]:

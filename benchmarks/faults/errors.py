@@ -11,10 +11,10 @@ from cpsr.benchmarks.faults.job import KEEP_ALL
 from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.saves import PLAIN, RETENTION, Saves
 from cpsr.benchmarks.faults.stage import Gate, Stage
-from cpsr.benchmarks.faults.tracing import NO_LINKS, READING, Call
+from cpsr.benchmarks.faults.tracing import READING, Call
 from cpsr.checkpoint.catalogue import Retention
 
-__all__ = ["FAULTS", "LINK_FAULTS", "Fault", "first_save", "inject_everywhere", "judge_saves", "save_all"]
+__all__ = ["FAULTS", "Fault", "first_save", "inject_everywhere", "judge_saves", "save_all"]
 
 HANDED_OVER_SECONDS = 5.0  # a copy of a few kilobytes, also where other processes take turns; no waiting for a disk
 MISSED = "the save ended before that call"
@@ -33,8 +33,6 @@ class Fault:
         reads: it befalls calls that read; else those that change something.
         lasting: also every later call of those names fails, as on a full or dead disk.
         config: of the writer, with or without a retention pass after the save.
-        no_links: the file system has no hard links, whatever else goes wrong.
-        harmless: every save is committed all the same.
     """
 
     name: str
@@ -44,8 +42,6 @@ class Fault:
     reads: bool = False
     lasting: bool = False
     config: Retention = KEEP_ALL
-    no_links: bool = False
-    harmless: bool = False
 
     @property
     def text(self) -> str:
@@ -53,7 +49,7 @@ class Fault:
         return os.strerror(getattr(errno, self.error)) if self.error else ""
 
 
-_SPACE = ("openat", "write", "ftruncate", "fsync", "rename", "renameat", "mkdir", "linkat")
+_SPACE = ("openat", "write", "ftruncate", "fsync", "rename", "renameat", "mkdir")
 _CHANGES = (*_SPACE, "chmod", "unlink", "rmdir")
 _MODIFIES = tuple(name for name in _CHANGES if name not in ("openat", "fsync"))  # the others go on to read
 _READS = ("openat", *READING)
@@ -71,14 +67,6 @@ FAULTS = (
     Fault("half of a write lost", ("write",), share=0.5),
     Fault("a write lost", ("write",)),
     Fault("fsync does nothing", ("fsync",), share=0.0),
-)
-# Where files are carried along: without links they are copied, and the copies fail like other files.
-LINK_FAULTS = (
-    Fault("EPERM of a link from there on", ("linkat",), "EPERM", lasting=True, harmless=True),
-    Fault("ENOSPC without links", (*_SPACE, "sendfile"), "ENOSPC", no_links=True),
-    Fault("EIO without links", (*_CHANGES, "sendfile"), "EIO", no_links=True),
-    Fault("half of a copy lost", ("sendfile",), share=0.5, no_links=True),
-    Fault("a copy lost", ("sendfile",), no_links=True),
 )
 
 
@@ -108,12 +96,11 @@ def inject_everywhere(fault: Fault, directory: Path, every: int = 1, saves: Save
     def work(run_dir: Path, gate: Gate) -> None:
         save_all(saves, run_dir, gate, fault.config)
 
-    always = [NO_LINKS] if fault.no_links else []
-    stage.traced(work, always, reading=True)
+    stage.traced(work, reading=True)
     calls = stage.calls()
     for call in first_save(calls, fault, saves)[::every]:
-        status, notes = stage.traced(work, [*always, *_injections(fault, call, calls)], reading=True)
-        if stage.injected(besides="linkat" if fault.no_links else None):
+        status, notes = stage.traced(work, _injections(fault, call, calls), reading=True)
+        if stage.injected():
             yield judge_saves(saves, stage, fault, str(call), status, notes)
         else:
             yield Outcome(f"error: {fault.name}", str(call), False, False, False, 0.0, MISSED)
@@ -142,8 +129,6 @@ def _wrong_endings(saves: Saves, fault: Fault, status: int, notes: dict[str, Any
     first, reason = _ending(notes, saves.iterations[0])
     if first not in GOOD_ENDINGS:
         yield f"the save ended as {first!r}"
-    if fault.harmless and any(_ending(notes, save)[0] != "committed" for save in saves.iterations):
-        yield "a save was not committed, although it could be"
     if first != "committed" and (not reason or fault.text not in reason):
         yield f"its reason does not say {fault.text!r}: {reason!r}"
     if "unexpected" in reason:

@@ -4,9 +4,7 @@ Some runs have frozen weights, whose file their checkpoints share until the run 
 three operators are experts, and most checkpoints save one of them.
 """
 
-import os
 import re
-import shutil
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,20 +105,6 @@ def write_run(run_dir: Path, run_id: str = RUN_ID) -> None:
     stores[0].prepare()
     for iteration in COMMITTED:
         commit(stores, iteration, run_id)
-
-
-def copy_run(run_dir: Path, target: Path) -> None:
-    """Copy a run; files that checkpoints share under several names are shared by the copies, too."""
-    copied: dict[int, str] = {}
-
-    def copy(source: str, destination: str) -> str:
-        first = copied.setdefault(Path(source).stat().st_ino, destination)
-        if first == destination:
-            return shutil.copy2(source, destination)
-        os.link(first, destination)
-        return destination
-
-    shutil.copytree(run_dir, target, copy_function=copy)
 
 
 def same_bits(found: Shard, expected: Shard) -> bool:

@@ -30,7 +30,7 @@ def kill_everywhere(work: Work, directory: Path, every: int = 1) -> Iterator[Out
         CPSRError: the work does not even succeed without a fault, or strace is absent.
     """
     stage = Stage(directory, work.prepare)
-    status, notes = stage.traced(work.run, work.always, beside=work.beside)
+    status, notes = stage.traced(work.run, beside=work.beside)
     verdict = _judged(stage, work, notes)
     if status != 0 or "beside" in notes or not (verdict.survived and verdict.state_equal):
         raise CPSRError(f"{work.name!r} goes wrong without any fault: status {status}, {notes}, {verdict.what}")
@@ -43,7 +43,7 @@ def _killed(stage: Stage, work: Work, call: Call) -> Outcome:
     scenario = f"kill: {work.name}"
     injection = f"{call.name}:signal=KILL:when={call.number}"
     for _ in range(TRIES):
-        status, notes = stage.traced(work.run, [*work.always, injection], beside=work.beside)
+        status, notes = stage.traced(work.run, [injection], beside=work.beside)
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
             break
     else:

@@ -18,6 +18,9 @@ from cpsr.benchmarks.faults.job import (
     shard_of,
     spoil,
 )
+from cpsr.benchmarks.harness.checkpoint_files import listed_anyhow
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.manifest import SLABS
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointError, CPSRError, RunMismatchError
 from cpsr.state.shard import Shard
@@ -25,6 +28,7 @@ from cpsr.state.shard import Shard
 __all__ = ["FOREIGN", "Verdict", "is_right", "restart"]
 
 LIFE = 9  # later than any life in which a fault happens
+COMMITS_TO_REMOVE = 2  # after which what was set aside before is gone
 FOREIGN = 10_001  # an iteration that no test saves, so that nothing that was never loaded looks as if it had been
 
 
@@ -33,7 +37,8 @@ class Verdict:
     """Whether the job came back, and with the bits that were saved.
 
     Attributes:
-        survived: the newest checkpoint is one of those promised, nothing else is missing, and saving goes on.
+        survived: the newest checkpoint is one of those promised, nothing else is missing, saving goes on, and then
+            there are the slabs that something lists, and no others.
         state_equal: what could be loaded is bit for bit what was saved.
         seconds: wall time of the restart with its first save.
         what: what is wrong, empty where nothing is.
@@ -46,7 +51,7 @@ class Verdict:
 
 
 def restart(run_dir: Path, newest: Collection[int], kept: Collection[int] = (), *, damaged: bool = False) -> Verdict:
-    """Open the run as a restarted job does, load the newest checkpoint on every rank, and commit the next one.
+    """Open the run as a restarted job does, load the newest checkpoint on every rank, and commit the next ones.
 
     Args:
         run_dir: the run.
@@ -57,6 +62,7 @@ def restart(run_dir: Path, newest: Collection[int], kept: Collection[int] = (), 
     started = time.perf_counter()
     wrong: list[str] = []
     equal = True
+    before = _slabs_in(run_dir)
     try:
         stores = open_run(run_dir, LIFE)
         refused = [f"{problem.file}: {problem.what}" for problem in stores[0].prepare()]
@@ -81,7 +87,7 @@ def restart(run_dir: Path, newest: Collection[int], kept: Collection[int] = (), 
             if problem is not None and (not damaged or "differs" in problem):
                 equal = False
                 wrong.append(problem)
-        wrong += _saves_again(stores, run_dir, damaged)
+        wrong += _goes_on(stores, run_dir, before if damaged else None)
     except (CPSRError, OSError) as error:
         wrong.append(f"the restart ended with {type(error).__name__}: {error}")
     return Verdict(not wrong, equal, time.perf_counter() - started, "; ".join(wrong))
@@ -120,11 +126,43 @@ def _load(stores: list[CheckpointStore], iteration: int) -> str | None:
     return None
 
 
-def _saves_again(stores: list[CheckpointStore], run_dir: Path, damaged: bool) -> list[str]:
-    """What is wrong with the save after the restart, with its retention pass."""
+def _goes_on(stores: list[CheckpointStore], run_dir: Path, there_before: set[str] | None) -> list[str]:
+    """What is wrong with the saves after the restart; see `_wrong_slabs`."""
+    wrong = []
+    for _ in range(COMMITS_TO_REMOVE):
+        wrong += _saves_again(stores, run_dir, damaged=there_before is not None)
+        wrong += _wrong_slabs(stores[0], there_before)
+    asides = scan(stores[0].directory).asides
+    return wrong + [f"{aside.directory} stays, although later checkpoints are committed" for aside in asides]
+
+
+def _saves_again(stores: list[CheckpointStore], run_dir: Path, *, damaged: bool) -> list[str]:
+    """What is wrong with a save after the restart, with its retention pass."""
     following = max((info.iteration for info in stores[0].catalogue()), default=0) + INTERVAL
     commit(stores, following)
     stores[0].retain(KEEP_ALL)
     problem = _load(stores, following)
     left = [f"{problem.file}: {problem.what}" for problem in verify_run(run_dir)]
     return ([problem] if problem else []) + ([] if damaged else left)
+
+
+def _slabs_in(run_dir: Path) -> set[str]:
+    """Names of all that lies among the slabs, whatever it is."""
+    return {path.name for path in (run_dir / "checkpoints" / SLABS).iterdir()}
+
+
+def _wrong_slabs(store: CheckpointStore, there_before: set[str] | None) -> list[str]:
+    """What is wrong among the slabs after a retention pass.
+
+    Args:
+        store: of a rank.
+        there_before: what lay there before the restart, where it was damaged: what was set aside may lack the rest.
+    """
+    there, committed = _slabs_in(store.directory.parent), {info.directory for info in store.catalogue()}
+    listed = {path: listed_anyhow(path) for path in store.directory.iterdir() if path.name != SLABS}
+    kept = {name for directory in committed for name in listed[directory]}
+    other = {name for directory in listed.keys() - committed for name in listed[directory]}
+    if there_before is not None:
+        other &= there_before
+    wrong = [f"the slab {name} stays, which nothing lists" for name in sorted(there - kept - other)]
+    return wrong + [f"the slab {name} is gone, which is still listed" for name in sorted((kept | other) - there)]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpsr.errors import CPSRError
 
-__all__ = ["NO_LINKS", "READING", "Call", "Tracer", "read_calls", "require_strace", "why_no_strace"]
+__all__ = ["READING", "Call", "Tracer", "read_calls", "require_strace", "why_no_strace"]
 
 CHANGING = (
     *("openat", "open", "creat", "write", "pwrite64", "writev", "pwritev", "ftruncate", "truncate", "fallocate"),
@@ -23,7 +23,6 @@ CHANGING = (
     *("sendfile",),
 )
 READING = ("read", "readv", "pread64", "getdents64")
-NO_LINKS = "linkat:error=EPERM"  # what file systems answer that have none
 _LINE = re.compile(r"^(\d+)\s+(\w+)\((.*)$")
 # Where a call of another thread comes between, one call takes two lines.
 _RESUMED = re.compile(r"^(\d+)\s+<\.\.\. (\w+) resumed>(.*)$")

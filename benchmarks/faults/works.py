@@ -22,9 +22,8 @@ from cpsr.benchmarks.faults.job import (
 )
 from cpsr.benchmarks.faults.saves import CHAIN, LIFE, RETENTION, SPARSE, RankWriter
 from cpsr.benchmarks.faults.stage import POLL_SECONDS, Gate
-from cpsr.benchmarks.faults.tracing import NO_LINKS
-from cpsr.benchmarks.harness.checkpoint_files import commit_files
-from cpsr.checkpoint.manifest import step_name
+from cpsr.benchmarks.harness.checkpoint_files import commit_file
+from cpsr.checkpoint.manifest import SLABS, step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CPSRError
 
@@ -46,7 +45,6 @@ class Work:
         kept: whole checkpoints that are there in any case, unless the work notes others on its way.
         damaged: the run had a damaged checkpoint before.
         beside: in a process that is not interrupted, while the work runs.
-        always: injections (see `Tracer`) that the work meets in any case.
     """
 
     name: str
@@ -57,7 +55,6 @@ class Work:
     kept: frozenset[int] = field(default_factory=lambda: frozenset(COMMITTED))
     damaged: bool = False
     beside: Callable[[Path, Gate], None] | None = None
-    always: tuple[str, ...] = ()
 
 
 def _save(run_dir: Path, gate: Gate) -> None:
@@ -120,9 +117,11 @@ def _save_again(run_dir: Path, gate: Gate) -> None:
 
 
 def _with_remains(run_dir: Path) -> None:
-    """A checkpoint that was set aside before two later commits, and a save that was cut off."""
+    """Checkpoints that were set aside before two later commits or renamed by a user, and a save that was cut off."""
     write_run(run_dir)
     stores = open_run(run_dir, 1)
+    commit(stores, 4)
+    (stores[0].directory / step_name(4)).rename(stores[0].directory / "to be looked at")
     commit(stores, 5)
     stores[0].quarantine(5, "a test")
     commit(stores, 50)
@@ -145,12 +144,13 @@ def _with_damage_and_remains(run_dir: Path) -> None:
 
 def _damage(run_dir: Path) -> None:
     checkpoints = run_dir / "checkpoints"
-    commit_files(checkpoints / step_name(40))[0].write_bytes(b"{")
-    (checkpoints / step_name(30) / ".tmpAbCdEf").write_bytes(b"torn")
+    commit_file(checkpoints / step_name(40)).write_bytes(b"{")
+    for directory in (step_name(30), SLABS):
+        (checkpoints / directory / ".tmpAbCdEf").write_bytes(b"torn")
 
 
 def _save_chain(run_dir: Path, gate: Gate) -> None:
-    """Sparse saves, each with a retention pass that removes older ones whose files are carried along."""
+    """Sparse saves, each with a retention pass that removes older ones whose slabs are carried along."""
     rank_0 = CHAIN.begin(run_dir, RETENTION, CHAIN.iterations)
     done = CHAIN.before[-1]
     gate.note(newest=[done, done + INTERVAL], kept=[done])
@@ -174,7 +174,7 @@ def _write_frozen(run_dir: Path) -> None:
 
 
 def _save_frozen(run_dir: Path, gate: Gate) -> None:
-    """A save that writes other frozen weights than the run had, and one that links them."""
+    """A save that writes other frozen weights than the run had, and one that lists them."""
     stores, iterations = open_run(run_dir, LIFE), (MERGED, MERGED + INTERVAL)
     for iteration in iterations:
         snapshot = snapshot_of(1, iteration)
@@ -228,7 +228,6 @@ WORKS = (
     Work("restart", _with_damage_and_remains, _restart, frozenset({30}), 30, frozenset({10, 20, 30}), damaged=True),
     Work("saves with frozen weights", _write_frozen, _save_frozen, frozenset(), 60),
     Work("sparse chain", write_sparse, _save_chain, frozenset(), 80, frozenset({70, 80})),
-    Work("sparse chain by copies", write_sparse, _save_chain, frozenset(), 80, frozenset({70, 80}), always=(NO_LINKS,)),
     Work("sparse save of both ranks", write_sparse, _save_sparse_of_both, frozenset({50, 60}), 60, _SPARSE_KEPT),
     Work(
         "sparse roll-back",

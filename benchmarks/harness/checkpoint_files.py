@@ -7,24 +7,35 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from cpsr.checkpoint.manifest import (
     COMMIT,
-    MANIFEST,
-    THINNED,
+    SLABS,
+    Manifest,
     RankManifest,
-    commit_record,
     experts_taken_at,
     holds_frozen,
     holds_weights,
     rank_manifest_name,
-    step_name,
+    saved_at,
+    slab_path,
+    step_iteration,
 )
 
-__all__ = ["Kind", "checkpoint_files", "commit_file", "commit_files", "counterpart", "directory_bytes", "edit_commit"]
-__all__ += ["edit_part", "expert_files", "files_left", "frozen_files", "is_rest", "is_slab", "is_thinned", "kind_of"]
+__all__ = ["Kind", "checkpoint_files", "commit_file", "counterpart", "directory_bytes", "edit_commit", "edit_part"]
+__all__ += [
+    "expert_files",
+    "files_left",
+    "frozen_files",
+    "is_rest",
+    "is_slab",
+    "is_thinned",
+    "kind_of",
+    "listed_anyhow",
+]
 __all__ += ["of_other_rank", "rank_part", "record_files", "remove_checkpoint", "rest_file", "slab_files", "slab_names"]
 __all__ += ["small_state_file", "steps_in", "weights_file"]
 
@@ -42,7 +53,19 @@ def slab_files(directory: Path, rank: int | None = None, kind: Kind | None = Non
     found = set()
     for part in sorted(directory.glob("rank-*.json")) if rank is None else [rank_part(directory, rank)]:
         found.update(slab_names(RankManifest.parse(part.read_bytes()), kind))
-    return sorted(directory / name for name in found if holds_weights(name) or not is_thinned(directory))
+    return sorted(slab_path(directory, name) for name in found if holds_weights(name) or not is_thinned(directory))
+
+
+def listed_anyhow(directory: Path) -> set[str]:
+    """Names of the slabs that any readable file of a checkpoint lists, damaged or not; of a thinned one, of weights."""
+    listed: set[str] = set()
+    for path in [path for path in record_files(directory) if path.is_file() and not path.is_symlink()]:
+        with suppress(ValueError, LookupError, TypeError, AttributeError):
+            content = path.read_bytes()
+            found = json.loads(content[content.index(b"{") :])
+            for part in [found] if path.suffix == ".json" else found["ranks"].values():
+                listed |= part["files"].keys()
+    return {name for name in listed if holds_weights(name) or not is_thinned(directory)}
 
 
 def slab_names(record: RankManifest, kind: Kind | None = None) -> list[str]:
@@ -83,17 +106,12 @@ def rank_part(directory: Path, rank: int = 0) -> Path:
 
 def commit_file(directory: Path) -> Path:
     """The file by which the checkpoint exists."""
-    return commit_files(directory)[-1]
-
-
-def commit_files(directory: Path) -> list[Path]:
-    """The files of the commit, each of which vouches for those before it; the last one is `commit_file`."""
-    return [directory / MANIFEST, directory / COMMIT]
+    return directory / COMMIT
 
 
 def record_files(directory: Path) -> list[Path]:
-    """All files of a committed checkpoint but the tensors, those of the commit last."""
-    return [*sorted(directory.glob("rank-*.json")), *commit_files(directory)]
+    """All files of a committed checkpoint but the tensors, that of the commit last."""
+    return [*sorted(directory.glob("rank-*.json")), commit_file(directory)]
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -103,12 +121,15 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 def files_left(directory: Path) -> list[str]:
     """Names of all files that there are of a checkpoint, listed or not."""
-    return sorted(path.name for path in directory.iterdir())
+    slabs = (
+        path for path in slab_path(directory, "").iterdir() if saved_at(path.name) == step_iteration(directory.name)
+    )
+    return sorted(path.name for path in (*directory.iterdir(), *slabs))
 
 
 def steps_in(checkpoints: Path) -> list[str]:
     """Names of all that there is in a run's directory of checkpoints, but of what their tensors lie in."""
-    return sorted(path.name for path in checkpoints.iterdir())
+    return sorted(path.name for path in checkpoints.iterdir() if path.name != SLABS)
 
 
 def remove_checkpoint(directory: Path) -> None:
@@ -123,7 +144,10 @@ def counterpart(path: Path, directory: Path) -> Path:
         path: a file of a checkpoint.
         directory: of the other one.
     """
-    return directory / path.name
+    at, other = saved_at(path.name), step_iteration(directory.name)
+    if at is None or other is None:
+        return slab_path(directory, path.name) if is_slab(path) else directory / path.name
+    return slab_path(directory, path.name.replace(f"-{at:010d}-", f"-{other:010d}-"))
 
 
 def of_other_rank(path: Path) -> Path | None:
@@ -153,12 +177,15 @@ def is_slab(path: Path) -> bool:
 
 def is_rest(path: Path, iteration: int) -> bool:
     """Whether a file that is read or written is a `rest_file` of a checkpoint, or the temporary one for it."""
-    return path.parent.name == step_name(iteration) and ".moments." in path.name
+    return f".moments-{iteration:010d}-" in path.name
 
 
 def is_thinned(directory: Path) -> bool:
     """Whether the checkpoint was thinned to its weights."""
-    return (directory / THINNED).exists()
+    try:
+        return Manifest.parse(commit_file(directory).read_bytes()).weights_only
+    except (OSError, ValueError):
+        return False
 
 
 def edit_part(directory: Path, edit: Callable[[dict[str, Any]], object], rank: int = 0, *, relist: bool = True) -> None:
@@ -179,9 +206,7 @@ def edit_part(directory: Path, edit: Callable[[dict[str, Any]], object], rank: i
         listed = manifest["ranks"][str(rank)]
         listed["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
         if relist:
-            listed["files"] = {name: file["bytes"] for name, file in record["files"].items()}
-        if relist and "hashes" in listed:
-            listed["hashes"] = {name: file["xxh3_128"] for name, file in record["files"].items()}
+            listed["files"] = {name: file | {"pieces": None} for name, file in record["files"].items()}
 
     edit_commit(directory, follow)
 
@@ -193,8 +218,7 @@ def edit_commit(directory: Path, edit: Callable[[dict[str, Any]], object]) -> No
         directory: of the checkpoint.
         edit: of the commit as JSON.
     """
-    manifest = json.loads((directory / MANIFEST).read_bytes())
+    manifest = json.loads(commit_file(directory).read_bytes().partition(b"\n")[2])
     edit(manifest)
     data = json.dumps(manifest).encode()
-    (directory / MANIFEST).write_bytes(data)
-    commit_file(directory).write_bytes(commit_record(data))
+    commit_file(directory).write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)

@@ -133,7 +133,7 @@ def _by_cpsr(place: Path, shapes: dict[str, tuple[int, ...]]) -> Iterator[Any]:
     if manifest.world_size == dist.get_world_size():
         store = CheckpointStore(place / "cpsr", dist.get_rank(), manifest.world_size, "bench", 1)
         store.load(ITERATION, into)
-        disk = sum(size for size in manifest.ranks[dist.get_rank()].files.values())
+        disk = sum(file.bytes for file in manifest.ranks[dist.get_rank()].files.values())
     else:
         disk = load_tensors(SavedCheckpoint(directory, manifest), dist.get_rank() % manifest.world_size, into)
     yield disk

@@ -6,33 +6,45 @@ before a later checkpoint was committed (and read back when it was written).
 
 import logging
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Literal
 
-from cpsr.checkpoint.files import exhaust, is_temporary, remove_tree, sync_directory, write_bytes
+from cpsr.checkpoint.files import (
+    exhaust,
+    is_temporary,
+    read_bytes,
+    remove_entry,
+    remove_tree,
+    sync_directory,
+    write_bytes,
+)
 from cpsr.checkpoint.manifest import (
     COMMIT,
-    THINNED,
+    SLABS,
+    FileRecord,
     Manifest,
+    RankManifest,
     holds_weights,
-    is_shared,
+    saved_at,
+    slab_path,
     step_iteration,
-    thinned_record,
 )
 from cpsr.checkpoint.verify import (
     DamagedFileError,
     Problem,
     UnreadableFileError,
     is_committed,
-    is_thinned,
+    persistently,
     read_manifest,
 )
 
 __all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "newest_checkpoint"]
-__all__ += ["plan_retention", "remove_temporary", "remove_uncommitted", "retain", "scan", "scan_in_pieces", "set_aside"]
+__all__ += ["plan_retention", "remove_temporary", "remove_unlisted", "retain", "scan", "scan_in_pieces", "set_aside"]
 __all__ += ["warn_once"]
 
 # Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
@@ -51,13 +63,16 @@ class CheckpointInfo:
 
     Attributes:
         directory: where it lies.
-        manifest: over all ranks.
-        full: False for thinned checkpoints; training can restart exactly from full ones only.
+        manifest: its commit record.
     """
 
     directory: Path
     manifest: Manifest
-    full: bool
+
+    @property
+    def full(self) -> bool:
+        """False for thinned checkpoints; training can restart exactly from full ones only."""
+        return not self.manifest.weights_only
 
     @property
     def iteration(self) -> int:
@@ -89,14 +104,12 @@ class SetAside:
         kind: `damaged` or `abandoned`.
         iteration: of its state.
         after_sequence: the newest commit at the time it was moved.
-        bytes: that it takes.
     """
 
     directory: Path
     kind: str
     iteration: int
     after_sequence: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -175,8 +188,7 @@ def _committed(directory: Path) -> CheckpointInfo | None:
     if not is_committed(directory):
         return None
     try:
-        manifest = read_manifest(directory)
-        return CheckpointInfo(directory, manifest, full=not is_thinned(directory, manifest))
+        return CheckpointInfo(directory, read_manifest(directory))
     except DamagedFileError:
         if is_committed(directory):
             raise
@@ -184,10 +196,7 @@ def _committed(directory: Path) -> CheckpointInfo | None:
 
 
 def _aside(path: Path) -> list[SetAside]:
-    """The entry of what was set aside; none for anything else, and where retention removes it meanwhile.
-
-    What the file system does not let us read takes 0 bytes; the commits before it count nevertheless.
-    """
+    """The entry of what was set aside; none for anything else, and where retention removes it meanwhile."""
     matched = _ASIDE.fullmatch(path.name)
     iteration = step_iteration(matched["step"]) if matched else None
     if matched is None or iteration is None:
@@ -195,13 +204,9 @@ def _aside(path: Path) -> list[SetAside]:
     try:
         if not path.is_dir() or path.is_symlink():
             return []
-        size = sum(one.lstat().st_size for one in path.iterdir())
-    except FileNotFoundError:
-        return []
     except OSError as error:
-        warn_once(path.parent, f"the bytes of {path} cannot be counted: {error}")
-        size = 0
-    return [SetAside(path, matched["kind"], iteration, int(matched["sequence"]), size)]
+        warn_once(path.parent, f"{path} cannot be looked at: {error}")
+    return [SetAside(path, matched["kind"], iteration, int(matched["sequence"]))]
 
 
 def warn_once(checkpoints: Path, message: str) -> None:
@@ -270,7 +275,7 @@ class RetentionPlan:
 def plan_retention(
     checkpoints: Sequence[CheckpointInfo],
     rules: Retention,
-    other_bytes: int = 0,
+    others: Mapping[str, int] | None = None,
     copied: int | None = None,
 ) -> RetentionPlan:
     """Decide about committed checkpoints.
@@ -278,7 +283,7 @@ def plan_retention(
     Args:
         checkpoints: ascending in iteration, at least one.
         rules: spans, counts and the cap on the disk.
-        other_bytes: bytes of the run's checkpoints that are not in the list but count against the cap.
+        others: bytes of slabs that stay whatever is decided, and count against the cap.
         copied: a checkpoint that stays whole, because it is being copied elsewhere.
     """
     newest = checkpoints[-1].iteration
@@ -292,31 +297,24 @@ def plan_retention(
     }
     # Over the cap, delete the oldest history first, then older whole ones, never the newest whole one.
     for iteration in [*sorted(kept.keys() - keep_whole), *sorted(keep_whole)[:-1]]:
-        if rules.disk_limit_bytes is None or _taken(kept.values()) + other_bytes <= rules.disk_limit_bytes:
+        if rules.disk_limit_bytes is None or _taken(kept.values(), others) <= rules.disk_limit_bytes:
             break
         del kept[iteration]
     return RetentionPlan(
         thin=sorted((set(whole) - keep_whole) & kept.keys()),
         delete=sorted({info.iteration for info in checkpoints} - kept.keys()),
-        bytes=_taken(kept.values()) + other_bytes,
+        bytes=_taken(kept.values(), others),
     )
 
 
-def _sizes(manifest: Manifest, *, whole: bool) -> tuple[int, dict[str, int]]:
-    """Bytes of a checkpoint's own files, and of each file that others may share; unless whole, of weights alone."""
-    files = {name: size for name, size in manifest.files().items() if whole or holds_weights(name)}
-    shared = {name: size for name, size in files.items() if is_shared(name)}
-    return sum(files.values()) - sum(shared.values()), shared
+def _sizes(manifest: Manifest, *, whole: bool) -> dict[str, int]:
+    """Bytes of each slab that a checkpoint lists; unless whole, of weights alone."""
+    return {name: file.bytes for name, file in manifest.files.items() if whole or holds_weights(name)}
 
 
-def _taken(kept: Iterable[tuple[int, dict[str, int]]]) -> int:
-    """Bytes of all; those that checkpoints share count once."""
-    shared: dict[str, int] = {}
-    own = 0
-    for size, others in kept:
-        own += size
-        shared |= others
-    return own + sum(shared.values())
+def _taken(kept: Iterable[Mapping[str, int]], others: Mapping[str, int] | None) -> int:
+    """Bytes of all slabs; those that several checkpoints list count once."""
+    return sum(reduce(or_, map(dict, kept), dict(others or {})).values())
 
 
 def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> RetentionPlan:
@@ -331,18 +329,23 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
         OSError: the file system refused; what is still there is still valid.
         CheckpointError: a checkpoint became unreadable meanwhile; remaining ones are valid.
     """
+    slabs = _slabs_in(checkpoints)  # before the directories: a save that begins meanwhile has none among these
     found = scan(checkpoints)
     if not found.checkpoints:
         return RetentionPlan([], [], 0)
-    asides = _remove_asides(found)
-    remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.sequence).iteration)
-    plan = plan_retention(found.checkpoints, rules, sum(aside.bytes for aside in asides), copied)
+    _remove_asides(found)
+    _remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.sequence).iteration)
+    others = _listed_elsewhere(checkpoints, found)
+    plan = plan_retention(found.checkpoints, rules, others, copied)
+    kept = []
     for info in found.checkpoints:
         if info.iteration in plan.delete:
             remove_tree(info.directory, first=COMMIT)
             _log.debug("checkpoint %s was deleted: outside the history that is kept", info.directory)
-        elif info.iteration in plan.thin or not info.full:
-            _thin(info)
+        else:
+            kept.append(_thinned(info) if info.iteration in plan.thin else info)
+    found.checkpoints[:] = kept
+    _drop_unlisted(slabs, found, others)
     if rules.disk_limit_bytes is not None and plan.bytes > rules.disk_limit_bytes:
         _log.warning(
             "checkpoints take %d bytes, more than disk_limit_bytes=%d: the newest whole one is never deleted",
@@ -352,15 +355,76 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
     return plan
 
 
-def remove_uncommitted(found: Catalogue, *, before: int | None = None, after: int = -1) -> None:
+def remove_unlisted(checkpoints: Path, found: Catalogue, *, after: int = -1) -> None:
+    """Remove saves after an iteration that were never committed, and slabs that no checkpoint lists.
+
+    No process may write there meanwhile.
+    """
+    _remove_uncommitted(found, after=after)
+    _drop_unlisted(_slabs_in(checkpoints), found, _listed_elsewhere(checkpoints, found))
+
+
+def _remove_uncommitted(found: Catalogue, *, before: int | None = None, after: int = -1) -> None:
     """Remove saves that never were committed, at iterations from `after` to `before` (exclusive).
 
     Once a later step was committed, every rank's writer is past the earlier ones, and none writes there.
     """
-    for iteration, directory in found.uncommitted.items():
+    for iteration, directory in list(found.uncommitted.items()):
         if iteration > after and (before is None or iteration < before):
             remove_tree(directory, first=COMMIT)
+            del found.uncommitted[iteration]
             _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
+
+
+def _slabs_in(checkpoints: Path) -> list[Path]:
+    directory = checkpoints / SLABS
+    return list(directory.iterdir()) if directory.is_dir() and not directory.is_symlink() else []
+
+
+def _listed_elsewhere(checkpoints: Path, found: Catalogue) -> dict[str, int] | None:
+    """Bytes of the slabs that damaged checkpoints list, those set aside, and those that a user has renamed.
+
+    None while the file system cannot tell.
+    """
+    known = {info.directory for info in found.checkpoints} | set(found.uncommitted.values())
+    listed: dict[str, int] = {}
+    try:
+        for path in checkpoints.iterdir():
+            if path not in known and path.name != SLABS and path.is_dir() and not path.is_symlink():
+                listed |= _listed_in(path)
+    except (OSError, UnreadableFileError) as error:
+        warn_once(checkpoints, f"what a checkpoint lists cannot be read, and no slab is removed: {error}")
+        return None
+    return listed
+
+
+def _listed_in(directory: Path) -> dict[str, int]:
+    """Bytes of the slabs that a checkpoint lists, by any of its manifests: they may be damaged, or another's."""
+    found: dict[str, FileRecord] = {}
+    for path in sorted(directory.iterdir()):
+        with suppress(DamagedFileError, ValueError):
+            if path.name == COMMIT:
+                found |= Manifest.parse(persistently(read_bytes, path)).files
+            elif path.suffix == ".json":
+                found |= RankManifest.parse(persistently(read_bytes, path)).files
+    return {name: file.bytes for name, file in found.items() if slab_path(directory, name).exists()}
+
+
+def _drop_unlisted(slabs: Iterable[Path], found: Catalogue, others: Mapping[str, int] | None) -> None:
+    """Remove slabs that no checkpoint lists, nor a save that is under way; none while a checkpoint cannot be read."""
+    if found.unreadable or others is None:
+        return
+    listed = {name for info in found.checkpoints for name in info.manifest.files} | others.keys()
+    dropped = set()
+    for path in slabs:
+        at = saved_at(path.name)
+        under_way = found.uncommitted if at is None else {at} & found.uncommitted.keys()
+        if path.name not in listed and not under_way:
+            remove_entry(path)
+            dropped.add(path.parent)
+            _log.debug("%s was removed: no checkpoint lists it", path)
+    for directory in dropped:
+        sync_directory(directory)
 
 
 def remove_temporary(found: Catalogue) -> None:
@@ -371,26 +435,22 @@ def remove_temporary(found: Catalogue) -> None:
             _log.warning("%s was removed: left by a process that was killed", path)
 
 
-def _thin(info: CheckpointInfo) -> None:
-    """Remove all but the weights; also what an interrupted pass has left."""
-    if info.full:
-        write_bytes(info.directory / THINNED, thinned_record(info.manifest))
-        _log.debug("checkpoint %s is thinned to its weights", info.directory)
-    left = {path.name for path in info.directory.iterdir()}.intersection(info.manifest.thinned_files())
-    for name in left:
-        (info.directory / name).unlink(missing_ok=True)
-    if left:
-        sync_directory(info.directory)
+def _thinned(info: CheckpointInfo) -> CheckpointInfo:
+    """Let a checkpoint list its weights alone."""
+    thinned = info.manifest.model_copy(update={"weights_only": True})
+    write_bytes(info.directory / COMMIT, thinned.to_bytes())
+    _log.debug("checkpoint %s is thinned to its weights", info.directory)
+    return CheckpointInfo(info.directory, thinned)
 
 
-def _remove_asides(found: Catalogue) -> list[SetAside]:
-    """Remove what was set aside long enough ago; returns what stays."""
-    kept: list[SetAside] = []
+def _remove_asides(found: Catalogue) -> None:
+    """Remove what was set aside long enough ago."""
     for aside in found.asides:
         later = sum(info.sequence > aside.after_sequence for info in found.checkpoints)
         if later < _COMMITS_BEFORE_REMOVAL:
-            kept.append(aside)
             continue
-        remove_tree(aside.directory, first=COMMIT)
-        _log.info("%s was deleted: %d later checkpoints are committed", aside.directory, later)
-    return kept
+        try:
+            remove_tree(aside.directory, first=COMMIT)
+            _log.info("%s was deleted: %d later checkpoints are committed", aside.directory, later)
+        except OSError as error:  # the others are not kept for it
+            warn_once(aside.directory.parent, f"{aside.directory} cannot be removed: {error}")

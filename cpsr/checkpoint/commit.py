@@ -23,12 +23,14 @@ from pathlib import Path
 from cpsr.checkpoint.files import remove_entry, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
-    MANIFEST,
+    SLABS,
     Manifest,
     RankManifest,
     RankRecord,
-    commit_record,
+    Save,
     rank_manifest_name,
+    slab_path,
+    step_iteration,
 )
 from cpsr.checkpoint.replicated import missing_among, refuse_drifted
 from cpsr.errors import CheckpointError, RunDirectoryError, SaveError
@@ -37,7 +39,15 @@ from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.ranks.link import JOB
 
 __all__ = ["Attempt", "CommitResult", "Missing", "SavedSlice", "SupersededError", "abandon", "claim_life"]
-__all__ += ["mark_skipped", "refuse_superseded", "seal", "skipped_reason", "superseded", "wait_for_ranks"]
+__all__ += [
+    "mark_skipped",
+    "refuse_superseded",
+    "remove_slabs",
+    "seal",
+    "skipped_reason",
+    "superseded",
+    "wait_for_ranks",
+]
 
 # A rank's slice of a parameter: the global shape, the first element and the number of elements.
 SavedSlice = tuple[Sequence[int], int, int]
@@ -148,7 +158,7 @@ def skipped_reason(directory: Path, rank: int, attempt: Attempt) -> str | None:
 
 
 def abandon(directory: Path, attempt: Attempt, reason: str) -> None:
-    """Abandon the attempt for all ranks: write the marker that they find, then remove everything."""
+    """Abandon the attempt for all ranks: write the marker that they find, then remove its files and its slabs."""
     try:
         mark_skipped(directory, 0, attempt, reason)
     except OSError as error:
@@ -157,6 +167,20 @@ def abandon(directory: Path, attempt: Attempt, reason: str) -> None:
     for path in list(directory.iterdir()):
         if path.name != _skip_name(0):
             remove_entry(path)
+    iteration = step_iteration(directory.name)
+    if iteration is not None:
+        remove_slabs(directory, Save(iteration, attempt.life, attempt.attempt))
+
+
+def remove_slabs(directory: Path, save: Save, rank: int | None = None) -> None:
+    """Remove the slabs of a save that is not committed, whole or under construction; those of one rank, or of all.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    whose = "*" if rank is None else f"{rank:05d}"
+    for path in list(slab_path(directory, "").glob(f"*rank-{whose}.*-{save.word}.*")):
+        path.unlink(missing_ok=True)
 
 
 def wait_for_ranks(
@@ -193,7 +217,7 @@ def seal(
     sequence: int,
     missing: Missing | None = None,
 ) -> int:
-    """Write the manifest over all ranks and, last of all, the commit record.
+    """Write the commit record, last of all.
 
     Returns:
         Bytes of all ranks' files together.
@@ -207,7 +231,6 @@ def seal(
     """
     records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
     _check_parts(directory, records, missing)
-    writers = {writer for record in records.values() for writer in record.writers()}
     scalars = records[0].scalars
     label = scalars.get("origin") if isinstance(scalars, dict) else None
     manifest = Manifest(
@@ -219,27 +242,26 @@ def seal(
         sequence=sequence,
         label=label if isinstance(label, str) else None,
         created_unix_seconds=time.time(),
-        ranks={rank: _rank_record(records[rank], shards[rank], rank in writers) for rank in sorted(records)},
-    ).to_bytes()
-    listed = {name for record in records.values() for name in record.files} | {rank_manifest_name(r) for r in records}
-    others = [path for path in directory.iterdir() if path.name not in listed]
+        ranks={rank: _rank_record(records[rank], shards[rank]) for rank in sorted(records)},
+    )
+    parts = set(map(rank_manifest_name, records))
+    others = [path for path in directory.iterdir() if path.name not in parts]
     refuse_superseded(directory.parents[1], attempt.life)  # among these may be what a newer life has committed
     for path in others:
         remove_entry(path)  # markers and temporary files of an attempt before this one
     # The ranks forced their files; on some file systems only this makes their names visible after a crash.
-    sync_directory(directory)
-    sync_directory(directory.parent)
-    write_bytes(directory / MANIFEST, manifest)
+    for path in (directory.parent / SLABS, directory, directory.parent):
+        sync_directory(path)
     refuse_superseded(directory.parents[1], attempt.life)  # again: forcing files to a disk takes a while
-    write_bytes(directory / COMMIT, commit_record(manifest))
-    return sum(file.bytes for record in records.values() for file in record.files.values())
+    write_bytes(directory / COMMIT, manifest.to_bytes())
+    return manifest.total_bytes
 
 
 def _check_parts(directory: Path, records: Mapping[int, RankManifest], missing: Missing | None) -> None:
     """Raise SaveError, or DriftedError, where the ranks' parts do not form one checkpoint; see `seal`."""
     for record in records.values():
         for name, file in record.files.items():
-            path = directory / name
+            path = slab_path(directory, name)
             if not path.exists() or path.stat().st_size != file.bytes:
                 raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
     for rank, what in missing_among(records):
@@ -256,13 +278,10 @@ def _check_parts(directory: Path, records: Mapping[int, RankManifest], missing: 
         raise SaveError(f"the ranks' parts do not make up the model: {lacking}")
 
 
-def _rank_record(record: RankManifest, data: bytes, is_writer: bool) -> RankRecord:
-    """One rank's entry in the manifest over all ranks; with its files' hashes where other ranks need these files."""
-    return RankRecord(
-        sha256=hashlib.sha256(data).hexdigest(),
-        files={name: file.bytes for name, file in record.files.items()},
-        hashes={name: file.xxh3_128 for name, file in record.files.items()} if is_writer else None,
-    )
+def _rank_record(record: RankManifest, data: bytes) -> RankRecord:
+    """One rank's entry in the commit record."""
+    files = {name: file.listed for name, file in record.files.items()}
+    return RankRecord(sha256=hashlib.sha256(data).hexdigest(), files=files)
 
 
 def _saved_slices(record: RankManifest) -> dict[str, SavedSlice]:

@@ -28,7 +28,7 @@ from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.tensor_file import image_of
 from cpsr.errors import SaveError
 
-__all__ = ["FileHash", "exhaust", "hash_file", "hash_in_pieces", "is_temporary", "link_file", "make_directory"]
+__all__ = ["FileHash", "exhaust", "hash_file", "hash_in_pieces", "is_temporary", "make_directory"]
 __all__ += ["open_plain", "read_bytes"]
 __all__ += ["remove_entry", "remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes"]
 __all__ += ["write_tensors"]
@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 _CHECK = "check the disk and the memory"
 _PROCESS = secrets.token_hex(4)
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
-# Errors of `link` on file systems without hard links, or with no more links for this file.
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 _Result = TypeVar("_Result")
 
@@ -116,38 +114,6 @@ def write_tensors(
             error.filename = str(path)
         raise
     return written
-
-
-def link_file(source: Path, target: Path, record: FileRecord) -> None:
-    """Give a file another name too; where there are no hard links, a verified copy. The caller forces the directory.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        SaveError: a copy differs from what was written.
-        OSError: the file system refused. In these cases nothing has the name.
-    """
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        _copy(source, target, record)
-
-
-def _copy(source: Path, target: Path, record: FileRecord) -> None:
-    """Copy under a temporary name, verify the copy against the original's record, and rename it."""
-    temporary = temporary_name(target)
-    try:
-        shutil.copyfile(source, temporary, follow_symlinks=False)
-        temporary.chmod(target.parent.stat().st_mode & 0o666)
-        sync_file(temporary)
-        if record.first_difference(hash_file(temporary, direct=True)) is not None:
-            raise SaveError(f"{target}: the copy of {source} differs from what was written; check the disk")
-        temporary.replace(target)
-    except (OSError, SaveError):
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def open_plain(path: Path, *, direct: bool = False) -> int:
@@ -271,7 +237,7 @@ def remove_tree(directory: Path, *, first: str) -> None:
     Raises:
         OSError: the file system refused to remove a file, or the directory that is empty now.
     """
-    (directory / first).unlink(missing_ok=True)
+    remove_entry(directory / first)
     sync_directory(directory)
     stays = False
     for path in list(directory.iterdir()):

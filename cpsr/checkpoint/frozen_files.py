@@ -1,19 +1,19 @@
-"""Files of the parameters outside the optimizer, which one checkpoint writes and the later ones link.
+"""Slabs of the parameters outside the optimizer, which one checkpoint writes and the later ones list.
 
 ::
 
     rank-00000.frozen-<hash of names and content>.safetensors
 
-A file has its name by its content. So a checkpoint, also the first one of another life, links what an earlier one has
+A slab has its name by its content. So a checkpoint, also the first one of another life, lists what an earlier one has
 under that name, and writes what none has. Ranks with the same parameters share them out: the manifest of each names
-the file of any rank that has a parameter. What the loop writes into is not in a file (see
+the slab of any rank that has a parameter. What the loop writes into is in no slab (see
 `cpsr.state.frozen_parameters`).
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,24 @@ import torch
 
 from cpsr.checkpoint.assemble import Wanted, assemble
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
-from cpsr.checkpoint.files import link_file, write_tensors
+from cpsr.checkpoint.files import hash_file, write_tensors
 from cpsr.checkpoint.manifest import (
     FileRecord,
     FrozenRecord,
     RankManifest,
     dtype_name,
-    frozen_file_name,
-    frozen_word,
-    holds_frozen,
+    frozen_slab_name,
+    slab_path,
     writer_of,
 )
 from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
-from cpsr.checkpoint.verify import DamagedFileError, check_file, read_manifest, read_rank_manifest
+from cpsr.checkpoint.verify import check_file, persistently, require_same
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
 from cpsr.state.frozen_parameters import FrozenPlace, FrozenWeights, hash_of, word_of
 
-__all__ = ["FrozenFiles", "FrozenLinks", "FrozenPart", "newest_first"]
+__all__ = ["FrozenFiles", "FrozenPart", "RescuedFrozen", "newest_first"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class FrozenPart:
     Attributes:
         scalars: the small state for the disk.
         records: parameter -> its record for the manifest.
-        files: files of this rank, with what is in them.
+        files: slabs that this rank lists, with what is in them.
         written_bytes: of those that are new.
     """
 
@@ -91,9 +90,9 @@ class FrozenFiles:
         self.places = places or {}
         self._rank = rank
         self._checkpoints = checkpoints
-        self._held: dict[str, tuple[str, str]] = {}  # parameter -> file, and the hash that it has there
-        self._agreed: dict[str, dict[str, str]] = {}  # own files that other ranks may name -> parameters and hashes
-        self._places: dict[str, tuple[FileRecord, list[Path]]] = {}  # own file -> where it is durable, newest last
+        self._held: dict[str, tuple[str, str]] = {}  # parameter -> slab, and the hash that it has there
+        self._agreed: dict[str, dict[str, str]] = {}  # own slabs that other ranks may name -> parameters and hashes
+        self._durable: dict[str, FileRecord] = {}  # own slabs that are on the disk
 
     def agree(self, group: Group) -> None:
         """Share the parameters out among the ranks that hold the same, unless that holds already; a collective.
@@ -114,7 +113,7 @@ class FrozenFiles:
         for rank, part in zip(ranks, adaptive_sharding(sizes, [0] * len(ranks)).parts, strict=True):
             for names in self._in_files(part):
                 content = {name: hashes[name] for name in names}
-                file = frozen_file_name(rank, word_of(content))
+                file = frozen_slab_name(rank, word_of(content))
                 held |= {name: (file, one) for name, one in content.items()}
                 if rank == self._rank:
                     agreed[file] = content
@@ -123,7 +122,7 @@ class FrozenFiles:
     def _is_agreed(self) -> bool:
         """Whether every parameter has a file, or moves, and every file that is not written yet can be."""
         moved, hashes = set(self.weights.moved()), self.weights.hashes
-        unwritten = {name for file, content in self._agreed.items() if file not in self._places for name in content}
+        unwritten = {name for file, content in self._agreed.items() if file not in self._durable for name in content}
         there = all(name in moved or self._held.get(name, ("", ""))[1] == hashes[name] for name in self.weights.tensors)
         return there and not unwritten & moved
 
@@ -142,7 +141,7 @@ class FrozenFiles:
             yield found
 
     def write(self, directory: Path, scalars: Any, refuse_abandoned: Callable[[], None]) -> FrozenPart:
-        """Give the files of a snapshot's parameters a name in its checkpoint; the caller forces the directory.
+        """Write the slabs of a snapshot's parameters that no checkpoint has; the caller forces the directory.
 
         Args:
             directory: of the checkpoint.
@@ -195,7 +194,7 @@ class FrozenFiles:
         """Files of this rank alone that are nowhere yet, and of whose parameters some have moved, are not written."""
         contents: dict[str, dict[str, str]] = {}
         for name, (file, one) in self._held.items():
-            if writer_of(file) == self._rank and file not in self._agreed and file not in self._places:
+            if writer_of(file) == self._rank and file not in self._agreed and file not in self._durable:
                 contents.setdefault(file, {})[name] = one
         gone = {file for file, content in contents.items() if not content.items() <= hashes.items()}
         self._held = {name: held for name, held in self._held.items() if held[0] not in gone}
@@ -203,7 +202,7 @@ class FrozenFiles:
     def _hold_alone(self, hashes: Mapping[str, str]) -> None:
         """Parameters without a file that ranks have agreed on get one of this rank."""
         for names in self._in_files(hashes):
-            file = frozen_file_name(self._rank, word_of({name: hashes[name] for name in names}))
+            file = frozen_slab_name(self._rank, word_of({name: hashes[name] for name in names}))
             self._held = self._held | {name: (file, hashes[name]) for name in names}
 
     def _put_files(
@@ -213,7 +212,7 @@ class FrozenFiles:
         hashes: Mapping[str, str],
         refuse_abandoned: Callable[[], None],
     ) -> tuple[dict[str, FileRecord], int]:
-        """Link or write this rank's files; returns their records, and the bytes that were written."""
+        """List or write this rank's slabs; returns their records, and the bytes that were written."""
         wanted = {file: dict(content) for file, content in self._agreed.items()}
         for name, file in held.items():
             if writer_of(file) == self._rank:
@@ -221,47 +220,37 @@ class FrozenFiles:
         files, written = {}, 0
         for file, content in wanted.items():
             refuse_abandoned()
-            record = self._link(directory, file)
-            if record is None:
+            path = slab_path(directory, file)
+            record = self._durable.get(file) or self._listed(file)
+            if record is None or not path.exists():  # else retention was there
+                self._durable.pop(file, None)
                 self._refuse_other_content(file, content)
-                record = self._write(directory / file, content)
+                record = self._write(path, content)
                 written += record.bytes
-            files[file] = record
-            self._places[file] = record, [*self._places.get(file, (record, []))[1][-1:], directory]
+            files[file] = self._durable[file] = record
         return files, written
 
-    def _link(self, directory: Path, file: str) -> FileRecord | None:
-        """Link a file that is durable already; None where none is found."""
-        if file in self._places:
-            record, places = self._places[file]
-            for source in reversed(places):
-                with suppress(FileNotFoundError):  # retention was there, or the checkpoint was abandoned
-                    if source != directory:
-                        link_file(source / file, directory / file, record)
-                        return record
-        for source, record in self._earlier(file):
-            if _link_earlier(source / file, directory / file, record):
-                return record
-        self._places.pop(file, None)
-        return None
+    def _listed(self, file: str) -> FileRecord | None:
+        """The record of a slab that a committed checkpoint lists, read from the disk; None where none is whole."""
+        listing = (info for info in newest_first(self._checkpoints) if file in info.manifest.files)
+        if (info := next(listing, None)) is None:
+            return None
+        path = slab_path(info.directory, file)
+        try:
+            found = persistently(partial(hash_file, direct=True), path)
+            require_same(path, found, info.manifest.files[file])
+        except CheckpointError as error:
+            _log.warning("%s is not used, and is written anew: %s", path, error)
+            return None
+        return found
 
     def _refuse_other_content(self, file: str, content: Mapping[str, str]) -> None:
         """Raise SaveError where a file is gone of which some parameters have moved on; the others get another one."""
-        if file != frozen_file_name(self._rank, word_of(content)):
+        if file != frozen_slab_name(self._rank, word_of(content)):
             raise SaveError(
                 f"no checkpoint has {file} any more, and some of its parameters were written to since; the next "
                 "checkpoint writes the others anew"
             )
-
-    def _earlier(self, file: str) -> Iterator[tuple[Path, FileRecord]]:
-        """Committed checkpoints with this file, the newest first; read once in a life for each file."""
-        for info in newest_first(self._checkpoints):
-            try:
-                manifest = read_manifest(info.directory)
-                if info.full and file in manifest.ranks[self._rank].files:
-                    yield info.directory, read_rank_manifest(info.directory, manifest, self._rank).files[file]
-            except (CheckpointError, KeyError) as error:
-                _log.warning("%s is not looked into for %s: %s", info.directory, file, error)
 
     def _write(self, path: Path, content: Mapping[str, str]) -> FileRecord:
         tensors = {}
@@ -359,17 +348,6 @@ class FrozenFiles:
         )
 
 
-def _link_earlier(source: Path, target: Path, record: FileRecord) -> bool:
-    """Link a file of an earlier life, which is read first; False, with the reason in the log, where it is not whole."""
-    try:
-        check_file(source, record, direct=True)
-        link_file(source, target, record)
-    except (CheckpointError, OSError) as error:
-        _log.warning("%s is not linked, and is looked for elsewhere: %s", source, error)
-        return False
-    return True
-
-
 def newest_first(checkpoints: Path) -> list[CheckpointInfo]:
     """Committed checkpoints, the one that was committed last first."""
     return sorted(scan(checkpoints).checkpoints, key=lambda info: -info.sequence)
@@ -380,8 +358,8 @@ def _settled_in(record: RankManifest) -> dict[str, str]:
     return {name: one.xxh3_128 for name, one in record.frozen.items() if one.xxh3_128 is not None}
 
 
-class FrozenLinks:
-    """The files of one part of a checkpoint that is made of states of the ranks before.
+class RescuedFrozen:
+    """The slabs of one part of a checkpoint that is made of states of the ranks before.
 
     A snapshot tells names, dtypes, shapes and bytes of its settled parameters by one hash. So what a checkpoint has of
     them is theirs, or it is not used.
@@ -389,16 +367,14 @@ class FrozenLinks:
     Args:
         own: of this job, for that part; written anew where this job has loaded the same weights, and no checkpoint has.
         checkpoints: the run's directory of them.
-        rank: whose state it is, and `ranks`: how many there were.
-        part: which part of the new checkpoint, and `parts`: how many it has. All of them, or one where ranks hold the
-            same.
+        rank: whose state it is.
+        ranks: how many there were.
     """
 
-    def __init__(self, own: FrozenFiles, checkpoints: Path, rank: tuple[int, int], part: tuple[int, int]) -> None:
+    def __init__(self, own: FrozenFiles, checkpoints: Path, rank: int, ranks: int) -> None:
         self._own = own
         self._checkpoints = checkpoints
-        self._rank, self._ranks = rank
-        self._part, self._parts = part
+        self._rank, self._ranks = rank, ranks
 
     def write(self, directory: Path, scalars: Any, refuse_abandoned: Callable[[], None]) -> FrozenPart:
         """See `FrozenFiles.write`.
@@ -411,14 +387,12 @@ class FrozenLinks:
         for info in newest_first(self._checkpoints):
             refuse_abandoned()
             try:
-                record = self._record_with(info, state)
-                files = None if record is None else self._link(directory, info, record)
+                found = self._part_with(info, state) if info.full else None
             except CheckpointError as error:
                 _log.warning("frozen weights are looked for in an older checkpoint: %s", error)
                 continue
-            if record is not None and files is not None:
-                records = {name: self._renamed(one, name in state["moved"]) for name, one in record.frozen.items()}
-                return FrozenPart(scalars, records, files)
+            if found is not None:
+                return FrozenPart(scalars, *found)
         if not self._own.has(state):
             raise SaveError(
                 f"no checkpoint of the run has the parameters outside the optimizer of rank {self._rank} whole, and "
@@ -426,45 +400,25 @@ class FrozenLinks:
             )
         return self._own.write(directory, scalars, refuse_abandoned)
 
-    def _record_with(self, info: CheckpointInfo, state: Mapping[str, Any]) -> RankManifest | None:
-        """The manifest of a rank that had the same parameters; None where there is none."""
-        if not info.full:
-            return None
-        manifest, moved = read_manifest(info.directory), state["moved"]
-        record = read_rank_manifest(info.directory, manifest, self._rank % manifest.world_size)
+    def _part_with(
+        self, info: CheckpointInfo, state: Mapping[str, Any]
+    ) -> tuple[dict[str, FrozenRecord], dict[str, FileRecord]] | None:
+        """What a rank has listed that had the same parameters, each slab read; None where there is none."""
+        saved, moved = SavedCheckpoint(info.directory), state["moved"]
+        record = saved.record(self._rank % info.world_size)
         split = any(one.global_shape is not None for one in record.frozen.values())
         settled = {name: one.xxh3_128 for name, one in record.frozen.items() if name not in moved}
         known = {name: one for name, one in settled.items() if one is not None}
         whole = known.keys() == settled.keys() and moved.keys() <= record.frozen.keys()
         alike = all(record.frozen[name].shape == tuple(values.shape) for name, values in moved.items() if whole)
-        if not whole or not alike or word_of(known) != state["word"] or (split and manifest.world_size != self._ranks):
+        if not whole or not alike or word_of(known) != state["word"] or (split and info.world_size != self._ranks):
             return None
-        return record
-
-    def _link(self, directory: Path, info: CheckpointInfo, record: RankManifest) -> dict[str, FileRecord] | None:
-        """Link the files of this part; None where one is not whole."""
-        found = self._files(info, record)
-        for file, one in found.items():
-            if not _link_earlier(info.directory / file, directory / self._name(file), one):
-                return None
-        return {self._name(file): one for file, one in found.items()}
-
-    def _files(self, info: CheckpointInfo, record: RankManifest) -> dict[str, FileRecord]:
-        """Those of a checkpoint that this part of the new one is to have."""
-        manifest, found = read_manifest(info.directory), {}
-        for file in sorted({*record.frozen_files(), *filter(holds_frozen, record.files)}):
-            if writer_of(self._name(file)) == self._part:
-                rank = writer_of(file)
-                writer = record if rank == record.rank else read_rank_manifest(info.directory, manifest, rank)
-                if file not in writer.files:
-                    raise DamagedFileError(info.directory / file, f"is not described by the manifest of rank {rank}")
-                found[file] = writer.files[file]
-        return found
-
-    def _name(self, file: str) -> str:
-        """A file's name in the new checkpoint."""
-        return frozen_file_name(writer_of(file) % self._parts, frozen_word(file))
-
-    def _renamed(self, record: FrozenRecord, moved: bool) -> FrozenRecord:
-        file = None if moved or record.file is None else self._name(record.file)
-        return record.model_copy(update={"file": file, "xxh3_128": None if moved else record.xxh3_128})
+        files = {}
+        for file in record.frozen_files():
+            writer = saved.record(writer_of(file)) if file not in record.files else record
+            files[file] = saved.file(writer, file)
+            check_file(slab_path(info.directory, file), files[file], direct=True)
+        return {
+            name: one.model_copy(update={"file": None, "xxh3_128": None}) if name in moved else one
+            for name, one in record.frozen.items()
+        }, files

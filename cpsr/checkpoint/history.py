@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from cpsr.checkpoint.assemble import Piece, pieces_of
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
-from cpsr.checkpoint.manifest import FileRecord, RankManifest, experts_taken_at
+from cpsr.checkpoint.manifest import FileRecord, RankManifest, experts_taken_at, slab_path
 from cpsr.checkpoint.ranges import MissingRanges
 from cpsr.checkpoint.saved import SavedCheckpoint, places_of
 from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, map_tensors
@@ -146,12 +146,14 @@ class AssembledTensors:
 
     def __init__(self, directory: Path, ranges: _Ranges) -> None:
         names = {one.file for found in ranges.values() for one in found}
-        self._files = {name: map_tensors(directory / name) for name in sorted(names)}
+        self._files = {name: map_tensors(slab_path(directory, name)) for name in sorted(names)}
         self._ranges = ranges
         for operator, found in ranges.items():
             for one in found:
                 if f"param/{operator}" not in self._files[one.file]:
-                    raise DamagedFileError(directory / one.file, f"lacks param/{operator}, which its manifest lists")
+                    raise DamagedFileError(
+                        slab_path(directory, one.file), f"lacks param/{operator}, which its manifest lists"
+                    )
 
     def read(self, operator: str, start: int, stop: int) -> torch.Tensor:
         """Elements `[start, stop)` of a slice: 1-D, of the file's type; a view where one range has all of them."""
@@ -237,7 +239,7 @@ class DiskHistory:
         self._range = since, math.inf if before is None else before
         self._part = part
         self._checkpoints: list[_Checkpoint] = []
-        self._hashed: set[tuple[int, int, str]] = set()
+        self._hashed: set[tuple[str, str]] = set()
         self._operators: dict[str, Piece] = {}
         if opened:
             for _ in self.open():
@@ -338,7 +340,7 @@ class DiskHistory:
         carried = {name: one.xxh3_128 for name, one in found.files.items() if experts_taken_at(name) is not None}
         for name, file in found.files.items():
             if carried.get(name) not in checked:  # else it is carried from a checkpoint that was verified
-                yield from self._check(saved.directory / name, file)
+                yield from self._check(slab_path(saved.directory, name), file)
         record, entry = found.record, _entry(found.record)
         yield
         older = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
@@ -353,9 +355,8 @@ class DiskHistory:
         return ReadManifest("", entry, slices, ranges, taken_at, frozenset(carried.values()))
 
     def _check(self, path: Path, record: FileRecord) -> Iterator[None]:
-        """Compare a file with its hash, once where checkpoints carry it along."""
-        found = path.stat()
-        known = found.st_dev, found.st_ino, record.xxh3_128
+        """Compare a slab with its hash, once where several checkpoints list it."""
+        known = path.name, record.xxh3_128
         if known not in self._hashed:
             yield from check_in_pieces(path, record)
             self._hashed.add(known)

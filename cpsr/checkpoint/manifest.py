@@ -1,9 +1,10 @@
-"""The records of a checkpoint: one manifest for each rank, one over all ranks, and the names on disk."""
+"""The records of a checkpoint: one manifest for each rank, the commit record over all ranks, and the names on disk."""
 
 import hashlib
 import json
 import re
-from typing import Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 import xxhash
@@ -19,32 +20,23 @@ from pydantic import (
 
 from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, PIECE_DIGITS, piece_hash, pieces_in
 
-__all__ = ["COMMIT", "MANIFEST", "THINNED", "FileRecord", "Manifest", "OperatorRecord", "RankManifest", "RankRecord"]
-__all__ += ["TensorRecord", "commit_record", "file_name", "rank_manifest_name", "step_iteration", "step_name"]
-__all__ += [
-    "FrozenRecord",
-    "expert_files",
-    "experts_taken_at",
-    "frozen_file_name",
-    "frozen_word",
-    "holds_frozen",
-    "writer_of",
-]
-__all__ += ["dtype_name", "holds_weights", "is_shared", "thinned_record"]
+__all__ = ["COMMIT", "SLABS", "FileRecord", "FrozenRecord", "Kind", "Manifest", "OperatorRecord", "RankManifest"]
+__all__ += ["RankRecord", "Save", "TensorRecord", "dtype_name", "experts_taken_at", "frozen_slab_name", "holds_frozen"]
+__all__ += ["holds_weights", "rank_manifest_name", "saved_at", "slab_name", "slab_path", "step_iteration", "step_name"]
+__all__ += ["writer_of"]
 
-MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
-THINNED = "THINNED"
+SLABS = "slabs"
+
+Kind = Literal["params", "moments", "extra", "expert-params", "expert-moments"]
 
 _STEP = re.compile(r"step-(\d{10,})")
 
-# A pattern allows known names only, so that no manifest can point out of its own directory.
-_EXPERTS = r"experts-\d{10,}\."
-_FROZEN = r"frozen-[0-9a-f]{32}"
-FileName = Annotated[
-    str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.(({_EXPERTS})?(params|moments|extra)|{_FROZEN})\.safetensors$")
-]
-FrozenFileName = Annotated[str, StringConstraints(pattern=rf"^rank-\d{{5,}}\.{_FROZEN}\.safetensors$")]
+# A pattern allows known names only, so that no manifest can point out of the directory of slabs.
+_SAVED = r"rank-\d{5,}\.(?P<kind>(expert-)?(params|moments)|extra)-(?P<iteration>\d{10,})-\d+\.\d+\.safetensors"
+_FROZEN = r"rank-\d{5,}\.frozen-[0-9a-f]{32}\.safetensors"
+FileName = Annotated[str, StringConstraints(pattern=f"^({_SAVED}|{_FROZEN})$")]
+FrozenFileName = Annotated[str, StringConstraints(pattern=f"^{_FROZEN}$")]
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 PieceHashes = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -84,13 +76,18 @@ class FileRecord(_RecordOfSome):
     bytes: Count
     xxh3_128: Xxh3 = Field(description="hash of the file: xxh3-128 of the xxh3-64 of every MiB")
     pieces: PieceHashes | None = Field(
-        default=None, description="xxh3-64 of every MiB, one after the other; absent where another rank has written it"
+        default=None, description="xxh3-64 of every MiB, one after the other; absent in the commit record"
     )
 
     @classmethod
     def of_pieces(cls, size: int, pieces: str) -> Self:
         """The record of a file with this many bytes, and these hashes of its MiB."""
         return cls(bytes=size, xxh3_128=xxhash.xxh3_128_hexdigest(bytes.fromhex(pieces)), pieces=pieces)
+
+    @property
+    def listed(self) -> Self:
+        """As the commit record lists it."""
+        return self.model_copy(update={"pieces": None})
 
     def first_difference(self, found: "FileRecord") -> int | None:
         """First byte of the first MiB in which another file differs; 0 where that is not known; None: the same."""
@@ -126,7 +123,7 @@ class FrozenRecord(_RecordOfSome):
     shape: tuple[Count, ...]
     dtype: str
     file: FrozenFileName | None = Field(
-        default=None, description="of any rank, in this checkpoint; absent: its values are in the small state"
+        default=None, description="slab with its values, of any rank; absent: they are in the small state"
     )
     xxh3_128: Xxh3 | None = Field(default=None, description="hash of its bytes, where a file has it")
     global_shape: tuple[Count, ...] | None = Field(
@@ -213,21 +210,14 @@ class RankManifest(_Record):
         """Read one rank's manifest of a committed checkpoint; ValueError with what is wrong with it."""
         listed = manifest.ranks[rank]
         if hashlib.sha256(data).hexdigest() != listed.sha256:
-            raise ValueError(f"its SHA-256 is not the one in {MANIFEST}; it is torn or altered")
+            raise ValueError(f"its SHA-256 is not the one in {COMMIT}; it is torn or altered")
         record = cls.parse(data)
         whole = (manifest.run_id, manifest.life, manifest.attempt, manifest.iteration, manifest.world_size, rank)
         if (record.run_id, record.life, record.attempt, record.iteration, record.world_size, record.rank) != whole:
-            raise ValueError(f"is not of the checkpoint that {MANIFEST} describes")
-        hashes = {name: file.xxh3_128 for name, file in record.files.items()}
-        sizes = {name: file.bytes for name, file in record.files.items()}
-        if sizes != listed.files or listed.hashes not in (None, hashes):
-            raise ValueError(f"lists other files than {MANIFEST}")
+            raise ValueError(f"is not of the checkpoint that {COMMIT} describes")
+        if {name: file.listed for name, file in record.files.items()} != listed.files:
+            raise ValueError(f"lists other files than {COMMIT}")
         return record
-
-    def writers(self) -> set[int]:
-        """Other ranks, in whose files operators or parameters outside the optimizer lie."""
-        found = {one.saved_by for one in self.operators.values() if one.saved_by is not None}
-        return (found | {writer_of(file) for file in self.frozen_files()}) - {self.rank}
 
     def frozen_files(self) -> dict[str, set[str]]:
         """Parameters outside the optimizer by the file that has them."""
@@ -239,26 +229,29 @@ class RankManifest(_Record):
 
     @property
     def sparse(self) -> bool:
-        """Whether experts have files of their own (see `cpsr.checkpoint.rank_part`)."""
+        """Whether experts have slabs of their own (see `cpsr.checkpoint.rank_part`)."""
         return any(experts_taken_at(name) is not None for name in self.files)
 
+    @property
+    def save(self) -> "Save":
+        """Of which save this rank's new slabs are."""
+        return Save(self.iteration, self.life, self.attempt)
 
-class RankRecord(_RecordOfSome):
+
+class RankRecord(_Record):
     """One rank's manifest as rank 0 saw it at the commit."""
 
     sha256: Sha256
-    files: dict[FileName, Count] = Field(description="file -> bytes")
-    hashes: dict[FileName, Xxh3] | None = Field(
-        default=None, description="file -> xxh3-128, where other ranks leave operators to this one; else absent"
-    )
+    files: dict[FileName, FileRecord] = Field(description="slabs with this rank's part, without hashes of their MiB")
 
 
 class Manifest(_Record):
-    """The whole checkpoint, over all ranks.
+    """The commit record: the whole checkpoint, over all ranks.
 
     Attributes:
         sequence: counts the commits of the run; orders them also after a roll-back, without a clock.
         label: `scalars["origin"]` of rank 0, where it is a string.
+        weights_only: all other slabs are given up: training cannot restart there.
     """
 
     format: Literal[1] = 1
@@ -270,31 +263,59 @@ class Manifest(_Record):
     sequence: Count
     label: str | None
     created_unix_seconds: UnixSeconds
+    weights_only: bool = False
     ranks: dict[Count, RankRecord]
 
     @classmethod
-    def parse(cls, data: bytes) -> "Manifest":
-        """Read the JSON form; ValueError where it is not one."""
-        manifest = cls._parsed(data)
+    def parse(cls, data: bytes, step: str = "") -> "Manifest":
+        """Read the content of COMMIT; ValueError with what is wrong with it.
+
+        Args:
+            data: all of it.
+            step: name of its directory; empty: any.
+        """
+        word, _, content = data.partition(b"\n")
+        if word != hashlib.sha256(content).hexdigest().encode("ascii"):
+            raise ValueError("does not begin with the SHA-256 of the rest; it is torn or altered")
+        manifest = cls._parsed(content)
         if sorted(manifest.ranks) != list(range(manifest.world_size)):
             raise ValueError(f"lists the ranks {sorted(manifest.ranks)} of {manifest.world_size}")
-        return manifest
-
-    @classmethod
-    def parse_of(cls, data: bytes, step: str) -> "Manifest":
-        """Read the manifest in a checkpoint's directory of this name; ValueError with what is wrong with it."""
-        manifest = cls.parse(data)
-        if manifest.iteration != step_iteration(step):
+        if step and manifest.iteration != step_iteration(step):
             raise ValueError(f"is of iteration {manifest.iteration}, not of its directory's")
         return manifest
 
-    def files(self) -> dict[str, int]:
-        """Bytes of the tensor files of all ranks, by name."""
-        return {name: size for record in self.ranks.values() for name, size in record.files.items()}
+    def to_bytes(self) -> bytes:
+        """Content of COMMIT: the SHA-256 of the JSON, a newline, and the JSON."""
+        content = super().to_bytes()
+        return f"{hashlib.sha256(content).hexdigest()}\n".encode("ascii") + content
 
-    def thinned_files(self) -> list[str]:
-        """Names that thinning removes: all but the weights."""
-        return sorted(name for name in self.files() if not holds_weights(name))
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """The slabs that it lists, by name."""
+        return {
+            name: file
+            for record in self.ranks.values()
+            for name, file in record.files.items()
+            if not self.weights_only or holds_weights(name)
+        }
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the slabs that it lists."""
+        return sum(file.bytes for file in self.files.values())
+
+
+class Save(NamedTuple):
+    """Which save of a run: an iteration may be saved again after a roll-back, or in another life."""
+
+    iteration: int
+    life: int
+    attempt: int
+
+    @property
+    def word(self) -> str:
+        """Its part of the names of slabs."""
+        return f"{self.iteration:010d}-{self.life}.{self.attempt}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -305,16 +326,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def step_name(iteration: int) -> str:
     """Directory of the checkpoint at an iteration."""
     return f"step-{iteration:010d}"
-
-
-def holds_weights(name: str) -> bool:
-    """Whether a file holds weights, which thinning leaves."""
-    return name.endswith(".params.safetensors")
-
-
-def is_shared(name: str) -> bool:
-    """Whether checkpoints may have a file of this name in common: of experts, or of frozen weights."""
-    return experts_taken_at(name) is not None or holds_frozen(name)
 
 
 def step_iteration(name: str) -> int | None:
@@ -328,60 +339,48 @@ def rank_manifest_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def file_name(rank: int, kind: Literal["params", "moments", "extra"], taken_at: int | None = None) -> str:
-    """File of one kind of one rank's tensors.
-
-    Args:
-        rank: whose.
-        kind: of tensors.
-        taken_at: of experts that have files of their own (see `cpsr.checkpoint.rank_part`): the iteration at which
-            those in this one were saved.
-    """
-    experts = "" if taken_at is None else f"experts-{taken_at:010d}."
-    return f"rank-{rank:05d}.{experts}{kind}.safetensors"
+def slab_name(rank: int, kind: Kind, save: Save) -> str:
+    """Slab of one kind of one rank's tensors, as this save wrote it."""
+    return f"rank-{rank:05d}.{kind}-{save.word}.safetensors"
 
 
-def expert_files(rank: int, taken_at: int) -> list[str]:
-    """Names of the files with a rank's experts of one iteration."""
-    return [file_name(rank, "params", taken_at), file_name(rank, "moments", taken_at)]
-
-
-def experts_taken_at(name: str) -> int | None:
-    """Iteration at which the experts in a file were saved; None of a file that has no experts of its own."""
-    match = re.match(rf"rank-\d+\.{_EXPERTS}", name)
-    return int(name.split(".")[1].removeprefix("experts-")) if match else None
-
-
-def frozen_file_name(rank: int, word: str) -> str:
-    """File of parameters outside the optimizer.
+def frozen_slab_name(rank: int, word: str) -> str:
+    """Slab of parameters outside the optimizer.
 
     Args:
         rank: that writes it.
-        word: hash of names and content (`cpsr.state.frozen_parameters.word_of`): files of one name are the same.
+        word: hash of names and content (`cpsr.state.frozen_parameters.word_of`): slabs of one name are the same.
     """
     return f"rank-{rank:05d}.frozen-{word}.safetensors"
 
 
-def frozen_word(name: str) -> str:
-    """The hash in the name of a file of parameters outside the optimizer."""
-    return name.split(".")[1].removeprefix("frozen-")
+def slab_path(checkpoint: Path, name: str) -> Path:
+    """Where a slab lies that the checkpoint in this directory lists."""
+    return checkpoint.parent / SLABS / name
+
+
+def saved_at(name: str) -> int | None:
+    """Iteration at which a slab was saved; None of frozen parameters, and of names that no slab has."""
+    match = re.fullmatch(_SAVED, name)
+    return int(match["iteration"]) if match else None
+
+
+def experts_taken_at(name: str) -> int | None:
+    """Iteration at which the experts in a slab were saved; None of a slab that has no experts of its own."""
+    return saved_at(name) if ".expert-" in name else None
+
+
+def holds_weights(name: str) -> bool:
+    """Whether a slab holds trained weights, which are kept longest."""
+    match = re.fullmatch(_SAVED, name)
+    return match is not None and match["kind"].endswith("params")
 
 
 def holds_frozen(name: str) -> bool:
-    """Whether a file holds parameters outside the optimizer."""
-    return re.match(rf"rank-\d+\.{_FROZEN}\.", name) is not None
+    """Whether a slab holds parameters outside the optimizer."""
+    return re.fullmatch(_FROZEN, name) is not None
 
 
 def writer_of(name: str) -> int:
-    """The rank that writes a file."""
+    """The rank that writes a slab."""
     return int(name.split(".")[0].removeprefix("rank-"))
-
-
-def commit_record(manifest: bytes) -> bytes:
-    """Content of COMMIT for the bytes of `manifest.json`."""
-    return (hashlib.sha256(manifest).hexdigest() + "\n").encode("ascii")
-
-
-def thinned_record(manifest: Manifest) -> bytes:
-    """Content of THINNED: the files that were removed. It follows from the manifest, so that it can be checked."""
-    return (json.dumps(manifest.thinned_files(), indent=0) + "\n").encode("ascii")

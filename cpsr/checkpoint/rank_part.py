@@ -1,15 +1,15 @@
-"""One rank's part of a checkpoint: tensor files, and operators that lie in files of earlier ones or of other ranks.
+"""One rank's part of a checkpoint: the slabs that it writes, and older ones and those of other ranks that it lists.
 
-In a *sparse* checkpoint of a mixture every rank writes all but some experts, and links the files with those. Experts
-have their own files, named after the iteration at which they were saved::
+In a *sparse* checkpoint of a mixture every rank writes all but some experts, and lists the slabs with those. Experts
+have their own slabs, named after the iteration at which they were saved::
 
-    rank-00000.params.safetensors                       what every token passes, of this checkpoint
-    rank-00000.experts-0000000100.params.safetensors    experts of this checkpoint, 100
-    rank-00000.experts-0000000080.params.safetensors    a link to what checkpoint 80 wrote, for those not saved since
+    rank-00000.params-0000000100-0.0.safetensors           what every token passes, of this checkpoint
+    rank-00000.expert-params-0000000100-0.0.safetensors    experts of this checkpoint, 100
+    rank-00000.expert-params-0000000080-0.0.safetensors    of checkpoint 80: experts that were not saved since
 
-A file is carried until every expert in it was saved again. So every sparse checkpoint holds every operator, and can
-be verified, loaded and deleted like any other. The manifest gives each operator's iteration, which names its file;
-the same operator in an older file is out of date.
+A slab is carried until every expert in it was saved again. So every sparse checkpoint has every operator, and can be
+verified, loaded and deleted like any other. The manifest gives each operator's iteration, which names its slab; the
+same operator in an older slab is out of date.
 """
 
 from collections import deque
@@ -19,17 +19,18 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.commit import Attempt
-from cpsr.checkpoint.files import link_file, sync_directory, write_bytes, write_tensors
-from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks, FrozenPart
+from cpsr.checkpoint.commit import Attempt, remove_slabs
+from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes, write_tensors
+from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart, RescuedFrozen
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.manifest import (
     FileRecord,
     OperatorRecord,
     RankManifest,
-    expert_files,
-    file_name,
+    Save,
     rank_manifest_name,
+    slab_name,
+    slab_path,
 )
 from cpsr.checkpoint.replicated import state_hash
 from cpsr.checkpoint.saved import SCALARS, operator_record, tensor_record
@@ -41,7 +42,7 @@ from cpsr.state.shard import Shard
 
 __all__ = ["RankPartWriter"]
 
-# Parts that are searched for carried files, newest first; retention never removes the newest two.
+# Parts that are searched for carried slabs, newest first; retention never removes the newest two.
 _REMEMBERED_PARTS = 8
 
 
@@ -57,15 +58,15 @@ class RankPartWriter:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._parts: deque[tuple[Path, RankManifest]] = deque(maxlen=_REMEMBERED_PARTS)  # newest first
+        self._parts: deque[RankManifest] = deque(maxlen=_REMEMBERED_PARTS)  # newest first
 
-    def remove(self, directory: Path) -> None:
-        """Remove this rank's files of an uncommitted step, its manifest first; that it was skipped stays marked."""
-        (directory / rank_manifest_name(self._rank)).unlink(missing_ok=True)
-        prefixes = (f"rank-{self._rank:05d}.", f".rank-{self._rank:05d}.")
-        for path in list(directory.iterdir()) if directory.is_dir() else []:
-            if path.name.startswith(prefixes) and path.suffix != ".skip":
-                path.unlink(missing_ok=True)
+    def remove(self, directory: Path, save: Save) -> None:
+        """Remove this rank's part of an uncommitted step, its manifest first; that it was skipped stays marked."""
+        name = rank_manifest_name(self._rank)
+        (directory / name).unlink(missing_ok=True)
+        for path in list(directory.glob(f".{name}.*")):
+            path.unlink(missing_ok=True)
+        remove_slabs(directory, save, self._rank)
 
     def write(
         self,
@@ -73,22 +74,23 @@ class RankPartWriter:
         snapshot: Snapshot,
         attempt: Attempt,
         refuse_abandoned: Callable[[], None],
-        frozen: FrozenFiles | FrozenLinks | None = None,
+        frozen: FrozenFiles | RescuedFrozen | None = None,
     ) -> int:
-        """Write the files of one part, its manifest last; returns the bytes that were new.
+        """Write the slabs of one part, and its manifest last; returns the bytes that were new.
 
         Args:
             directory: of the checkpoint.
             snapshot: what to write.
             attempt: of the save.
-            refuse_abandoned: raises where rank 0 has abandoned it; called before each file.
-            frozen: files of the parameters outside the optimizer; None: there are none.
+            refuse_abandoned: raises where rank 0 has abandoned it; called before each slab.
+            frozen: slabs of the parameters outside the optimizer; None: there are none.
 
         Raises:
             SaveError: from `refuse_abandoned`; or what was read back differs, or something cannot be carried.
             OSError: the file system refused.
         """
         refuse_abandoned()
+        make_directory(slab_path(directory, ""))
         if snapshot.sealed is not None:
             snapshot.sealed.result()  # has hashed the buffer by then
         outside = FrozenPart(snapshot.scalars)
@@ -99,11 +101,12 @@ class RankPartWriter:
         operators |= self._of_others(snapshot, attempt)
         files |= outside.files
         new_bytes = outside.written_bytes
-        for name, tensors in _files(self._rank, snapshot, scalar_tensors).items():
+        save = Save(snapshot.iteration, attempt.life, attempt.attempt)
+        for name, tensors in _slabs(self._rank, save, snapshot, scalar_tensors).items():
             refuse_abandoned()
-            files[name] = write_tensors(directory / name, tensors, hashed=snapshot.hashed)
+            files[name] = write_tensors(slab_path(directory, name), tensors, hashed=snapshot.hashed)
             new_bytes += files[name].bytes
-        sync_directory(directory)
+        sync_directory(slab_path(directory, ""))
         manifest = RankManifest(
             run_id=attempt.run_id,
             life=attempt.life,
@@ -118,32 +121,30 @@ class RankPartWriter:
             scalars=data,
         )
         write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes())
-        self._parts.appendleft((directory, manifest))
+        self._parts.appendleft(manifest)
         return new_bytes
 
-    def _earlier(self, attempt: Attempt) -> list[tuple[Path, RankManifest]]:
+    def _earlier(self, attempt: Attempt) -> list[RankManifest]:
         """Parts of this attempt, the newest first."""
         same = attempt.life, attempt.attempt
-        return [part for part in self._parts if (part[1].life, part[1].attempt) == same]
+        return [part for part in self._parts if (part.life, part.attempt) == same]
 
     def _carry(
         self, directory: Path, contents: Contents, attempt: Attempt
     ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
-        """Link the files of carried operators; returns their records, and the operators' as they were taken."""
+        """The slabs with carried operators, and the operators' records as they were taken."""
         carried = contents.carried_here
-        for source, part in self._earlier(attempt) if carried else ():
+        for part in self._earlier(attempt) if carried else ():
             known = {name: part.operators[name] for name in carried if name in part.operators}
             operators = {name: one for name, one in known.items() if one.saved_by is None}  # else it is not here
             if len(operators) < len(carried):
                 break
-            ages = sorted({one.iteration for one in operators.values()})
-            files = {name: part.files[name] for age in ages for name in expert_files(self._rank, age)}
-            try:
-                for name, record in files.items():
-                    link_file(source / name, directory / name, record)
-            except FileNotFoundError:
-                continue  # it was abandoned, or retention was there; the commit removes what was linked
-            return files, operators
+            saves = sorted({part.save._replace(iteration=one.iteration) for one in operators.values()})
+            names = [
+                slab_name(self._rank, kind, save) for save in saves for kind in ("expert-params", "expert-moments")
+            ]
+            if all(slab_path(directory, name).exists() for name in names):  # else it was abandoned
+                return {name: part.files[name] for name in names}, operators
         if carried:
             raise SaveError(
                 f"{directory}: {len(carried)} parameters of experts are not saved now, and were not saved since the "
@@ -154,7 +155,7 @@ class RankPartWriter:
     def _of_others(self, snapshot: Snapshot, attempt: Attempt) -> dict[str, OperatorRecord]:
         """Records of the operators that other ranks write; those of carried ones are of the part before."""
         contents = snapshot.contents
-        before: Mapping[str, OperatorRecord] = next((part.operators for _, part in self._earlier(attempt)), {})
+        before: Mapping[str, OperatorRecord] = next((part.operators for part in self._earlier(attempt)), {})
         found: dict[str, OperatorRecord] = {}
         for name, writer in contents.writers.items():
             if name not in contents.carried:
@@ -183,22 +184,22 @@ def _written_operators(snapshot: Snapshot) -> dict[str, OperatorRecord]:
     }
 
 
-def _files(
-    rank: int, snapshot: Snapshot, scalar_tensors: dict[str, torch.Tensor]
+def _slabs(
+    rank: int, save: Save, snapshot: Snapshot, scalar_tensors: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """File -> the tensors to write into it."""
+    """New slab -> the tensors to write into it."""
     contents = snapshot.contents
     written = contents.written(snapshot.shard)
     tensors = dict(contents.without_experts(written).tensors())
     files = {
-        file_name(rank, "params"): _of_kind(tensors, "param/"),
-        file_name(rank, "moments"): _of_kind(tensors, "moment/"),
-        file_name(rank, "extra"): _of_kind(tensors, "other/") | scalar_tensors,
+        slab_name(rank, "params", save): _of_kind(tensors, "param/"),
+        slab_name(rank, "moments", save): _of_kind(tensors, "moment/"),
+        slab_name(rank, "extra", save): _of_kind(tensors, "other/") | scalar_tensors,
     }
     experts = dict(Shard({k: one for k, one in written.operators.items() if k in contents.experts}).tensors())
     if experts:
-        files[file_name(rank, "params", snapshot.iteration)] = _of_kind(experts, "param/")
-        files[file_name(rank, "moments", snapshot.iteration)] = _of_kind(experts, "moment/")
+        files[slab_name(rank, "expert-params", save)] = _of_kind(experts, "param/")
+        files[slab_name(rank, "expert-moments", save)] = _of_kind(experts, "moment/")
     return files
 
 

@@ -40,9 +40,8 @@ def missing_among(records: Mapping[int, RankManifest]) -> Iterator[tuple[int, st
     for rank, record in records.items():
         for file, names in record.frozen_files().items():
             writer = writer_of(file)
-            if (writer in records or writer >= record.world_size) and (
-                writer not in records or file not in records[writer].files
-            ):
+            listed = file in record.files or (writer in records and file in records[writer].files)
+            if not listed and (writer in records or writer >= record.world_size):
                 yield rank, f"leaves {min(names)!r} to rank {writer}, which did not save {file}"
         for name, one in record.operators.items():
             if one.saved_by is None or (one.saved_by not in records and one.saved_by < record.world_size):

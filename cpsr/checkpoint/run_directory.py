@@ -125,9 +125,8 @@ def open_run(
 
 
 def checkpoint_bytes(run_dir: Path) -> int:
-    """Bytes that checkpoints in a run directory take on the disk now; a file with several names counts once."""
-    found = [path.stat() for path in (run_dir / "checkpoints").rglob("*") if path.is_file()]
-    return sum({(one.st_dev, one.st_ino): one.st_size for one in found}.values())
+    """Bytes that checkpoints in a run directory take on the disk now."""
+    return sum(path.stat().st_size for path in (run_dir / "checkpoints").rglob("*") if path.is_file())
 
 
 def run_id(path: Path) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,13 +16,15 @@ from cpsr.checkpoint.files import open_plain
 from cpsr.checkpoint.manifest import (
     FileRecord,
     FrozenRecord,
+    Kind,
     Manifest,
     OperatorRecord,
     RankManifest,
     TensorRecord,
     dtype_name,
-    file_name,
     rank_manifest_name,
+    slab_name,
+    slab_path,
     writer_of,
 )
 from cpsr.checkpoint.ranges import Headers, WantedRange, read_ranges, read_tensors
@@ -38,7 +40,10 @@ SCALARS = "scalars"  # the names of the small state's tensors begin with it
 RECORDS_AT_ONCE = 8  # manifests of thousands of operators take megabytes
 OTHER_FILES = 512  # that the process may have open
 
-_Kept = tuple[str, Piece, str | None]  # key, piece, and name of the file; None: it is in the small state
+_PARAMS: tuple[Kind, Kind] = ("params", "expert-params")
+_MOMENTS: tuple[Kind, Kind] = ("moments", "expert-moments")
+
+_Kept = tuple[str, Piece, str | None]  # key, piece, and name of the slab; None: it is in the small state
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class SavedCheckpoint:
             limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
         for name in names:
-            self._held[name] = persistently(partial(open_plain, direct=True), self.directory / name)
+            self._held[name] = persistently(partial(open_plain, direct=True), slab_path(self.directory, name))
 
     def __del__(self) -> None:
         for descriptor in self._held.values():
@@ -155,7 +160,7 @@ class SavedCheckpoint:
                 (small if file is None else files.setdefault(file, {}))[key] = piece
             for file, pieces in files.items():
                 listed, opened = self.file(record, file), self._held.get(file)
-                yield FileSlab(self.directory / file, listed, rank, pieces, opened, self._headers)
+                yield FileSlab(slab_path(self.directory, file), listed, rank, pieces, opened, self._headers)
             if small:
                 yield _MovedSlab(self, rank, small)
 
@@ -190,9 +195,9 @@ class SavedCheckpoint:
             if not isinstance(found, dict) or key not in found:
                 raise CheckpointError(f"{self.directory}: rank {rank} saved no {'.'.join(branch)}")
             found = found[key]
-        file = file_name(rank, "extra")
+        file = slab_name(rank, "extra", record.save)
         listed, prefix = self.file(record, file), ".".join([SCALARS, *branch])
-        tensors = read_tensors(self.directory / file, listed, prefix, self._held.get(file), self._headers)
+        tensors = read_tensors(slab_path(self.directory, file), listed, prefix, self._held.get(file), self._headers)
         try:
             return decode(found, tensors)
         except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
@@ -212,33 +217,35 @@ class SavedCheckpoint:
             path = self.directory / rank_manifest_name(record.rank)
             raise DamagedFileError(path, f"lists {sorted(record.files)}, not {name}")
         listed = self.manifest.ranks.get(writer)
-        if listed is None or listed.hashes is None or name not in listed.files or name not in listed.hashes:
+        if listed is None or name not in listed.files:
             path = self.directory / rank_manifest_name(record.rank)
             raise DamagedFileError(path, f"leaves {name} to rank {writer}, of which that is not described")
-        return FileRecord(bytes=listed.files[name], xxh3_128=listed.hashes[name])
+        return listed.files[name]
 
 
 def places_of(record: RankManifest, prefix: str = "") -> Iterator[_Kept]:
     """All tensors of a rank's part but those of the small state; or weights alone, of the prefix `param/`."""
     for name, one in record.operators.items():
-        yield f"param/{name}", _piece(one, one.dtype), _file_of(record, one, "params")
+        yield f"param/{name}", _piece(one, one.dtype), _slab_of(record, one, _PARAMS)
     for name, one in record.operators.items() if not prefix else ():
         for moment, described in one.moments.items():
             dtype, _, size = described.partition("[")
             piece = _piece(one, dtype)
             if size:  # the whole parameter's, by row or by block
                 piece = Piece((int(size[:-1]),), _dtype(dtype), 0, int(size[:-1]))
-            yield f"moment/{moment}/{name}", piece, _file_of(record, one, "moments")
+            yield f"moment/{moment}/{name}", piece, _slab_of(record, one, _MOMENTS)
     for name, other in record.others.items() if not prefix else ():
         piece = Piece(other.shape, _dtype(other.dtype), 0, prod(other.shape))
-        yield f"other/{name}", piece, file_name(record.rank, "extra")
+        yield f"other/{name}", piece, slab_name(record.rank, "extra", record.save)
     for name, frozen in record.frozen.items() if not prefix else ():
         yield f"frozen/{name}", piece_of(frozen), frozen.file
 
 
-def _file_of(record: RankManifest, one: OperatorRecord, kind: Literal["params", "moments"]) -> str:
+def _slab_of(record: RankManifest, one: OperatorRecord, kinds: tuple[Kind, Kind]) -> str:
+    """The slab with an operator, by its kinds for all and for experts."""
     writer = record.rank if one.saved_by is None else one.saved_by
-    return file_name(writer, kind, one.iteration if one.apart else None)
+    save = record.save._replace(iteration=one.iteration) if one.apart else record.save
+    return slab_name(writer, kinds[bool(one.apart)], save)
 
 
 def _piece(one: OperatorRecord, dtype: str) -> Piece:

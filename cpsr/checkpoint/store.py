@@ -2,16 +2,16 @@
 
 ::
 
+    <run_dir>/checkpoints/slabs/
+        rank-00000.params-0000000100-0.0.safetensors     weights that rank 0 saved at iteration 100, in life 0
+        rank-00000.moments-0000000100-0.0.safetensors    the optimizer's tensors
+        rank-00000.extra-0000000100-0.0.safetensors      buffers, and the tensors among the scalars
+        rank-00000.expert-{params,moments}-0000000080-0.0.safetensors   of mixtures: see `cpsr.checkpoint.rank_part`
+        rank-00000.frozen-<hash>.safetensors             see `cpsr.checkpoint.frozen_files`
     <run_dir>/checkpoints/step-0000000100/
-        rank-00000.params.safetensors    weights
-        rank-00000.moments.safetensors   the optimizer's tensors
-        rank-00000.extra.safetensors     buffers, and the tensors among the scalars
-        rank-00000.frozen-<hash>.safetensors      see `cpsr.checkpoint.frozen_files`
-        rank-00000.experts-0000000100.{params,moments}.safetensors   of sparse ones: see `cpsr.checkpoint.rank_part`
-        rank-00000.json                  what this rank wrote, with sizes and hashes
-        manifest.json                    the SHA-256 of every rank's manifest
-        COMMIT                           the SHA-256 of manifest.json; without it there is no checkpoint
-        THINNED                          only in old checkpoints: the files that were removed again
+        rank-00000.json     what belongs to this rank, and its slabs with sizes and hashes
+        COMMIT              lists the slabs of all ranks, and the SHA-256 of their manifests; without it there is no
+                            checkpoint
 """
 
 import logging
@@ -28,7 +28,7 @@ from cpsr.checkpoint.catalogue import (
     Retention,
     RetentionPlan,
     remove_temporary,
-    remove_uncommitted,
+    remove_unlisted,
     retain,
     scan,
     set_aside,
@@ -46,8 +46,8 @@ from cpsr.checkpoint.commit import (
     wait_for_ranks,
 )
 from cpsr.checkpoint.files import make_directory, write_bytes
-from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
-from cpsr.checkpoint.manifest import COMMIT, Manifest, rank_manifest_name, step_name
+from cpsr.checkpoint.frozen_files import FrozenFiles, RescuedFrozen
+from cpsr.checkpoint.manifest import COMMIT, SLABS, Manifest, Save, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
 from cpsr.checkpoint.replicated import DriftedError
 from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
@@ -57,7 +57,6 @@ from cpsr.checkpoint.verify import (
     UnreadableFileError,
     is_committed,
     is_there,
-    is_thinned,
     read_manifest,
     verify_run,
 )
@@ -133,11 +132,12 @@ class CheckpointStore:
         found = self._readable()
         for problem in found.problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
-        remove_uncommitted(found)
+        found = self._readable() if (problems := found.problems) else found
+        remove_unlisted(self.directory, found)
         remove_temporary(found)
-        return found.problems
+        return problems
 
-    def write(self, snapshot: Snapshot, frozen: FrozenLinks | None = None) -> int:
+    def write(self, snapshot: Snapshot, frozen: RescuedFrozen | None = None) -> int:
         """Write this rank's part, with `frozen` in the place of its own; it counts once rank 0 committed the step.
 
         Returns:
@@ -150,19 +150,20 @@ class CheckpointStore:
         """
         refuse_superseded(self.directory.parent, self._life)
         directory, attempt = self._step(snapshot.iteration), self._same_attempt()
+        save = Save(snapshot.iteration, attempt.life, attempt.attempt)
         make_directory(directory)
         if (directory / COMMIT).exists():
             raise SaveError(f"{directory} is committed already; abandon_after() it before this step is saved again")
         try:
-            self._part.remove(directory)
-            refuse = partial(self._refuse_abandoned, directory, attempt)
+            self._part.remove(directory, save)
+            refuse = partial(self._refuse_abandoned, directory, save)
             written = self._part.write(directory, snapshot, attempt, refuse, frozen or self.frozen)
-            self._refuse_abandoned(directory, attempt)
+            self._refuse_abandoned(directory, save)
         except (OSError, SaveError) as error:
             refuse_superseded(self.directory.parent, self._life)
-            self._part.remove(directory)
+            self._part.remove(directory, save)
             # Rank 0 removes the files when it abandons a step, so that its reason hides behind other errors.
-            self._refuse_abandoned(directory, attempt, error)
+            self._refuse_abandoned(directory, save, error)
             raise
         return written
 
@@ -260,7 +261,7 @@ class CheckpointStore:
             CheckpointError: there is none at that iteration, or it holds the weights only.
         """
         directory, manifest = self._of_this_run(iteration, any_size=self.reshard is not None)
-        if is_thinned(directory, manifest):
+        if manifest.weights_only:
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
         saved = SavedCheckpoint(directory, manifest)
         if self.reshard is not None and manifest.world_size != self._world_size:
@@ -293,7 +294,7 @@ class CheckpointStore:
         found = self._readable(after=iteration)
         newer = [one.iteration for one in found.checkpoints if one.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
-        remove_uncommitted(found, after=iteration)
+        remove_unlisted(self.directory, scan(self.directory), after=iteration)
         return [path for path in moved if path is not None]
 
     def retain(self, rules: Retention) -> RetentionPlan:
@@ -341,11 +342,11 @@ class CheckpointStore:
                 raise UnreadableFileError(problem.file, problem.what)
         return catalogue
 
-    def _refuse_abandoned(self, directory: Path, attempt: Attempt, cause: Exception | None = None) -> None:
+    def _refuse_abandoned(self, directory: Path, save: Save, cause: Exception | None = None) -> None:
         refuse_superseded(self.directory.parent, self._life)
-        reason = skipped_reason(directory, 0, attempt)
+        reason = skipped_reason(directory, 0, Attempt(self.run_id, save.life, save.attempt, self._world_size))
         if reason is not None:
-            self._part.remove(directory)
+            self._part.remove(directory, save)
             raise SaveError(f"{directory} was abandoned by rank 0: {reason}") from cause
 
     def _set_aside(self, iteration: int, kind: Literal["damaged", "abandoned"], reason: str) -> Path | None:
@@ -366,11 +367,12 @@ class CheckpointStore:
         """Directory of a step.
 
         Raises:
-            SaveError: a symbolic link is in its place.
+            SaveError: a symbolic link is in its place, or in that of the slabs.
         """
         directory = self.directory / step_name(iteration)
-        if directory.is_symlink():
-            raise SaveError(f"{directory} is a symbolic link: nothing is read or written through it; remove the link")
+        for path in (directory, self.directory / SLABS):
+            if path.is_symlink():
+                raise SaveError(f"{path} is a symbolic link: nothing is read or written through it; remove the link")
         return directory
 
     def _iterations(self) -> str:

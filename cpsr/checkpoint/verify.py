@@ -14,22 +14,20 @@ from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, piece_hash
 from cpsr.checkpoint.files import hash_file, hash_in_pieces, open_plain, read_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
-    MANIFEST,
-    THINNED,
+    SLABS,
     FileRecord,
     Manifest,
     RankManifest,
-    commit_record,
     rank_manifest_name,
+    slab_path,
     step_iteration,
-    thinned_record,
 )
 from cpsr.checkpoint.replicated import missing_among
 from cpsr.checkpoint.tensor_file import MappedTensors
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
 __all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "check_piece"]
-__all__ += ["is_committed", "is_there", "is_thinned", "map_tensors", "persistently"]
+__all__ += ["is_committed", "is_there", "map_tensors", "persistently"]
 __all__ += ["read_manifest", "read_rank_manifest", "refused_content", "require_same"]
 __all__ += ["verify_checkpoint", "verify_run"]
 
@@ -70,9 +68,11 @@ class UnreadableFileError(CheckpointError):
     """The file system cannot read this file now: it may be undamaged, and nothing is set aside."""
 
     def __init__(self, file: Path, what: str) -> None:
+        known = step_iteration(file.parent.name) is not None
+        which = str(file.parent) if known else "the directory of the checkpoint"
         super().__init__(
-            f"{file}: {what}. The checkpoint may be whole and was left as it is: start again; where this stays, move "
-            f"{file.parent} to another place, so that an older checkpoint is used"
+            f"{file}: {what}. The checkpoint may be whole and was left as it is: start again; where this stays, rename "
+            f"{which} to another name beside it, so that an older checkpoint is used and nothing of this one is removed"
         )
         self.file = file
         self.what = what
@@ -103,19 +103,16 @@ def is_there(path: Path) -> bool:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a committed checkpoint.
+    """The commit record of a checkpoint.
 
     Raises:
-        CheckpointCorruptError: COMMIT or the manifest is missing, torn or altered, or holds impossible values.
-        UnreadableFileError: the file system refuses to give one of them, also when asked again.
+        CheckpointCorruptError: it is missing, torn or altered, or holds impossible values.
+        UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    data = _read(directory / MANIFEST)
-    if _read(directory / COMMIT) != commit_record(data):
-        raise DamagedFileError(directory / COMMIT, f"does not match {MANIFEST}; one of the two is torn or altered")
     try:
-        return Manifest.parse_of(data, directory.name)
+        return Manifest.parse(_read(directory / COMMIT), directory.name)
     except ValueError as error:
-        raise DamagedFileError(directory / MANIFEST, str(error)) from error
+        raise DamagedFileError(directory / COMMIT, str(error)) from error
 
 
 def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankManifest:
@@ -131,21 +128,6 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
         return RankManifest.parse_listed(data, manifest, rank)
     except ValueError as error:
         raise DamagedFileError(path, str(error)) from error
-
-
-def is_thinned(directory: Path, manifest: Manifest) -> bool:
-    """Whether only the weights are kept; the marker must list exactly the files that thinning removes.
-
-    Raises:
-        CheckpointCorruptError: the marker is torn or altered.
-        UnreadableFileError: the file system refuses to give it, also when asked again.
-    """
-    path = directory / THINNED
-    if not is_there(path):
-        return False
-    if _read(path) != thinned_record(manifest):
-        raise DamagedFileError(path, "does not list the files that thinning removes; it is torn or altered")
-    return True
 
 
 def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
@@ -239,6 +221,8 @@ def verify_run(run_dir: Path) -> list[Problem]:
     if not checkpoints.is_dir():
         return [Problem(checkpoints, "no such directory; is this the directory of a run?", None)]
     problems: list[Problem] = []
+    if (checkpoints / SLABS).is_symlink():
+        problems.append(Problem(checkpoints / SLABS, "is a symbolic link, and never followed", None))
     for path in sorted(path for path in checkpoints.iterdir() if step_iteration(path.name) is not None):
         if path.is_symlink():
             problems.append(Problem(path, "is a symbolic link, and never followed", step_iteration(path.name)))
@@ -251,10 +235,10 @@ def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError
     """Damaged and unreadable files; with a damaged manifest nothing below it can be verified."""
     try:
         manifest = read_manifest(directory)
-        removed = manifest.thinned_files() if is_thinned(directory, manifest) else []
     except (DamagedFileError, UnreadableFileError) as error:
         yield error
         return
+    listed = manifest.files
     records: dict[int, RankManifest] = {}
     for rank in range(manifest.world_size):
         try:
@@ -262,9 +246,9 @@ def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError
         except (DamagedFileError, UnreadableFileError) as error:
             yield error
             continue
-        for name in sorted(record.files.keys() - set(removed)):
+        for name in sorted(record.files.keys() & listed):
             try:
-                check_file(directory / name, record.files[name], direct=True)
+                check_file(slab_path(directory, name), record.files[name], direct=True)
             except (DamagedFileError, UnreadableFileError) as error:
                 yield error
     for rank, what in missing_among(records):

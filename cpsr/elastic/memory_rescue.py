@@ -14,7 +14,7 @@ import torch
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenLinks
+from cpsr.checkpoint.frozen_files import FrozenFiles, RescuedFrozen
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_reader import OpenState, load_states, room_for_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
@@ -176,7 +176,7 @@ class Rescue:
                 node = source.entries[0].node
                 there = [rank for rank, one in enumerate(self._nodes) if one == node]
                 if there[source.rank % len(there)] == job.group.rank:
-                    frozen = self._links(source, len(sources))
+                    frozen = self._frozen_of(source)
                     self._store(source.rank, len(sources)).write(self._read(source, checkpoint), frozen)
         except (CheckpointError, OSError) as error:
             return f"rank {job.group.rank}: {error}"
@@ -195,14 +195,13 @@ class Rescue:
         lacking = partial(lacking_among, self._is_block)
         return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, job.journal.life, missing=lacking)
 
-    def _links(self, source: Source, parts: int) -> FrozenLinks | None:
+    def _frozen_of(self, source: Source) -> RescuedFrozen | None:
         """Where a part takes its parameters outside the optimizer from; None: no rank has any."""
         if self._frozen is None:
             return None
         checkpoints = self._job.run.path / "checkpoints"
         own = FrozenFiles(self._frozen.weights, source.rank, checkpoints, places=self._frozen.places)
-        was = source.entries[-1].rank, self._job.run.previous_ranks
-        return FrozenLinks(own, checkpoints, was, (source.rank, parts))
+        return RescuedFrozen(own, checkpoints, source.entries[-1].rank, self._job.run.previous_ranks)
 
     def _read(self, source: Source, checkpoint: int) -> Snapshot:
         """A part, in memory of its own."""

@@ -311,7 +311,7 @@ def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> Whol
         )
     records = [saved.record(rank) for rank in range(saved.manifest.world_size)]
     names = {name for record in records for name in record.files}
-    saved.hold(sorted(name for name in names if moments or not name.endswith(".moments.safetensors")))
+    saved.hold(sorted(name for name in names if moments or ".moments-" not in name))
     return WholeState(info, identity, saved)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.catalogue import remove_unlisted, scan
 from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
 from cpsr.checkpoint.host_snapshot import Snapshot
@@ -154,6 +154,7 @@ class KeptCheckpoints:
         found = self._store.catalogue()
         for info in found[: len(found) - kept]:
             remove_tree(info.directory, first=COMMIT)
+        remove_unlisted(self._store.directory, scan(self._store.directory))
 
 
 def _seconds_to_write(path: Path, name: str) -> float:

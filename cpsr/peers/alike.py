@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import newest_checkpoint
-from cpsr.checkpoint.manifest import RankManifest, file_name
+from cpsr.checkpoint.manifest import RankManifest, slab_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import owned_word
 from cpsr.checkpoint.snapshot import Snapshot
@@ -109,5 +109,5 @@ def _word(record: RankManifest) -> str:
     hashes = [record.operators[name].xxh3_128 for name in sorted(record.operators)]
     if hashes and None not in hashes:
         return " ".join(map(str, hashes))
-    extra = file_name(record.rank, "extra")
+    extra = slab_name(record.rank, "extra", record.save)
     return " ".join(file.xxh3_128 for name, file in sorted(record.files.items()) if name != extra)

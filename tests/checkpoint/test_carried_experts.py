@@ -1,5 +1,6 @@
 """Sparse checkpoints: each holds every operator, those of experts that it did not save as they were saved before."""
 
+import json
 import re
 import threading
 from dataclasses import replace
@@ -11,9 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpsr.benchmarks.harness.checkpoint_files import slab_files
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.commit import Attempt, abandon
 from cpsr.checkpoint.host_snapshot import Contents
+from cpsr.checkpoint.manifest import FileRecord, experts_taken_at
+from cpsr.checkpoint.remote.copies import scan, upload, verify
+from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.engines.moe.operators import MODULE_LIST
@@ -66,17 +71,40 @@ def directory(store: CheckpointStore, iteration: int) -> Path:
 
 def test_carried_experts_take_no_more_room_and_outlive_the_checkpoint_that_saved_them(store: CheckpointStore) -> None:
     write(store, 10, *EXPERTS)
-    name = "rank-00000.experts-0000000010.moments.safetensors"
     written = store.write(sparse_snapshot(20, NAMES[2]))
     assert store.commit(20, 5.0, NEVER).committed
-    assert (directory(store, 20) / name).samefile(directory(store, 10) / name)
-    new = [path for path in directory(store, 20).glob("*.safetensors") if "experts-0000000010" not in path.name]
+    carried = {path for path in slab_files(directory(store, 10)) if experts_taken_at(path.name) is not None}
+    assert carried < set(slab_files(directory(store, 20)))
+    new = set(slab_files(directory(store, 20))) - carried
     assert written == sum(path.stat().st_size for path in new)
     state = loaded(store, 20)
     write(store, 30, NAMES[3])
     store.retain(Retention(full_checkpoints=2, history_span_iterations=0, history_min_checkpoints=2))
     assert [info.iteration for info in store.catalogue()] == [20, 30]
     assert_same_bits(loaded(store, 20), state)
+
+
+def test_a_target_gets_carried_experts_once(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "run"}))
+    place, sent = open_place(f"memory://{tmp_path / 'target'}"), list[str]()
+    put = place.put
+
+    def counted(folder: str, path: Path, record: FileRecord) -> None:
+        sent.append(path.name)
+        put(folder, path, record)
+
+    monkeypatch.setattr(place, "put", counted)
+    write(store, 10, *EXPERTS)
+    for iteration in (20, 30):
+        write(store, iteration, NAMES[2])
+        upload(place, directory(store, iteration), scan(place, "run").usable)
+    assert [one for one in sent if experts_taken_at(one) == 10] == sorted(
+        path.name for path in slab_files(directory(store, 10)) if experts_taken_at(path.name) == 10
+    )
+    assert len(sent) == len(set(sent))
+    assert verify(place) == []
 
 
 def test_the_first_of_a_life_or_attempt_must_save_all(store: CheckpointStore, tmp_path: Path) -> None:
@@ -134,8 +162,8 @@ def test_nothing_is_committed_while_an_expert_is_on_no_rank(
     assert [info.iteration for info in stores[0].catalogue()] == ([] if missing else [10])
 
 
-def test_nothing_is_committed_where_ranks_have_an_expert_from_different_iterations(tmp_path: Path) -> None:
-    """As when a rank carried it from a checkpoint that was abandoned a moment later."""
+def test_nothing_is_committed_where_a_rank_carried_an_expert_from_an_abandoned_checkpoint(tmp_path: Path) -> None:
+    """A rank carried it from a checkpoint that was abandoned a moment later: what that saved is gone."""
     right = partial(wrong_experts, naming=NAMED)
     stores = [CheckpointStore(tmp_path, rank, 2, "run", 1, missing=right) for rank in (0, 1)]
     stores[0].prepare()
@@ -154,7 +182,7 @@ def test_nothing_is_committed_where_ranks_have_an_expert_from_different_iteratio
     put(1, 30, NAMES[1])
     abandon(directory(stores[0], 20), Attempt("run", 1, 0, 2), "rank 0 failed")
     put(0, 30, NAMES[1])
-    with pytest.raises(SaveError, match="has expert 2 of layer 'layers' from iteration 10, and rank 1 from 20"):
+    with pytest.raises(SaveError, match=r"rank-00001\.expert-params-0000000020-1\.0\.safetensors is not there"):
         stores[0].commit(30, 5.0, NEVER)
     assert [info.iteration for info in stores[0].catalogue()] == [10]
     for rank in (1, 0):
@@ -166,9 +194,9 @@ def test_what_is_carried_along_counts_once_against_the_limit_of_the_disk(store: 
     write(store, 10, *EXPERTS)
     for iteration in range(20, 100, 10):
         write(store, iteration)
-    files = {path.stat().st_ino: path.stat().st_size for path in store.directory.rglob("*.safetensors")}
-    limits = Retention(disk_limit_bytes=sum(files.values()), history_span_iterations=1000)
-    assert sum(sum(info.manifest.files().values()) for info in store.catalogue()) > 1.5 * sum(files.values())
+    taken = sum(path.stat().st_size for path in store.directory.rglob("*.safetensors"))
+    limits = Retention(disk_limit_bytes=taken, history_span_iterations=1000)
+    assert sum(info.manifest.total_bytes for info in store.catalogue()) > 1.5 * taken
     store.retain(limits)
     assert [info.iteration for info in store.catalogue()] == list(range(10, 100, 10))
     store.retain(replace(limits, disk_limit_bytes=1))

@@ -45,16 +45,16 @@ def test_every_file_is_forced_to_the_disk_before_it_gets_its_name_and_the_commit
     directory = ("fsync", "step-0000000010")
     assert kept == [
         ("fsync", "checkpoints"),
-        ("rename", "rank-00000.params.safetensors"),
-        ("rename", "rank-00000.moments.safetensors"),
-        ("rename", "rank-00000.extra.safetensors"),
-        directory,
+        ("fsync", "checkpoints"),
+        ("rename", "rank-00000.params-0000000010-1.0.safetensors"),
+        ("rename", "rank-00000.moments-0000000010-1.0.safetensors"),
+        ("rename", "rank-00000.extra-0000000010-1.0.safetensors"),
+        ("fsync", "slabs"),
         ("rename", "rank-00000.json"),
         directory,
+        ("fsync", "slabs"),
         directory,
         ("fsync", "checkpoints"),
-        ("rename", "manifest.json"),
-        directory,
         ("rename", "COMMIT"),
         directory,
     ]

@@ -31,16 +31,19 @@ def read(path: Path, wanted: str) -> bytes:
 
 def parameter(checkpoint: Path, key: str) -> torch.Tensor:
     """A whole parameter, or moment, out of all ranks' pieces."""
-    manifest = json.loads(read(checkpoint / "manifest.json", (checkpoint / "COMMIT").read_text().strip()))
+    word, _, listed = (checkpoint / "COMMIT").read_bytes().partition(b"\n")
+    if word != hashlib.sha256(listed).hexdigest().encode():
+        raise ValueError("COMMIT is damaged")
+    manifest = json.loads(listed)
     names = {rank: checkpoint / f"rank-{int(rank):05d}.json" for rank in manifest["ranks"]}
     ranks = {rank: json.loads(read(names[rank], one["sha256"])) for rank, one in manifest["ranks"].items()}
     kind, name = key.split("/")[0] + "s", key.split("/")[-1]
     whole, missing = torch.empty(0), 1
     for rank, piece in ((rank, one["operators"][name]) for rank, one in ranks.items() if name in one["operators"]):
         writer = str(piece.get("saved_by", rank))
-        experts = f"experts-{piece['iteration']:010d}." if piece.get("apart") else ""
-        file = f"rank-{int(writer):05d}.{experts}{kind}.safetensors"
-        values = load(read(checkpoint / file, ranks[writer]["files"][file]["xxh3_128"]))[key]
+        at = f"{piece['iteration']:010d}-{ranks[rank]['life']}.{ranks[rank]['attempt']}"
+        slab = f"rank-{int(writer):05d}.{'expert-' if piece.get('apart') else ''}{kind}-{at}.safetensors"
+        values = load(read(checkpoint.parent / "slabs" / slab, ranks[writer]["files"][slab]["xxh3_128"]))[key]
         if not len(whole):
             whole = torch.full((torch.Size(piece["global_shape"]).numel(),), torch.nan, dtype=values.dtype)
         whole[piece["offset"] : piece["offset"] + piece["numel"]] = values
@@ -95,7 +98,7 @@ def all_of(checkpoint: Path) -> list[torch.Tensor]:
 
 
 def test_a_stranger_finds_damage_in_every_file_that_it_reads(checkpoint: Path) -> None:
-    for path in sorted(checkpoint.iterdir()):
+    for path in sorted([*checkpoint.iterdir(), *(checkpoint.parent / "slabs").iterdir()]):
         data = path.read_bytes()
         if "extra" in path.name or (path.suffix == ".safetensors" and not load(data)):
             continue  # it holds no parameter

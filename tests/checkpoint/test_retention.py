@@ -1,6 +1,8 @@
 """What stays and what goes, as rules and over random sequences of saves, roll-backs and damage."""
 
+import errno
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,30 +11,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpsr.checkpoint.catalogue as catalogue_module
-from cpsr.checkpoint.catalogue import CheckpointInfo, Retention, plan_retention
-from cpsr.checkpoint.manifest import Manifest, RankRecord
+from cpsr.benchmarks.harness.checkpoint_files import commit_file
+from cpsr.checkpoint.catalogue import CheckpointInfo, Retention, plan_retention, scan
+from cpsr.checkpoint.files import remove_tree
+from cpsr.checkpoint.manifest import COMMIT, SLABS, FileRecord, Manifest, RankRecord, Save, saved_at, slab_name
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
+from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, refuse_asking, save
 
 FULL, THIN = 300, 100
 
 
 def infos(iterations: list[int], full: int) -> list[CheckpointInfo]:
-    files = {"rank-00000.params.safetensors": THIN, "rank-00000.moments.safetensors": FULL - THIN}
-    rank = RankRecord(sha256="0" * 64, files=files)
     made: dict[str, Any] = {"run_id": "run", "life": 1, "attempt": 0, "world_size": 1, "label": None}
-    made |= {"created_unix_seconds": 0.0, "ranks": {0: rank}}
-    return [
-        CheckpointInfo(Path("x"), Manifest(iteration=one, sequence=n, **made), n >= len(iterations) - full)
-        for n, one in enumerate(iterations)
-    ]
+    made |= {"created_unix_seconds": 0.0}
+    found = []
+    for n, one in enumerate(iterations):
+        sizes = {slab_name(0, "params", Save(one, 1, 0)): THIN, slab_name(0, "moments", Save(one, 1, 0)): FULL - THIN}
+        files = {name: FileRecord(bytes=size, xxh3_128="0" * 32) for name, size in sizes.items()}
+        ranks = {0: RankRecord(sha256="0" * 64, files=files)}
+        thinned = n < len(iterations) - full
+        manifest = Manifest(iteration=one, sequence=n, ranks=ranks, weights_only=thinned, **made)
+        found.append(CheckpointInfo(Path("x"), manifest))
+    return found
 
 
 def plan(
     iterations: list[int], full: int = 3, other_bytes: int = 0, copied: int | None = None, **config: int
 ) -> tuple[list[int], list[int]]:
     settings_ = Retention(**({"history_span_iterations": 100, "history_min_checkpoints": 2} | config))
-    made = plan_retention(infos(iterations, full), settings_, other_bytes, copied)
+    made = plan_retention(infos(iterations, full), settings_, {"other": other_bytes}, copied)
     return made.thin, made.delete
 
 
@@ -93,6 +100,7 @@ def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: 
                 iteration += 10
                 save(store, iteration)
                 store.retain(config)
+                assert_nothing_unlisted(store)
                 expected = [*full, iteration][-2:] if limit is None else [iteration]
             elif action == "roll back" and full:
                 iteration = full[0]
@@ -108,6 +116,7 @@ def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: 
                 life += 1
                 store = CheckpointStore(run_dir, 0, 1, "run", life)
                 store.prepare()
+                assert_nothing_unlisted(store)
                 expected = full
             now = [info.iteration for info in store.catalogue() if info.full]
             assert now[-len(expected) :] == expected if expected else not now
@@ -118,6 +127,15 @@ def test_after_any_sequence_the_newest_two_are_whole(actions: list[str], limit: 
             assert verify_run(run_dir) == []
 
 
+def assert_nothing_unlisted(store: CheckpointStore) -> None:
+    """Each slab is listed by a checkpoint, or by one that was set aside."""
+    found = scan(store.directory)
+    listed = {name for info in found.checkpoints for name in info.manifest.files}
+    for aside in found.asides:
+        listed |= Manifest.parse(commit_file(aside.directory).read_bytes()).files.keys()
+    assert {path.name for path in (store.directory / SLABS).glob("*")} == listed
+
+
 def test_what_was_set_aside_goes_after_two_more_commits(store: CheckpointStore) -> None:
     config = Retention()
     for iteration in (10, 20, 30):
@@ -126,7 +144,7 @@ def test_what_was_set_aside_goes_after_two_more_commits(store: CheckpointStore) 
     store.abandon_after(10, "rolled back")
 
     def aside() -> list[str]:
-        return sorted(path.name for path in store.directory.iterdir() if not path.name.startswith("step-"))
+        return sorted(path.name for path in store.directory.iterdir() if not path.name.startswith(("step-", SLABS)))
 
     both = ["abandoned-step-0000000020-3-0", "damaged-step-0000000030-3-0"]
     store.retain(config)
@@ -139,7 +157,7 @@ def test_what_was_set_aside_goes_after_two_more_commits(store: CheckpointStore) 
     assert aside() == []
 
 
-def test_a_directory_that_is_thinned_already_is_not_forced_to_the_disk_again(
+def test_a_pass_with_nothing_to_do_forces_nothing_to_the_disk(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forced: list[str] = []
@@ -148,4 +166,86 @@ def test_a_directory_that_is_thinned_already_is_not_forced_to_the_disk_again(
         save(store, iteration)
     for _ in range(2):
         store.retain(Retention())
-        assert forced == ["step-0000000010"]
+        assert forced == [SLABS]
+
+
+def test_a_retention_pass_leaves_saves_under_way_alone(tmp_path: Path) -> None:
+    """Their slabs, and those of frozen weights that they may list; what was cut off before goes."""
+    stores = [CheckpointStore(tmp_path, rank, 2, "run", 1) for rank in (0, 1)]
+    stores[0].prepare()
+    stores[1].write(make_snapshot(10))  # rank 0 never writes its part
+    for rank in (1, 0):
+        stores[rank].write(make_snapshot(20))
+    stores[1].write(make_snapshot(30))  # rank 1 is ahead
+    frozen = stores[0].directory / SLABS / f"rank-00001.frozen-{'0' * 32}.safetensors"
+    frozen.write_bytes(b"")
+    assert stores[0].commit(20, 5.0, threading.Event()).committed
+    stores[0].retain(Retention())
+    left = {saved_at(path.name) for path in (stores[0].directory / SLABS).iterdir()}
+    assert left == {20, 30, None}
+    stores[0].write(make_snapshot(30))
+    assert stores[0].commit(30, 5.0, threading.Event()).committed
+    stores[0].retain(Retention())
+    assert not frozen.exists()
+    assert_nothing_unlisted(stores[0])
+
+
+def test_nothing_is_dropped_while_a_commit_record_cannot_be_read(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    refuse_asking(monkeypatch, store.directory / "step-0000000020" / COMMIT, 1_000)
+    store.retain(Retention(full_checkpoints=1, history_min_checkpoints=1, history_span_iterations=0))
+    refuse_asking(monkeypatch, store.directory / "step-0000000020" / COMMIT, 0)
+    assert verify_run(store.directory.parent) == []
+    assert [info.iteration for info in store.catalogue()] == [20, 30]
+    assert store.load(20, make_shard(1))["step"] == 20
+
+
+def test_what_a_user_has_renamed_stays(store: CheckpointStore) -> None:
+    for iteration in (10, 20):
+        save(store, iteration)
+    aside = store.directory / "mine"
+    (store.directory / "step-0000000010").rename(aside)
+    for iteration in range(30, 90, 10):
+        save(store, iteration)
+        store.retain(Retention(full_checkpoints=1, history_min_checkpoints=1, history_span_iterations=0))
+    store.prepare()
+    aside.rename(store.directory / "step-0000000010")
+    assert verify_run(store.directory.parent) == []
+    assert store.load(10, make_shard(1))["step"] == 10
+
+
+def test_what_a_damaged_commit_record_listed_stays_until_two_more_commits(store: CheckpointStore) -> None:
+    for iteration in (10, 20):
+        save(store, iteration)
+    commit_file(store.directory / "step-0000000020").write_bytes(b"torn")
+    assert [problem.iteration for problem in store.prepare()] == [20]
+    slabs = [path for path in (store.directory / SLABS).iterdir() if saved_at(path.name) == 20]
+    assert len(slabs) == 3
+    for iteration in (30, 40):
+        assert all(path.exists() for path in slabs)
+        save(store, iteration)
+        store.retain(Retention())
+    assert not any(path.exists() for path in slabs)
+
+
+def test_what_was_set_aside_and_cannot_be_removed_keeps_nothing_else(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 10)
+    store.quarantine(10, "a test")
+    real = remove_tree
+
+    def refusing(directory: Path, *, first: str) -> None:
+        if directory.name.startswith("damaged-"):
+            raise OSError(errno.EACCES, "Permission denied", str(directory))
+        real(directory, first=first)
+
+    monkeypatch.setattr(catalogue_module, "remove_tree", refusing)
+    for iteration in range(20, 70, 10):
+        save(store, iteration)
+        store.retain(Retention(full_checkpoints=1, history_min_checkpoints=1, history_span_iterations=0))
+    assert [info.iteration for info in store.catalogue()] == [60]
+    assert caplog.text.count("cannot be removed") == 1

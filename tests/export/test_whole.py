@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint, rest_file
-from cpsr.checkpoint.catalogue import _thin, scan
+from cpsr.checkpoint.catalogue import _thinned, scan
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import Snapshot
@@ -149,7 +149,7 @@ def test_the_newest_whole_checkpoint_is_the_default(tmp_path: Path) -> None:
     write_identity(tmp_path)
     for iteration in (10, 20, 30):
         write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))), iteration=iteration)
-    _thin(scan(tmp_path / "checkpoints").checkpoints[-1])
+    _thinned(scan(tmp_path / "checkpoints").checkpoints[-1])
     assert open_whole(tmp_path, None).info.iteration == 20
     assert open_whole(tmp_path, 10).info.iteration == 10
     for iteration in (15, 30):  # never taken, and thinned to its weights

@@ -2,21 +2,31 @@
 
 import math
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.benchmarks.harness.checkpoint_files import checkpoint_files, commit_file, edit_commit, rank_part, weights_file
+from cpsr.benchmarks.harness.checkpoint_files import (
+    checkpoint_files,
+    commit_file,
+    edit_commit,
+    rank_part,
+    rest_file,
+    slab_files,
+    weights_file,
+)
 from cpsr.checkpoint.catalogue import Retention, scan
-from cpsr.checkpoint.manifest import step_name
+from cpsr.checkpoint.manifest import SLABS, step_name
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.errors import CheckpointError
+from cpsr.errors import CheckpointError, CPSRError
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
 
@@ -114,26 +124,63 @@ def test_no_edit_of_any_file_is_ever_loaded(
         assert refused == (own or list(range(RANKS)))
 
 
-def test_a_thinned_checkpoint_is_no_place_to_restart_whatever_its_marker_says(run_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(run_dir, tmp_path / "run")
-    store = open_run(tmp_path / "run", 2)[0]
-    store.retain(Retention(full_checkpoints=2))
-    marker = tmp_path / "run" / "checkpoints" / step_name(COMMITTED[0]) / "THINNED"
-    original = marker.read_bytes()
-    for changed in (b"", original[:-1], original + b"\n", b"[]\n", original.replace(b"0", b"1", 1)):
-        marker.write_bytes(changed)
-        assert {problem.iteration for problem in verify_run(tmp_path / "run")} == {COMMITTED[0]}
-        with pytest.raises(CheckpointError, match="THINNED"):
-            store.load(COMMITTED[0], shard_of(0, FOREIGN))
-    marker.unlink()
-    with pytest.raises(CheckpointError, match="is missing"):
-        store.load(COMMITTED[0], shard_of(0, FOREIGN))
-
-
 @pytest.fixture
 def own_run(run_dir: Path, tmp_path: Path) -> Path:
     """A copy of the run, to be changed."""
     return Path(shutil.copytree(run_dir, tmp_path / "run"))
+
+
+@pytest.fixture
+def thinned(own_run: Path) -> Path:
+    """Directory of a checkpoint there that retention has thinned to its weights."""
+    open_run(own_run, 2)[0].retain(Retention(full_checkpoints=2))
+    return own_run / "checkpoints" / step_name(COMMITTED[0])
+
+
+@given(edits=EDITS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_thinned_checkpoint_is_no_place_to_restart_whatever_its_commit_says(
+    thinned: Path, edits: list[tuple[str, int, int]]
+) -> None:
+    run_dir, path = thinned.parents[1], commit_file(thinned)
+    original = path.read_bytes()
+    changed = edited(original, edits)
+    path.write_bytes(changed)
+    try:
+        found = {problem.iteration for problem in verify_run(run_dir)}
+        for store in open_run(run_dir, 2):
+            with pytest.raises(CheckpointError, match="keeps the weights only" if changed == original else "COMMIT"):
+                store.load(COMMITTED[0], shard_of(store.rank, FOREIGN))
+    finally:
+        path.write_bytes(original)
+    assert found == (set() if changed == original else {COMMITTED[0]})
+
+
+def test_a_commit_that_lists_again_what_thinning_has_removed_names_what_is_missing(
+    own_run: Path, tmp_path: Path
+) -> None:
+    """A backup that was put back, or whoever can write there and make all hashes fit."""
+    directory = own_run / "checkpoints" / step_name(COMMITTED[0])
+    whole, store = commit_file(directory).read_bytes(), open_run(own_run, 2)[0]
+    store.retain(Retention(full_checkpoints=2))
+    gone = rest_file(directory.parent / step_name(NEWEST)).name.replace(str(NEWEST), str(COMMITTED[0]))
+    backup = partial(commit_file(directory).write_bytes, whole)
+    edit = partial(edit_commit, directory, lambda commit: commit.update(weights_only=False))
+    for put_back in (backup, edit):
+        put_back()
+        with pytest.raises(CheckpointError, match=f"{re.escape(gone)}: is missing"):
+            store.load(COMMITTED[0], shard_of(0, FOREIGN))
+        assert gone in {problem.file.name for problem in verify_run(own_run)}
+
+
+def test_a_commit_that_is_gone_is_no_checkpoint_and_its_slabs_go_with_it(thinned: Path) -> None:
+    commit_file(thinned).unlink()
+    store = open_run(thinned.parents[1], 2)[0]
+    with pytest.raises(CheckpointError, match="is not a committed checkpoint"):
+        store.load(COMMITTED[0], shard_of(0, FOREIGN))
+    assert store.prepare() == []
+    listed = {path for iteration in COMMITTED[1:] for path in slab_files(store.directory / step_name(iteration))}
+    assert set((store.directory / SLABS).iterdir()) == listed
 
 
 @pytest.mark.parametrize("chosen", [weights_file, rank_part, commit_file])
@@ -170,3 +217,36 @@ def test_a_manifest_with_an_impossible_time_costs_that_checkpoint_alone(own_run:
     store = open_run(own_run, 2)[0]
     assert [problem.iteration for problem in scan(store.directory).problems] == [NEWEST]
     assert [info.iteration for info in store.catalogue()] == list(COMMITTED[:-1])
+
+
+def test_what_strays_among_the_slabs_goes_and_where_it_leads_nothing_changes(own_run: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("not ours")
+    store = open_run(own_run, 2)[0]
+    slabs = store.directory / SLABS
+    there = set(slabs.iterdir())
+    (slabs / "directory").symlink_to(outside)
+    (slabs / "file").symlink_to(outside / "file")
+    (slabs / "nested").mkdir()
+    (slabs / "nested" / "link").symlink_to(outside)
+    assert verify_run(own_run) == []
+    assert store.prepare() == []
+    assert set(slabs.iterdir()) == there
+    assert [path.read_text() for path in outside.iterdir()] == ["not ours"]
+
+
+def test_a_link_in_the_place_of_all_slabs_is_named_and_nothing_is_read_or_removed_through_it(
+    own_run: Path, tmp_path: Path
+) -> None:
+    slabs = own_run / "checkpoints" / SLABS
+    slabs.rename(tmp_path / "moved")
+    slabs.symlink_to(tmp_path / "moved")
+    there = set((tmp_path / "moved").iterdir())
+    assert slabs in {problem.file for problem in verify_run(own_run)}
+    store = open_run(own_run, 2)[0]
+    with pytest.raises(CPSRError, match="is a symbolic link"):
+        store.load(NEWEST, shard_of(0, FOREIGN))
+    store.prepare()
+    store.retain(Retention(full_checkpoints=2))
+    assert set((tmp_path / "moved").iterdir()) == there

@@ -17,6 +17,7 @@ import cpsr.checkpoint.rank_part as part_module
 from cpsr import CPSRRecovery
 from cpsr.checkpoint import files
 from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.manifest import saved_at
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import RecoveryError
 from cpsr.journal import JournalReader
@@ -34,7 +35,7 @@ def killed_when_written(run_dir: Path, at: int, orphans: Path) -> None:
     write = files.write_tensors
 
     def writing(path: Path, *arguments: Any, **options: Any) -> Any:
-        if path.parent.name == f"step-{at:010d}":
+        if saved_at(path.name) == at:
             end = time.monotonic() + WAIT_SECONDS
             while at not in [state.iteration for state in Arena(run_id(run_dir)).list()] and time.monotonic() < end:
                 time.sleep(0.005)

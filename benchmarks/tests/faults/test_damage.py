@@ -1,23 +1,21 @@
-"""What the campaign damages: all of every file, in copies that share what the run shares."""
+"""What the campaign damages: all of every file, and of which checkpoints."""
 
 import itertools
 from pathlib import Path
 
 from cpsr.benchmarks.faults.damage import NEWEST, files_of, holders, newest, regions
-from cpsr.benchmarks.faults.job import RANKS, copy_run, write_run, write_sparse
+from cpsr.benchmarks.faults.job import RANKS, write_run, write_sparse
 from cpsr.benchmarks.harness.checkpoint_files import Kind, slab_files
 
 
-def test_a_copy_of_a_run_shares_the_files_that_the_run_shares(tmp_path: Path) -> None:
-    write_sparse(tmp_path / "shared")
-    copy_run(tmp_path / "shared", tmp_path / "copy")
-    for run_dir in (tmp_path / "shared", tmp_path / "copy"):
-        checkpoints = run_dir / "checkpoints"
-        kinds: tuple[Kind, ...] = "expert-weights", "expert-rest"
-        for rank, kind in itertools.product(range(RANKS), kinds):
-            files = [file.relative_to(checkpoints) for file in slab_files(newest(checkpoints), rank, kind)]
-            carried = [holders(checkpoints, file) for file in files]
-            assert carried == [frozenset(range(age, NEWEST + 1, 10)) for age in (20, 30, 40)]
+def test_a_carried_slab_belongs_to_every_checkpoint_since_it_was_saved(tmp_path: Path) -> None:
+    write_sparse(tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    kinds: tuple[Kind, ...] = "expert-weights", "expert-rest"
+    for rank, kind in itertools.product(range(RANKS), kinds):
+        files = [file.relative_to(checkpoints) for file in slab_files(newest(checkpoints), rank, kind)]
+        carried = [holders(checkpoints, file) for file in files]
+        assert carried == [frozenset(range(age, NEWEST + 1, 10)) for age in (20, 30, 40)]
 
 
 def test_the_regions_are_all_of_every_file(tmp_path: Path) -> None:

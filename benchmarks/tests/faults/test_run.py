@@ -70,4 +70,4 @@ def test_fewer_faults_than_there_have_to_be_are_named() -> None:
     met = [Outcome("kill: retention", str(number), True, True, True, 0.1) for number in range(20)]
     damage = [Outcome("exchange: between ranks", str(number), True, True, True, 0.1) for number in range(1500)]
     assert Selection({"kill: retention": 4, "damage": 1}, ()).missing([*met, *damage]) == []
-    assert Selection({"kill: retention": 3}, ()).missing(met) == ["kill: retention: 20 faults, of at least 26"]
+    assert Selection({"kill: retention": 3}, ()).missing(met) == ["kill: retention: 20 faults, of at least 25"]

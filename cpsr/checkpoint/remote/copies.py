@@ -3,14 +3,13 @@
 ::
 
     <url>/checkpoints/step-0000000100.<run>.<hash>/
-        rank-00000.params.safetensors    the files of the checkpoint, byte for byte
+        rank-00000.params-0000000100-0.0.safetensors    the slabs that the checkpoint lists, byte for byte
         ...
         rank-00000.json
-        run.json                         of the run's directory
-        manifest.json
-        COMMIT                           last of all; without it there is no copy
+        run.json                                        of the run's directory
+        COMMIT                                          last of all; without it there is no copy
 
-The hash in the name is of `manifest.json` and `run.json`: two jobs never write different bytes into one folder.
+The hash in the name is of `COMMIT` and `run.json`: two jobs never write different bytes into one folder.
 
 A copy that is fetched arrives in `<run_dir>/fetching/step-...`, where it is no checkpoint. One rename puts it in place
 when every file was read back from the disk. Names there are made of numbers: no text from a target becomes a path.
@@ -40,13 +39,12 @@ from cpsr.checkpoint.files import (
 )
 from cpsr.checkpoint.manifest import (
     COMMIT,
-    MANIFEST,
+    SLABS,
     FileRecord,
     Manifest,
     RankManifest,
-    commit_record,
-    holds_frozen,
     rank_manifest_name,
+    slab_path,
     step_name,
 )
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place
@@ -72,7 +70,7 @@ class Copies:
 
     Attributes:
         usable: folder -> manifest of a committed copy, in the order of their commits.
-        damaged: folder -> what is wrong with its commit record or manifest.
+        damaged: folder -> what is wrong with its commit record.
         unfinished: folders without a commit record.
     """
 
@@ -87,7 +85,7 @@ class Copies:
 
 
 def scan(place: Place, run_id: str | None = None) -> Copies:
-    """Read the commit records and manifests (not the tensors) at a target.
+    """Read the commit records at a target.
 
     Args:
         place: the target.
@@ -121,21 +119,19 @@ def scan(place: Place, run_id: str | None = None) -> Copies:
 
 
 def read_copy(place: Place, folder: str) -> Manifest:
-    """Read one copy's manifest, checked against its commit record and its name.
+    """Read one copy's commit record, checked against its name.
 
     Raises:
         CopyDamagedError: one of them is missing, torn or altered, or they do not belong together.
         TargetError: the target cannot be read now.
     """
-    data = place.read(folder, MANIFEST)
-    if place.read(folder, COMMIT) != commit_record(data):
-        raise CopyDamagedError(f"{place.name(folder, COMMIT)} does not match {MANIFEST}; one is torn or altered")
+    data = place.read(folder, COMMIT)
     try:
         manifest = Manifest.parse(data)
     except ValueError as error:
-        raise CopyDamagedError(f"{place.name(folder, MANIFEST)} {error}") from error
+        raise CopyDamagedError(f"{place.name(folder, COMMIT)} {error}") from error
     if folder != _folder_of(manifest, data, place.read(folder, IDENTITY)):
-        raise CopyDamagedError(f"{place.name(folder)} is not named after its {MANIFEST} and {IDENTITY}; one is altered")
+        raise CopyDamagedError(f"{place.name(folder)} is not named after its {COMMIT} and {IDENTITY}; one is altered")
     return manifest
 
 
@@ -180,20 +176,21 @@ def verify(place: Place) -> list[str]:
 def upload(place: Place, directory: Path, earlier: Mapping[str, Manifest] | None = None) -> Manifest:
     """Copy a committed checkpoint of all ranks; it exists at the target once this returns.
 
-    Every file is read back from the target and compared with its record. The manifests come after all files, and the
+    Every file is read back from the target and compared with its record. The manifests come after all slabs, and the
     commit record last.
 
     Args:
         place: the target.
         directory: the checkpoint, in its run's directory; it must stay whole meanwhile.
-        earlier: usable copies at the target, from which files of frozen weights are taken.
+        earlier: usable copies at the target, from which it takes slabs that they list, too.
 
     Raises:
         CheckpointError: a file of the checkpoint is damaged, gone, or cannot be read now.
         TargetError: the target failed, returned other bytes, or lost files of the copy meanwhile.
         RunMismatchError: another run has committed a copy there meanwhile.
     """
-    manifest, data = read_manifest(directory), persistently(read_bytes, directory / MANIFEST)
+    manifest = read_manifest(directory)
+    data = manifest.to_bytes()
     identity = persistently(read_bytes, directory.parents[1] / IDENTITY)
     if _run_in(identity) != manifest.run_id:
         raise CheckpointError(f"the {IDENTITY} beside {directory.parent} is damaged, or of another run")
@@ -203,16 +200,16 @@ def upload(place: Place, directory: Path, earlier: Mapping[str, Manifest] | None
     records = [read_rank_manifest(directory, manifest, rank) for rank in sorted(manifest.ranks)]
     files = {name: record.files[name] for record in records for name in sorted(record.files)}
     for name, expected in files.items():
-        if not (holds_frozen(name) and _repeat(place, folder, name, expected, earlier or {})):
-            _put(place, folder, directory / name, expected)
+        if not _repeat(place, folder, name, expected, earlier or {}):
+            _put(place, folder, slab_path(directory, name), expected)
     parts = {name: persistently(read_bytes, directory / name) for name in map(rank_manifest_name, manifest.ranks)}
-    small = parts | {IDENTITY: identity, MANIFEST: data}
+    small = parts | {IDENTITY: identity}
     for name, content in small.items():
         place.write(folder, name, content)
     scan(place, manifest.run_id)  # two runs may have found the target empty at the same time
     if lost := (files.keys() | small.keys()) - set(place.list(folder)):
         raise TargetError(f"{place.name(folder, min(lost))} is gone: another job removes files at this target")
-    place.write(folder, COMMIT, commit_record(data))
+    place.write(folder, COMMIT, data)
     return manifest
 
 
@@ -259,14 +256,17 @@ def put_in_place(place: Place, folder: str, run_dir: Path, store: CheckpointStor
     """
     manifest = read_copy(place, folder)
     directory = run_dir / FETCHING / step_name(manifest.iteration)
-    listed = manifest.files().keys() | set(map(rank_manifest_name, manifest.ranks))
-    for path in [path for path in directory.iterdir() if path.name not in listed]:
+    slabs, listed = manifest.files, set(map(rank_manifest_name, manifest.ranks))
+    for path in [path for path in directory.iterdir() if path.name not in slabs.keys() | listed]:
         remove_entry(path)
-    for name in (MANIFEST, COMMIT):
-        write_bytes(directory / name, place.read(folder, name))
-    for rank in read_manifest(directory).ranks:
+    for rank in manifest.ranks:
         read_rank_manifest(directory, manifest, rank)
-    make_directory(store.directory)
+    make_directory(store.directory / SLABS)
+    for name in slabs:  # no checkpoint lists them yet, but for damaged ones that were set aside
+        (directory / name).replace(store.directory / SLABS / name)
+    sync_directory(store.directory / SLABS)
+    write_bytes(directory / COMMIT, place.read(folder, COMMIT))
+    read_manifest(directory)
     store.quarantine(manifest.iteration, f"a whole copy was fetched from {place.shown}")
     directory.rename(store.directory / directory.name)
     sync_directory(store.directory)
@@ -275,8 +275,8 @@ def put_in_place(place: Place, folder: str, run_dir: Path, store: CheckpointStor
 
 
 def _folder_of(manifest: Manifest, data: bytes, identity: bytes) -> str:
-    """Folder of a copy, by the manifest, its bytes and `run.json`."""
-    digest = hashlib.sha256(commit_record(data) + identity).hexdigest()[:32]
+    """Folder of a copy, by its commit record, that one's bytes, and `run.json`."""
+    digest = hashlib.sha256(data + identity).hexdigest()[:32]
     return f"{step_name(manifest.iteration)}.{manifest.run_id}.{digest}"
 
 
@@ -299,8 +299,8 @@ def _put(place: Place, folder: str, path: Path, record: FileRecord) -> None:
 
 
 def _repeat(place: Place, folder: str, name: str, record: FileRecord, earlier: Mapping[str, Manifest]) -> bool:
-    """Let the target copy a file from the newest copy that has it; False where none has it whole."""
-    having = [one for one, manifest in earlier.items() if name in manifest.files()]
+    """Let the target copy a slab from the newest copy that lists it; False where none has it whole."""
+    having = [one for one, manifest in earlier.items() if manifest.files.get(name) == record.listed]
     try:
         if having:
             place.repeat(folder, name, having[-1], record)

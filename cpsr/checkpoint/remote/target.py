@@ -310,7 +310,7 @@ class CheckpointTarget:
             for unfinished in found.unfinished:  # otherwise a full target would stay full
                 place.drop(unfinished)
             started = time.perf_counter()
-            copied_bytes = sum(upload(place, info.directory, copies).files().values())
+            copied_bytes = upload(place, info.directory, copies).total_bytes
             seconds = time.perf_counter() - started
             message = (
                 f"checkpoint {info.iteration} ({copied_bytes} bytes) was copied to {place.shown} in {seconds:.2f} s"

@@ -12,7 +12,6 @@ import pytest
 from cpsr.benchmarks.harness.checkpoint_files import (
     checkpoint_files,
     commit_file,
-    commit_files,
     rank_part,
     rest_file,
     slab_files,
@@ -109,7 +108,7 @@ def test_a_copy_is_the_checkpoint_byte_for_byte(tmp_path: Path, place: Place) ->
     assert fetched(place, tmp_path / "empty") is None
     assert not (tmp_path / "empty" / "run.json").exists()
     directory = commit(new_run(tmp_path / "run"), 10)
-    assert sum(upload(place, directory).files().values()) == sum(path.stat().st_size for path in slab_files(directory))
+    assert upload(place, directory).total_bytes == sum(path.stat().st_size for path in slab_files(directory))
     (folder,) = place.list()
     assert set(place.list(folder)) == {path.name for path in checkpoint_files(directory)} | {"run.json"}
     for path in [*checkpoint_files(directory), tmp_path / "run" / "run.json"]:
@@ -148,7 +147,7 @@ def test_the_commit_record_comes_last_and_the_manifests_after_the_files(tmp_path
             break
     files = [*slab_files(directory), rank_part(directory), rank_part(directory, 1)]
     # The commit record comes last of all calls but for its being read back.
-    expected = [path.name for path in (*files, tmp_path / "run" / "run.json", *commit_files(directory))]
+    expected = [path.name for path in (*files, tmp_path / "run" / "run.json", commit_file(directory))]
     assert [name for name in expected if name in order] == order
     assert kind_of(place) == "s3" or order == expected
 
@@ -283,7 +282,7 @@ def test_damage_to_each_class_of_bytes(tmp_path: Path, place: Place) -> None:
     folder, tried = folder_of(place, 20), 0
     for file in place.list(folder):
         data = place.read(folder, file)
-        for how, content in itertools.islice(altered(data).items(), 0, None, 25 if kind_of(place) == "s3" else 1):
+        for how, content in itertools.islice(altered(data).items(), 0, None, 15 if kind_of(place) == "s3" else 1):
             overwrite(place, folder, file, content)
             problems = verify(place)
             assert problems, (file, how)
@@ -324,7 +323,7 @@ def identity(directory: Path) -> Path:
     return directory.parents[1] / "run.json"
 
 
-@pytest.mark.parametrize("chosen", [rest_file, rank_part, lambda at: commit_files(at)[0], commit_file, identity])
+@pytest.mark.parametrize("chosen", [rest_file, rank_part, commit_file, identity])
 def test_a_damaged_checkpoint_is_never_committed_at_the_place(
     tmp_path: Path, place: Place, chosen: Callable[[Path], Path]
 ) -> None:
