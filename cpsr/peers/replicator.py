@@ -1,6 +1,7 @@
 """Keeps this rank's newest snapshots in the host memory of other nodes, and theirs in this one's, beside training."""
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,7 +114,7 @@ class Outgoing:
                     self._send(*order)
             if self._announced:
                 self._channel.send(Message(Kind.END))
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, CheckpointError) as error:
             message = (
                 f"rank {self.peer} gets no more replicas of this rank's state in this life ({_brief(error)}); training "
                 "goes on, other replicas are not affected"
@@ -152,7 +153,7 @@ class Outgoing:
         try:
             self._place.put(self._names[0], state)
         except CheckpointError as error:
-            why = str(error).partition(":")[0]
+            why = re.sub(r"\d+", "", str(error))
             if not self._stop.is_set() and why not in self._reported:
                 self._reported.add(why)
                 message = (

@@ -177,6 +177,31 @@ def test_a_holder_without_room_says_so_and_takes_the_next_when_it_has(tmp_path: 
     assert "rank 1 has no replica of iteration 20, but of an older one: rank 1: [Errno 27]" in message
 
 
+UNLISTED = """
+states = States(memory, rank)
+if rank == 1:
+    def refusing(*_):
+        raise OSError("the memory cannot be listed")
+    arena_module.Arena.list = refusing
+replicator = opened(states, replicas=1)
+if rank == 0:
+    replicator.offer(*states.seal(10))
+    until(lambda: events)
+    found["sending"] = replicator.sending
+group.barrier()
+replicator.close(remove=True)
+leave(hard=True)
+"""
+
+
+def test_a_holder_whose_memory_cannot_be_listed_is_given_up_with_a_report(tmp_path: Path) -> None:
+    first, _ = run(UNLISTED, tmp_path, ["a", "b"])
+    ((kind, message, *_),) = first["events"]
+    assert kind == "replication ended"
+    assert "(rank 1: the memory cannot be listed)" in message
+    assert not first["sending"]
+
+
 OVERTAKEN = """
 states = States(memory, rank, slots=1)
 slow_down(2_000_000)
