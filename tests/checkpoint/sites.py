@@ -1,6 +1,8 @@
 """The places that one suite of promises holds, each with a way to put states there and to do harm behind its back."""
 
 import contextlib
+import errno
+import itertools
 import json
 import os
 import resource
@@ -15,25 +17,32 @@ from typing import Protocol
 import pytest
 import torch.distributed as dist
 
+from cpsr.benchmarks.harness.checkpoint_files import checkpoint_files
 from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.assemble import assemble, wanted_of
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
+from cpsr.checkpoint.catalogue import remove_unlisted
+from cpsr.checkpoint.catalogue import scan as scan_run
+from cpsr.checkpoint.files import remove_tree
+from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import OpenState
 from cpsr.checkpoint.memory_states import Described, describe
 from cpsr.checkpoint.place import Image, Index, Place
 from cpsr.checkpoint.remote.copies import fetch_parts, prepare_fetch, put_in_place, scan, upload
 from cpsr.checkpoint.remote.place import Place as UrlPlace
+from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tensor_file import PlacedTensor
-from cpsr.errors import CheckpointError
+from cpsr.errors import CheckpointError, SaveError
 from cpsr.peers import transport
 from cpsr.peers.peer import Peer, fetched_path
 from cpsr.peers.replicator import Incoming
 from cpsr.peers.transport import Channel, Kind, Message
 from cpsr.ranks import group as group_module
 from cpsr.ranks.group import SideGroup
+from cpsr.ranks.heartbeat import HeartbeatFiles
 from cpsr.state.shard import Shard
-from tests.checkpoint.conftest import make_shard
+from tests.checkpoint.conftest import make_shard, make_snapshot
 from tests.checkpoint.remote.conftest import Faults, commit, folder_of, new_run, overwrite, remove
 
 RUN, OTHER = "0123abcd", "89abcdef"
@@ -154,12 +163,8 @@ class SlabSite:
 
     @contextlib.contextmanager
     def full(self) -> Iterator[str]:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-        try:
+        with small_files(1 << 20):
             yield "File too large"
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     def damaged(self, iteration: int) -> Iterator[str]:
         path = self.files.directory / self.name(iteration)
@@ -220,6 +225,17 @@ _FOREIGN: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+@contextlib.contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """Inside no file may have more bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def arena_site(base: Path) -> Iterator[Site]:
     """Shared memory of this machine."""
     arena = Arena(RUN, folder(base / "arena"))
@@ -274,6 +290,95 @@ def _pair() -> list[SideGroup]:
         for thread in threads:
             thread.join()
     return [groups[0], groups[1]]
+
+
+class RunSite:
+    """The directory of a run; each put is a life of its own, as of a job that was started anew."""
+
+    def __init__(self, base: Path) -> None:
+        self._run, self._lives = base / "run", itertools.count(1)
+        self._store()  # makes it
+
+    def _store(self) -> CheckpointStore:
+        life = next(self._lives)
+        HeartbeatFiles(self._run, life).claim()
+        store = CheckpointStore(self._run, 0, 1, RUN, life)
+        if life == 1:
+            store.prepare()
+        return store
+
+    def directory(self, iteration: int) -> Path:
+        return self._run / "checkpoints" / step_name(iteration)
+
+    def put(self, iteration: int) -> None:
+        store = self._store()
+        store.quarantine(iteration, "a test")  # the one before, if there is one
+        store.write(make_snapshot(iteration, seed=iteration))
+        if not (result := store.commit(iteration, 1.0, threading.Event())).committed:
+            raise SaveError(result.reason)
+
+    def list(self) -> list[int]:
+        return [info.iteration for info in CheckpointStore(self._run, 0, 1, RUN, 0).catalogue()]
+
+    def load(self, iteration: int) -> Shard:
+        into = make_shard(0)
+        assert CheckpointStore(self._run, 0, 1, RUN, 0).load(iteration, into)["step"] == iteration
+        return into
+
+    def expected(self, iteration: int) -> Shard:
+        return make_shard(iteration)
+
+    def drop(self, iteration: int) -> None:
+        store = CheckpointStore(self._run, 0, 1, RUN, 0)
+        if self.directory(iteration).exists():
+            remove_tree(self.directory(iteration), first=COMMIT)
+        remove_unlisted(store.directory, scan_run(store.directory))
+
+    def torn(self, iteration: int) -> Iterator[Callable[[], object]]:
+        """The disk fails at one call after the other."""
+        calls = self._failing_at(iteration, 0)
+        self.drop(iteration)
+        for number in range(1, calls + 1):
+            yield partial(self._failing_at, iteration, number)
+
+    def _failing_at(self, iteration: int, number: int) -> int:
+        calls = 0
+
+        def failing(real: Callable[..., object], *args: object, **options: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("fsync", "replace", "write"):
+                patch.setattr(os, name, partial(failing, getattr(os, name)))
+            self.put(iteration)
+        return calls
+
+    @contextlib.contextmanager
+    def full(self) -> Iterator[str]:
+        with small_files(4000):  # less than the largest slab
+            yield "File too large"
+
+    def damaged(self, iteration: int) -> Iterator[str]:
+        for path in checkpoint_files(self.directory(iteration)):
+            data, elsewhere = path.read_bytes(), path.with_name("elsewhere")
+            for at in (0, 8, len(data) // 2, len(data) - 1):
+                path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+                yield f"byte {at} of {path.name}"
+            for content in (b"", data[: len(data) // 2], data + b"0"):
+                path.write_bytes(content)
+                yield f"{path.name} of {len(content)} bytes"
+            path.write_bytes(data)
+            path.rename(elsewhere)
+            yield f"no {path.name}"
+            for label, harm in _FOREIGN.items():
+                harm(path, elsewhere)
+                yield f"{label} for {path.name}"
+                path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            elsewhere.replace(path)
 
 
 class UrlSite:

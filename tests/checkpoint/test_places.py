@@ -11,21 +11,23 @@ from cpsr.checkpoint.remote.place import open_place
 from cpsr.errors import CheckpointError, TargetError
 from tests.checkpoint.conftest import assert_same_bits
 from tests.checkpoint.remote.conftest import bucket, empty_url, s3
-from tests.checkpoint.sites import PeerSite, Site, SlabSite, UrlSite, arena_site, peer_site
+from tests.checkpoint.sites import PeerSite, RunSite, Site, SlabSite, UrlSite, arena_site, peer_site
 
 __all__ = ["bucket", "s3"]  # fixtures
 
 REFUSED = (CheckpointError, TargetError, OSError)
 
 
-@pytest.fixture(params=["arena", "peer", "file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(params=["arena", "peer", "run", "file", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """An empty one of each kind; a further kind of slabs in files needs a `SlabSite` with its `Place`."""
+    """An empty one of each kind."""
     monkeypatch.setattr(arena_module, "PIECE_BYTES", 1 << 20)
     if request.param == "arena":
         yield from arena_site(tmp_path)
     elif request.param == "peer":
         yield from peer_site(tmp_path)
+    elif request.param == "run":
+        yield RunSite(tmp_path)
     else:
         yield UrlSite(open_place(empty_url(request.param, request)), tmp_path)
 
