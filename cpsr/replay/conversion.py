@@ -9,8 +9,7 @@ Source: moevement, section 3.3. The paper's frozen operators take part in no upd
 and their weight gradients are left out where the engine can.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,9 +151,7 @@ class Conversion:
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state: give the engine what the window has of it."""
-        if iteration <= self.last and not self.rests:
-            with self._void_after_an_error():
-                self._convert(iteration)
+        self._repeat(self._convert, iteration)
         if self._rest is not None and self._traffic is not None and iteration == self.until:
             self._rest.end(self._job.adapter, self._pool)
             self._traffic.go_on()
@@ -169,9 +166,7 @@ class Conversion:
         Raises:
             RecoveryError: see `require_same`.
         """
-        if iteration <= self.last and not self.rests:
-            with self._void_after_an_error():
-                self.require_same(iteration)
+        self._repeat(self.require_same, iteration)
         if iteration < self.until:
             return False
         calls = 0 if self._steps is None else self._steps.left_out
@@ -224,11 +219,12 @@ class Conversion:
                     _fill(self._window, self._anchors[name], self.first, iteration, operator)
         self._job.adapter.push_down()
 
-    @contextmanager
-    def _void_after_an_error(self) -> Iterator[None]:
-        """The window is not used again: the next life would fail as this one."""
+    def _repeat(self, act: Callable[[int], None], iteration: int) -> None:
+        """Act on an iteration that this rank repeats. An error makes the window void: the next life would fail too."""
+        if iteration > self.last or self.rests:
+            return
         try:
-            yield
+            act(iteration)
         except BaseException:
             self._forget()
             raise
