@@ -29,6 +29,7 @@ from cpsr.checkpoint.manifest import (
     FileRecord,
     Manifest,
     RankManifest,
+    holds_frozen,
     holds_weights,
     saved_at,
     slab_path,
@@ -419,10 +420,17 @@ def _drop_unlisted(slabs: Iterable[Path], found: Catalogue, others: Mapping[str,
     for path in slabs:
         at = saved_at(path.name)
         under_way = found.uncommitted if at is None else {at} & found.uncommitted.keys()
-        if path.name not in listed and not under_way:
+        if path.name in listed or under_way:
+            continue
+        try:
             remove_entry(path)
-            dropped.add(path.parent)
-            _log.debug("%s was removed: no checkpoint lists it", path)
+        except OSError as error:
+            if at is not None or holds_frozen(path.name):
+                raise
+            warn_once(path.parent.parent, f"{path} is no slab, and cannot be removed: {error}")
+            continue
+        dropped.add(path.parent)
+        _log.debug("%s was removed: no checkpoint lists it", path)
     for directory in dropped:
         sync_directory(directory)
 

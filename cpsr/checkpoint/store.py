@@ -149,7 +149,7 @@ class CheckpointStore:
             OSError: the file system refused. In these cases nothing of this rank's part is left.
         """
         refuse_superseded(self.directory.parent, self._life)
-        directory, attempt = self._step(snapshot.iteration), self._same_attempt()
+        directory, attempt = self.directory_of(snapshot.iteration), self._same_attempt()
         save = Save(snapshot.iteration, attempt.life, attempt.attempt)
         make_directory(directory)
         if (directory / COMMIT).exists():
@@ -173,7 +173,7 @@ class CheckpointStore:
         Raises:
             OSError: the file system failed; rank 0 then abandons the step after its timeout.
         """
-        directory = self._step(iteration)
+        directory = self.directory_of(iteration)
         if (directory / COMMIT).exists():
             _log.warning("%s is committed already; nothing to skip", directory)
             return
@@ -195,7 +195,7 @@ class CheckpointStore:
             SupersededError: a newer life has begun.
             SaveError: the file system or a rank's manifest made the commit impossible; the step is abandoned.
         """
-        directory, attempt = self._step(iteration), self._same_attempt()
+        directory, attempt = self.directory_of(iteration), self._same_attempt()
         try:
             shards = wait_for_ranks(directory, attempt, timeout_seconds, cancelled)
             refuse_superseded(self.directory.parent, self._life)
@@ -229,6 +229,18 @@ class CheckpointStore:
         if is_committed(directory) or not is_there(directory / rank_manifest_name(self.rank)):
             return True
         return skipped_reason(directory, 0, self._same_attempt()) is not None
+
+    def directory_of(self, iteration: int) -> Path:
+        """Directory of a step.
+
+        Raises:
+            SaveError: a symbolic link is in its place, or in that of the slabs.
+        """
+        directory = self.directory / step_name(iteration)
+        for path in (directory, self.directory / SLABS):
+            if path.is_symlink():
+                raise SaveError(f"{path} is a symbolic link: nothing is read or written through it; remove the link")
+        return directory
 
     def catalogue(self) -> list[CheckpointInfo]:
         """Committed checkpoints, ascending in iteration, without those with an invalid commit record.
@@ -321,7 +333,7 @@ class CheckpointStore:
 
     def _of_this_run(self, iteration: int, *, any_size: bool = False) -> tuple[Path, Manifest]:
         """A committed checkpoint of this run, with its manifest."""
-        directory = self._step(iteration)
+        directory = self.directory_of(iteration)
         if not (directory / COMMIT).exists():
             raise CheckpointError(f"{directory} is not a committed checkpoint; there are {self._iterations()}")
         manifest = read_manifest(directory)
@@ -350,7 +362,7 @@ class CheckpointStore:
             raise SaveError(f"{directory} was abandoned by rank 0: {reason}") from cause
 
     def _set_aside(self, iteration: int, kind: Literal["damaged", "abandoned"], reason: str) -> Path | None:
-        return set_aside(self._step(iteration), kind, reason, self._newest_sequence())
+        return set_aside(self.directory_of(iteration), kind, reason, self._newest_sequence())
 
     def _newest_sequence(self) -> int:
         """Largest commit count in the directory, of checkpoints that were set aside too.
@@ -362,18 +374,6 @@ class CheckpointStore:
 
     def _same_attempt(self) -> Attempt:
         return Attempt(self.run_id, self._life, self.attempt, self._world_size)
-
-    def _step(self, iteration: int) -> Path:
-        """Directory of a step.
-
-        Raises:
-            SaveError: a symbolic link is in its place, or in that of the slabs.
-        """
-        directory = self.directory / step_name(iteration)
-        for path in (directory, self.directory / SLABS):
-            if path.is_symlink():
-                raise SaveError(f"{path} is a symbolic link: nothing is read or written through it; remove the link")
-        return directory
 
     def _iterations(self) -> str:
         full = [info.iteration for info in self.catalogue() if info.full]

@@ -404,9 +404,9 @@ class UrlSite:
         run = self._base / "fetched"
         shutil.rmtree(run, ignore_errors=True)
         (store,), where = new_run(run), folder_of(self.place, iteration)
-        prepare_fetch(run, iteration)
-        fetch_parts(self.place, where, run, 0, 1)
-        assert put_in_place(self.place, where, run, store) == iteration
+        prepare_fetch(store, iteration)
+        fetch_parts(self.place, where, store, 0, 1)
+        assert put_in_place(self.place, where, store) == iteration
         into = make_shard(0)
         assert store.load(iteration, into)["step"] == iteration
         return into

@@ -107,6 +107,8 @@ def test_of_two_writers_each_leaves_its_state_whole_or_is_told(site: Site, other
     """Of one name or of two."""
     if isinstance(site, PeerSite):
         pytest.skip("requests of one rank follow each other")
+    if isinstance(site, RunSite) and other == 20:
+        pytest.skip("a run has one life: an earlier one is told at its next call (test_fence)")
     site.put(10)
     for _ in range(5):
         errors = at_once(lambda: site.put(20), lambda: site.put(other))

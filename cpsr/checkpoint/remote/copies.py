@@ -11,8 +11,9 @@
 
 The hash in the name is of `COMMIT` and `run.json`: two jobs never write different bytes into one folder.
 
-A copy that is fetched arrives in `<run_dir>/fetching/step-...`, where it is no checkpoint. One rename puts it in place
-when every file was read back from the disk. Names there are made of numbers: no text from a target becomes a path.
+A copy that is fetched is no checkpoint while its directory is `fetching-step-...`: its manifests come first, so that no
+slab is removed that they list, and then the slabs that the run does not have whole. One rename makes it one when every
+file was read back from the disk. Names there are made of numbers: no text from a target becomes a path.
 """
 
 import contextlib
@@ -39,7 +40,6 @@ from cpsr.checkpoint.files import (
 )
 from cpsr.checkpoint.manifest import (
     COMMIT,
-    SLABS,
     FileRecord,
     Manifest,
     RankManifest,
@@ -54,10 +54,9 @@ from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import check_file, persistently, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError, TargetError
 
-__all__ = ["FETCHING", "Copies", "fetch_parts", "prepare_fetch", "put_in_place", "read_copy", "scan", "upload"]
-__all__ += ["verify"]
+__all__ = ["Copies", "fetch_parts", "prepare_fetch", "put_in_place", "read_copy", "scan", "upload", "verify"]
 
-FETCHING = "fetching"  # in the run's directory
+_FETCHING = "fetching-"  # what the name of a checkpoint's directory begins with, while it is fetched
 
 _NAME = re.compile(r"step-\d{10,}\.(?P<run>[0-9A-Za-z_-]{1,64})\.[0-9a-f]{32}")
 
@@ -213,20 +212,31 @@ def upload(place: Place, directory: Path, earlier: Mapping[str, Manifest] | None
     return manifest
 
 
-def prepare_fetch(run_dir: Path, iteration: int) -> None:
-    """Create the folder to fetch into, and remove files of other fetches (rank 0, before the others)."""
-    directory = run_dir / FETCHING / step_name(iteration)
-    for path in (directory.parent, directory):
+def prepare_fetch(store: CheckpointStore, iteration: int | None) -> None:
+    """Create the directory to fetch into, and end other fetches (rank 0, before the others); None ends them all.
+
+    Raises:
+        SaveError: a symbolic link is in the place of the slabs.
+        OSError: the file system failed.
+    """
+    wanted = None if iteration is None else _fetched_to(store, iteration)
+    for path in list(store.directory.glob(f"{_FETCHING}*")):
         if path.is_symlink():  # nothing is written through it
             path.unlink()
-    make_directory(directory)
-    for other in directory.parent.iterdir():
-        if other != directory:
-            shutil.rmtree(other, ignore_errors=True)
+        elif path != wanted:
+            shutil.rmtree(path, ignore_errors=True)
+    if wanted is not None:
+        make_directory(wanted)
+        make_directory(slab_path(wanted, ""))
 
 
-def fetch_parts(place: Place, folder: str, run_dir: Path, first: int, step: int) -> None:
-    """Fetch the parts of every `step`-th rank of a copy: the files that are not whole yet, and then the manifest.
+def _fetched_to(store: CheckpointStore, iteration: int) -> Path:
+    directory = store.directory_of(iteration)
+    return directory.with_name(f"{_FETCHING}{directory.name}")
+
+
+def fetch_parts(place: Place, folder: str, store: CheckpointStore, first: int, step: int) -> None:
+    """Fetch the parts of every `step`-th rank of a copy: the manifest, and the slabs that are not whole here.
 
     Raises:
         CopyDamagedError: a file of the copy is missing or is not what was committed.
@@ -235,17 +245,17 @@ def fetch_parts(place: Place, folder: str, run_dir: Path, first: int, step: int)
         OSError: the file system failed. The next fetch uses the files that are whole.
     """
     manifest = read_copy(place, folder)
-    directory = run_dir / FETCHING / step_name(manifest.iteration)
+    directory = _fetched_to(store, manifest.iteration)
     for rank in range(first, manifest.world_size, step):
         record, data = _read_rank(place, folder, manifest, rank)
-        for name, expected in record.files.items():
-            _fetch_file(place, folder, directory / name, expected)
-        sync_directory(directory)
         write_bytes(directory / rank_manifest_name(rank), data)
+        for name, expected in record.files.items():
+            _fetch_file(place, folder, slab_path(directory, name), expected)
+    sync_directory(slab_path(directory, ""))
 
 
-def put_in_place(place: Place, folder: str, run_dir: Path, store: CheckpointStore) -> int:
-    """Commit what all ranks have fetched, and move it to the run's checkpoints (rank 0, after them).
+def put_in_place(place: Place, folder: str, store: CheckpointStore) -> int:
+    """Commit what all ranks have fetched (rank 0, after them).
 
     Returns:
         Its iteration.
@@ -255,22 +265,15 @@ def put_in_place(place: Place, folder: str, run_dir: Path, store: CheckpointStor
         OSError: the file system refused.
     """
     manifest = read_copy(place, folder)
-    directory = run_dir / FETCHING / step_name(manifest.iteration)
-    slabs, listed = manifest.files, set(map(rank_manifest_name, manifest.ranks))
-    for path in [path for path in directory.iterdir() if path.name not in slabs.keys() | listed]:
+    directory, listed = _fetched_to(store, manifest.iteration), set(map(rank_manifest_name, manifest.ranks))
+    for path in [path for path in directory.iterdir() if path.name not in listed]:
         remove_entry(path)
     for rank in manifest.ranks:
         read_rank_manifest(directory, manifest, rank)
-    make_directory(store.directory / SLABS)
-    for name in slabs:  # no checkpoint lists them yet, but for damaged ones that were set aside
-        (directory / name).replace(store.directory / SLABS / name)
-    sync_directory(store.directory / SLABS)
-    write_bytes(directory / COMMIT, place.read(folder, COMMIT))
-    read_manifest(directory)
+    write_bytes(directory / COMMIT, manifest.to_bytes())
     store.quarantine(manifest.iteration, f"a whole copy was fetched from {place.shown}")
-    directory.rename(store.directory / directory.name)
+    directory.rename(store.directory_of(manifest.iteration))
     sync_directory(store.directory)
-    shutil.rmtree(directory.parent, ignore_errors=True)  # else the next fetch removes it
     return manifest.iteration
 
 

@@ -1,7 +1,6 @@
 """`checkpoint.target` in one life of a run: fetches at the start, copies in a thread of rank 0 during training."""
 
 import logging
-import shutil
 import threading
 import time
 from collections import deque
@@ -10,11 +9,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cpsr.checkpoint.catalogue import CheckpointInfo
 from cpsr.checkpoint.catalogue import scan as scan_local
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.manifest import Manifest, step_iteration
 from cpsr.checkpoint.remote.copies import (
-    FETCHING,
     Copies,
     fetch_parts,
     prepare_fetch,
@@ -172,10 +171,13 @@ class CheckpointTarget:
         newest = -1 if kept is None else kept.sequence
         for folder, manifest in reversed(self._wanted(found, store).items()):
             if manifest.sequence > newest and folder not in self._tried:
-                prepare_fetch(self._run_dir, manifest.iteration)
+                if self._is_of_another_directory(place.name(folder), manifest, left):
+                    self._tried[folder] = f"{place.name(folder)} has other slabs than the run directory"
+                    continue
+                prepare_fetch(store, manifest.iteration)
                 return folder
         if kept is not None:
-            shutil.rmtree(self._run_dir / FETCHING, ignore_errors=True)
+            prepare_fetch(store, None)
         elif (found.usable or found.damaged) and not store.remains():
             wrong = "; ".join(filter(None, [*found.damaged.values(), *self._tried.values()]))
             raise RecoveryError(
@@ -184,6 +186,20 @@ class CheckpointTarget:
                 "start anew"
             )
         return None
+
+    def _is_of_another_directory(self, name: str, copy: Manifest, left: Collection[CheckpointInfo]) -> bool:
+        """Whether a whole checkpoint here lists other bytes under the name of one of the copy's slabs; reports that."""
+        listed = copy.files
+        for info in left:
+            for slab, record in info.manifest.files.items():
+                if listed.get(slab, record) != record:
+                    message = (
+                        f"{name} is not fetched: its {slab} is another than that of checkpoint {info.iteration} here. "
+                        "Another job goes on with this run in a run directory of its own: end one of the two"
+                    )
+                    self._report("target ahead", message, copy.iteration, logging.ERROR)
+                    return True
+        return False
 
     def _fetch_together(self, place: Place, store: CheckpointStore, folder: str) -> int | None:
         """Every rank fetches its share of the parts, rank 0 commits; returns the iteration, None of a damaged copy.
@@ -195,7 +211,7 @@ class CheckpointTarget:
 
         def fetch() -> str:
             try:
-                fetch_parts(place, folder, self._run_dir, group.rank, group.size)
+                fetch_parts(place, folder, store, group.rank, group.size)
             except CopyDamagedError as error:
                 return f"rank {group.rank}: {error}"
             except (TargetError, CheckpointError, OSError) as error:
@@ -212,7 +228,7 @@ class CheckpointTarget:
                     logging.ERROR,
                 )
                 return None
-            iteration: int = self._agree(lambda: put_in_place(place, folder, self._run_dir, store))
+            iteration: int = self._agree(lambda: put_in_place(place, folder, store))
         except RecoveryError as error:
             raise RecoveryError(
                 f"{place.name(folder)} is newer than what the run directory holds, and could not be fetched: {error}. "

@@ -145,7 +145,7 @@ def _check_fetch(case: Path, killed: bool) -> None:
     _fetch(case)
     assert_whole(store, 20)
     assert verify_run(case / "run") == []
-    assert not (case / "run" / "fetching").exists()
+    assert not list((case / "run" / "checkpoints").glob("fetching-*"))
     assert (case / "run" / "run.json").exists()
     if not killed:
         assert verify(_place(case)) == []

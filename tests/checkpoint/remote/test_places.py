@@ -454,4 +454,4 @@ def test_what_is_no_plain_file_of_its_size_is_damage(
     damage(tmp_path / "target" / "checkpoints" / local.list()[0] / name)
     with pytest.raises(RecoveryError, match=re.escape(name)):
         fetched(local, tmp_path / "new")
-    assert not list((tmp_path / "new" / "fetching").rglob(".*"))
+    assert not list((tmp_path / "new" / "checkpoints").rglob(".*"))

@@ -4,18 +4,18 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from cpsr.benchmarks.harness.checkpoint_files import edit_part, rank_part, remove_checkpoint, weights_file
+from cpsr.benchmarks.harness.checkpoint_files import edit_part, is_slab, rank_part, remove_checkpoint, weights_file
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.files import hash_file
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.manifest import COMMIT
+from cpsr.checkpoint.manifest import COMMIT, FileRecord
 from cpsr.checkpoint.remote import target as module
 from cpsr.checkpoint.remote.copies import read_copy, scan, upload
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
@@ -24,7 +24,7 @@ from cpsr.cli.main import app
 from cpsr.errors import RecoveryError
 from cpsr.state.shard import Shard
 from tests import two_ranks
-from tests.checkpoint.conftest import assert_same_bits, make_shard, save
+from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
 from tests.checkpoint.remote.conftest import (
     RUN,
     Faults,
@@ -172,16 +172,63 @@ def test_a_sparse_checkpoint_comes_back_with_experts_of_their_ages(tmp_path: Pat
     assert_same_bits(shard, Shard(expected, make_shard(20).others))
 
 
+def test_only_slabs_that_are_not_whole_are_fetched(
+    tmp_path: Path, memory: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = copied_run(tmp_path / "run", memory)
+    damaged = weights_file(store.directory / "step-0000000020")
+    damaged.write_bytes(b"damaged")
+    opened, read = list[str](), memory.open
+
+    def counted(folder: str, file: str, record: FileRecord | None = None) -> Iterator[bytes]:
+        opened.append(file)
+        return read(folder, file, record)
+
+    monkeypatch.setattr(memory, "open", counted)
+    assert target_at(memory, tmp_path / "run").fetch(store, (20,)) == 20
+    assert [name for name in opened if is_slab(Path(name))] == [damaged.name]
+    assert verify_run(tmp_path / "run") == []
+    assert_whole(store, 20)
+
+
+def test_a_copy_never_takes_the_place_of_slabs_that_a_checkpoint_here_lists(tmp_path: Path, memory: Place) -> None:
+    """Two directories of one run have counted their lives alike: names are the same, bytes are not."""
+    experts = frozenset(list(make_shard().operators)[1:])
+    (there,) = new_run(tmp_path / "there")
+    for iteration, saved in ((10, experts), (20, experts), (30, frozenset[str]())):
+        save(there, iteration, Contents.sparse(experts, saved))
+    upload(memory, there.directory / "step-0000000010")
+    upload(memory, there.directory / "step-0000000030")
+    newest = folder_of(memory, 30)
+    hidden = memory.read(newest, COMMIT)
+    overwrite(memory, newest, COMMIT, b"damaged for now")
+    (here,) = new_run(tmp_path / "here")
+    assert target_at(memory, tmp_path / "here").fetch(here, ()) == 10
+    other = make_snapshot(20, seed=777)
+    other.contents = Contents.sparse(experts, experts)
+    here.write(other)
+    assert here.commit(20, 5.0, threading.Event()).committed
+    overwrite(memory, newest, COMMIT, hidden)
+    target = target_at(memory, tmp_path / "here")
+    assert target.fetch(here, ()) is None
+    assert "is not fetched: its rank-00000." in target.reports()[-1].message
+    assert verify_run(tmp_path / "here") == []
+
+
 def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, memory: Place) -> None:
     upload(memory, commit(new_run(tmp_path / "run"), 10))
     outside = tmp_path / "outside"
     outside.mkdir()
     rank_part(outside).write_text("of somebody else")
-    for link in ("fetching", "fetching/step-0000000010"):
-        new = tmp_path / link.replace("/", "-")
-        (new / link).parent.mkdir(parents=True)
-        (new / link).symlink_to(outside)
-        assert fetched(memory, new) == 10
+    for link in ("fetching-step-0000000010", "slabs"):
+        checkpoints = tmp_path / link / "checkpoints"
+        checkpoints.mkdir(parents=True)
+        (checkpoints / link).symlink_to(outside)
+        if link == "slabs":
+            with pytest.raises(RecoveryError, match="slabs is a symbolic link"):
+                fetched(memory, checkpoints.parent)
+        else:
+            assert fetched(memory, checkpoints.parent) == 10
     assert list(outside.iterdir()) == [rank_part(outside)]
 
 
