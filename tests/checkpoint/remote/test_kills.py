@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
-from cpsr.benchmarks.harness.checkpoint_files import commit_file, weights_file
+from cpsr.benchmarks.harness.checkpoint_files import commit_file, listed_anyhow, weights_file
+from cpsr.checkpoint.catalogue import Retention
+from cpsr.checkpoint.catalogue import scan as scan_local
+from cpsr.checkpoint.manifest import SLABS
 from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import Place, open_place
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -147,6 +150,11 @@ def _check_fetch(case: Path, killed: bool) -> None:
     assert verify_run(case / "run") == []
     assert not list((case / "run" / "checkpoints").glob("fetching-*"))
     assert (case / "run" / "run.json").exists()
+    store.retain(Retention(full_checkpoints=100))
+    listed = {name for info in store.catalogue() for name in info.manifest.files}
+    for aside in scan_local(store.directory).asides:
+        listed |= listed_anyhow(aside.directory)
+    assert {path.name for path in (store.directory / SLABS).iterdir()} == listed
     if not killed:
         assert verify(_place(case)) == []
         commit([store], 30)
