@@ -207,7 +207,7 @@ def folder_of(place: Place, iteration: int) -> str:
 
 def overwrite(place: Place, folder: str, file: str, data: bytes) -> None:
     """Put something else in the place of a file there."""
-    system, path = fsspec.core.url_to_fs(place.name(folder, file))
+    system, path = fsspec.core.url_to_fs(place.name(folder, file), skip_instance_cache=True)
     system.pipe_file(path, data)
 
 
@@ -221,7 +221,7 @@ def damage(place: Place, folder: str, kind: Kind, rank: int = 0) -> str:
 
 def remove(place: Place, folder: str, file: str) -> None:
     """Remove one file there."""
-    system, path = fsspec.core.url_to_fs(place.name(folder, file))
+    system, path = fsspec.core.url_to_fs(place.name(folder, file), skip_instance_cache=True)
     system.rm_file(path)
 
 
