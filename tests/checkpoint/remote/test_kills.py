@@ -55,7 +55,7 @@ def test_killed_at_every_file_system_step(tmp_path: Path, what: str, steps: set[
     assert done.returncode == 0, done.stderr[-4000:]
     kills, *met = done.stdout.split()
     assert set(met) == steps  # all primitives were met: the injection really is in the way of the code under test
-    assert int(kills) > 75
+    assert int(kills) > 70
 
 
 def main() -> None:
