@@ -298,6 +298,7 @@ class CopyEngine:
         """Completes with the copies of buffers, which no copy shows where weights are on the host alone."""
         return Arrival(self.device) if self.device is not None and self._stream is None else None
 
+    @torch.no_grad()
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy what may change as soon as this has returned, in the order of the current stream."""
         stream = self._stream
@@ -358,7 +359,7 @@ class CopyEngine:
     def seal(
         self,
         prepare: Callable[[], Publish | None],
-        then: Callable[[bool], None] = lambda counts: None,
+        then: Callable[[bool], object] = lambda counts: None,
         copied: RunningCopy | None = None,
     ) -> Future[bool]:
         """Let a complete buffer count, once its copy is confirmed; the future says whether that is so, or may be.
@@ -385,7 +386,7 @@ class CopyEngine:
         self._worker.shutdown(wait=wait)
 
 
-def _seal(prepare: Callable[[], Publish | None], then: Callable[[bool], None], copied: RunningCopy | None) -> bool:
+def _seal(prepare: Callable[[], Publish | None], then: Callable[[bool], object], copied: RunningCopy | None) -> bool:
     publish = prepare()
     if publish is None:
         then(False)

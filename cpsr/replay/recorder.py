@@ -20,7 +20,7 @@ from cpsr.replay.schedule import WindowLayout
 from cpsr.state.codec import SmallState
 from cpsr.state.shard import Shard
 
-__all__ = ["FILES", "FILES_WITH_PEERS", "OnSealed", "Recorder", "Window"]
+__all__ = ["FILES", "FILES_WITH_PEERS", "Recorder", "Window"]
 
 # One is filled. The one before may not be complete on every rank yet. So the one before that must still be there.
 FILES = 3
@@ -69,10 +69,6 @@ class Window:
         return not (self.dropped or self.settled)
 
 
-# Follows the windows that are sealed: the file, the first iteration, and as `send` whether it goes to the peers.
-OnSealed = Callable[..., None]
-
-
 class Recorder:
     """Fills one file after the other. An error ends the window that is being filled, never the training.
 
@@ -88,7 +84,8 @@ class Recorder:
     Attributes:
         files: how many windows have memory.
         copies: what the copies took.
-        on_sealed: called for each window that is sealed; in the worker.
+        on_sealed: called for each window that is sealed, in the engine's thread: with the file, the first iteration,
+            and as `send` whether it goes to the peers.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class Recorder:
     ) -> None:
         self._life, self._shard, self._report = memory.life, shard, report
         self.files, self.copies = files, CopyBudget()
-        self.on_sealed: OnSealed | None = None
+        self.on_sealed: Callable[..., None] = lambda path, iteration, *, send: None
         self._replicated_at: int | None = None
         self._sent_at: int | None = None
         self._engine = CopyEngine.of("window", shard(), writes)
@@ -199,8 +196,8 @@ class Recorder:
         if sent:
             window.sent, self._sent_at = True, window.first
         if window.is_taken:
-            told = partial(self._on_counting, window)
-            window.slot.last_work = self._engine.seal(partial(self._prepare, window, running), told, running)
+            prepare, tell = partial(self._prepare, window, running), partial(self._tell, window)
+            window.slot.last_work = self._engine.seal(prepare, partial(self._engine.submit, tell), running)
         return window if sent else None
 
     def look(self) -> None:
@@ -293,12 +290,8 @@ class Recorder:
             return None
         return publish
 
-    def _on_counting(self, window: Window, counts: bool) -> None:
-        """The window counts from now on, or never; this thread may be the training thread, and has better to do."""
+    def _tell(self, window: Window, counts: bool) -> None:
+        """The window counts from now on, or never."""
         if counts:
-            self._engine.submit(self._tell, window)
-
-    def _tell(self, window: Window) -> None:
-        if self.on_sealed is not None:
             self.on_sealed(window.slot.file.path, window.first, send=window.sent)
-        window.settled = True
+            window.settled = True

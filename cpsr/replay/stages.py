@@ -121,12 +121,15 @@ class StageLogs:
         if values is not None:
             start = -(-self._end // _ALIGNED) * _ALIGNED
             self._end = start + values.numel() * values.element_size()
-            kept = [start, list(values.shape), dtype_name(values.dtype)]
-            entry["values"] = kept
+            entry["values"] = [start, list(values.shape), dtype_name(values.dtype)]
             slot = self._slot
             if slot is not None and not self._dropped:
                 if self._end <= slot.file.bytes.numel():
-                    self._copy(slot.file.bytes[start : self._end].view(values.dtype).view(values.shape), values)
+                    target = slot.file.bytes[start : self._end].view(values.dtype).view(values.shape)
+                    try:
+                        self._engine.copy_beside(target, values)
+                    except RuntimeError as error:
+                        self.drop(f"it could not be copied: {error}")
                 else:
                     self._dropped = True  # what is sent has grown: the next file is as large
         self._entries.append(entry)
@@ -175,13 +178,6 @@ class StageLogs:
         """Let the memory go; see `MemoryFile.close`."""
         if not self._ring.close(remove=remove):
             self._say(f"a copy to host memory has not ended within {CLOSE_SECONDS:g} s: its memory is left as it is")
-
-    @torch.no_grad()
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        try:
-            self._engine.copy_beside(target, source)
-        except RuntimeError as error:
-            self.drop(f"it could not be copied: {error}")
 
     def _prepare(self, slot: Slot, scalars: dict[str, Any], copied: Arrival | None) -> Publish | None:
         """In the engine's thread."""
