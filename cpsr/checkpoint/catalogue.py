@@ -4,6 +4,7 @@ Which checkpoints stay whole, which keep only their weights for the predictor, a
 before a later checkpoint was committed (and read back when it was written).
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from cpsr.checkpoint.manifest import (
     RankManifest,
     holds_frozen,
     holds_weights,
+    rank_manifest_name,
     saved_at,
     slab_path,
     step_iteration,
@@ -338,15 +340,16 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
     _remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.sequence).iteration)
     others = _listed_elsewhere(checkpoints, found)
     plan = plan_retention(found.checkpoints, rules, others, copied)
-    kept = []
-    for info in found.checkpoints:
-        if info.iteration in plan.delete:
-            remove_tree(info.directory, first=COMMIT)
-            _log.debug("checkpoint %s was deleted: outside the history that is kept", info.directory)
-        else:
-            kept.append(_thinned(info) if info.iteration in plan.thin else info)
-    found.checkpoints[:] = kept
-    _drop_unlisted(slabs, found, others)
+    for info in [info for info in found.checkpoints if info.iteration in plan.delete]:
+        remove_tree(info.directory, first=COMMIT)
+        found.checkpoints.remove(info)
+        _log.debug("checkpoint %s was deleted: outside the history that is kept", info.directory)
+    try:
+        for place, info in enumerate(found.checkpoints):
+            if info.iteration in plan.thin:
+                found.checkpoints[place] = _thinned(info)
+    finally:  # a full disk has no room for another COMMIT, but gets what was deleted
+        _drop_unlisted(slabs, found, others)
     if rules.disk_limit_bytes is not None and plan.bytes > rules.disk_limit_bytes:
         _log.warning(
             "checkpoints take %d bytes, more than disk_limit_bytes=%d: the newest whole one is never deleted",
@@ -362,7 +365,8 @@ def remove_unlisted(checkpoints: Path, found: Catalogue, *, after: int = -1) -> 
     No process may write there meanwhile.
     """
     _remove_uncommitted(found, after=after)
-    _drop_unlisted(_slabs_in(checkpoints), found, _listed_elsewhere(checkpoints, found))
+    with suppress(OSError):  # the log has it: a start does not fail for it
+        _drop_unlisted(_slabs_in(checkpoints), found, _listed_elsewhere(checkpoints, found))
 
 
 def _remove_uncommitted(found: Catalogue, *, before: int | None = None, after: int = -1) -> None:
@@ -389,34 +393,46 @@ def _listed_elsewhere(checkpoints: Path, found: Catalogue) -> dict[str, int] | N
     """
     known = {info.directory for info in found.checkpoints} | set(found.uncommitted.values())
     listed: dict[str, int] = {}
-    try:
-        for path in checkpoints.iterdir():
-            if path not in known and path.name != SLABS and path.is_dir() and not path.is_symlink():
+    for path in checkpoints.iterdir():
+        if path in known or not re.search(r"step-\d{10,}", path.name):
+            continue
+        try:
+            if path.is_dir() and not path.is_symlink():
                 listed |= _listed_in(path)
-    except (OSError, UnreadableFileError) as error:
-        warn_once(checkpoints, f"what a checkpoint lists cannot be read, and no slab is removed: {error}")
-        return None
+        except (OSError, UnreadableFileError) as error:
+            what = f"what {path} lists cannot be read: no slab is removed while it is there; remove it once it is not"
+            warn_once(checkpoints, f"{what} needed ({error})")
+            return None
     return listed
 
 
 def _listed_in(directory: Path) -> dict[str, int]:
-    """Bytes of the slabs that a checkpoint lists, by any of its manifests: they may be damaged, or another's."""
+    """Bytes of the slabs that a checkpoint lists; where its commit record is damaged or another's, by all it has."""
     found: dict[str, FileRecord] = {}
-    for path in sorted(directory.iterdir()):
+    with suppress(DamagedFileError, ValueError):
+        manifest = Manifest.parse(persistently(read_bytes, directory / COMMIT))
+        found = manifest.files
+        first = persistently(read_bytes, directory / rank_manifest_name(0))
+        if hashlib.sha256(first).hexdigest() == manifest.ranks[0].sha256:
+            return _sizes(manifest, whole=True)
+    for path in sorted(directory.glob("rank-*.json")):
         with suppress(DamagedFileError, ValueError):
-            if path.name == COMMIT:
-                found |= Manifest.parse(persistently(read_bytes, path)).files
-            elif path.suffix == ".json":
-                found |= RankManifest.parse(persistently(read_bytes, path)).files
+            found |= RankManifest.parse(persistently(read_bytes, path)).files
     return {name: file.bytes for name, file in found.items() if slab_path(directory, name).exists()}
 
 
 def _drop_unlisted(slabs: Iterable[Path], found: Catalogue, others: Mapping[str, int] | None) -> None:
-    """Remove slabs that no checkpoint lists, nor a save that is under way; none while a checkpoint cannot be read."""
+    """Remove slabs that no checkpoint lists, nor a save that is under way; none while a checkpoint cannot be read.
+
+    What cannot be removed keeps nothing else.
+
+    Raises:
+        OSError: a slab cannot be removed.
+    """
     if found.unreadable or others is None:
         return
     listed = {name for info in found.checkpoints for name in info.manifest.files} | others.keys()
-    dropped = set()
+    dropped, refused = set(), list[OSError]()
     for path in slabs:
         at = saved_at(path.name)
         under_way = found.uncommitted if at is None else {at} & found.uncommitted.keys()
@@ -425,14 +441,15 @@ def _drop_unlisted(slabs: Iterable[Path], found: Catalogue, others: Mapping[str,
         try:
             remove_entry(path)
         except OSError as error:
-            if at is not None or holds_frozen(path.name):
-                raise
-            warn_once(path.parent.parent, f"{path} is no slab, and cannot be removed: {error}")
+            warn_once(path.parent.parent, f"{path}, which no checkpoint lists, cannot be removed: {error}")
+            refused += [error] if at is not None or holds_frozen(path.name) else []
             continue
         dropped.add(path.parent)
         _log.debug("%s was removed: no checkpoint lists it", path)
     for directory in dropped:
         sync_directory(directory)
+    if refused:
+        raise refused[0]
 
 
 def remove_temporary(found: Catalogue) -> None:

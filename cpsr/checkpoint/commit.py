@@ -19,16 +19,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from cpsr.checkpoint.files import remove_entry, sync_directory, write_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     SLABS,
+    Kind,
     Manifest,
     RankManifest,
     RankRecord,
     Save,
     rank_manifest_name,
+    slab_name,
     slab_path,
     step_iteration,
 )
@@ -173,13 +176,16 @@ def abandon(directory: Path, attempt: Attempt, reason: str) -> None:
 
 
 def remove_slabs(directory: Path, save: Save, rank: int | None = None) -> None:
-    """Remove the slabs of a save that is not committed, whole or under construction; those of one rank, or of all.
+    """Remove the slabs of a save that is not committed: those of one rank, or of all, also under construction.
 
     Raises:
         OSError: the file system refused.
     """
-    whose = "*" if rank is None else f"{rank:05d}"
-    for path in list(slab_path(directory, "").glob(f"*rank-{whose}.*-{save.word}.*")):
+    if rank is None:
+        paths = list(slab_path(directory, "").glob(f"*-{save.word}.*"))
+    else:  # a directory of many slabs is not listed at each save
+        paths = [slab_path(directory, slab_name(rank, kind, save)) for kind in get_args(Kind)]
+    for path in paths:
         path.unlink(missing_ok=True)
 
 

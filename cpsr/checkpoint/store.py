@@ -117,6 +117,10 @@ class CheckpointStore:
         self._missing = missing
         self._part = RankPartWriter(rank)
 
+    def refuse_superseded(self) -> None:
+        """Raise SupersededError where a newer life of the run has begun; OSError where that cannot be read."""
+        refuse_superseded(self.directory.parent, self._life)
+
     def prepare(self) -> list[Problem]:
         """Clean up after earlier lives; by rank 0 alone, before any rank writes.
 
@@ -148,7 +152,7 @@ class CheckpointStore:
             SaveError: the step is committed already, was abandoned by rank 0, or what was read back differs.
             OSError: the file system refused. In these cases nothing of this rank's part is left.
         """
-        refuse_superseded(self.directory.parent, self._life)
+        self.refuse_superseded()
         directory, attempt = self.directory_of(snapshot.iteration), self._same_attempt()
         save = Save(snapshot.iteration, attempt.life, attempt.attempt)
         make_directory(directory)
@@ -160,7 +164,7 @@ class CheckpointStore:
             written = self._part.write(directory, snapshot, attempt, refuse, frozen or self.frozen)
             self._refuse_abandoned(directory, save)
         except (OSError, SaveError) as error:
-            refuse_superseded(self.directory.parent, self._life)
+            self.refuse_superseded()
             self._part.remove(directory, save)
             # Rank 0 removes the files when it abandons a step, so that its reason hides behind other errors.
             self._refuse_abandoned(directory, save, error)
@@ -198,7 +202,7 @@ class CheckpointStore:
         directory, attempt = self.directory_of(iteration), self._same_attempt()
         try:
             shards = wait_for_ranks(directory, attempt, timeout_seconds, cancelled)
-            refuse_superseded(self.directory.parent, self._life)
+            self.refuse_superseded()
             if isinstance(shards, str):
                 abandon(directory, attempt, shards)
                 return CommitResult(False, shards)
@@ -206,7 +210,7 @@ class CheckpointStore:
             total = seal(directory, iteration, attempt, shards, sequence, missing=self._missing)
             self._largest_sequence = sequence
         except (OSError, ValueError, SaveError) as error:
-            refuse_superseded(self.directory.parent, self._life)
+            self.refuse_superseded()
             if isinstance(error, DriftedError):
                 self._record_drift(str(error))
             # The commit record may be in place and only its fsync have failed: without it the step is not durable.
@@ -302,7 +306,7 @@ class CheckpointStore:
         """
         if self.rank != 0:
             return []
-        refuse_superseded(self.directory.parent, self._life)
+        self.refuse_superseded()
         found = self._readable(after=iteration)
         newer = [one.iteration for one in found.checkpoints if one.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
@@ -316,6 +320,7 @@ class CheckpointStore:
             OSError: the file system refused; what is still there is valid.
             CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
+        self.refuse_superseded()
         return retain(self.directory, rules, self.copied_iteration)
 
     def _record_drift(self, drifted: str) -> None:
@@ -355,7 +360,7 @@ class CheckpointStore:
         return catalogue
 
     def _refuse_abandoned(self, directory: Path, save: Save, cause: Exception | None = None) -> None:
-        refuse_superseded(self.directory.parent, self._life)
+        self.refuse_superseded()
         reason = skipped_reason(directory, 0, Attempt(self.run_id, save.life, save.attempt, self._world_size))
         if reason is not None:
             self._part.remove(directory, save)

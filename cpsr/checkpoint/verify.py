@@ -69,10 +69,10 @@ class UnreadableFileError(CheckpointError):
 
     def __init__(self, file: Path, what: str) -> None:
         known = step_iteration(file.parent.name) is not None
-        which = str(file.parent) if known else "the directory of the checkpoint"
+        which = f"the name of {file.parent}" if known else "the name of the checkpoint's directory"
         super().__init__(
-            f"{file}: {what}. The checkpoint may be whole and was left as it is: start again; where this stays, rename "
-            f"{which} to another name beside it, so that an older checkpoint is used and nothing of this one is removed"
+            f"{file}: {what}. The checkpoint may be whole and was left as it is: start again; where this stays, put "
+            f"'kept-' before {which}, so that an older checkpoint is used and nothing of this one is removed"
         )
         self.file = file
         self.what = what

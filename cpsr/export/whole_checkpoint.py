@@ -12,7 +12,7 @@ from cpsr.checkpoint.assemble import Piece, Slab, Wanted, assemble
 from cpsr.checkpoint.catalogue import CheckpointInfo, scan
 from cpsr.checkpoint.manifest import COMMIT, OperatorRecord, RankManifest, rank_manifest_name
 from cpsr.checkpoint.saved import FileSlab, SavedCheckpoint
-from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError
+from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError, read_manifest
 from cpsr.errors import CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.state.codec import same_bits
 
@@ -251,9 +251,18 @@ def open_whole(run_dir: Path, iteration: int | None, *, moments: bool = True) ->
     try:
         return _open(info, identity, moments=moments)
     except DamagedFileError as error:
-        if (info.directory / COMMIT).exists():
+        if not _is_gone(info):
             raise
-        raise CheckpointError(f"{info.directory} was deleted while it was read; export a newer checkpoint") from error
+        what = f"{info.directory} was deleted, or thinned to its weights, while it was read"
+        raise CheckpointError(f"{what}; export a newer checkpoint") from error
+
+
+def _is_gone(info: CheckpointInfo) -> bool:
+    """Whether retention was there meanwhile."""
+    try:
+        return read_manifest(info.directory) != info.manifest
+    except DamagedFileError:
+        return not (info.directory / COMMIT).exists()
 
 
 def _read_identity(run_dir: Path) -> RunIdentity:

@@ -140,6 +140,7 @@ class KeptCheckpoints:
     def clear(self) -> None:
         """Remove all checkpoints, the newest last: the function has returned, and its next call begins anew."""
         try:
+            self._store.refuse_superseded()
             for aside in scan(self._store.directory).asides:
                 remove_tree(aside.directory, first=COMMIT)
             self._remove(0)
@@ -151,6 +152,7 @@ class KeptCheckpoints:
             )
 
     def _remove(self, kept: int) -> None:
+        self._store.refuse_superseded()
         found = self._store.catalogue()
         for info in found[: len(found) - kept]:
             remove_tree(info.directory, first=COMMIT)

@@ -150,8 +150,8 @@ class NewestCheckpoint:
             raise RecoveryError(
                 f"none of the checkpoints of this run can be restored: "
                 f"{'; '.join(self.damaged.values()) or 'none is whole'}. Nothing was changed; the directory holds "
-                f"{', '.join(remains)}. Put a whole one back from a copy, or use another run_dir to start anew; "
-                "`cpsr export` writes the weights of a checkpoint that keeps them alone"
+                f"{', '.join(remains)}. Put checkpoints/ back from a backup, with its slabs, or use another run_dir to "
+                "start anew"
             )
 
 

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 import cpsr.checkpoint.catalogue as catalogue_module
 from cpsr.benchmarks.harness.checkpoint_files import commit_file
-from cpsr.checkpoint.catalogue import CheckpointInfo, Retention, plan_retention, scan
+from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, Retention, plan_retention, scan
+from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import remove_tree
 from cpsr.checkpoint.manifest import COMMIT, SLABS, FileRecord, Manifest, RankRecord, Save, saved_at, slab_name
 from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.ranks.heartbeat import HeartbeatFiles
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, refuse_asking, save
 
 FULL, THIN = 300, 100
@@ -206,7 +208,7 @@ def test_nothing_is_dropped_while_a_commit_record_cannot_be_read(
 def test_what_a_user_has_renamed_stays(store: CheckpointStore) -> None:
     for iteration in (10, 20):
         save(store, iteration)
-    aside = store.directory / "mine"
+    aside = store.directory / "mine-step-0000000010"
     (store.directory / "step-0000000010").rename(aside)
     for iteration in range(30, 90, 10):
         save(store, iteration)
@@ -249,3 +251,58 @@ def test_what_was_set_aside_and_cannot_be_removed_keeps_nothing_else(
         store.retain(Retention(full_checkpoints=1, history_min_checkpoints=1, history_span_iterations=0))
     assert [info.iteration for info in store.catalogue()] == [60]
     assert caplog.text.count("cannot be removed") == 1
+
+
+def test_a_save_that_begins_during_a_pass_keeps_its_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = [CheckpointStore(tmp_path, rank, 2, "run", 1) for rank in (0, 1)]
+    stores[0].prepare()
+    for rank in (1, 0):
+        stores[rank].write(make_snapshot(10))
+    assert stores[0].commit(10, 5.0, threading.Event()).committed
+
+    def then_a_save(checkpoints: Path) -> Catalogue:
+        found = scan(checkpoints)
+        stores[1].write(make_snapshot(20))
+        return found
+
+    monkeypatch.setattr(catalogue_module, "scan", then_a_save)
+    stores[0].retain(Retention())
+    monkeypatch.undo()
+    stores[0].write(make_snapshot(20))
+    assert stores[0].commit(20, 5.0, threading.Event()).committed
+
+
+def test_what_cannot_be_removed_or_thinned_keeps_nothing_else(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk, and a slab that another machine has open."""
+    for iteration in range(10, 60, 10):
+        save(store, iteration)
+    busy = min((store.directory / SLABS).iterdir())
+
+    def refusing(path: Path) -> None:
+        if path == busy:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        path.unlink()
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(catalogue_module, "remove_entry", refusing)
+    monkeypatch.setattr(catalogue_module, "write_bytes", full)
+    (store.directory / "lost+found").mkdir(mode=0)
+    with pytest.raises(OSError, match=r"No space|busy"):
+        store.retain(Retention(full_checkpoints=1, history_min_checkpoints=2, history_span_iterations=0))
+    left = [path for path in (store.directory / SLABS).iterdir() if saved_at(path.name) in (10, 20, 30)]
+    assert left == [busy]
+    assert store.prepare() == []
+    assert caplog.text.count("which no checkpoint lists, cannot be removed") == 1
+
+
+def test_a_newer_life_is_left_alone(store: CheckpointStore, tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    HeartbeatFiles(tmp_path, 2).claim()
+    with pytest.raises(SupersededError):
+        store.retain(Retention(full_checkpoints=1))
+    assert all(info.full for info in store.catalogue())

@@ -189,6 +189,8 @@ def upload(place: Place, directory: Path, earlier: Mapping[str, Manifest] | None
         RunMismatchError: another run has committed a copy there meanwhile.
     """
     manifest = read_manifest(directory)
+    if manifest.weights_only:
+        raise CheckpointError(f"{directory} was thinned to its weights meanwhile; a newer one is copied next")
     data = manifest.to_bytes()
     identity = persistently(read_bytes, directory.parents[1] / IDENTITY)
     if _run_in(identity) != manifest.run_id:

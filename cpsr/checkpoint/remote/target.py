@@ -24,7 +24,6 @@ from cpsr.checkpoint.remote.copies import (
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
 from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.verify import read_manifest
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.config import CheckpointConfig
 from cpsr.errors import CheckpointError, CPSRError, RecoveryError, RunMismatchError, TargetError
@@ -153,8 +152,8 @@ class CheckpointTarget:
 
     def _choose(self, place: Place, store: CheckpointStore, damaged: Collection[int]) -> str | None:
         """Rank 0's choice of a copy, by its folder; None where the run directory has what is newest."""
-        left = [info for info in scan_local(store.directory).checkpoints if info.full and info.iteration not in damaged]
-        kept = max(left, key=lambda info: info.sequence, default=None)
+        left = [info for info in scan_local(store.directory).checkpoints if info.iteration not in damaged]
+        kept = max(filter(_is_full, left), key=lambda info: info.sequence, default=None)
         try:
             # Without a local checkpoint, wait as long as the file system does.
             found = _within(None if kept is None else ANSWER_SECONDS, lambda: scan(place, store.run_id))
@@ -244,9 +243,10 @@ class CheckpointTarget:
         # By a roll-back, or the user's own load: iteration -> newest commit at that time.
         asides = scan_local(store.directory).asides
         given_up = {one.iteration: one.after_sequence for one in asides if one.kind == "abandoned"}
+        holding = {folder: one for folder, one in found.usable.items() if not one.weights_only}
         return {
             folder: manifest
-            for folder, manifest in found.usable.items()
+            for folder, manifest in holding.items()
             if not self._tried.get(folder) and given_up.get(manifest.iteration, -1) < manifest.sequence
         }
 
@@ -318,11 +318,11 @@ class CheckpointTarget:
         info = max(whole, key=lambda info: info.sequence, default=None)
         if info is None:
             return
+        store.copied_iteration = info.iteration
         found = scan(place, store.run_id)
         copies = self._wanted(found, store)
         folder, newest = list(copies.items())[-1] if copies else ("", None)
         if newest is None or newest.sequence < info.sequence:
-            store.copied_iteration = info.iteration
             for unfinished in found.unfinished:  # otherwise a full target would stay full
                 place.drop(unfinished)
             started = time.perf_counter()
@@ -334,7 +334,7 @@ class CheckpointTarget:
             level = logging.INFO if "target copy failed" in self._failing else logging.DEBUG
             self._report("target copied", message, info.iteration, level)
             self._failing.clear()
-        elif newest != read_manifest(info.directory):
+        elif newest != info.manifest:
             message = (
                 f"{place.name(folder)} is not of this run directory, and not older than its checkpoint "
                 f"{info.iteration}: another job of the run copies there, or run_dir was set back. Nothing is copied "
@@ -362,6 +362,10 @@ class CheckpointTarget:
         level = logging.DEBUG if kind in self._failing else logging.WARNING
         self._failing.add(kind)
         self._report(kind, message, iteration, level)
+
+
+def _is_full(info: CheckpointInfo) -> bool:
+    return info.full
 
 
 def _together(group: Group, action: Callable[[], Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """`checkpoint.target` in one life after another: what a restart fetches, and the thread that copies meanwhile."""
 
+import hashlib
 import logging
 import shutil
 import threading
@@ -11,17 +12,25 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cpsr.benchmarks.harness.checkpoint_files import edit_part, is_slab, rank_part, remove_checkpoint, weights_file
+from cpsr.benchmarks.harness.checkpoint_files import (
+    commit_file,
+    edit_commit,
+    edit_part,
+    is_slab,
+    rank_part,
+    remove_checkpoint,
+    weights_file,
+)
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.files import hash_file
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.manifest import COMMIT, FileRecord
+from cpsr.checkpoint.manifest import COMMIT, FileRecord, Manifest
 from cpsr.checkpoint.remote import target as module
 from cpsr.checkpoint.remote.copies import read_copy, scan, upload
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.cli.main import app
-from cpsr.errors import RecoveryError
+from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.state.shard import Shard
 from tests import two_ranks
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, save
@@ -213,6 +222,25 @@ def test_a_copy_never_takes_the_place_of_slabs_that_a_checkpoint_here_lists(tmp_
     assert target.fetch(here, ()) is None
     assert "is not fetched: its rank-00000." in target.reports()[-1].message
     assert verify_run(tmp_path / "here") == []
+
+
+def test_a_checkpoint_of_weights_alone_is_neither_copied_nor_fetched(tmp_path: Path, memory: Place) -> None:
+    store = copied_run(tmp_path / "run", memory, (10,))
+    directory = commit([store], 20)
+    whole = commit_file(directory).read_bytes()
+    edit_commit(directory, partial(dict.update, weights_only=True))
+    with pytest.raises(CheckpointError, match="was thinned to its weights meanwhile"):
+        upload(memory, directory)
+    commit_file(directory).write_bytes(whole)
+    upload(memory, directory)
+    newest = folder_of(memory, 20)
+    thinned = Manifest.parse(whole).model_copy(update={"weights_only": True}).to_bytes()
+    name = f"step-0000000020.{RUN}.{hashlib.sha256(thinned + memory.read(newest, 'run.json')).hexdigest()[:32]}"
+    memory.make(name)
+    for file in memory.list(newest):
+        memory.write(name, file, thinned if file == COMMIT else memory.read(newest, file))
+    memory.drop(newest)
+    assert fetched(memory, tmp_path / "new") == 10
 
 
 def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, memory: Place) -> None:
