@@ -394,12 +394,12 @@ def _listed_elsewhere(checkpoints: Path, found: Catalogue) -> dict[str, int] | N
     known = {info.directory for info in found.checkpoints} | set(found.uncommitted.values())
     listed: dict[str, int] = {}
     for path in checkpoints.iterdir():
-        if path in known or not re.search(r"step-\d{10,}", path.name):
-            continue
         try:
-            if path.is_dir() and not path.is_symlink():
+            if path not in known and path.name != SLABS and path.is_dir() and not path.is_symlink():
                 listed |= _listed_in(path)
         except (OSError, UnreadableFileError) as error:
+            if not re.search(r"step-\d{10,}", path.name):
+                continue  # a directory of somebody else, as lost+found
             what = f"what {path} lists cannot be read: no slab is removed while it is there; remove it once it is not"
             warn_once(checkpoints, f"{what} needed ({error})")
             return None

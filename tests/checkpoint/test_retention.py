@@ -208,7 +208,7 @@ def test_nothing_is_dropped_while_a_commit_record_cannot_be_read(
 def test_what_a_user_has_renamed_stays(store: CheckpointStore) -> None:
     for iteration in (10, 20):
         save(store, iteration)
-    aside = store.directory / "mine-step-0000000010"
+    aside = store.directory / "mine"
     (store.directory / "step-0000000010").rename(aside)
     for iteration in range(30, 90, 10):
         save(store, iteration)
