@@ -369,10 +369,11 @@ class RescuedFrozen:
         checkpoints: the run's directory of them.
         rank: whose state it is.
         ranks: how many there were.
+        checked: slabs that were read and are whole, shared with other parts.
     """
 
-    def __init__(self, own: FrozenFiles, checkpoints: Path, rank: int, ranks: int) -> None:
-        self._own = own
+    def __init__(self, own: FrozenFiles, checkpoints: Path, rank: int, ranks: int, checked: set[Path]) -> None:
+        self._own, self._checked = own, checked
         self._checkpoints = checkpoints
         self._rank, self._ranks = rank, ranks
 
@@ -416,8 +417,10 @@ class RescuedFrozen:
         files = {}
         for file in record.frozen_files():
             writer = saved.record(writer_of(file)) if file not in record.files else record
-            files[file] = saved.file(writer, file)
-            check_file(slab_path(info.directory, file), files[file], direct=True)
+            files[file], path = saved.file(writer, file), slab_path(info.directory, file)
+            if path not in self._checked:
+                check_file(path, files[file], direct=True)
+                self._checked.add(path)
         return {
             name: one.model_copy(update={"file": None, "xxh3_128": None}) if name in moved else one
             for name, one in record.frozen.items()

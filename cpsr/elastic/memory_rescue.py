@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -49,7 +50,7 @@ class Rescue:
     def __init__(self, job: Job, first: tuple[int, int], frozen: FrozenFiles | None) -> None:
         self._job = job
         self._arena = Arena(job.run.run_id)
-        self._frozen = frozen
+        self._frozen, self._checked = frozen, set[Path]()
         self._first = first
         self._node = this_node()
         self._nodes: list[str] = job.group.gather(self._node)
@@ -201,7 +202,7 @@ class Rescue:
             return None
         checkpoints = self._job.run.path / "checkpoints"
         own = FrozenFiles(self._frozen.weights, source.rank, checkpoints, places=self._frozen.places)
-        return RescuedFrozen(own, checkpoints, source.entries[-1].rank, self._job.run.previous_ranks)
+        return RescuedFrozen(own, checkpoints, source.entries[-1].rank, self._job.run.previous_ranks, self._checked)
 
     def _read(self, source: Source, checkpoint: int) -> Snapshot:
         """A part, in memory of its own."""
