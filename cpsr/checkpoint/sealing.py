@@ -73,8 +73,14 @@ class Sealing:
         self._newest = self.occupancy.index(snapshot), snapshot
 
     def forget(self) -> None:
-        """Take nothing over: a snapshot failed, or the run has gone back."""
+        """Take nothing over: a snapshot failed."""
         self._newest = None
+
+    def forget_all(self) -> None:
+        """The run has gone back: of iterations that come again no buffer holds a part."""
+        self.forget()
+        for held in self._held:
+            held.overwrite(held.parts.names)
 
     def _complete(self, index: int, snapshot: Snapshot) -> Held:
         """What the buffer holds once its copy is through: what was left out comes from the snapshot before.
@@ -117,6 +123,7 @@ class Sealing:
         def ended(counts: bool) -> None:
             if not counts:
                 self.forget()
+                self._held[index].overwrite(self._held[index].parts.names)  # its iteration may be tried again
             self.occupancy.end_seal(index, snapshot, sealed=counts)
             if counts and kind != "departure":
                 self._counts(file.path, snapshot)

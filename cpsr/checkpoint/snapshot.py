@@ -141,7 +141,8 @@ class SnapshotPool:
             if taken is None:
                 return None
             buffer, snapshot = taken
-            snapshot.contents, snapshot.disk, snapshot.replicate = contents, disk, replicate
+            snapshot.contents, snapshot.disk = contents, disk
+            snapshot.replicate = replicate and self.sealing.on_sealed is not None
             try:
                 self._start(buffer, snapshot, shard, small)
             except BaseException:
@@ -155,7 +156,8 @@ class SnapshotPool:
     def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
         buffer.copy_others(shard)
         plan = partial(self._plan, snapshot, buffer, shard)
-        copy = self.engine.start(plan, small, shard, snapshot.copied_parts, thorough=snapshot.disk)
+        early = not snapshot.replicate  # what another machine has got cannot be taken back
+        copy = self.engine.start(plan, small, shard, snapshot.copied_parts, thorough=snapshot.disk, early=early)
         self._running = snapshot, copy
         if self.engine.copies_in_order:
             self.seal(snapshot, copied=copy)
@@ -311,6 +313,7 @@ class SnapshotPool:
         try:
             snapshot.scalars = copy.result(deadline.part(RUNNING_SHARE))
             if self.engine.writes.look(forward=False):
+                self._unseal(snapshot, copy)
                 return
             copy.confirm(unchanged=True)
         except SaveError as error:
@@ -355,7 +358,7 @@ class SnapshotPool:
     def forget_after(self, iteration: int) -> None:
         """Invalidate snapshots of later iterations: the run has gone back behind them."""
         self.settle()
-        self.sealing.forget()
+        self.sealing.forget_all()
         for index in self.occupancy.unseal_after(iteration):
             self.sealing.unseal(index)
 

@@ -289,3 +289,48 @@ def test_one_word_distinguishes_weights_moments_and_slices_and_is_that_of_the_fi
             assert owned_word(source) != word
             values.view(torch.uint8)[-1] ^= 1
     assert owned_word(source) == word
+
+
+def confirmed_early(run_id: str) -> tuple[SnapshotPool, Shard]:
+    """A pool that trusts its loop."""
+    live = make_shard(3)
+    pool = SnapshotPool(live, memory=SharedMemory(run_id, 0, 0))
+    for iteration in (1, 2, 3):
+        snapshot = pool.begin(live, iteration, {})
+        assert snapshot is not None
+        pool.finish()
+        pool.release(snapshot)
+    pool.settle()
+    assert pool.engine.writes.trusted
+    return pool, live
+
+
+def test_a_dump_takes_back_a_running_snapshot_that_the_loop_disturbed(run_id: str) -> None:
+    pool, live = confirmed_early(run_id)
+    pool.mark_boundary()
+    assert pool.begin(live, 4, {}) is not None
+    for operator in live.operators.values():
+        operator.parameter.values.add_(1)
+    with pytest.raises(SaveError, match="the loop changes weights"):
+        pool.dump(lambda: live, 4, dict)
+    assert 4 not in {state.iteration for state in Arena(run_id).list()}
+    pool.close()
+
+
+def test_what_other_machines_get_is_not_confirmed_before_the_next_update(run_id: str) -> None:
+    pool, live = confirmed_early(run_id)
+    offered: list[int] = []
+    pool.sealing.on_sealed = lambda _, snapshot: offered.append(snapshot.iteration)
+    for iteration in (4, 5):
+        snapshot = pool.begin(live, iteration, {})
+        pool.settle()
+        assert iteration not in offered
+        if iteration == 5:
+            live.operators[min(live.operators)].parameter.values.add_(1)
+            with pytest.raises(SaveError, match="the loop changes weights"):
+                pool.finish()
+        else:
+            assert pool.finish() is snapshot
+    pool.settle()
+    assert offered == [4]
+    pool.close()

@@ -1,5 +1,6 @@
 """Snapshots in host memory that leave out experts: what they hold of these is of the snapshot before, and says so."""
 
+import pytest
 import torch
 
 from cpsr.checkpoint.arena import Arena
@@ -28,14 +29,13 @@ class Training:
         self.live = make_shard(0, SIZES)
         self.pool = SnapshotPool(self.live, buffers, SharedMemory(run_id, 0, 1), UNITS)
         self.history: dict[int, Shard] = {}
+        self.seed = 0  # of this course of the training
         self.run_id = run_id
 
     def snapshot(self, iteration: int, contents: Contents | None = None) -> None:
-        for (_, values), (_, wanted) in zip(
-            self.live.tensors(), make_shard(iteration, SIZES, iteration).tensors(), strict=True
-        ):
+        self.history[iteration] = make_shard(self.seed + iteration, SIZES, iteration)
+        for (_, values), (_, wanted) in zip(self.live.tensors(), self.history[iteration].tensors(), strict=True):
             values.copy_(wanted)
-        self.history[iteration] = make_shard(iteration, SIZES, iteration)
         begun = self.pool.begin(self.live, iteration, {"at": iteration}, contents or Contents(), disk=contents is None)
         assert begun is not None
         assert self.pool.finish() is begun
@@ -91,4 +91,19 @@ def test_a_second_snapshot_of_one_iteration_holds_it_too(run_id: str) -> None:
         load_states([state], found := make_shard(99, SIZES))
         for name, operator in found.operators.items():
             assert torch.equal(operator.parameter.values, training.history[1].operators[name].parameter.values), name
+    training.pool.close()
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+def test_after_a_rewind_no_expert_is_one_of_the_discarded_iterations(run_id: str, buffers: int) -> None:
+    training = Training(run_id, buffers)
+    training.snapshot(8)
+    for iteration in (9, 10, 11):
+        training.snapshot(iteration, only(*EXPERTS))
+    training.pool.forget_after(8)
+    training.seed = 100
+    for iteration in (9, 10):
+        training.snapshot(iteration, only(*EXPERTS))
+    training.snapshot(11, only(min(EXPERTS)))
+    assert ages(training.loaded()) == dict.fromkeys(NAMES, 10) | dict.fromkeys((NAMES[0], min(EXPERTS)), 11)
     training.pool.close()
