@@ -372,7 +372,9 @@ class CopyEngine:
         return self._worker.submit(_seal, prepare, then, copied)
 
     def settle(self) -> None:
-        """Wait for what the thread was given; a running copy uses no more waits."""
+        """Wait for what the thread was given, until it is closed; a running copy uses no more waits."""
+        if self._closed:
+            return
         running = self._running
         if running is not None:
             running.hurry()
@@ -380,7 +382,7 @@ class CopyEngine:
 
     def close(self, *, wait: bool = True) -> None:
         """End the thread, after all that it has to do; do not wait where a device hangs for which it waits."""
-        if wait and not self._closed:
+        if wait:
             self.settle()  # what that has led to is still accepted
         self._closed = True
         self._worker.shutdown(wait=wait)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,7 @@ class Recorder:
         report: takes what has failed.
         files: how many windows have memory.
         writes: whether the loop changes weights while they are copied.
+        after_step: inside, work follows the last step; see `DeviceSteps.after_step`.
 
     Attributes:
         files: how many windows have memory.
@@ -95,9 +97,10 @@ class Recorder:
         report: Callable[[str], None],
         files: int = FILES,
         writes: WriteWatch | None = None,
+        after_step: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._life, self._shard, self._report = memory.life, shard, report
-        self.files, self.copies = files, CopyBudget()
+        self.files, self.copies, self._after_step = files, CopyBudget(), after_step
         self.on_sealed: Callable[..., None] = lambda path, iteration, *, send: None
         self._replicated_at: int | None = None
         self._sent_at: int | None = None
@@ -151,11 +154,13 @@ class Recorder:
         self._window = None
         try:
             slot = self._ring.next(self.files, layout.size, kept, before)
-            layout.copy_others(self._shard(), slot.file.bytes)
+            with self._after_step():
+                layout.copy_others(self._shard(), slot.file.bytes)
+                small = SmallState(small_state())
             if slot.held is None or slot.held.parts is not layout.parts:
                 slot.held = Held(layout.parts, slot.file.bytes)
             slot.held.overwrite(layout.parts.names)
-            self._window = Window(slot, layout, slot.held, iteration, [SmallState(small_state())])
+            self._window = Window(slot, layout, slot.held, iteration, [small])
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._report(f"the window that begins at iteration {iteration} is not kept: {error}")
             return
@@ -183,10 +188,11 @@ class Recorder:
         window.taken += 1
         sent = send and window.is_taken
         try:
-            if step > 0:
-                window.small.append(SmallState(outcome))
-            shard = self._shard()
-            running = self._engine.start(partial(self._plan, window, step, shard), None, shard, early=not sent)
+            with self._after_step():
+                if step > 0:
+                    window.small.append(SmallState(outcome))
+                shard = self._shard()
+                running = self._engine.start(partial(self._plan, window, step, shard), None, shard, early=not sent)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._drop(window, f"the snapshot of iteration {iteration} failed: {error}")
             return None

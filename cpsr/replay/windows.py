@@ -53,7 +53,8 @@ class Windows:
         files = _files(job)
         there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
         self.bytes_to_come = max(0, files * self.file_bytes - there)
-        self.recorder = Recorder(memory, job.adapter.shard, self._report, files, pool.engine.writes)
+        watched = pool.engine.writes, pool.steps.after_step
+        self.recorder = Recorder(memory, job.adapter.shard, self._report, files, *watched)
         self._off = self._without_place = False
         self._first: int | None = None
         self._agreed = -1, len(self._layout.turns)  # iteration of the agreement, and iterations of later windows
@@ -198,7 +199,7 @@ class Windows:
 
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""
-        self._end_replay()
+        self._end_replay(remove=remove)
         if self._logs is not None and self._job.adapter.pipeline is not None:
             self._job.adapter.pipeline.traffic.stop()
             self._logs.close(remove=remove)
@@ -221,10 +222,12 @@ class Windows:
         agreed_at, iterations = self._agreed
         return iterations if iteration > agreed_at else len(self._layout.turns)
 
-    def _end_replay(self) -> None:
+    def _end_replay(self, *, remove: bool = True) -> None:
         replaying, self._replaying = self._replaying, None
         if replaying is not None:
             replaying.close()
+            if self._off:
+                self.recorder.close(remove=remove)
 
     def _order_units(self) -> None:
         operators = self._job.shard.operators

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyPlan
+from cpsr.checkpoint.device_copy import DeviceSteps
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import verify_memory_state
 from cpsr.checkpoint.memory_states import memory_state
@@ -210,3 +211,46 @@ def test_a_window_of_a_device_is_that_of_its_steps(tmp_path: Path) -> None:
         wanted = shard_at(1).operators[name].parameter.values
         assert torch.equal(operator.parameter.values, wanted.bfloat16().float() if name == "second" else wanted), name
     assert torch.equal(into.others["mean"], torch.tensor([1.0]))
+
+
+def test_a_window_follows_the_update_on_whatever_stream_that_is(tmp_path: Path) -> None:
+    """A loop may train on a stream of its own, and ask for its batches outside of it."""
+    problems: list[str] = []
+    with stand_in_device() as device:
+        operators = {}
+        for name, one in shard_at(1).operators.items():
+            values, moment = device.tensor(one.parameter.values), device.tensor(one.moments["exp_avg"])
+            operators[name] = OperatorState(name, ParamSlice(values, (16,), 0), {"exp_avg": moment}, 1)
+        live = Shard(operators, {"mean": device.tensor(torch.tensor([1.0]))})
+        steps = DeviceSteps(torch.device("cuda", 0))
+        memory = SharedMemory(RUN_ID, 0, 0, tmp_path)
+        recorder = Recorder(memory, lambda: live, problems.append, after_step=steps.after_step)
+        layout = WindowLayout(live, (tuple(operators),), {})
+        recorder.prepare(layout)
+        device.at_once = False
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for (_, values), (_, wanted) in zip(live.tensors(), shard_at(2).tensors(), strict=True):
+                values.copy_(device.tensor(wanted))
+            steps.mark_boundary()
+        recorder.begin_window(layout, 2, lambda: {"place": 2})
+        recorder.capture(2)
+        recorder.finish()
+        device.complete()
+        device.at_once = True
+        recorder.close(remove=False)
+    assert problems == []
+    (state,) = Arena(RUN_ID, tmp_path).list()
+    into = shard_at(0)
+    assert load_window(state, into) == {"place": 2}
+    for name, operator in into.operators.items():
+        assert torch.equal(operator.parameter.values, shard_at(2).operators[name].parameter.values), name
+    assert torch.equal(into.others["mean"], torch.tensor([2.0]))
+
+
+def test_a_run_goes_back_whose_windows_got_no_memory(tmp_path: Path) -> None:
+    rank = Rank(tmp_path)
+    rank.recorder.prepare(rank.layout)
+    rank.recorder.close(remove=True)
+    rank.recorder.forget()
+    rank.recorder.close(remove=True)
+    assert list(tmp_path.iterdir()) == []
