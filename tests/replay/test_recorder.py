@@ -228,7 +228,7 @@ def test_a_window_follows_the_update_on_whatever_stream_that_is(tmp_path: Path) 
         layout = WindowLayout(live, (tuple(operators),), {})
         recorder.prepare(layout)
         device.at_once = False
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call] # torch
             for (_, values), (_, wanted) in zip(live.tensors(), shard_at(2).tensors(), strict=True):
                 values.copy_(device.tensor(wanted))
             steps.mark_boundary()
