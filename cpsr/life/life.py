@@ -244,7 +244,7 @@ class Life:
         interval = 0 if proposal is None else proposal.interval_iterations
         memory_interval = 0 if proposal is None else proposal.memory_interval_iterations or 0
         agreed = self.votes.exchange(Ballot(self.stop.made, interval, memory_interval, *turns.ballot()))
-        turns.read(iteration, agreed.blocked, agreed.busy)
+        turns.read(iteration, agreed.blocked, agreed.busy, agreed.missing)
         if agreed.interval_iterations:
             # Rank 0's proposal, as far as this rank needs it.
             plan = self._proposed or Plan(

@@ -35,6 +35,7 @@ class Turns:
     Args:
         occupancy: of the host buffers.
         sending: whether a replica of this rank's is under way.
+        has_arrived: whether the peers have this rank's state of an iteration.
         keep: called with the iteration of the newest state that the peers have in full, None where they have none.
         iteration: of the state that this life begins with.
     """
@@ -43,44 +44,51 @@ class Turns:
         self,
         occupancy: Occupancy,
         sending: Callable[[], bool],
+        has_arrived: Callable[[int], bool],
         keep: Callable[[int | None], None],
         iteration: int = 0,
     ) -> None:
         self._occupancy = occupancy
-        self._sending, self._keep = sending, keep
+        self._sending, self._has_arrived, self._keep = sending, has_arrived, keep
         self._cast_at = self._read_at = -1  # iterations of the votes
         self._blocked = self._busy = False
         self._sent_at = -2
         self._sent: tuple[int, int, Callable[[], bool]] | None = None
         keep(iteration)  # what the peers have of the life before
 
-    def ballot(self) -> tuple[bool, bool]:
-        """Whether this rank cannot take a snapshot now, and whether one of its links is busy, or soon will be."""
+    def ballot(self) -> tuple[bool, bool, bool]:
+        """Whether this rank cannot take a snapshot now, one of its links is busy or will be, and its newest is missing.
+
+        A holder may have refused or dropped what it was sent.
+        """
         # In this order: a state that is sealed meanwhile is seen on its link.
         busy = (self._sent is not None and self._sent[2]()) or self._sending()
-        return not self._occupancy.is_free, busy
+        begun = self._sent is not None and self._sent[0] == self._sent_at
+        missing = self._sent is None or not begun or not self._has_arrived(self._sent[1])
+        return not self._occupancy.is_free, busy, missing
 
-    def sent(self, iteration: int, pending: Callable[[], bool], first: int | None = None) -> None:
+    def sent(self, iteration: int, pending: Callable[[], bool], held: int | None = None) -> None:
         """This one goes to the peers.
 
         Args:
             iteration: as given to `may_send`.
             pending: whether it has still to be sealed and offered.
-            first: of a window, whose last iteration that is.
+            held: iteration of the state, if it is another: a window's first, or a later one where a batch repeats.
         """
-        self._sent = iteration, iteration if first is None else first, pending
+        self._sent = iteration, iteration if held is None else held, pending
 
-    def read(self, iteration: int, blocked: bool, busy: bool) -> None:
+    def read(self, iteration: int, blocked: bool, busy: bool, missing: bool) -> None:
         """A ballot was cast after this iteration, and the result of the one before is here.
 
         Args:
             iteration: the finished one.
             blocked: whether any rank could take none.
             busy: whether any rank's link was busy.
+            missing: whether any rank's newest replica was missing.
         """
         self._read_at, self._cast_at = self._cast_at, iteration
         self._blocked, self._busy = blocked, busy
-        if not busy and self._sent is not None and self._sent[0] == self._sent_at < self._read_at:
+        if not busy and not missing and self._sent is not None and self._sent[0] == self._sent_at < self._read_at:
             self._keep(self._sent[1])
 
     def restart(self) -> None:
@@ -135,7 +143,7 @@ class MemorySnapshots:
         self._job, self._pool, self._windows, self._planner = job, memory.pool, memory.windows, planner
         self._policy, self._capture, self._last = policy, capture, iteration
         keep = self._pool.occupancy.replicated if self._windows is None else self._windows.recorder.replicated
-        self.turns = Turns(self._pool.occupancy, lambda: memory.sending, keep, iteration)
+        self.turns = Turns(self._pool.occupancy, lambda: memory.sending, memory.has_arrived, keep, iteration)
         self._late = False
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
@@ -164,7 +172,7 @@ class MemorySnapshots:
             self._late = True
             return None
         self._late, self._last = False, iteration
-        return partial(self._begin, self._policy.due_in_memory(), self.turns.may_send(iteration))
+        return partial(self._begin, iteration, self._policy.due_in_memory(), self.turns.may_send(iteration))
 
     def end_of(self, iteration: int) -> Callable[[], None] | None:
         """What an iteration ends with: its part of a window, if there are any."""
@@ -199,7 +207,7 @@ class MemorySnapshots:
 
     # The copy
 
-    def _begin(self, contents: Contents, replicate: bool) -> None:
+    def _begin(self, due: int, contents: Contents, replicate: bool) -> None:
         started, iteration = time.perf_counter(), self._job.adapter.iteration  # later than due where a batch repeats
         try:
             shard = self._job.adapter.shard()
@@ -211,7 +219,7 @@ class MemorySnapshots:
             self._skip(iteration)
             return
         if replicate:
-            self.turns.sent(iteration, snapshot.is_pending)
+            self.turns.sent(due, snapshot.is_pending, iteration)
         snapshot.stall_seconds = time.perf_counter() - started
 
     def before_update(self) -> None:

@@ -148,6 +148,10 @@ class HostMemory:
         """Whether a replica of this rank's snapshots is under way."""
         return self._replicator is not None and self._replicator.sending
 
+    def has_arrived(self, iteration: int) -> bool:
+        """Whether the machines that hold this rank's replicas have the one of this iteration, the newest."""
+        return self._replicator is None or self._replicator.has_arrived(iteration)
+
     @property
     def branch(self) -> int:
         """How often this life has gone back to an earlier state."""

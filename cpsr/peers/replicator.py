@@ -64,6 +64,8 @@ class Outgoing:
         self._names = [arena.path(rank, f"replica-{self.peer:05d}-{slot}").name for slot in range(SLOTS)]
         self._sorted = False  # the next to be overwritten first
         self._offered: tuple[Sealed, float] | None = None  # the state that waits, and since when
+        self._newest: Sealed | None = None  # of all that were offered since the run last went back
+        self._arrived: Sealed | None = None
         self._last_kept: int | None = None  # of what the holder is to forget, before it gets another state
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._place = Peer(channel, arena, rank, self._stop)
@@ -78,10 +80,15 @@ class Outgoing:
         # In this order: a state that is taken meanwhile is seen as being sent.
         return (self._offered is not None or self._sending) and self._thread.is_alive()
 
+    def has_arrived(self, iteration: int) -> bool:
+        """Whether the newest state that was offered is of this iteration, and the holder has all of it."""
+        newest = self._newest
+        return newest is not None and newest is self._arrived and newest.iteration == iteration
+
     def offer(self, state: Sealed) -> None:
         """Send this state next, in place of one that waits."""
         with self._changed:
-            self._offered = state, time.monotonic()
+            self._offered, self._newest = (state, time.monotonic()), state
             self._changed.notify()
 
     def forget_after(self, iteration: int) -> None:
@@ -89,6 +96,7 @@ class Outgoing:
         with self._changed:
             if self._offered is not None and self._offered[0].iteration > iteration:
                 self._offered = None
+            self._newest = None
             self._last_kept = iteration if self._last_kept is None else min(iteration, self._last_kept)
             self._changed.notify()
 
@@ -142,7 +150,7 @@ class Outgoing:
                 self._place.drop(state.name)
 
     def _send(self, state: Sealed, offered_at: float) -> None:
-        """Send a state, whose buffer is overwritten last meanwhile."""
+        """Send a state, whose buffer is overwritten last meanwhile; one that cannot be read or kept is dropped."""
         if state.small and not self._is_twin():
             return
         if not self._sorted:  # once: what is there of the life before
@@ -152,7 +160,7 @@ class Outgoing:
         reserved = self._occupancy.begin_sending(state.path.name)
         try:
             self._place.put(self._names[0], state)
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             why = re.sub(r"\d+", "", str(error))
             if not self._stop.is_set() and why not in self._reported:
                 self._reported.add(why)
@@ -166,6 +174,7 @@ class Outgoing:
             if reserved:
                 self._occupancy.end_sending(state.path.name)
         self._names.reverse()
+        self._arrived = state
         self.on_replica(time.monotonic() - offered_at)
 
 
@@ -322,6 +331,10 @@ class Replicator:
     def sending(self) -> bool:
         """Whether a replica of this rank's is under way, or waits for its link."""
         return any(outgoing.busy for outgoing in self._outgoing)
+
+    def has_arrived(self, iteration: int) -> bool:
+        """Whether every holder has this state of this rank's, which is the newest that was offered."""
+        return all(outgoing.has_arrived(iteration) for outgoing in self._outgoing)
 
     def follow(self, on_replica: Callable[[float], None]) -> None:
         """Call this with the seconds from each snapshot's seal until a holder had it; from several threads."""

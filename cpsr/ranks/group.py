@@ -378,6 +378,7 @@ class Ballot:
         memory_interval_iterations: proposed with the interval; 0: no snapshots in memory. One rank proposes.
         blocked: a rank cannot take a snapshot in memory now.
         busy: a rank is sending a replica.
+        missing: the newest replica of a rank has not arrived, and perhaps never will.
     """
 
     stop: bool = False
@@ -385,19 +386,20 @@ class Ballot:
     memory_interval_iterations: int = 0
     blocked: bool = False
     busy: bool = False
+    missing: bool = False
 
 
 class Votes:
     """A vote without waiting: proposals at one step boundary are agreed at the next.
 
-    The reduction of 40 bytes runs beside the following step. Every rank gets the same result at the same step, so
+    The reduction of 48 bytes runs beside the following step. Every rank gets the same result at the same step, so
     that all leave together, change the intervals together, and take the same snapshots.
     """
 
     def __init__(self, group: SideGroup | None, wait: Callable[[dist.Work], None]) -> None:
         self._group = group
         self._wait = wait
-        self._ballot = torch.zeros(5, dtype=torch.int64, device="cpu")
+        self._ballot = torch.zeros(6, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
 
     def exchange(self, ballot: Ballot) -> Ballot:
@@ -406,8 +408,8 @@ class Votes:
             return ballot
         if self._work is not None:
             self._wait(self._work)
-        stop, interval, memory_interval, blocked, busy = self._ballot.tolist()
-        agreed = Ballot(bool(stop), interval, memory_interval, bool(blocked), bool(busy))
+        stop, interval, memory_interval, *flags = self._ballot.tolist()
+        agreed = Ballot(bool(stop), interval, memory_interval, *map(bool, flags))
         self._ballot.copy_(torch.tensor(astuple(ballot), dtype=torch.int64, device="cpu"))
         self._work = self._group.all_reduce(self._ballot, dist.ReduceOp.MAX)
         return agreed

@@ -6,6 +6,7 @@ from typing import Any, cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.life.memory_snapshots import Turns
 from cpsr.ranks.group import Ballot
 
@@ -26,10 +27,11 @@ class Rank:
     sent: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     complete: int | None = None
+    refused: set[int] = field(default_factory=set)  # by the holder
 
     def __post_init__(self) -> None:
         link = lambda: self.sealed_at <= self.iteration < self.until  # noqa: E731
-        self.turns = Turns(cast(Any, self), link, self.replicated, iteration=-1)
+        self.turns = Turns(cast(Any, self), link, self.has_arrived, self.replicated, iteration=-1)
 
     @property
     def is_free(self) -> bool:
@@ -37,6 +39,9 @@ class Rank:
 
     def replicated(self, iteration: int | None) -> None:
         self.complete = iteration
+
+    def has_arrived(self, iteration: int) -> bool:
+        return iteration == self.sent[-1] not in self.refused
 
     def is_pending(self) -> bool:
         return self.iteration < self.sealed_at
@@ -79,9 +84,9 @@ def test_every_rank_sends_the_same_snapshots_to_their_end(
         if iteration % vote_every == 0:
             cast_now = [rank.turns.ballot() for rank in ranks]
             for rank in ranks:
-                rank.turns.read(iteration, before.blocked, before.busy)
-            blocked, busy = (any(votes) for votes in zip(*cast_now, strict=True))
-            before = Ballot(blocked=blocked, busy=busy)
+                rank.turns.read(iteration, before.blocked, before.busy, before.missing)
+            blocked, busy, missing = (any(votes) for votes in zip(*cast_now, strict=True))
+            before = Ballot(blocked=blocked, busy=busy, missing=missing)
         for rank in ranks:
             rank.begin()
         assert len({tuple(rank.sent) for rank in ranks}) == 1
@@ -100,11 +105,39 @@ def test_the_next_one_is_sent_soon_after_all_links_are_free() -> None:
     for iteration in range(20):
         rank.iteration = iteration
         now = rank.turns.ballot()
-        rank.turns.read(iteration, before.blocked, before.busy)
-        before = Ballot(blocked=now[0], busy=now[1])
+        rank.turns.read(iteration, before.blocked, before.busy, before.missing)
+        before = Ballot(blocked=now[0], busy=now[1], missing=now[2])
         rank.decide()
         rank.begin()
     assert rank.sent == [0, 4, 8, 12, 16]
+    assert rank.complete == 12  # what is sent last has not arrived
+
+
+def test_what_a_holder_refused_does_not_take_the_place_of_what_it_has() -> None:
+    rank = Rank(3, [True] * ITERATIONS, refused={8, 12, 16})
+    before = Ballot()
+    for iteration in range(20):
+        rank.iteration = iteration
+        now = rank.turns.ballot()
+        rank.turns.read(iteration, before.blocked, before.busy, before.missing)
+        before = Ballot(blocked=now[0], busy=now[1], missing=now[2])
+        rank.decide()
+        rank.begin()
+    assert rank.sent == [0, 4, 8, 12, 16]
+    assert rank.complete == 4
+
+
+def test_a_state_that_is_taken_later_than_it_was_due_is_kept_under_its_own_iteration() -> None:
+    """As where the loop repeats a batch: the snapshot begins once all steps on that batch are done."""
+    kept: list[int | None] = []
+    turns = Turns(Occupancy(3, {}, str), lambda: False, {3: True}.__contains__, kept.append)
+    assert turns.may_send(1)
+    for iteration in (1, 2, 3):
+        turns.read(iteration, *turns.ballot())
+    assert kept == [0]  # it has not even begun
+    turns.sent(1, lambda: False, 3)
+    turns.read(4, *turns.ballot())
+    assert kept == [0, 3]
 
 
 def test_after_a_roll_back_iterations_that_come_again_are_sent_again() -> None:

@@ -407,3 +407,30 @@ def test_windows_travel_whole_and_the_memory_for_them_is_counted(tmp_path: Path,
     assert [found["holders"] for found in ranks] == [holders] * 3
     assert {kind for found in ranks for kind in found["kinds"]} == {"snapshot"}  # never small, though all are alike
     assert len(ranks[0]["events"]) == 2 - holders
+
+
+UNREADABLE = """
+states = States(memory, rank)
+replicator = opened(states, replicas=1)
+pieces = arena_module.Sealed.pieces
+def unreadable(image):
+    if image.iteration == 20:
+        raise OSError("too many open files")
+    return pieces(image)
+arena_module.Sealed.pieces = unreadable
+for iteration in (10, 20, 30):
+    replicator.offer(*states.seal(iteration))
+    until(lambda: not replicator.sending)
+    found[str(iteration)] = replicator.has_arrived(iteration)
+group.barrier()
+found["replicated"] = replicated(1 - rank)
+replicator.close(remove=True)
+leave()
+"""
+
+
+def test_a_snapshot_that_cannot_be_read_is_dropped_and_the_next_is_sent(tmp_path: Path) -> None:
+    for found in run(UNREADABLE, tmp_path, ["a", "b"]):
+        assert [(kind, iteration) for kind, _, iteration, _ in found["events"]] == [("replica dropped", 20)]
+        assert (found["10"], found["20"], found["30"]) == (True, False, True)
+        assert found["replicated"] == [10, 30]

@@ -75,9 +75,9 @@ def test_two_ranks(tmp_path: Path, bound: bool) -> None:
     assert first["alone"] == "did not come"
     # What is sent in one call is agreed in the next, on both ranks.
     assert first["votes"] == [
-        [False, 0, 0, False, False],
-        [False, 0, 0, False, False],
-        [False, 7, 3, False, False],
-        [True, 0, 0, False, False],
-        [False, 0, 0, True, False],
+        [False, 0, 0, False, False, False],
+        [False, 0, 0, False, False, False],
+        [False, 7, 3, False, False, False],
+        [True, 0, 0, False, False, False],
+        [False, 0, 0, True, False, False],
     ]
