@@ -3,12 +3,14 @@
 A copy is planned once, in the order of its buffer. On the host the bytes are hashed while they are in the cache.
 """
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from operator import is_
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy
 import torch
@@ -173,7 +175,8 @@ class CopyEngine:
     def __init__(
         self, name: str, device: torch.device | None, writes: WriteWatch | None = None, *, weights_there: bool = True
     ) -> None:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"cpsr-{name}")
+        self._worker = ThreadPoolExecutor(1, f"cpsr-{name}", self._begin)
+        self._thread = -1
         self.device, self.writes = device, WriteWatch() if writes is None else writes
         self.pace: CopyPace | None = None
         self.hashes = device is None
@@ -181,8 +184,12 @@ class CopyEngine:
         if device is not None and weights_there:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub has no types
         self._sources: list[torch.Tensor] = []  # of the plans that hold
+        self._planned: WeakSet[Held] = WeakSet()  # whose plans those are
         self._running: RunningCopy | None = None
         self._closed = False
+
+    def _begin(self) -> None:
+        self._thread = threading.get_ident()
 
     @staticmethod
     def of(name: str, template: Shard, writes: WriteWatch | None = None) -> "CopyEngine":
@@ -227,6 +234,9 @@ class CopyEngine:
             sources = known
         else:
             self._sources = sources
+            for one in list(self._planned):  # or their plans would keep the memory of what was replaced
+                one.plans.clear()
+        self._planned.add(held)
         plan = held.plans.get(key)
         if plan is None or plan.sources is not sources:
             plan = held.plans[key] = CopyPlan(make(), held, **between)
@@ -355,6 +365,13 @@ class CopyEngine:
     def submit(self, work: Callable[..., _Result], *given: Any) -> Future[_Result]:
         """Let the thread do this, after all that it was given before."""
         return self._worker.submit(work, *given)
+
+    def in_thread(self, work: Callable[[], object]) -> None:
+        """Let the thread do this; at once where it calls itself, so that `settle` waits for it, or has ended."""
+        if self._closed or threading.get_ident() == self._thread:
+            work()
+        else:
+            self.submit(work)
 
     def seal(
         self,

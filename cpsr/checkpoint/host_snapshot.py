@@ -89,6 +89,7 @@ class Snapshot:
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
         replicate: whether it goes to other machines.
         sealed: whether it survives the process, once that is known; None where that has not been asked for.
+        settled: it is sealed, and offered to other machines where it goes there, or never will be.
         hashed: of its buffer, once it is sealed: address of some memory -> its length, and the hashes of its MiB.
     """
 
@@ -104,6 +105,7 @@ class Snapshot:
     source: int | None = None
     replicate: bool = True
     sealed: "Future[bool] | None" = None
+    settled: bool = False
     hashed: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
 
     @property
@@ -119,4 +121,4 @@ class Snapshot:
 
     def is_pending(self) -> bool:
         """Whether it is still to be sealed, or offered to other machines."""
-        return self.sealed is not None and not self.sealed.done()
+        return self.sealed is not None and not self.settled

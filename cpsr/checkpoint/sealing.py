@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from cpsr.checkpoint.buffers import HostBuffer
@@ -32,8 +33,9 @@ class Sealing:
 
     Attributes:
         occupancy: which snapshot has which buffer.
-        on_sealed: called with the file of each snapshot that counts from now on, and that is to be replicated.
-        on_counting: called for each snapshot that counts from now on.
+        on_sealed: called with the file of each snapshot that counts from now on, and that is to be replicated; in the
+            engine's thread.
+        on_counting: called for each snapshot that counts from now on; likewise.
     """
 
     def __init__(self, buffers: Sequence[HostBuffer], shared: SharedMemory | None, engine: CopyEngine) -> None:
@@ -124,11 +126,12 @@ class Sealing:
             if not counts:
                 self.forget()
                 self._held[index].overwrite(self._held[index].parts.names)  # its iteration may be tried again
-            self.occupancy.end_seal(index, snapshot, sealed=counts)
             if counts and kind != "departure":
                 self._counts(file.path, snapshot)
+            self.occupancy.end_seal(index, snapshot, sealed=counts)
+            snapshot.settled = True
 
-        return self._engine.seal(prepare, ended, copied)
+        return self._engine.seal(prepare, lambda counts: self._engine.in_thread(partial(ended, counts)), copied)
 
     def _counts(self, path: Path, snapshot: Snapshot) -> None:
         """The snapshot can be restarted from; it has its buffer, which nobody overwrites meanwhile."""

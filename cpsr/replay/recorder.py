@@ -202,8 +202,9 @@ class Recorder:
         if sent:
             window.sent, self._sent_at = True, window.first
         if window.is_taken:
-            prepare, tell = partial(self._prepare, window, running), partial(self._tell, window)
-            window.slot.last_work = self._engine.seal(prepare, partial(self._engine.submit, tell), running)
+            prepare = partial(self._prepare, window, running)
+            tell = lambda counts: self._engine.in_thread(partial(self._tell, window, counts))  # noqa: E731
+            window.slot.last_work = self._engine.seal(prepare, tell, running)
         return window if sent else None
 
     def look(self) -> None:

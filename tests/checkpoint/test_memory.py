@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -333,4 +334,25 @@ def test_what_other_machines_get_is_not_confirmed_before_the_next_update(run_id:
             assert pool.finish() is snapshot
     pool.settle()
     assert offered == [4]
+    pool.close()
+
+
+def test_the_training_thread_does_nothing_for_a_snapshot_that_counts_and_nobody_takes_its_buffer(run_id: str) -> None:
+    """The first snapshots of a life count once the next update is due."""
+    live = make_shard(3)
+    pool = SnapshotPool(live, 1, SharedMemory(run_id, 0, 0))
+    told: list[tuple[bool, bool]] = []
+
+    def tell(*_: object) -> None:
+        told.append((threading.current_thread() is threading.main_thread(), pool.occupancy.is_free))
+
+    pool.sealing.on_sealed = pool.sealing.on_counting = tell
+    snapshot = pool.begin(live, 1, {})
+    assert snapshot is not None
+    pool.engine.settle()
+    pool.finish()
+    pool.release(snapshot)
+    pool.settle()
+    assert told == [(False, False)] * 2
+    assert not snapshot.is_pending()
     pool.close()

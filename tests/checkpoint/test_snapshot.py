@@ -1,5 +1,7 @@
 """The triple buffer: isolation, coalescing, exhaustion, pinning."""
 
+import gc
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -145,3 +147,23 @@ class Snapshots(RuleBasedStateMachine):
 
 TestSnapshots = Snapshots.TestCase
 TestSnapshots.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+
+
+def test_no_buffer_keeps_the_moments_that_the_optimizer_has_replaced() -> None:
+    pool = SnapshotPool(live_shard(0))
+
+    def take(shard: Shard) -> list[weakref.ref[torch.Tensor]]:
+        for iteration in (1, 2, 3):
+            snapshot = pool.begin(shard, iteration, {})
+            assert snapshot is not None
+            pool.finish()
+            pool.keep(snapshot)
+        return [weakref.ref(one) for operator in shard.operators.values() for one in operator.moments.values()]
+
+    replaced = take(live_shard(1))
+    snapshot = pool.begin(live_shard(2), 4, {})
+    assert snapshot is not None
+    pool.finish()
+    gc.collect()
+    assert all(moment() is None for moment in replaced)
+    pool.close()
