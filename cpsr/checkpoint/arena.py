@@ -14,6 +14,7 @@ from cpsr.checkpoint.memory_states import (
     SHARED_MEMORY,
     MemoryState,
     describe,
+    open_own,
     write_at,
 )
 from cpsr.checkpoint.place import Image, Index
@@ -122,7 +123,7 @@ class Arena:
     def put(self, name: str, image: Image) -> OpenState:
         """See `Place.put`; returns the slab, verified."""
         path = self._path(name)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        descriptor = open_own(path)
         try:
             _receive(descriptor, path, image)
             found = describe(path)
@@ -149,7 +150,6 @@ class Arena:
 
 def _receive(descriptor: int, path: Path, image: Image) -> None:
     """Write an image; what was there counts no more, and the image counts once all of it is there."""
-    os.fchmod(descriptor, 0o600)
     os.pwrite(descriptor, bytes(PAGE_BYTES), 0)
     os.ftruncate(descriptor, image.size)
     # Shared memory is memory: to take what the control group does not have would end a process, perhaps training.

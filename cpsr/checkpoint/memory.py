@@ -35,6 +35,7 @@ from cpsr.checkpoint.memory_states import (
     described,
     hash_of,
     iteration_in,
+    open_own,
     size_of,
     write_at,
 )
@@ -76,11 +77,9 @@ class MemoryFile:
         # Until this process ends: a stopped process that continues would write into the next one's buffer.
         self._lock = FileLock(path, wait_seconds, create=True)
         self._descriptor = -1
-        holds_none = size_of(path) == 0  # a new one
+        holds_none = size_of(path) == 0 and path.lstat().st_uid == os.geteuid()  # a new one
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags, 0o600)
-            os.fchmod(self._descriptor, 0o600)
+            self._descriptor = open_own(path)
             found = described(path, self._descriptor)
             holds_none = found is None or found.size != size
             if holds_none:

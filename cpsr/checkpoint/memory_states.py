@@ -15,6 +15,7 @@ part of each), `taken_at` (iteration of each part), `segments` (first byte in th
 `hashes` (of each segment, the xxh3-64 of every MiB of it).
 """
 
+import errno
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, Tenso
 
 __all__ = ["BLOCK_BYTES", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
 __all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "described", "hash_of", "iteration_in"]
-__all__ += ["memory_state", "owner_path", "size_of", "write_at"]
+__all__ += ["memory_state", "open_own", "owner_path", "size_of", "write_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def describe(path: Path) -> Described | None:
 def described(path: Path, descriptor: int) -> Described | None:
     """`describe` of a file that is open."""
     status = os.fstat(descriptor)
-    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+    if not _is_own(status):
         logger.warning("%s belongs to another user, or is no plain file, and is ignored", path)
         return None
     header = TensorHeader(status.st_size)
@@ -231,6 +232,27 @@ def size_of(path: Path) -> int:
         return path.lstat().st_size
     except FileNotFoundError:
         return 0
+
+
+def open_own(path: Path) -> int:
+    """A descriptor of a file that is to be written, made where there is none.
+
+    Raises:
+        OSError: it belongs to another user, who could read what is written, or is no plain file; or cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    try:
+        if not _is_own(os.fstat(descriptor)):
+            raise OSError(errno.EPERM, "it belongs to another user, or is no plain file: remove it", str(path))
+        os.fchmod(descriptor, 0o600)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import OpenState, load_states, owned_word, verify_memory_state
@@ -356,3 +356,22 @@ def test_the_training_thread_does_nothing_for_a_snapshot_that_counts_and_nobody_
     assert told == [(False, False)] * 2
     assert not snapshot.is_pending()
     pool.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write to a file of another user")
+@pytest.mark.parametrize("content", [b"", b"x"])
+def test_nothing_is_written_into_a_file_of_another_user_and_it_stays(
+    run_id: str, content: bytes, tmp_path: Path
+) -> None:
+    state = hold(run_id)
+    there = Arena(run_id, tmp_path)
+    for slot in ("replica-00001-0", "0"):
+        path = there.path(0, slot)
+        path.write_bytes(content)
+        os.chown(path, 65534, 65534)
+    with pytest.raises(OSError, match="belongs to another user"):
+        there.put(there.path(0, "replica-00001-0").name, Sealed.at(state.path, state.iteration))
+    pool = SnapshotPool(live_shard(0), memory=SharedMemory(run_id, 0, 0, tmp_path))
+    assert "belongs to another user" in (pool.shared_memory_problem or "")
+    pool.close()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [content] * 2
