@@ -12,7 +12,7 @@ from cpsr.checkpoint.boundary import EarlierStep
 from cpsr.checkpoint.running_copy import Piece, RunningCopy
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SmallState
-from cpsr.state.device_values import Deadline, reached
+from cpsr.state.device_values import Deadline, beside_captures, reached
 from cpsr.state.shard import Shard
 
 __all__ = ["DeviceCopy", "DeviceSteps", "Pinning", "StepEvents", "device_of"]
@@ -52,7 +52,8 @@ class DeviceCopy(RunningCopy):
     def _copy_seconds(self, deadline: Deadline | None) -> float:
         """See `RunningCopy`; the seconds are of the device."""
         if deadline is None:
-            self._end.synchronize()
+            with beside_captures():
+                self._end.synchronize()
         else:
             deadline.wait_for(lambda: reached(self._end), "the copy of weights and moments")
         return self._seconds(self._start)
@@ -74,12 +75,16 @@ class DeviceCopy(RunningCopy):
         """From the copy's begin until the device needed it to be complete; 0 where it is not there yet."""
         if not reached(self._needed):
             return 0.0
-        milliseconds: float = self._start.elapsed_time(self._needed)
-        return milliseconds / 1000.0
+        return _seconds_between(self._start, self._needed)
 
     def _seconds(self, before: torch.cuda.Event) -> float:
-        milliseconds: float = before.elapsed_time(self._end)
-        return milliseconds / 1000.0
+        return _seconds_between(before, self._end)
+
+
+def _seconds_between(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+    with beside_captures():
+        milliseconds: float = first.elapsed_time(last)
+    return milliseconds / 1000.0
 
 
 def _timed_event() -> torch.cuda.Event:

@@ -4,14 +4,15 @@ import ctypes
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from cpsr.errors import SaveError
 
-__all__ = ["Arrival", "Deadline", "DeviceNumber", "DeviceValues", "captures", "number", "reached"]
+__all__ = ["Arrival", "Deadline", "DeviceNumber", "DeviceValues", "beside_captures", "captures", "number", "reached"]
 
 POLL_SECONDS = 0.002
 
@@ -55,24 +56,32 @@ def _runtime() -> ctypes.PyDLL | None:
         return None
 
 
-def reached(event: torch.cuda.Event) -> bool:
-    """Whether the device has come to this event; does not wait.
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Inside, this thread may ask for events and wait for them, also while another one captures a CUDA graph.
 
-    While any thread captures a CUDA graph, CUDA forbids all threads to ask, and an attempt makes the capture fail. That
-    mode is each thread's own and is suspended here: these events are not part of a graph.
-
-    Raises:
-        RuntimeError: the device has failed.
+    While any thread does that, CUDA forbids it to all threads, and an attempt makes the capture fail. That mode is each
+    thread's own and is suspended here: these events are not part of a graph.
     """
     runtime = _runtime()
     mode = ctypes.c_int(_RELAXED)
     if runtime is not None:
         runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
-        return bool(event.query())  # type: ignore[no-untyped-call] # torch's stub has no types
+        yield
     finally:
         if runtime is not None:
             runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def reached(event: torch.cuda.Event) -> bool:
+    """Whether the device has come to this event; does not wait.
+
+    Raises:
+        RuntimeError: the device has failed.
+    """
+    with beside_captures():
+        return bool(event.query())  # type: ignore[no-untyped-call] # torch's stub has no types
 
 
 def captures() -> bool:
@@ -104,7 +113,8 @@ class Arrival:
             SaveError: see `Deadline.wait_for`.
         """
         if deadline is None:
-            self._event.synchronize()
+            with beside_captures():
+                self._event.synchronize()
         else:
             deadline.wait_for(lambda: self.here, what)
 

@@ -346,3 +346,31 @@ def test_a_device_is_not_waited_for_before_the_copy_must_be_complete(stride: int
             assert not watch.look()
         assert not [call for call in device.trace if call[0] == "synchronize"]
         assert watch.look(forward=False)
+
+
+def test_all_that_asks_or_waits_for_the_device_is_allowed_while_a_graph_is_captured(
+    device: StandInDevice, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth, seen = threading.local(), []
+
+    class Runtime:
+        """Knows whether the calling thread has suspended the mode."""
+
+        def cudaThreadExchangeStreamCaptureMode(self, _: object) -> None:  # noqa: N802 - CUDA's name
+            depth.suspended = not getattr(depth, "suspended", False)
+
+    monkeypatch.setattr("cpsr.state.device_values._runtime", Runtime)
+    for name in ("query", "synchronize", "elapsed_time"):
+        call = getattr(StandInEvent, name)
+
+        def watched(event: StandInEvent, *given: Any, name: str = name, call: Any = call) -> Any:
+            seen.append((name, getattr(depth, "suspended", False)))
+            return call(event, *given)
+
+        monkeypatch.setattr(StandInEvent, name, watched)
+    shard = shard_on(device)
+    pool = pool_of(device, run_id, shard)
+    pool.begin(shard, 7, {"step": DeviceNumber(device.tensor(torch.tensor(7.0)))})
+    pool.finish()
+    assert set(seen) == {("query", True), ("synchronize", True), ("elapsed_time", True)}
+    close(device, pool)
