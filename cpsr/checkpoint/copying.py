@@ -366,27 +366,27 @@ class CopyEngine:
         """Let the thread do this, after all that it was given before."""
         return self._worker.submit(work, *given)
 
-    def in_thread(self, work: Callable[[], object]) -> None:
-        """Let the thread do this; at once where it calls itself, so that `settle` waits for it, or has ended."""
-        if self._closed or threading.get_ident() == self._thread:
-            work()
-        else:
-            self.submit(work)
-
     def seal(
         self,
         prepare: Callable[[], Publish | None],
-        then: Callable[[bool], object] = lambda counts: None,
+        then: Callable[[bool], None] = lambda counts: None,
         copied: RunningCopy | None = None,
     ) -> Future[bool]:
         """Let a complete buffer count, once its copy is confirmed; the future says whether that is so, or may be.
 
         Args:
             prepare: writes all else into it; None where that failed, and was reported. In the thread.
-            then: told whether the buffer counts; by the thread that knows it last.
+            then: told whether the buffer counts; in the thread.
             copied: the copy; None: it was confirmed before.
         """
-        return self._worker.submit(_seal, prepare, then, copied)
+        return self._worker.submit(_seal, prepare, lambda counts: self._in_thread(partial(then, counts)), copied)
+
+    def _in_thread(self, work: Callable[[], object]) -> None:
+        """Let the thread do this; at once where it calls itself, so that `settle` waits for it, or has ended."""
+        if self._closed or threading.get_ident() == self._thread:
+            work()
+        else:
+            self.submit(work)
 
     def settle(self) -> None:
         """Wait for what the thread was given, until it is closed; a running copy uses no more waits."""
@@ -405,7 +405,7 @@ class CopyEngine:
         self._worker.shutdown(wait=wait)
 
 
-def _seal(prepare: Callable[[], Publish | None], then: Callable[[bool], object], copied: RunningCopy | None) -> bool:
+def _seal(prepare: Callable[[], Publish | None], then: Callable[[bool], None], copied: RunningCopy | None) -> bool:
     publish = prepare()
     if publish is None:
         then(False)

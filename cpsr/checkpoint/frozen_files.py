@@ -217,11 +217,12 @@ class FrozenFiles:
         for name, file in held.items():
             if writer_of(file) == self._rank:
                 wanted.setdefault(file, {})[name] = hashes[name]
+        earlier = newest_first(self._checkpoints) if wanted.keys() - self._durable.keys() else []
         files, written = {}, 0
         for file, content in wanted.items():
             refuse_abandoned()
             path = slab_path(directory, file)
-            record = self._durable.get(file) or self._listed(file)
+            record = self._durable.get(file) or _listed(earlier, file)
             if record is None or not path.exists():  # else retention was there
                 self._durable.pop(file, None)
                 self._refuse_other_content(file, content)
@@ -229,20 +230,6 @@ class FrozenFiles:
                 written += record.bytes
             files[file] = self._durable[file] = record
         return files, written
-
-    def _listed(self, file: str) -> FileRecord | None:
-        """The record of a slab that a committed checkpoint lists, read from the disk; None where none is whole."""
-        listing = (info for info in newest_first(self._checkpoints) if file in info.manifest.files)
-        if (info := next(listing, None)) is None:
-            return None
-        path = slab_path(info.directory, file)
-        try:
-            found = persistently(partial(hash_file, direct=True), path)
-            require_same(path, found, info.manifest.files[file])
-        except CheckpointError as error:
-            _log.warning("%s is not used, and is written anew: %s", path, error)
-            return None
-        return found
 
     def _refuse_other_content(self, file: str, content: Mapping[str, str]) -> None:
         """Raise SaveError where a file is gone of which some parameters have moved on; the others get another one."""
@@ -346,6 +333,21 @@ class FrozenFiles:
             "values in this job than they had with the saved state, and no checkpoint of the run has those. The script "
             "must load the same base weights as before"
         )
+
+
+def _listed(earlier: Iterable[CheckpointInfo], file: str) -> FileRecord | None:
+    """The record of a slab that one of these checkpoints lists, read from the disk; None where none is whole."""
+    listing = (info for info in earlier if file in info.manifest.files)
+    if (info := next(listing, None)) is None:
+        return None
+    path = slab_path(info.directory, file)
+    try:
+        found = persistently(partial(hash_file, direct=True), path)
+        require_same(path, found, info.manifest.files[file])
+    except CheckpointError as error:
+        _log.warning("%s is not used, and is written anew: %s", path, error)
+        return None
+    return found
 
 
 def newest_first(checkpoints: Path) -> list[CheckpointInfo]:

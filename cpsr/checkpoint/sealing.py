@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 from cpsr.checkpoint.buffers import HostBuffer
@@ -131,7 +130,7 @@ class Sealing:
             self.occupancy.end_seal(index, snapshot, sealed=counts)
             snapshot.settled = True
 
-        return self._engine.seal(prepare, lambda counts: self._engine.in_thread(partial(ended, counts)), copied)
+        return self._engine.seal(prepare, ended, copied)
 
     def _counts(self, path: Path, snapshot: Snapshot) -> None:
         """The snapshot can be restarted from; it has its buffer, which nobody overwrites meanwhile."""

@@ -203,8 +203,7 @@ class Recorder:
             window.sent, self._sent_at = True, window.first
         if window.is_taken:
             prepare = partial(self._prepare, window, running)
-            tell = lambda counts: self._engine.in_thread(partial(self._tell, window, counts))  # noqa: E731
-            window.slot.last_work = self._engine.seal(prepare, tell, running)
+            window.slot.last_work = self._engine.seal(prepare, partial(self._tell, window), running)
         return window if sent else None
 
     def look(self) -> None:
