@@ -99,8 +99,8 @@ def test_every_rank_sends_the_same_snapshots_to_their_end(
             assert all(rank.until <= iteration for rank in ranks)
 
 
-def test_the_next_one_is_sent_soon_after_all_links_are_free() -> None:
-    rank = Rank(3, [True] * ITERATIONS)
+def live_alone(rank: Rank) -> None:
+    """Twenty iterations of a job of this rank."""
     before = Ballot()
     for iteration in range(20):
         rank.iteration = iteration
@@ -109,20 +109,18 @@ def test_the_next_one_is_sent_soon_after_all_links_are_free() -> None:
         before = Ballot(blocked=now[0], busy=now[1], missing=now[2])
         rank.decide()
         rank.begin()
+
+
+def test_the_next_one_is_sent_soon_after_all_links_are_free() -> None:
+    rank = Rank(3, [True] * ITERATIONS)
+    live_alone(rank)
     assert rank.sent == [0, 4, 8, 12, 16]
     assert rank.complete == 12  # what is sent last has not arrived
 
 
 def test_what_a_holder_refused_does_not_take_the_place_of_what_it_has() -> None:
     rank = Rank(3, [True] * ITERATIONS, refused={8, 12, 16})
-    before = Ballot()
-    for iteration in range(20):
-        rank.iteration = iteration
-        now = rank.turns.ballot()
-        rank.turns.read(iteration, before.blocked, before.busy, before.missing)
-        before = Ballot(blocked=now[0], busy=now[1], missing=now[2])
-        rank.decide()
-        rank.begin()
+    live_alone(rank)
     assert rank.sent == [0, 4, 8, 12, 16]
     assert rank.complete == 4
 

@@ -19,7 +19,7 @@ from cpsr.replay.conversion import load_window
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Recorder
 from cpsr.replay.schedule import WindowLayout
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
-from tests.stand_in_device import stand_in_device
+from tests.stand_in_device import StandInDevice, stand_in_device
 
 RUN_ID = "0123abcd"
 
@@ -180,15 +180,20 @@ def test_a_file_that_held_another_order_of_the_operators_tells_the_new_one(tmp_p
             assert torch.equal(operator.parameter.values, expected.operators[name].parameter.values), name
 
 
+def shard_on(device: StandInDevice) -> Shard:
+    """The state of iteration 1 there."""
+    operators = {}
+    for name, one in shard_at(1).operators.items():
+        values, moment = device.tensor(one.parameter.values), device.tensor(one.moments["exp_avg"])
+        operators[name] = OperatorState(name, ParamSlice(values, (16,), 0), {"exp_avg": moment}, 1)
+    return Shard(operators, {"mean": device.tensor(torch.tensor([1.0]))})
+
+
 def test_a_window_of_a_device_is_that_of_its_steps(tmp_path: Path) -> None:
     """Its compute weights are converted there, in the order of the copies."""
     problems: list[str] = []
     with stand_in_device() as device:
-        operators = {}
-        for name, one in shard_at(1).operators.items():
-            values, moment = device.tensor(one.parameter.values), device.tensor(one.moments["exp_avg"])
-            operators[name] = OperatorState(name, ParamSlice(values, (16,), 0), {"exp_avg": moment}, 1)
-        live = Shard(operators, {"mean": device.tensor(torch.tensor([1.0]))})
+        live = shard_on(device)
         recorder = Recorder(SharedMemory(RUN_ID, 0, 0, tmp_path), lambda: live, problems.append)
         layout = WindowLayout(live, (("first",), ("second",)), {"second": torch.bfloat16})
         recorder.prepare(layout)
@@ -217,15 +222,11 @@ def test_a_window_follows_the_update_on_whatever_stream_that_is(tmp_path: Path) 
     """A loop may train on a stream of its own, and ask for its batches outside of it."""
     problems: list[str] = []
     with stand_in_device() as device:
-        operators = {}
-        for name, one in shard_at(1).operators.items():
-            values, moment = device.tensor(one.parameter.values), device.tensor(one.moments["exp_avg"])
-            operators[name] = OperatorState(name, ParamSlice(values, (16,), 0), {"exp_avg": moment}, 1)
-        live = Shard(operators, {"mean": device.tensor(torch.tensor([1.0]))})
+        live = shard_on(device)
         steps = DeviceSteps(torch.device("cuda", 0))
         memory = SharedMemory(RUN_ID, 0, 0, tmp_path)
         recorder = Recorder(memory, lambda: live, problems.append, after_step=steps.after_step)
-        layout = WindowLayout(live, (tuple(operators),), {})
+        layout = WindowLayout(live, (tuple(live.operators),), {})
         recorder.prepare(layout)
         device.at_once = False
         with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call] # torch
