@@ -61,7 +61,7 @@ class Happening:
 
 
 def _snapshot_of(place: int, arguments: Sequence[Any]) -> bool:
-    _, plan, _ = arguments  # is for its snapshot, or for a window, which has no iteration
+    _, plan, *_ = arguments  # is for its snapshot, or for a window, which has no iteration
     return bool(getattr(plan.args[0], "iteration", -1) == place)
 
 

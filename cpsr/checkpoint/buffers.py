@@ -5,8 +5,9 @@ So a file is written from the buffer as it is.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,15 +17,13 @@ from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import SlabSize
 from cpsr.checkpoint.parts import Held, Parts
 from cpsr.checkpoint.running_copy import Piece
-from cpsr.checkpoint.tensor_file import in_file_order, in_memory_order
+from cpsr.checkpoint.tensor_file import PlacedTensor, in_file_order, in_memory_order, placed_after
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import Arrival, Deadline
-from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["HostBuffer", "close_buffers", "layout_bytes", "make_buffers", "slab_size"]
 
-# Of an operator: the slice that given values are, and the names of its moments.
-_Template = tuple[Callable[[torch.Tensor], ParamSlice], tuple[str, ...]]
 _KINDS = ("param", "moment", "other")  # what the keys of `Shard.tensors` begin with; each has a file
 
 
@@ -38,6 +37,7 @@ class HostBuffer:
         units: operator -> its part, see `Parts`.
 
     Attributes:
+        content: all its bytes.
         held: what it holds of each part.
         memory: as given.
         pinning: of that memory.
@@ -51,32 +51,31 @@ class HostBuffer:
         memory: MemoryFile | None = None,
         units: Mapping[str, str] | None = None,
     ) -> None:
-        self._template = _template_of(template)
-        self._others = list(template.others)
         self.memory = memory
         self.pinning: Pinning | None = None
-        self.offsets = _layout(template)
-        if memory is None:
-            self._bytes = _own_memory(layout_bytes(template), pinned=pinned)
-        else:
-            self._bytes = memory.bytes
-        sizes = {key: tensor.nbytes for key, tensor in template.tensors()}
-        placed = [(key, offset, sizes[key]) for key, offset in self.offsets.items()]
-        begins = [min(self.offsets[key] for key, _ in ones) for ones in _by_kind(template) if ones]
-        self.held = Held(Parts(placed, len(self._bytes), units, begins), self._bytes)
-        self._views = {
-            key: self._view(self.offsets[key], tensor.numel(), tensor.dtype).view(tensor.shape)
-            for key, tensor in template.tensors()
+        self.content = _own_memory(layout_bytes(template), pinned=pinned) if memory is None else memory.bytes
+        by_kind = _layout(template)
+        self._placed = {one.name: one for ones in by_kind for one in ones}
+        placed = [(key, one.first, one.end - one.first) for key, one in self._placed.items()]
+        begins = [ones[0].first for ones in by_kind if ones]
+        self.held = Held(Parts(placed, len(self.content), units, begins), self.content)
+        self._views = {key: one.view(self.content) for key, one in self._placed.items()}
+        self._operators = {
+            name: OperatorState(
+                name,
+                replace(one.parameter, values=self._views[f"param/{name}"]),
+                {moment: self._views[f"moment/{moment}/{name}"] for moment in one.moments},
+                -1,
+            )
+            for name, one in template.operators.items()
         }
+        self._others = {name: self._views[f"other/{name}"] for name in template.others}
 
     def shard_of_parts(self, taken_at: Mapping[str, int]) -> Shard:
         """Views of this buffer with the template's names and shapes, each operator at the iteration of its part."""
-        operators = {}
-        for name, (described, moments) in self._template.items():
-            parameter = described(self._views[f"param/{name}"])
-            views = {moment: self._views[f"moment/{moment}/{name}"] for moment in moments}
-            operators[name] = OperatorState(name, parameter, views, taken_at[self.held.parts.of(name)])
-        return Shard(operators, {name: self._views[f"other/{name}"] for name in self._others})
+        part_of = self.held.parts.of
+        operators = {name: replace(one, iteration=taken_at[part_of(name)]) for name, one in self._operators.items()}
+        return Shard(operators, dict(self._others))
 
     def shard_at(self, iteration: int) -> Shard:
         """`shard_of_parts` with all operators at one iteration."""
@@ -84,18 +83,12 @@ class HostBuffer:
 
     def copy_others(self, shard: Shard) -> None:
         """Copy the buffers that the next forward changes; on a GPU in the order of the current stream."""
-        if differing := shard.others.keys() ^ set(self._others):
+        if differing := shard.others.keys() ^ self._others.keys():
             raise _changed(f"the module's buffer {min(differing)} was added or removed")
         with torch.no_grad():
             for name, values in shard.others.items():
-                target = self._views[f"other/{name}"]
-                _require_same(f"other/{name}", target, values)
-                target.copy_(values, non_blocking=True)
-
-    @property
-    def content(self) -> torch.Tensor:
-        """All its bytes."""
-        return self._bytes
+                _require_same(f"other/{name}", self._others[name], values)
+                self._others[name].copy_(values, non_blocking=True)
 
     def pairs(self, shard: Shard) -> list[Piece]:
         """The fewest copies that bring weights and moments into the buffer, each within one segment of it.
@@ -113,34 +106,24 @@ class HostBuffer:
             raise _changed(f"{gone[0]} is gone")
         begins = {segment.begin for segment in self.held.parts.segments}
         found: list[Piece] = []
-        for key in sorted(tensors, key=lambda key: self.offsets.get(key, 0)):
-            if key not in self._views:
-                raise _changed(f"{key} is new")
+        if new := [key for key in tensors if key not in self._views]:
+            raise _changed(f"{new[0]} is new")
+        for key in sorted(tensors, key=lambda key: self._placed[key].first):
             target, source = self._views[key], tensors[key].detach()
             _require_same(key, target, source)
-            if found and self.offsets[key] not in begins and all(map(_follows, (target, source), found[-1])):
+            if found and self._placed[key].first not in begins and all(map(_follows, (target, source), found[-1])):
                 target, source = (_with_more(one, source.numel()) for one in found.pop())
             if source.numel():
                 found.append((target, source))
         return found
 
-    def _view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-
-
-def _template_of(shard: Shard) -> dict[str, _Template]:
-    """By operator, what every shard of views shares with its template."""
-    found: dict[str, _Template] = {}
-    for name, operator in shard.operators.items():
-        one = operator.parameter
-        described = partial(ParamSlice, global_shape=one.global_shape, offset=one.offset, block=one.block)
-        found[name] = described, tuple(operator.moments)
-    return found
-
 
 def layout_bytes(template: Shard) -> int:
     """Host memory of one buffer; the same in every process, wherever the tensors lie."""
-    return sum(_in_blocks(sum(tensor.nbytes for _, tensor in ones)) for ones in _by_kind(template))
+    sizes = Counter[str]()
+    for key, tensor in template.tensors():
+        sizes[_kind_of(key)] += tensor.nbytes
+    return sum(map(_in_blocks, sizes.values()))
 
 
 def slab_size(template: Shard) -> SlabSize:
@@ -164,23 +147,19 @@ def _with_more(tensor: torch.Tensor, elements: int) -> torch.Tensor:
     return tensor.as_strided((tensor.numel() + elements,), (1,), tensor.storage_offset())
 
 
-def _layout(template: Shard) -> dict[str, int]:
-    """Byte offset of every tensor: by kind, then as in a file by the size of its elements, then as in the source."""
-    offsets: dict[str, int] = {}
-    start = 0
-    for ones in _by_kind(template):
-        place = start
-        for key, tensor in in_file_order(in_memory_order(dict(ones))).items():
-            offsets[key] = place
-            place += tensor.nbytes
-        start += _in_blocks(place - start)
-    return offsets
+def _layout(template: Shard) -> list[list[PlacedTensor]]:
+    """Where every tensor lies: by kind, then as in a file by the size of its elements, then as in the source."""
+    found: list[list[PlacedTensor]] = []
+    end = 0
+    for kind in _KINDS:
+        tensors = {key: tensor for key, tensor in template.tensors() if _kind_of(key) == kind}
+        found.append(placed_after(_in_blocks(end), in_file_order(in_memory_order(tensors))))
+        end = found[-1][-1].end if found[-1] else end
+    return found
 
 
-def _by_kind(template: Shard) -> Iterable[list[tuple[str, torch.Tensor]]]:
-    """The tensors of each kind."""
-    tensors = list(template.tensors())
-    return [[(key, tensor) for key, tensor in tensors if key.split("/", 1)[0] == kind] for kind in _KINDS]
+def _kind_of(key: str) -> str:
+    return key.partition("/")[0]
 
 
 def _in_blocks(size: int) -> int:

@@ -18,9 +18,10 @@ import torch
 from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
 from cpsr.checkpoint.device_copy import DeviceCopy, device_of
 from cpsr.checkpoint.direct_file import PieceHashes
-from cpsr.checkpoint.paced import CopyPace, PacedCopy, Waits, bytes_of
+from cpsr.checkpoint.paced import CopyPace, PacedCopy, Waits
 from cpsr.checkpoint.parts import Held, Segment
 from cpsr.checkpoint.running_copy import Piece, RunningCopy
+from cpsr.checkpoint.tensor_file import bytes_of
 from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival, Deadline
@@ -34,12 +35,10 @@ HASHED_BYTES = 1 << 20
 # Torch copies smaller tensors with the calling thread alone. Its copy of a larger one would start a second team of
 # threads, for whose displaced members the training thread waits.
 SMALL_ELEMENTS = 1 << 15
-# Size of one copy during waits: less than a millisecond, so that it ends within short waits.
-PIECE_BYTES = 4 << 20
 
 _Result = TypeVar("_Result")
-# One copy on the host, of small tensors or of bytes of a large one; and the address behind its target.
-_HostPiece = tuple[Callable[[], object], int]
+# One copy on the host, of small tensors or of bytes of a large one; the address behind its target, and its bytes.
+_HostPiece = tuple[Callable[[], object], int, int]
 
 
 class CopyPlan:
@@ -77,30 +76,25 @@ class CopyPlan:
         """The copies of these parts; None: of all."""
         return [pair for _, segment, pairs in self._segments for pair in pairs if _is_of(segment, parts)]
 
-    def cut(self, parts: Collection[str] | None, piece_bytes: int) -> list[Piece]:
-        """The same in pieces of at most so many bytes; a tensor that is not contiguous stays whole."""
-        pieces: list[Piece] = []
-        for target, source in self.pairs(parts):
-            if source.is_contiguous():
-                pieces += _split(target, source, max(1, piece_bytes // source.element_size()))
-            else:
-                pieces.append((target, source))
-        return pieces
-
-    def run(self, parts: Collection[str] | None = None, *, hashed: bool) -> None:
+    def run(self, parts: Collection[str] | None, paced: PacedCopy | None = None, *, hashed: bool) -> None:
         """Copy these parts with the calling thread.
 
         Args:
             parts: None for all.
+            paced: says when each piece is copied; None: at once.
             hashed: also hash their segments; all other bytes of these are here already.
         """
+        if paced is not None:
+            paced.divide(sum(target.nbytes for target, _ in self.pairs(parts)))
         content = self._held.content.numpy().data
         with torch.no_grad():
             for place, segment, _ in self._segments:
                 if not _is_of(segment, parts):
                     continue
                 found, at = PieceHashes(), segment.begin
-                for copy, address in self._host_pieces[place]:
+                for copy, address, size in self._host_pieces[place]:
+                    if paced is not None:
+                        paced.turn(size)
                     copy()
                     if hashed:
                         end = address - self._start
@@ -122,7 +116,7 @@ def _in_pieces(pairs: Iterable[Piece]) -> Iterator[_HostPiece]:
     def joined() -> Iterator[_HostPiece]:
         if small:
             targets, sources = map(list, zip(*small, strict=True))
-            yield partial(torch._foreach_copy_, targets, sources), _end_of(targets[-1])
+            yield partial(torch._foreach_copy_, targets, sources), _end_of(targets[-1]), sum(map(_bytes, targets))
             small.clear()
 
     for target, source in pairs:
@@ -130,7 +124,7 @@ def _in_pieces(pairs: Iterable[Piece]) -> Iterator[_HostPiece]:
         if large and source.is_contiguous() and source.dtype == target.dtype:
             yield from joined()
             for into, values in _split(target, source, HASHED_BYTES // source.element_size()):
-                yield partial(numpy.copyto, bytes_of(into), bytes_of(values)), _end_of(into)
+                yield partial(numpy.copyto, bytes_of(into), bytes_of(values)), _end_of(into), into.nbytes
             continue
         chunks = [(target, source)]
         if large and (source.dim() == 1 or source.is_contiguous()):  # otherwise there is no flat view
@@ -147,6 +141,10 @@ def _split(target: torch.Tensor, source: torch.Tensor, elements: int) -> list[Pi
     into, values = target.view(-1), source.view(-1)
     starts = range(0, values.numel(), elements)
     return [(into[start : start + elements], values[start : start + elements]) for start in starts]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes
 
 
 def _end_of(tensor: torch.Tensor) -> int:
@@ -204,7 +202,7 @@ class CopyEngine:
     @property
     def copies_in_order(self) -> bool:
         """Whether a copy is complete when the thread comes to what it was given next."""
-        return self.device is None and self.pace is None
+        return self.device is None
 
     def copy_in(self, waits: Waits) -> None:
         """From now on copy as much as fits into the training thread's waits, and the rest beside its work, as before.
@@ -283,26 +281,28 @@ class CopyEngine:
         """Copy with this thread, or on its current stream of the device; nothing changes the sources meanwhile."""
         if self._stream is not None:
             return DeviceCopy(torch.cuda.current_stream(self.device), plan().pairs(), small)
-        seconds: Future[float] = Future()
-        seconds.set_result(self._copy_on_host(plan, None))
-        return RunningCopy(small, self._arrival(), seconds)
+        running = RunningCopy(small, self._arrival())
+        running.copied = Future()
+        running.copied.set_result(self._copy_on_host(plan, None))
+        return running
 
     def _started(
         self, plan: Callable[[], CopyPlan], parts: Collection[str] | None, small: SmallState | None
     ) -> RunningCopy:
         if self._stream is not None:
             return DeviceCopy(self._stream, plan().pairs(parts), small)
-        if self.pace is None:
-            return RunningCopy(small, self._arrival(), self._worker.submit(self._copy_on_host, plan, parts))
-        paced = PacedCopy(self.pace, small, self._arrival())
-        self._worker.submit(paced.run, lambda: plan().cut(parts, PIECE_BYTES))
-        return paced
+        paced = None if self.pace is None else PacedCopy(self.pace, small, self._arrival())
+        running = RunningCopy(small, self._arrival()) if paced is None else paced
+        running.copied = self._worker.submit(self._copy_on_host, plan, parts, paced)
+        return running
 
-    def _copy_on_host(self, plan: Callable[[], CopyPlan], parts: Collection[str] | None) -> float:
-        """Returns the seconds it took."""
+    def _copy_on_host(
+        self, plan: Callable[[], CopyPlan], parts: Collection[str] | None, paced: PacedCopy | None = None
+    ) -> float:
+        """Returns the seconds it took, without those in which it waited for its turn."""
         started = time.perf_counter()
-        plan().run(parts, hashed=self.hashes)
-        return time.perf_counter() - started
+        plan().run(parts, paced, hashed=self.hashes)
+        return time.perf_counter() - started - (0.0 if paced is None else paced.blocked_seconds)
 
     def _arrival(self) -> Arrival | None:
         """Completes with the copies of buffers, which no copy shows where weights are on the host alone."""

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,43 +18,34 @@ Piece = tuple[torch.Tensor, torch.Tensor]  # target and source
 
 
 class RunningCopy:
-    """A copy on the host by one thread, in one go; others are in subclasses.
+    """A copy on the host by one thread; copies on a device, and those in waits, are subclasses.
 
     Args:
         small: the small state, if one goes with it.
         arrival: of the buffers, where the copy itself does not show it.
-        copied: gives the seconds that the copy took; None: a subclass does.
 
     Attributes:
+        copied: gives the seconds that a copy on the host took; set by what has begun it.
         seconds: that the copy took, once it is complete.
     """
 
-    def __init__(
-        self, small: SmallState | None, arrival: Arrival | None = None, copied: Future[float] | None = None
-    ) -> None:
-        self._small, self._arrival, self._future = small, arrival, copied
+    copied: Future[float]
+
+    def __init__(self, small: SmallState | None, arrival: Arrival | None = None) -> None:
+        self._small, self._arrival = small, arrival
         self._lock = threading.Lock()
         self._scalars: list[Any] = []  # one, once it is complete
-        self._confirmed: bool | None = None
-        self._waiting: list[Callable[[bool], None]] = []
+        self._confirmed: Future[bool] = Future()
         self.seconds = 0.0
 
     def confirm(self, *, unchanged: bool) -> None:
         """The copy is, or is not, that of one state; only the first call counts. From any thread."""
-        with self._lock:
-            if self._confirmed is not None:
-                return
-            self._confirmed, waiting = unchanged, self._waiting
-        for act in waiting:
-            act(unchanged)
+        with suppress(InvalidStateError):
+            self._confirmed.set_result(unchanged)
 
     def when_confirmed(self, act: Callable[[bool], None]) -> None:
         """Call `act` with whether its sources stayed unchanged, once that is known: here, or in `confirm`."""
-        with self._lock:
-            if self._confirmed is None:
-                self._waiting.append(act)
-                return
-        act(self._confirmed)
+        self._confirmed.add_done_callback(lambda known: act(known.result()))
 
     @property
     def is_sent(self) -> bool:
@@ -99,8 +91,7 @@ class RunningCopy:
 
     def _copy_seconds(self, deadline: Deadline | None) -> float:
         """Wait until weights and moments are here; returns the seconds that their copy took."""
-        assert self._future is not None
-        return self._future.result()
+        return self.copied.result()
 
     def hurry(self) -> None:
         """Stop using waits; returns at once."""

@@ -141,6 +141,8 @@ def decide(
 
 
 class _Reach:
+    """The states that ranks can read, as `decide` is given them."""
+
     def __init__(self, nodes: Sequence[str], entries: Sequence[Entry], *, alike: Sequence[int], remote: bool) -> None:
         self._nodes = nodes
         # Sorted, so that the order of the reports does not matter.
@@ -148,83 +150,72 @@ class _Reach:
         self._alike = alike
         self._remote = remote
 
-    def entry(self, rank: int, iteration: int, kinds: Sequence[Kind]) -> Entry | None:
-        """The state that the rank would take, without older experts: its own, the same machine's, then others."""
-        found = [
-            entry
-            for entry in self._entries
-            if entry.iteration == iteration
-            and entry.kind in kinds
-            and not entry.older
-            and self._alike[entry.rank] == self._alike[rank]
-            and (self._remote or entry.node == self._nodes[rank])
-        ]
-        return min(
-            found,
-            key=lambda entry: (kinds.index(entry.kind), entry.rank != rank, entry.node != self._nodes[rank]),
-            default=None,
-        )
-
     def everywhere(self, after: int) -> tuple[Source, ...]:
         """Sources of the newest iteration after that one at which every rank has a state with its own scalars."""
-        for iteration in sorted({entry.iteration for entry in self._entries}, reverse=True):
-            if iteration <= after:
-                break
-            sources = [self._whole(rank, iteration) for rank in range(len(self._nodes))]
-            found = [source for source in sources if source is not None]
-            if len(found) == len(sources):
-                return tuple(found)
-            windows = [self._window(rank, iteration) for rank in range(len(self._nodes))]
-            parts = [source for source in windows if source is not None]
-            ends = {entry.last for source in parts for entry in source.entries}
-            if len(parts) == len(windows) and len(ends) == 1:
-                return tuple(parts)
+        for iteration in self._iterations(after):
+            for source_of in (self._whole, self._window):
+                sources = [source_of(rank, iteration) for rank in range(len(self._nodes))]
+                found = [source for source in sources if source is not None]
+                # All replay their windows together.
+                ends = {entry.last for source in found for entry in source.entries if entry.kind == "window"}
+                if len(found) == len(sources) and len(ends) <= 1:
+                    return tuple(found)
         return ()
+
+    def departed(self, after: int) -> tuple[Source, ...]:
+        """Sources of the later iteration that most ranks dumped; of two, of the newer."""
+        best: list[Entry | None] = []
+        for iteration in self._iterations(after):
+            found = [self._dumped(rank, iteration) for rank in range(len(self._nodes))]
+            if found.count(None) < (best or [None] * len(found)).count(None):
+                best, chosen = found, iteration
+        return tuple(
+            Source(rank, "predicted" if entry is None else "departure", chosen, entry)
+            for rank, entry in enumerate(best)
+        )
+
+    def _iterations(self, after: int) -> list[int]:
+        """Of all states after this one, the newest first."""
+        return sorted({entry.iteration for entry in self._entries if entry.iteration > after}, reverse=True)
 
     def _whole(self, rank: int, iteration: int) -> Source | None:
         """A rank's own snapshot; or its small state with the weights and moments of another rank's."""
         # Scalars differ between ranks (data, random states): another rank's would give this rank the wrong data.
-        own = self._nearest(rank, iteration, "snapshot", lambda entry: entry.rank == rank)
+        own = self._nearest(rank, iteration, ("snapshot",), lambda entry: entry.rank == rank)
         if own is not None:
             return Source(rank, "memory", iteration, own)
-        small = self._nearest(rank, iteration, "small", lambda entry: entry.rank == rank and entry.owned != "")
+        small = self._nearest(rank, iteration, ("small",), lambda entry: entry.rank == rank and entry.owned != "")
         if small is None:
             return None
         owned = small.owned
-        tensors = self._nearest(rank, iteration, "snapshot", lambda entry: entry.owned == owned)
+        tensors = self._nearest(rank, iteration, ("snapshot",), lambda entry: entry.owned == owned)
         return None if tensors is None else Source(rank, "memory", iteration, tensors, small)
 
     def _window(self, rank: int, iteration: int) -> Source | None:
-        """A rank's own window: all replay theirs together."""
-        own = self._nearest(rank, iteration, "window", lambda entry: entry.rank == rank)
+        """A rank's own window."""
+        own = self._nearest(rank, iteration, ("window",), lambda entry: entry.rank == rank)
         return None if own is None else Source(rank, "memory", iteration, own)
 
-    def _nearest(self, rank: int, iteration: int, kind: Kind, fits: Callable[[Entry], bool]) -> Entry | None:
-        """A matching state that the rank can read, on its own machine if possible."""
+    def _dumped(self, rank: int, iteration: int) -> Entry | None:
+        """A dump that serves the rank, without older experts."""
+        label = self._alike[rank]
+        return self._nearest(
+            rank,
+            iteration,
+            ("departure", "snapshot"),
+            lambda entry: not entry.older and self._alike[entry.rank] == label,
+        )
+
+    def _nearest(self, rank: int, iteration: int, kinds: Sequence[Kind], fits: Callable[[Entry], bool]) -> Entry | None:
+        """The state that the rank would read: of the first kind, its own, on its own machine, where there are such."""
         here = self._nodes[rank]
         found = [
             entry
             for entry in self._entries
             if entry.iteration == iteration
-            and entry.kind == kind
+            and entry.kind in kinds
             and (self._remote or entry.node == here)
             and fits(entry)
         ]
-        return min(found, key=lambda entry: entry.node != here, default=None)
-
-    def departed(self, after: int) -> tuple[Source, ...]:
-        """Sources of the later iteration that most ranks dumped; of two, of the newer."""
-        ranks = range(len(self._nodes))
-        kinds: tuple[Kind, ...] = ("departure", "snapshot")
-        found = {
-            iteration: [self.entry(rank, iteration, kinds) for rank in ranks]
-            for iteration in {entry.iteration for entry in self._entries if entry.iteration > after}
-        }
-        counts = {iteration: sum(entry is not None for entry in own) for iteration, own in found.items()}
-        if not any(counts.values()):
-            return ()
-        chosen = max(counts, key=lambda iteration: (counts[iteration], iteration))
-        return tuple(
-            Source(rank, "predicted" if entry is None else "departure", chosen, entry)
-            for rank, entry in enumerate(found[chosen])
-        )
+        nearness = lambda entry: (kinds.index(entry.kind), entry.rank != rank, entry.node != here)  # noqa: E731
+        return min(found, key=nearness, default=None)

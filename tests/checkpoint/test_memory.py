@@ -196,9 +196,9 @@ def test_a_stopped_process_that_goes_on_writes_into_its_own_buffer_alone(run_id:
         from cpsr.checkpoint.snapshot import SnapshotPool
         pool = SnapshotPool(make_shard(0), memory=SharedMemory({run_id!r}, 0, 0))
         copy = CopyPlan.run
-        def stopping(plan, parts, *, hashed):
+        def stopping(*given, **named):
             os.kill(os.getpid(), signal.SIGSTOP)
-            copy(plan, parts, hashed=hashed)
+            copy(*given, **named)
         CopyPlan.run = stopping
         pool.begin(make_shard(3, iteration=7), 7, None)
         pool.finish()

@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
@@ -13,7 +12,7 @@ import pytest
 from cpsr.checkpoint import copying
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy, Split
+from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival
@@ -72,7 +71,8 @@ class Noted(PacedCopy):
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
     """Its pieces are small."""
-    monkeypatch.setattr(copying, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copying, "HASHED_BYTES", 1000)
+    monkeypatch.setattr(copying, "SMALL_ELEMENTS", 100)
     monkeypatch.setattr(copying, "PacedCopy", Noted)
     return SnapshotPool(make_shard(0, SIZES))
 
@@ -80,11 +80,12 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
 def first(pool: SnapshotPool, waits: Opened, until_update: float = FAR) -> None:
     """The snapshot that measures how fast copies are; it seemed to have that much time."""
     pool.engine.copy_in(waits)
-    assert split_of(take(pool, 1)) == Split(beside=TOTAL)
+    copied = copy_of(take(pool, 1))
+    assert (copied.copied_bytes, copied.bytes_in_waits, copied.late_bytes) == (TOTAL, 0, 0)
     assert pool.engine.pace is not None
     seconds = pool.engine.pace.seconds(TOTAL)
     for _ in range(RECENT_SNAPSHOTS):
-        pool.engine.pace.record(Split(beside=TOTAL), seconds, until_update, 1000)
+        pool.engine.pace.record(copied, seconds, until_update)
     waits.asked.clear()
 
 
@@ -110,10 +111,10 @@ def wait_for(done: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def split_of(snapshot: Snapshot) -> Split:
+def copy_of(snapshot: Snapshot) -> PacedCopy:
     """Of the newest one."""
     assert {operator.iteration for operator in snapshot.shard.operators.values()} == {snapshot.iteration}
-    return Noted.begun[-1].split
+    return Noted.begun[-1]
 
 
 def copied_bytes(shard: Shard) -> int:
@@ -123,17 +124,24 @@ def copied_bytes(shard: Shard) -> int:
 TOTAL = copied_bytes(make_shard(0, SIZES))
 
 
+def copied(pace: CopyPace, total: int, in_waits: int = 0, late: int = 0) -> PacedCopy:
+    """One that is complete, and whose pieces have 100 bytes."""
+    made = PacedCopy(pace)
+    made.copied_bytes, made.bytes_in_waits, made.late_bytes, made.largest_bytes = total, in_waits, late, 100
+    return made
+
+
 def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:
     pace = CopyPace(Opened(forecast_seconds=1.0))
     assert pace.plan(1000) == 0  # nothing is known of the speed
-    pace.record(Split(beside=500), 1.0, 9.0, 100)
+    pace.record(copied(pace, 500), 1.0, 9.0)
     assert pace.seconds(1000) == 2.0
     assert pace.plan(1000) == 500
-    pace.record(Split(in_waits=200, beside=500, at_once=300), 2.0, 9.0, 100)
+    pace.record(copied(pace, 1000, in_waits=200, late=300), 2.0, 9.0)
     assert pace.plan(1000) == 200  # the forecast promised too much
-    pace.record(Split(in_waits=200, beside=800), 2.0, 9.0, 100)
+    pace.record(copied(pace, 1000, in_waits=200), 2.0, 9.0)
     assert pace.plan(1000) == int(GROWTH * 200)
-    pace.record(Split(beside=750, late=250), 2.0, 9.0, 100)
+    pace.record(copied(pace, 1000, late=250), 2.0, 9.0)
     assert pace.plan(1000) == 100  # one piece still looks for waits
 
 
@@ -143,9 +151,9 @@ def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
 
     def work() -> None:
         assert waits.asked.wait(PATIENCE_SECONDS)
-        assert Noted.begun[-1].split == Split()
+        assert Noted.begun[-1].copied_bytes == 0
         waits.set(opened=True)
-        wait_for(lambda: Noted.begun[-1].split == Split(in_waits=TOTAL))
+        wait_for(lambda: Noted.begun[-1].bytes_in_waits == TOTAL)
 
     take(pool, 2, work)
     pool.close()
@@ -155,10 +163,9 @@ def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
 def test_a_wait_that_never_comes_costs_no_byte(pool: SnapshotPool, kind: type[Opened]) -> None:
     waits = kind()
     first(pool, waits, until_update=0.1)
-    second = split_of(take(pool, 2, lambda: time.sleep(0.06)))
-    assert second.at_once + second.late == TOTAL  # late where this machine has slept for longer
-    third = split_of(take(pool, 3, lambda: wait_for(lambda: Noted.begun[-1].split.beside > 0)))
-    assert 0 < third.at_once + third.late <= 1000  # it has learned not to count on it
+    assert copy_of(take(pool, 2, lambda: time.sleep(0.06))).late_bytes == TOTAL
+    third = copy_of(take(pool, 3, lambda: wait_for(lambda: Noted.begun[-1].copied_bytes > 0)))
+    assert 0 < third.late_bytes <= 1000  # it has learned not to count on it
     pool.close()
 
 
@@ -174,13 +181,13 @@ def test_whatever_the_waits_do_it_is_bitwise(pool: SnapshotPool) -> None:
 
     thread = threading.Thread(target=flicker)
     thread.start()
-    splits = []
+    copies = []
     for seed in range(150):
-        splits.append(split_of(take(pool, seed, lambda: time.sleep(chance.random() * 2e-3))))
+        copies.append(copy_of(take(pool, seed, lambda: time.sleep(chance.random() * 2e-3))))
     ended.set()
     thread.join()
-    assert {sum(asdict(split).values()) for split in splits} == {TOTAL}
-    assert any(split.in_waits for split in splits)
+    assert {copy.copied_bytes for copy in copies} == {TOTAL}
+    assert any(copy.bytes_in_waits for copy in copies)
     pool.close()
 
 
@@ -196,7 +203,8 @@ def test_an_end_does_not_wait_for_a_wait(pool: SnapshotPool) -> None:
 def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dump takes a running copy over, whatever it waits for."""
     monkeypatch.setenv("CPSR_SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr(copying, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(copying, "HASHED_BYTES", 1000)
+    monkeypatch.setattr(copying, "SMALL_ELEMENTS", 100)
     monkeypatch.setattr(copying, "PacedCopy", Noted)
     pool = SnapshotPool(make_shard(0, SIZES), memory=SharedMemory("run", 0, 1))
     assert pool.shared_memory_problem is None

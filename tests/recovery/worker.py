@@ -372,7 +372,7 @@ class Faults:
         at = self._at
         if self._phase == "snapshot":
             # The plan is for its snapshot, the only one of the arguments that knows the iteration.
-            due = lambda engine, plan, parts: getattr(plan.args[0], "iteration", -1) == at  # noqa: E731
+            due = lambda engine, plan, *rest: getattr(plan.args[0], "iteration", -1) == at  # noqa: E731
             before(CopyEngine, "_copy_on_host", due, self._die)
         elif self._phase == "persist":
             before(part_module, "write_tensors", lambda path, *rest, **more: is_rest(path, at), self._die)

@@ -158,7 +158,7 @@ def test_what_could_not_be_copied_is_not_sealed_and_the_next_window_takes_its_fi
     assert any("no memory" in problem for problem in rank.problems)
 
 
-def refuse(_: CopyPlan, parts: None, *, hashed: bool) -> None:
+def refuse(*_: object, hashed: bool) -> None:
     raise RuntimeError("no memory")
 
 
