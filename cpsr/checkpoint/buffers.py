@@ -19,7 +19,7 @@ from cpsr.checkpoint.parts import Held, Parts
 from cpsr.checkpoint.running_copy import Piece
 from cpsr.checkpoint.tensor_file import PlacedTensor, in_file_order, in_memory_order, placed_after
 from cpsr.errors import SaveError, UnsupportedEngineError
-from cpsr.state.device_values import Arrival, Deadline
+from cpsr.state.device_values import Arrival, Deadline, in_time
 from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["HostBuffer", "close_buffers", "layout_bytes", "make_buffers", "slab_size"]
@@ -80,6 +80,16 @@ class HostBuffer:
     def shard_at(self, iteration: int) -> Shard:
         """`shard_of_parts` with all operators at one iteration."""
         return self.shard_of_parts(dict.fromkeys(self.held.parts.names, iteration))
+
+    @property
+    def file_name(self) -> str:
+        """Of its file in shared memory; empty without one."""
+        return "" if self.memory is None else self.memory.path.name
+
+    def unseal(self) -> None:
+        """The state in it counts no more."""
+        if self.memory is not None:
+            self.memory.unseal()
 
     def copy_others(self, shard: Shard) -> None:
         """Copy the buffers that the next forward changes; on a GPU in the order of the current stream."""
@@ -263,9 +273,4 @@ def close_buffers(
 
 
 def _is_idle(device: torch.device | None) -> bool:
-    try:
-        if device is not None:
-            Arrival(device).wait("its work", Deadline(IDLE_SECONDS))
-    except (SaveError, RuntimeError):  # it hangs, or fails at every call after an error of a kernel
-        return False
-    return True
+    return device is None or in_time(lambda: Arrival(device).wait("its work", Deadline(IDLE_SECONDS)))

@@ -24,7 +24,7 @@ from cpsr.checkpoint.running_copy import Piece, RunningCopy
 from cpsr.checkpoint.tensor_file import bytes_of
 from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
-from cpsr.state.device_values import Arrival, Deadline
+from cpsr.state.device_values import Arrival, Deadline, in_time
 from cpsr.state.shard import Shard
 
 __all__ = ["CopyEngine", "CopyPlan", "Publish"]
@@ -281,7 +281,7 @@ class CopyEngine:
         """Copy with this thread, or on its current stream of the device; nothing changes the sources meanwhile."""
         if self._stream is not None:
             return DeviceCopy(torch.cuda.current_stream(self.device), plan().pairs(), small)
-        running = RunningCopy(small, self._arrival())
+        running = RunningCopy(small, self.arrival())
         running.copied = Future()
         running.copied.set_result(self._copy_on_host(plan, None))
         return running
@@ -291,8 +291,8 @@ class CopyEngine:
     ) -> RunningCopy:
         if self._stream is not None:
             return DeviceCopy(self._stream, plan().pairs(parts), small)
-        paced = None if self.pace is None else PacedCopy(self.pace, small, self._arrival())
-        running = RunningCopy(small, self._arrival()) if paced is None else paced
+        paced = None if self.pace is None else PacedCopy(self.pace, small, self.arrival())
+        running = RunningCopy(small, self.arrival()) if paced is None else paced
         running.copied = self._worker.submit(self._copy_on_host, plan, parts, paced)
         return running
 
@@ -303,10 +303,6 @@ class CopyEngine:
         started = time.perf_counter()
         plan().run(parts, paced, hashed=self.hashes)
         return time.perf_counter() - started - (0.0 if paced is None else paced.blocked_seconds)
-
-    def _arrival(self) -> Arrival | None:
-        """Completes with the copies of buffers, which no copy shows where weights are on the host alone."""
-        return Arrival(self.device) if self.device is not None and self._stream is None else None
 
     @torch.no_grad()
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -322,21 +318,23 @@ class CopyEngine:
         kept.record_stream(stream)
 
     def arrival(self) -> Arrival | None:
-        """Completes with all copies that the device has to make now; None where it makes none."""
-        if self._stream is None:
+        """Completes with all copies that the device has to make now; None where it makes none.
+
+        Those of weights and moments are on their stream; where these are on the host, those of buffers on the current.
+        """
+        if self.device is None:
             return None
         with torch.cuda.stream(self._stream):
-            return Arrival(self._stream.device)
+            return Arrival(self.device)
 
     def arrives(self, deadline: Deadline) -> bool:
         """Whether the device makes all its copies before the deadline, so that it writes no more into the buffers."""
-        try:
-            arrival = self.arrival() or self._arrival()
-            if arrival is not None:
+
+        def wait() -> None:
+            if (arrival := self.arrival()) is not None:
                 arrival.wait("its copies", deadline)
-        except (SaveError, RuntimeError):  # it hangs, or fails at every call after an error of a kernel
-            return False
-        return True
+
+        return in_time(wait)
 
     def finish(self, running: RunningCopy) -> Any:
         """Wait until everything is here; on the training thread, before it changes the sources.

@@ -9,6 +9,7 @@ import torch
 
 from cpsr.checkpoint.direct_file import hash_pieces
 from cpsr.errors import SaveError
+from cpsr.state.shard import Shard
 
 if TYPE_CHECKING:  # which copies into these
     from cpsr.checkpoint.copying import CopyPlan
@@ -122,6 +123,13 @@ class Held:
     def fill(self, names: Collection[str], iteration: int) -> None:
         """These parts are complete, as of this iteration."""
         self.taken_at.update(dict.fromkeys(names, iteration))
+
+    def fill_loaded(self, shard: Shard, iteration: int) -> None:
+        """A state of this iteration was loaded into the buffer: each part is of the oldest one of its operators."""
+        self.fill(self.parts.names, iteration)
+        for name, operator in shard.operators.items():
+            part = self.parts.of(name)
+            self.taken_at[part] = min(self.taken_at[part], operator.iteration)
 
     def carry(self, taken_at: Mapping[str, int], source: "Held") -> None:
         """Copy each part that is not of the wanted iteration from another buffer, with its hashes.

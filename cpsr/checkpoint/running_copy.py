@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
-from cpsr.state.device_values import Arrival, Deadline
+from cpsr.state.device_values import Arrival, Deadline, in_time
 
 __all__ = ["Piece", "RunningCopy"]
 
@@ -54,11 +53,7 @@ class RunningCopy:
 
     def arrives(self, deadline: Deadline) -> bool:
         """Whether `is_sent` before the deadline."""
-        try:
-            deadline.wait_for(lambda: self.is_sent, "a copy")
-        except (SaveError, RuntimeError):  # it hangs, or fails at every call after an error of a kernel
-            return False
-        return True
+        return in_time(lambda: deadline.wait_for(lambda: self.is_sent, "a copy"))
 
     @property
     def encoded(self) -> tuple[Any, dict[str, Any]] | None:

@@ -5,19 +5,20 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, close_buffers, make_buffers, slab_size
-from cpsr.checkpoint.copying import CopyEngine, CopyPlan
+from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish
 from cpsr.checkpoint.device_copy import DeviceSteps
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
+from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.running_copy import RunningCopy
-from cpsr.checkpoint.sealing import Sealing
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Deadline
@@ -50,11 +51,13 @@ class SnapshotPool:
 
     Attributes:
         shared_memory_problem: why they are not in shared memory; None where they are, or were not meant to be.
-        sealing: makes complete snapshots survive the process.
-        engine: makes the copies.
+        engine: makes the copies, and seals them.
         steps: of the device.
         occupancy: which snapshot has which buffer.
         obstacle: why the engine's state is not whole, so that no snapshot of it is taken; None where it is.
+        on_sealed: called with the file of each snapshot that counts from now on, and that is to be replicated; in the
+            engine's thread.
+        on_counting: called for each snapshot that counts from now on; likewise.
 
     Raises:
         UnsupportedEngineError: the template has tensors on several CUDA devices.
@@ -72,11 +75,16 @@ class SnapshotPool:
         self.steps = DeviceSteps(device)
         self._memory = memory
         self._buffers, self.shared_memory_problem = make_buffers(template, buffers, memory, device, units or {})
-        self.sealing = Sealing(self._buffers, memory, self.engine)
-        self.occupancy = self.sealing.occupancy
+        files = [buffer.memory for buffer in self._buffers]
+        left = {index: file.iteration for index, file in enumerate(files) if file is not None}
+        sealed = {index: iteration for index, iteration in left.items() if iteration >= 0}
+        self.occupancy = Occupancy(len(files), sealed, lambda index: self._buffers[index].file_name)
         self.engine.hashes &= self.survives  # else nobody asks for the hashes
+        self.on_sealed: Callable[[Path, Snapshot], None] | None = None
+        self.on_counting: Callable[[], None] = lambda: None
         self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
+        self._newest: tuple[int, Snapshot] | None = None  # and its buffer, from which the next one takes parts
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
 
@@ -142,13 +150,13 @@ class SnapshotPool:
                 return None
             buffer, snapshot = taken
             snapshot.contents, snapshot.disk = contents, disk
-            snapshot.replicate = replicate and self.sealing.on_sealed is not None
+            snapshot.replicate = replicate and self.on_sealed is not None
             try:
                 self._start(buffer, snapshot, shard, small)
             except BaseException:
                 self._give_up(snapshot)
                 raise
-        self.sealing.begun(snapshot)
+        self._newest = self.occupancy.index(snapshot), snapshot
         snapshot.overlap_seconds = -time.perf_counter()
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
@@ -206,7 +214,7 @@ class SnapshotPool:
         if snapshot.sealed is not None:
             snapshot.sealed.result()  # a copy on the host
             index = self.occupancy.index(snapshot)
-            self.sealing.unseal(index)
+            self._buffers[index].unseal()
             self.occupancy.forget(index)
 
     def seal(
@@ -221,9 +229,52 @@ class SnapshotPool:
             kind: of the state.
             copied: a copy that this thread's worker completes before; its scalars are those of the snapshot.
         """
-        if snapshot.sealed is None:
-            snapshot.sealed = self.sealing.seal(snapshot, kind, copied)
+        if snapshot.sealed is None and self.survives:
+            index = self.occupancy.begin_seal(snapshot)
+            prepare = partial(self._prepare, self._buffers[index], snapshot, kind, copied)
+            snapshot.sealed = self.engine.seal(prepare, partial(self._sealed, index, snapshot, kind), copied)
         return snapshot.sealed
+
+    def _prepare(
+        self, buffer: HostBuffer, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None
+    ) -> Publish | None:
+        """In the engine's thread: carry over what the snapshot has left out, and describe all of it."""
+        shared, file, held, encoded = self._memory, buffer.memory, buffer.held, None
+        assert shared is not None
+        assert file is not None
+        try:
+            if copied is not None:
+                snapshot.scalars, encoded = copied.result(), copied.encoded
+            if not snapshot.taken_at:  # it was loaded, not copied
+                held.fill_loaded(snapshot.shard, snapshot.iteration)
+                snapshot.taken_at = dict(held.taken_at)
+            held.fill(snapshot.copied_parts, snapshot.iteration)
+            if snapshot.source is not None:
+                held.carry(snapshot.taken_at, self._buffers[snapshot.source].held)
+            state = snapshot.shard, snapshot.iteration, snapshot.scalars
+            stamp = shared.rank, shared.life, kind
+            publish = file.prepare(*stamp, *state, branch=shared.branch, held=held, encoded=encoded)
+            snapshot.hashed = held.by_address()
+        except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
+            logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
+            return None
+        return publish
+
+    def _sealed(self, index: int, snapshot: Snapshot, kind: Kind, counts: bool) -> None:
+        """In the engine's thread: it can be restarted from now on, or never; nobody overwrites its buffer meanwhile."""
+        buffer = self._buffers[index]
+        if not counts:
+            self._newest = None
+            buffer.held.overwrite(buffer.held.parts.names)  # its iteration may be tried again
+        elif kind != "departure":
+            if snapshot.replicate and self.on_sealed is not None and buffer.memory is not None:
+                try:
+                    self.on_sealed(buffer.memory.path, snapshot)
+                except Exception as error:  # noqa: BLE001 - other machines lack it; this one has it
+                    logger.warning("iteration %d is not replicated: %s", snapshot.iteration, error)
+            self.on_counting()
+        self.occupancy.end_seal(index, snapshot, sealed=counts)
+        snapshot.settled = True
 
     def mark_boundary(self) -> torch.cuda.Event | None:
         """Keep, at a step boundary, the values for `dump` that the next forward changes. On the training thread.
@@ -358,9 +409,11 @@ class SnapshotPool:
     def forget_after(self, iteration: int) -> None:
         """Invalidate snapshots of later iterations: the run has gone back behind them."""
         self.settle()
-        self.sealing.forget_all()
+        self._newest = None
+        for buffer in self._buffers:  # of iterations that come again none holds a part
+            buffer.held.overwrite(buffer.held.parts.names)
         for index in self.occupancy.unseal_after(iteration):
-            self.sealing.unseal(index)
+            self._buffers[index].unseal()
 
     def acquire(self, iteration: int, spare: Collection[str] = ()) -> Snapshot | None:
         """An empty snapshot to load a state into, None when every buffer is in use.
@@ -416,7 +469,13 @@ class SnapshotPool:
         *,
         keep_newest: bool = False,
     ) -> tuple[HostBuffer, Snapshot] | None:
-        """A free buffer with an empty snapshot; see `Occupancy.take` and `Sealing.begin`."""
+        """A free buffer with an empty snapshot of all but these operators, which it takes from the one before.
+
+        For the rest see `Occupancy.take`.
+
+        Raises:
+            SaveError: one has no part of its own.
+        """
         now = Deadline(0.0)
         for late in [late for late in self._late if late[1].arrives(now)]:
             self._late.remove(late)
@@ -425,16 +484,25 @@ class SnapshotPool:
         if taken is None:
             return None
         index, snapshot = taken
+        buffer = self._buffers[index]
+        buffer.unseal()
+        if self._newest is not None and self._newest[0] == index:
+            self._newest = None
+        older: Mapping[str, int] = {}
+        if left_out and self._newest is not None:
+            snapshot.source, older = self._newest[0], self._newest[1].taken_at
         try:
-            self.sealing.begin(index, snapshot, left_out)
+            copied = buffer.held.parts.besides(left_out if older else ())
         except SaveError:
             self._free(snapshot)
             raise
-        return self._buffers[index], snapshot
+        snapshot.taken_at = {**older, **dict.fromkeys(copied, iteration)}
+        buffer.held.overwrite(snapshot.copied_parts)
+        return buffer, snapshot
 
     def _give_up(self, snapshot: Snapshot) -> None:
         """Its copy failed."""
-        self.sealing.forget()
+        self._newest = None
         self._free(snapshot)
 
     def _free(self, snapshot: Snapshot) -> None:

@@ -103,7 +103,7 @@ class HostMemory:
             self.windows = Windows(job, memory, self.pool)
             self.windows.recorder.on_sealed = self._follow_window
         elif group.rank == 0 and self.survives:
-            self.pool.sealing.on_counting = self._count_sealed
+            self.pool.on_counting = self._count_sealed
         # All ranks or none: what one sends another takes.
         if group.all(self.survives and config.peers.replicas > 0):
             assert memory is not None
@@ -120,7 +120,7 @@ class HostMemory:
                 bytes_to_come=0 if self.windows is None else self.windows.bytes_to_come,
             )
             if self.windows is None:
-                self.pool.sealing.on_sealed = self._replicator.offer
+                self.pool.on_sealed = self._replicator.offer
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state: replay what a window has of it."""

@@ -12,7 +12,8 @@ import torch
 
 from cpsr.errors import SaveError
 
-__all__ = ["Arrival", "Deadline", "DeviceNumber", "DeviceValues", "beside_captures", "captures", "number", "reached"]
+__all__ = ["Arrival", "Deadline", "DeviceNumber", "DeviceValues", "beside_captures", "captures", "in_time", "number"]
+__all__ += ["reached"]
 
 POLL_SECONDS = 0.002
 
@@ -42,6 +43,15 @@ class Deadline:
             if time.monotonic() >= self._at:
                 raise SaveError(f"the device has not finished {what} within {self.seconds:.3g} s")
             time.sleep(POLL_SECONDS)
+
+
+def in_time(wait: Callable[[], object]) -> bool:
+    """Whether this wait with a deadline succeeds: a device may hang, or fail at every call after a kernel's error."""
+    try:
+        wait()
+    except (SaveError, RuntimeError):
+        return False
+    return True
 
 
 _RELAXED = 2  # of cudaStreamCaptureMode

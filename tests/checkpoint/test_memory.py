@@ -321,7 +321,7 @@ def test_a_dump_takes_back_a_running_snapshot_that_the_loop_disturbed(run_id: st
 def test_what_other_machines_get_is_not_confirmed_before_the_next_update(run_id: str) -> None:
     pool, live = confirmed_early(run_id)
     offered: list[int] = []
-    pool.sealing.on_sealed = lambda _, snapshot: offered.append(snapshot.iteration)
+    pool.on_sealed = lambda _, snapshot: offered.append(snapshot.iteration)
     for iteration in (4, 5):
         snapshot = pool.begin(live, iteration, {})
         pool.settle()
@@ -346,7 +346,7 @@ def test_the_training_thread_does_nothing_for_a_snapshot_that_counts_and_nobody_
     def tell(*_: object) -> None:
         told.append((threading.current_thread() is threading.main_thread(), pool.occupancy.is_free))
 
-    pool.sealing.on_sealed = pool.sealing.on_counting = tell
+    pool.on_sealed = pool.on_counting = tell
     snapshot = pool.begin(live, 1, {})
     assert snapshot is not None
     pool.engine.settle()
