@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from cpsr.errors import SaveError
-from cpsr.state.device_values import Arrival
+from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.frozen_parameters import FrozenWeights, hash_of
 from cpsr.state.shard import Shard
 
@@ -179,7 +179,7 @@ class WriteWatch:
 
     def __init__(self) -> None:
         self.disturbed = self.changed = False
-        self._copies: set[object] = set()  # under way
+        self._copies: dict[object, Callable[[], None]] = {}  # under way, and what a change leads to
         self._watched = 0
         self._sources: list[torch.Tensor] = []
         self._counted: list[torch.Tensor] = []
@@ -194,17 +194,18 @@ class WriteWatch:
         """See the class."""
         return not self.disturbed and self._watched >= THOROUGH_SNAPSHOTS
 
-    def begin(self, copy: object, shard: Shard, *, thorough: bool) -> None:
+    def begin(self, copy: object, shard: Shard, *, thorough: bool, on_change: Callable[[], None]) -> None:
         """A copy of this state begins.
 
         Args:
             copy: by which `end` knows it.
             shard: its sources.
             thorough: look at each row, also later in this life.
+            on_change: called once, in the thread of `look`, if the copy is not of one state.
         """
         thorough = thorough or self._watched < THOROUGH_SNAPSHOTS
         first = not self._copies
-        self._copies.add(copy)
+        self._copies[copy] = on_change
         if not first and not thorough:
             return  # since the begin of the other
         self._prepare(shard)
@@ -213,11 +214,15 @@ class WriteWatch:
         self.changed, self._sent = self.changed and not first, []
         self._send()
 
-    def look(self, *, forward: bool = True) -> bool:
-        """Whether anything has changed since `begin`; remembers that in `disturbed`.
+    def look(self, *, forward: bool = True, deadline: Deadline | None = None) -> bool:
+        """Whether anything has changed since `begin`; remembers that in `disturbed`, and takes back all these copies.
 
         Args:
-            forward: a forward begins; False: the copy must be complete now, from any thread.
+            forward: a forward begins; False: the copies must be complete now, from any thread.
+            deadline: for a device, which may hang.
+
+        Raises:
+            SaveError: the device hangs, and the deadline has passed.
         """
         if self._mark is None:
             return False
@@ -228,14 +233,17 @@ class WriteWatch:
         if forward:
             self._send()
         elif not changed:
-            changed = self._differs_on_device()
-        self.changed = changed
+            changed = self._differs_on_device(deadline)
+        found, self.changed = changed and not self.changed, changed
         self.disturbed = self.disturbed or changed
+        if found:
+            for take_back in list(self._copies.values()):
+                take_back()
         return changed
 
     def end(self, copy: object) -> None:
         """The copy is over; without `begin` nothing happens."""
-        self._copies.discard(copy)
+        self._copies.pop(copy, None)
         if not self._copies:
             self._mark, self._sent, self.changed = None, [], False
 
@@ -255,10 +263,10 @@ class WriteWatch:
             host.copy_(packed, non_blocking=True)
         self._sent.append((host, Arrival(packed.device)))
 
-    def _differs_on_device(self) -> bool:
+    def _differs_on_device(self, deadline: Deadline | None) -> bool:
         """Of those sent; waits for that of the first forward, before which the device had little to do."""
         for place, (_, arrival) in enumerate(self._sent[:2]):
-            arrival.wait(f"sample {place} of the weights")
+            arrival.wait(f"sample {place} of the weights", deadline)
         here = [host for host, arrival in self._sent if arrival.here]
         return any(not torch.equal(host, here[0]) for host in here[1:])
 

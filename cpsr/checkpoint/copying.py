@@ -166,6 +166,7 @@ class CopyEngine:
     Attributes:
         device: as given.
         writes: as given.
+        on_disturbed: called where the loop has changed what the running copy copies; from any thread.
         pace: plans copies in waits; None where copies do not use waits.
         hashes: whether what is copied on the host is hashed; not where a device has buffers, which may come later.
     """
@@ -176,6 +177,7 @@ class CopyEngine:
         self._worker = ThreadPoolExecutor(1, f"cpsr-{name}", self._begin)
         self._thread = -1
         self.device, self.writes = device, WriteWatch() if writes is None else writes
+        self.on_disturbed: Callable[[], None] = lambda: None
         self.pace: CopyPace | None = None
         self.hashes = device is None
         self._stream: torch.cuda.Stream | None = None
@@ -263,7 +265,7 @@ class CopyEngine:
         """
         writes = self.writes
         if not writes.disturbed:
-            writes.begin(self, shard, thorough=thorough)
+            writes.begin(self, shard, thorough=thorough, on_change=self.on_disturbed)
         try:
             running = self._started(plan, parts, small)
         except BaseException:

@@ -71,6 +71,7 @@ class SnapshotPool:
         units: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = CopyEngine.of("snapshot", template)
+        self.engine.on_disturbed = self._take_back
         device = self.engine.device
         self.steps = DeviceSteps(device)
         self._memory = memory
@@ -205,8 +206,12 @@ class SnapshotPool:
         return snapshot
 
     def look(self) -> None:
-        """A forward begins: a copy of weights that the loop has changed for it counts no more."""
-        if self.engine.writes.look() and self._running is not None:
+        """A forward begins: copies of weights that the loop has changed for it, windows too, count no more."""
+        self.engine.writes.look()
+
+    def _take_back(self) -> None:
+        """The loop has changed what the running copy copies."""
+        if self._running is not None:
             self._unseal(*self._running)
 
     def _unseal(self, snapshot: Snapshot, copy: RunningCopy) -> None:
@@ -316,7 +321,7 @@ class SnapshotPool:
         if self.obstacle is not None:
             raise SaveError(f"{self.obstacle}, which stays in host memory")
         deadline = Deadline(BOUNDARY_SECONDS)
-        self._seal_running(iteration, deadline)
+        self._seal_running(iteration, deadline.part(RUNNING_SHARE))
         self.settle()
         if iteration in self.occupancy.whole_iterations:
             return iteration
@@ -356,20 +361,20 @@ class SnapshotPool:
         return {"word": word, "moved": self._boundary_buffers.at_boundary(moved, step)}
 
     def _seal_running(self, iteration: int, deadline: Deadline) -> None:
-        """Use the running snapshot, if it is this state: it has all scalars."""
+        """Use the running snapshot, if it is this state: it has all scalars. Take back what the loop has disturbed."""
         running = self._running
-        if running is None or running[0].iteration != iteration or running[0].source is not None:
+        if running is not None and (running[0].iteration != iteration or running[0].source is not None):
+            running = None
+        try:
+            if running is not None:
+                running[0].scalars = running[1].result(deadline)
+            if self.engine.writes.look(forward=False, deadline=deadline) or running is None:
+                return
+        except SaveError as error:
+            logger.warning("no copy that is under way is used for the dump of iteration %d: %s", iteration, error)
             return
         snapshot, copy = running
-        try:
-            snapshot.scalars = copy.result(deadline.part(RUNNING_SHARE))
-            if self.engine.writes.look(forward=False):
-                self._unseal(snapshot, copy)
-                return
-            copy.confirm(unchanged=True)
-        except SaveError as error:
-            logger.warning("the running snapshot of iteration %d is not used for the dump: %s", iteration, error)
-            return
+        copy.confirm(unchanged=True)
         self.seal(snapshot)  # The training thread finishes and submits it, if it can.
 
     def _copied(

@@ -130,8 +130,6 @@ class HostMemory:
     def look(self) -> None:
         """A forward begins: copies of weights that the loop has changed for it count no more."""
         self.pool.look()
-        if self.windows is not None:
-            self.windows.recorder.look()
 
     def follow_replicas(self, on_replica: Callable[[float], None]) -> None:
         """Call this with the seconds that each replica of this rank's snapshots took; from several threads."""

@@ -105,6 +105,7 @@ class Recorder:
         self._replicated_at: int | None = None
         self._sent_at: int | None = None
         self._engine = CopyEngine.of("window", shard(), writes)
+        self._engine.on_disturbed = self._take_back
         self._ring = MemoryRing(memory, "window", self._engine)
         self._window: Window | None = None
         self._copy: RunningCopy | None = None  # of that window's newest snapshot, until the next update
@@ -206,9 +207,9 @@ class Recorder:
             window.slot.last_work = self._engine.seal(prepare, partial(self._tell, window), running)
         return window if sent else None
 
-    def look(self) -> None:
-        """A forward begins: a window with weights that the loop has changed for it is not used."""
-        if self._copy is not None and self._engine.writes.changed:
+    def _take_back(self) -> None:
+        """The loop has changed what the running copy copies; also called by a dump, while the device may hang."""
+        if self._copy is not None:
             self._spoil(self._copy, DISTURBED)
 
     def finish(self) -> None:
@@ -232,7 +233,7 @@ class Recorder:
             self._drop(window, why)
             running.confirm(unchanged=False)
             if window.slot.last_work is not None:
-                wait([window.slot.last_work])
+                wait([window.slot.last_work], CLOSE_SECONDS)
             window.slot.file.unseal()
 
     def forget(self) -> None:

@@ -340,7 +340,7 @@ def test_a_device_is_not_waited_for_before_the_copy_must_be_complete(stride: int
         shard = Shard({"w": OperatorState("w", ParamSlice(weights, (64,)), {}, 0)})
         watch = WriteWatch()
         device.at_once = False
-        watch.begin("a snapshot", shard, thorough=True)
+        watch.begin("a snapshot", shard, thorough=True, on_change=lambda: None)
         for undone in (1.0, -1.0):
             weights.data.add_(undone)
             assert not watch.look()

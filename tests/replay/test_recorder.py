@@ -15,6 +15,8 @@ from cpsr.checkpoint.device_copy import DeviceSteps
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import verify_memory_state
 from cpsr.checkpoint.memory_states import memory_state
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.errors import SaveError
 from cpsr.replay.conversion import load_window
 from cpsr.replay.recorder import FILES, FILES_WITH_PEERS, Recorder
 from cpsr.replay.schedule import WindowLayout
@@ -255,3 +257,28 @@ def test_a_run_goes_back_whose_windows_got_no_memory(tmp_path: Path) -> None:
     rank.recorder.forget()
     rank.recorder.close(remove=True)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("snapshot", [True, False], ids=["beside a snapshot", "alone"])
+def test_a_dump_takes_back_a_window_that_the_loop_disturbed(snapshot: bool, tmp_path: Path) -> None:
+    """The process leaves right after the dump: the window is not closed."""
+    live, memory = shard_at(0), SharedMemory(RUN_ID, 0, 0, tmp_path)
+    pool = SnapshotPool(live, memory=memory)
+    problems: list[str] = []
+    recorder = Recorder(memory, lambda: live, problems.append, writes=pool.engine.writes)
+    layout = WindowLayout(live, (("first",), ("second",)), {})
+    for first in (1, 3, 5):
+        recorder.begin_window(layout, first, dict)
+        for iteration in (first, first + 1):
+            recorder.finish()
+            pool.mark_boundary()
+            recorder.capture(iteration)
+            if snapshot and iteration == 6:
+                pool.begin(live, iteration, {})
+    assert pool.engine.writes.trusted
+    live.operators["first"].parameter.values.add_(1)
+    with pytest.raises(SaveError, match="the loop changes weights"):
+        pool.dump(lambda: live, 6, dict)
+    assert {state.iteration for state in Arena(RUN_ID, tmp_path).list()} == {1, 3}
+    pool.close()
+    recorder.close(remove=True)
