@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from cpsr.checkpoint.device_copy import Pinning
+from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import SlabSize
@@ -22,7 +22,7 @@ from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import Arrival, Deadline, in_time
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["HostBuffer", "close_buffers", "layout_bytes", "make_buffers", "slab_size"]
+__all__ = ["HostBuffer", "close_buffers", "make_buffers", "slab_size"]
 
 _KINDS = ("param", "moment", "other")  # what the keys of `Shard.tensors` begin with; each has a file
 
@@ -53,7 +53,8 @@ class HostBuffer:
     ) -> None:
         self.memory = memory
         self.pinning: Pinning | None = None
-        self.content = _own_memory(layout_bytes(template), pinned=pinned) if memory is None else memory.bytes
+        size = slab_size(template).buffer_bytes
+        self.content = _own_memory(size, pinned=pinned) if memory is None else memory.bytes
         by_kind = _layout(template)
         self._placed = {one.name: one for ones in by_kind for one in ones}
         placed = [(key, one.first, one.end - one.first) for key, one in self._placed.items()]
@@ -128,17 +129,15 @@ class HostBuffer:
         return found
 
 
-def layout_bytes(template: Shard) -> int:
-    """Host memory of one buffer; the same in every process, wherever the tensors lie."""
+def slab_size(template: Shard) -> SlabSize:
+    """The size of one buffer's file in shared memory, without its small state.
+
+    The same in every process, wherever the tensors lie.
+    """
     sizes = Counter[str]()
     for key, tensor in template.tensors():
         sizes[_kind_of(key)] += tensor.nbytes
-    return sum(map(_in_blocks, sizes.values()))
-
-
-def slab_size(template: Shard) -> SlabSize:
-    """The size of one buffer's file in shared memory, without its small state."""
-    return SlabSize.for_tensors((key for key, _ in template.tensors()), layout_bytes(template))
+    return SlabSize.for_tensors((key for key, _ in template.tensors()), sum(map(_in_blocks, sizes.values())))
 
 
 def _follows(tensor: torch.Tensor, before: torch.Tensor) -> bool:

@@ -10,17 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from operator import is_
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
-from cpsr.checkpoint.device_copy import DeviceCopy, device_of
+from cpsr.checkpoint.device import device_of
 from cpsr.checkpoint.direct_file import PieceHashes
-from cpsr.checkpoint.paced import CopyPace, PacedCopy, Waits
 from cpsr.checkpoint.parts import Held, Segment
-from cpsr.checkpoint.running_copy import Piece, RunningCopy
+from cpsr.checkpoint.running_copy import CopyPace, DeviceCopy, PacedCopy, Piece, RunningCopy, Waits
 from cpsr.checkpoint.tensor_file import bytes_of
 from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
@@ -50,31 +49,28 @@ class CopyPlan:
         held: what the buffer holds.
         begin: first byte of the range.
         end: byte after the last one; None: to the buffer's end.
-
-    Attributes:
-        sources: by which `CopyEngine.plan` knows that the tensors are the same.
     """
 
     def __init__(self, pairs: Iterable[Piece], held: Held, begin: int = 0, end: int | None = None) -> None:
-        self.sources: list[torch.Tensor] = []
-        self._held, self._start = held, held.content.data_ptr()
-        self._segments: list[tuple[int, Segment, list[Piece]]] = []
+        self._content, self._digests = held.content, held.digests  # not `held`, which has the plan
+        self._segments: list[tuple[Segment, list[Piece]]] = []
         left = [(into, source.detach()) for into, source in pairs if into.numel()]
         left.reverse()
-        for place, segment in held.parts.between(begin, len(held.content) if end is None else end):
+        start = held.content.data_ptr()
+        for segment in held.parts.between(begin, len(held.content) if end is None else end):
             own = []
-            while left and left[-1][0].data_ptr() < self._start + segment.end:
+            while left and left[-1][0].data_ptr() < start + segment.end:
                 own.append(left.pop())
-            self._segments.append((place, segment, own))
+            self._segments.append((segment, own))
         assert not left, "a copy lies in no segment of the range"
 
     @cached_property
-    def _host_pieces(self) -> dict[int, list[_HostPiece]]:
-        return {place: list(_in_pieces(pairs)) for place, _, pairs in self._segments}
+    def _host_pieces(self) -> list[tuple[Segment, list[_HostPiece]]]:
+        return [(segment, list(_in_pieces(pairs))) for segment, pairs in self._segments]
 
     def pairs(self, parts: Collection[str] | None = None) -> list[Piece]:
         """The copies of these parts; None: of all."""
-        return [pair for _, segment, pairs in self._segments for pair in pairs if _is_of(segment, parts)]
+        return [pair for segment, pairs in self._segments for pair in pairs if _is_of(segment, parts)]
 
     def run(self, parts: Collection[str] | None, paced: PacedCopy | None = None, *, hashed: bool) -> None:
         """Copy these parts with the calling thread.
@@ -86,23 +82,23 @@ class CopyPlan:
         """
         if paced is not None:
             paced.divide(sum(target.nbytes for target, _ in self.pairs(parts)))
-        content = self._held.content.numpy().data
+        content, start = self._content.numpy().data, self._content.data_ptr()
         with torch.no_grad():
-            for place, segment, _ in self._segments:
+            for segment, pieces in self._host_pieces:
                 if not _is_of(segment, parts):
                     continue
                 found, at = PieceHashes(), segment.begin
-                for copy, address, size in self._host_pieces[place]:
+                for copy, address, size in pieces:
                     if paced is not None:
                         paced.turn(size)
                     copy()
                     if hashed:
-                        end = address - self._start
+                        end = address - start
                         found.take(content[at:end])
                         at = end
                 if hashed:
                     found.take(content[at : segment.end])
-                    self._held.digests[place] = found.digests()
+                    self._digests[segment] = found.digests()
 
 
 def _is_of(segment: Segment, parts: Collection[str] | None) -> bool:
@@ -151,6 +147,8 @@ def _end_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + tensor.nbytes
 
 
+# The sources of all plans, and the plans for each buffer by their key.
+_Plans = tuple[list[torch.Tensor], WeakKeyDictionary[Held, dict[int, CopyPlan]]]
 Publish = Callable[[], None]  # declares what is in a buffer complete, by one store
 
 
@@ -183,8 +181,7 @@ class CopyEngine:
         self._stream: torch.cuda.Stream | None = None
         if device is not None and weights_there:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub has no types
-        self._sources: list[torch.Tensor] = []  # of the plans that hold
-        self._planned: WeakSet[Held] = WeakSet()  # whose plans those are
+        self._plans: _Plans = [], WeakKeyDictionary()
         self._running: RunningCopy | None = None
         self._closed = False
 
@@ -229,19 +226,13 @@ class CopyEngine:
         """
         operators = shard.operators.values()
         sources = [values for one in operators for values in (one.parameter.values, *one.moments.values())]
-        known = self._sources  # another thread may replace it
-        if len(sources) == len(known) and all(map(is_, sources, known)):
-            sources = known
-        else:
-            self._sources = sources
-            for one in list(self._planned):  # or their plans would keep the memory of what was replaced
-                one.plans.clear()
-        self._planned.add(held)
-        plan = held.plans.get(key)
-        if plan is None or plan.sources is not sources:
-            plan = held.plans[key] = CopyPlan(make(), held, **between)
-            plan.sources = sources
-        return plan
+        known, plans = self._plans  # another thread may replace them
+        if len(sources) != len(known) or not all(map(is_, sources, known)):
+            _, plans = self._plans = sources, WeakKeyDictionary()  # all: plans keep the memory of what was replaced
+        own = plans.setdefault(held, {})
+        if key not in own:
+            own[key] = CopyPlan(make(), held, **between)
+        return own[key]
 
     def start(
         self,

@@ -162,7 +162,7 @@ class MemoryFile:
         matched = NAME.fullmatch(self.path.name)
         stamp = {"run": "" if matched is None else matched["run_id"], "rank": rank, "life": life, "branch": branch}
         stamp |= {"kind": kind, "iteration": iteration, "owned": owned}
-        hashes = [held.digests[place].hex() for place in sorted(held.digests)]
+        hashes = [held.digests[segment].hex() for segment in held.parts.segments]
         index = index | {name: str(value) for name, value in stamp.items()}
         index |= {"taken_at": json.dumps(held.taken_at), "hashes": json.dumps(hashes)}
         return self._put(index, members, [run.data for run in image_of(tensors)], json.dumps(tree).encode())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.copying import CopyEngine, Publish
-from cpsr.checkpoint.device_copy import Pinning
+from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import Kind, MemoryState, SlabSize, describe
 from cpsr.checkpoint.parts import Held

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -10,9 +9,6 @@ import torch
 from cpsr.checkpoint.direct_file import hash_pieces
 from cpsr.errors import SaveError
 from cpsr.state.shard import Shard
-
-if TYPE_CHECKING:  # which copies into these
-    from cpsr.checkpoint.copying import CopyPlan
 
 __all__ = ["REST", "Held", "Parts", "Segment", "operator_of"]
 
@@ -71,11 +67,9 @@ class Parts:
         """The part of an operator."""
         return self._units.get(operator, REST)
 
-    def between(self, begin: int, end: int) -> Iterator[tuple[int, Segment]]:
-        """The segments that lie whole between these bytes, each with its place."""
-        for place, segment in enumerate(self.segments):
-            if begin <= segment.begin and segment.end <= end:
-                yield place, segment
+    def between(self, begin: int, end: int) -> Iterator[Segment]:
+        """The segments that lie whole between these bytes."""
+        return (segment for segment in self.segments if begin <= segment.begin and segment.end <= end)
 
     def besides(self, operators: Collection[str]) -> frozenset[str]:
         """All parts but those of these operators.
@@ -101,24 +95,22 @@ class Held:
         parts: of the buffer.
         content: as given.
         taken_at: iteration of each part that is complete.
-        digests: the hashes of each segment's MiB (`hash_pieces`), by its place; only of complete parts.
-        plans: of copies into the buffer.
+        digests: the hashes of each segment's MiB (`hash_pieces`); only of complete parts.
     """
 
     def __init__(self, parts: Parts, content: torch.Tensor) -> None:
         self.parts = parts
         self.content, self._bytes = content, content.numpy()
         self.taken_at: dict[str, int] = {}
-        self.digests: dict[int, bytes] = {}
-        self.plans: dict[int, CopyPlan] = {}
+        self.digests: dict[Segment, bytes] = {}
 
     def overwrite(self, names: Collection[str]) -> None:
         """These parts are about to be overwritten."""
         for name in names:
             self.taken_at.pop(name, None)
-        self.digests = {
-            place: digest for place, digest in self.digests.items() if self.parts.segments[place].part not in names
-        }
+        for segment in self.parts.segments:
+            if segment.part in names:
+                self.digests.pop(segment, None)
 
     def fill(self, names: Collection[str], iteration: int) -> None:
         """These parts are complete, as of this iteration."""
@@ -148,32 +140,24 @@ class Held:
                     f"no buffer holds expert {part} of iteration {taken_at[part]}, which the snapshot before had"
                 )
         self.overwrite(missing)
-        for place, segment in enumerate(self.parts.segments):
+        for segment in self.parts.segments:
             if segment.part in missing:
                 span = slice(segment.begin, segment.end)
                 numpy.copyto(self._bytes[span], source._bytes[span])
-                if place in source.digests:
-                    self.digests[place] = source.digests[place]
+                if segment in source.digests:
+                    self.digests[segment] = source.digests[segment]
         self.taken_at.update({part: taken_at[part] for part in missing})
 
-    def hash_rest(self) -> None:
-        """Hash the segments whose hash is not known."""
-        self.hash_segments(range(len(self.parts.segments)))
-
-    def hash_segments(self, places: Iterable[int]) -> None:
-        """Hash those of these whose hash is not known."""
-        for place in places:
-            if place not in self.digests:
-                segment = self.parts.segments[place]
-                self.digests[place] = hash_pieces(self._bytes[segment.begin : segment.end].data)
+    def hash_rest(self, segments: Iterable[Segment] | None = None) -> None:
+        """Hash those of these segments whose hash is not known; None: of all."""
+        for segment in self.parts.segments if segments is None else segments:
+            if segment not in self.digests:
+                self.digests[segment] = hash_pieces(self._bytes[segment.begin : segment.end].data)
 
     def by_address(self) -> dict[int, tuple[int, bytes]]:
         """Address of the first byte of each segment -> its length in bytes, and the hashes of its MiB."""
-        start, segments = self._bytes.ctypes.data, self.parts.segments
-        return {
-            start + segments[place].begin: (segments[place].end - segments[place].begin, one)
-            for place, one in self.digests.items()
-        }
+        start = self._bytes.ctypes.data
+        return {start + one.begin: (one.end - one.begin, digests) for one, digests in self.digests.items()}
 
 
 def operator_of(key: str) -> str:

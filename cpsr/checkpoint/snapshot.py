@@ -13,7 +13,7 @@ import torch
 from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep
 from cpsr.checkpoint.buffers import HostBuffer, close_buffers, make_buffers, slab_size
 from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish
-from cpsr.checkpoint.device_copy import DeviceSteps
+from cpsr.checkpoint.device import DeviceSteps
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.boundary import EarlierStep
-from cpsr.checkpoint.device_copy import StepEvents
+from cpsr.checkpoint.device import StepEvents
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines import TorchAdapter

@@ -275,8 +275,7 @@ class Recorder:
         """Hash what a device has copied."""
         running.result()  # nothing is sealed of a copy that has failed
         started = time.perf_counter()
-        places = (place for place, _ in window.held.parts.between(**window.layout.bounds(step)))
-        window.held.hash_segments(places)
+        window.held.hash_rest(window.held.parts.between(**window.layout.bounds(step)))
         self._hash_seconds = time.perf_counter() - started
 
     def _prepare(self, window: Window, running: RunningCopy) -> Publish | None:

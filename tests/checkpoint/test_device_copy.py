@@ -12,7 +12,7 @@ from cpsr.checkpoint import boundary as boundaries
 from cpsr.checkpoint import snapshot as snapshots
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.boundary import EarlierStep, WriteWatch
-from cpsr.checkpoint.device_copy import Pinning
+from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import load_states
 from cpsr.checkpoint.memory_states import SHARED_MEMORY

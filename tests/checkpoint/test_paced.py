@@ -12,7 +12,7 @@ import pytest
 from cpsr.checkpoint import copying
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.paced import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy
+from cpsr.checkpoint.running_copy import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cpsr import CPSRRecovery
-from cpsr.checkpoint.device_copy import DeviceSteps, StepEvents
+from cpsr.checkpoint.device import DeviceSteps, StepEvents
 from cpsr.checkpoint.progress import RankProgress, read_progress
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.journal import RankJournal

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpsr.checkpoint.device_copy import EVENTS, StepEvents
+from cpsr.checkpoint.device import EVENTS, StepEvents
 from cpsr.checkpoint.progress import ProgressCounter, RankProgress, progress_path, read_progress
 from cpsr.life.step_boundary import Publication
 from cpsr.state.device_values import DeviceNumber

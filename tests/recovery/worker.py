@@ -30,7 +30,7 @@ from cpsr import CPSRRecovery
 from cpsr.benchmarks.harness.checkpoint_files import is_rest
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyEngine
-from cpsr.checkpoint.device_copy import DeviceSteps, StepEvents
+from cpsr.checkpoint.device import DeviceSteps, StepEvents
 from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyPlan
-from cpsr.checkpoint.device_copy import DeviceSteps
+from cpsr.checkpoint.device import DeviceSteps
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_reader import verify_memory_state
 from cpsr.checkpoint.memory_states import memory_state

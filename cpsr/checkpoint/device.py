@@ -1,94 +1,22 @@
-"""Snapshots of a GPU: copies on a stream of their own, events at step boundaries, and page-locked memory."""
+"""A GPU with a part of the state: where its steps end, a stream for dumps, and page-locked memory."""
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from cpsr.checkpoint.boundary import EarlierStep
-from cpsr.checkpoint.running_copy import Piece, RunningCopy
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SmallState
-from cpsr.state.device_values import Deadline, beside_captures, reached
+from cpsr.state.device_values import Deadline, reached
 from cpsr.state.shard import Shard
 
-__all__ = ["DeviceCopy", "DeviceSteps", "Pinning", "StepEvents", "device_of"]
+__all__ = ["DeviceSteps", "Pinning", "StepEvents", "device_of"]
 
 logger = logging.getLogger(__name__)
-
-
-class DeviceCopy(RunningCopy):
-    """Copies after all work queued on the current stream so far; made when it is enqueued, and not yet complete.
-
-    Args:
-        stream: for the copies; its device is that of the sources.
-        pairs: the copies.
-        small: as of `RunningCopy`.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream, pairs: Sequence[Piece], small: SmallState | None) -> None:
-        super().__init__(small)
-        self._stream = stream
-        self._pairs = pairs  # keeps the sources alive until the copy is through
-        self._start, self._end, self._needed = _timed_event(), _timed_event(), _timed_event()
-        current = torch.cuda.current_stream(stream.device)
-        if current != stream:
-            stream.wait_stream(current)
-        with torch.no_grad(), torch.cuda.stream(stream):
-            self._start.record(stream)
-            for target, source in pairs:
-                # Converted there: a copy that converts would wait for the device.
-                target.copy_(source.to(target.dtype), non_blocking=True)
-            self._end.record(stream)
-
-    @property
-    def is_sent(self) -> bool:
-        """See `RunningCopy.is_sent`."""
-        return reached(self._end) and super().is_sent
-
-    def _copy_seconds(self, deadline: Deadline | None) -> float:
-        """See `RunningCopy`; the seconds are of the device."""
-        if deadline is None:
-            with beside_captures():
-                self._end.synchronize()
-        else:
-            deadline.wait_for(lambda: reached(self._end), "the copy of weights and moments")
-        return self._seconds(self._start)
-
-    def mark_needed(self) -> None:
-        """On the training thread: what it queues from here on needs the copy to be complete."""
-        self._needed.record(torch.cuda.current_stream(self._stream.device))
-
-    def stall_seconds(self, waited_seconds: float) -> float:
-        """How long a complete copy kept the device from what `mark_needed` stands before; at most as given.
-
-        The thread may have waited longer: for steps that the device had still to compute.
-        """
-        if not reached(self._needed):
-            return 0.0  # it is not even there yet
-        return min(waited_seconds, max(0.0, self._seconds(self._needed)))
-
-    def overlap_seconds(self, host_seconds: float) -> float:
-        """From the copy's begin until the device needed it to be complete; 0 where it is not there yet."""
-        if not reached(self._needed):
-            return 0.0
-        return _seconds_between(self._start, self._needed)
-
-    def _seconds(self, before: torch.cuda.Event) -> float:
-        return _seconds_between(before, self._end)
-
-
-def _seconds_between(first: torch.cuda.Event, last: torch.cuda.Event) -> float:
-    with beside_captures():
-        milliseconds: float = first.elapsed_time(last)
-    return milliseconds / 1000.0
-
-
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's stub has no types
 
 
 def device_of(shard: Shard) -> torch.device | None:
