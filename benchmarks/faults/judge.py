@@ -186,7 +186,7 @@ class Judge:
         self.lost += [f"{problem.file}: {problem.what}" for problem in verify_run(self.run_dir)]
         if states:
             self.lost.append("a clean end has left states in shared memory")
-        label = next((info.label for info in scan(self.run_dir / "checkpoints").checkpoints[::-1]), None)
+        label = next((info.manifest.label for info in scan(self.run_dir / "checkpoints").checkpoints[::-1]), None)
         kept = self._trained_until != math.inf
         if (label == "predicted") != (kept and self._descends_from_prediction()):
             self.lost.append(f"the last checkpoint is labelled {label}, the restarts were {self.methods}")

@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.history import RankSlices
 from cpsr.checkpoint.manifest import (
     COMMIT,
     SLABS,
@@ -24,6 +26,7 @@ from cpsr.checkpoint.manifest import (
     slab_path,
     step_iteration,
 )
+from cpsr.checkpoint.saved import places_of
 
 __all__ = ["Kind", "checkpoint_files", "commit_file", "counterpart", "directory_bytes", "edit_commit", "edit_part"]
 __all__ += [
@@ -37,7 +40,7 @@ __all__ += [
     "listed_anyhow",
 ]
 __all__ += ["of_other_rank", "rank_part", "record_files", "remove_checkpoint", "rest_file", "slab_files", "slab_names"]
-__all__ += ["small_state_file", "steps_in", "weights_file"]
+__all__ += ["slices_in", "small_state_file", "steps_in", "weights_file"]
 
 Kind = Literal["weights", "rest", "expert-weights", "expert-rest", "frozen"]
 
@@ -222,3 +225,10 @@ def edit_commit(directory: Path, edit: Callable[[dict[str, Any]], object]) -> No
     edit(manifest)
     data = json.dumps(manifest).encode()
     commit_file(directory).write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+
+
+def slices_in(checkpoints: Path, rank: int = 0) -> RankSlices:
+    """What a rank owns by the newest checkpoint of a run."""
+    newest = scan(checkpoints).checkpoints[-1]
+    pieces = {key.removeprefix("param/"): piece for key, piece, _ in places_of(newest.record(rank), "param/")}
+    return RankSlices(rank, newest.manifest.world_size, pieces)

@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy
 import torch
 
+from cpsr.benchmarks.harness.checkpoint_files import slices_in
 from cpsr.benchmarks.harness.processes import MemoryPeak, own_bytes, wait_for
 from cpsr.benchmarks.predictor_cost.history import BYTES_PER_VALUE, SPAN_ITERATIONS, SyntheticHistory
 from cpsr.checkpoint.history import DiskHistory
@@ -80,8 +81,10 @@ def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> Me
     torch.optim.AdamW([torch.zeros(1)])
     predictor, target = METHODS[method](), synthetic.target
     read, forecasts, predictions = list[float](), list[float](), list[float]()
+    checkpoints = synthetic.directory / "checkpoints"
+    part = slices_in(checkpoints)
     with MemoryPeak(own_bytes) as memory:
-        open_seconds, history = _timed(lambda: DiskHistory(synthetic.directory / "checkpoints", part=0))
+        open_seconds, history = _timed(lambda: DiskHistory(checkpoints, part))
         slices = _learned_before_the_newest(predictor, synthetic)
         first_seconds, forecast = _timed(lambda: predictor.forecast(history, target))
         if not forecast.feasible:
@@ -115,7 +118,8 @@ def _consume(predictor: StatePredictor, history: History, forecast: Forecast) ->
 
 def _learned_before_the_newest(predictor: StatePredictor, synthetic: SyntheticHistory) -> list[float]:
     """Seconds of each slice of learning; what is learned from a checkpoint is committed with the next one only."""
-    history = DiskHistory(synthetic.directory / "checkpoints", part=0, before=synthetic.iterations[-1])
+    checkpoints = synthetic.directory / "checkpoints"
+    history = DiskHistory(checkpoints, slices_in(checkpoints), before=synthetic.iterations[-1])
     work, seconds, done = predictor.learn(history), list[float](), object()
     while True:
         taken, found = _timed(lambda: next(work, done))

@@ -37,16 +37,16 @@ from cpsr.checkpoint.manifest import (
     slab_path,
     step_iteration,
 )
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.verify import (
     DamagedFileError,
     Problem,
     UnreadableFileError,
     is_committed,
     persistently,
-    read_manifest,
 )
 
-__all__ = ["Catalogue", "CheckpointInfo", "Retention", "RetentionPlan", "SetAside", "newest_checkpoint"]
+__all__ = ["Catalogue", "Retention", "RetentionPlan", "SetAside", "newest_checkpoint"]
 __all__ += ["plan_retention", "remove_temporary", "remove_unlisted", "retain", "scan", "scan_in_pieces", "set_aside"]
 __all__ += ["warn_once"]
 
@@ -58,44 +58,6 @@ _ASIDE = re.compile(r"(?P<kind>damaged|abandoned)-(?P<step>step-\d+)-(?P<sequenc
 
 _log = logging.getLogger(__name__)
 _warned: set[tuple[Path, str]] = set()
-
-
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """One committed checkpoint.
-
-    Attributes:
-        directory: where it lies.
-        manifest: its commit record.
-    """
-
-    directory: Path
-    manifest: Manifest
-
-    @property
-    def full(self) -> bool:
-        """False for thinned checkpoints; training can restart exactly from full ones only."""
-        return not self.manifest.weights_only
-
-    @property
-    def iteration(self) -> int:
-        """Iteration of the state."""
-        return self.manifest.iteration
-
-    @property
-    def world_size(self) -> int:
-        """Ranks that wrote it."""
-        return self.manifest.world_size
-
-    @property
-    def label(self) -> str | None:
-        """What the state came from (`scalars["origin"]`), None where that is not recorded."""
-        return self.manifest.label
-
-    @property
-    def sequence(self) -> int:
-        """Counts the commits of the run."""
-        return self.manifest.sequence
 
 
 @dataclass(frozen=True)
@@ -127,7 +89,7 @@ class Catalogue:
         asides: what was set aside, oldest first.
     """
 
-    checkpoints: list[CheckpointInfo] = field(default_factory=list)
+    checkpoints: list[SavedCheckpoint] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unreadable: list[Problem] = field(default_factory=list)
     uncommitted: dict[int, Path] = field(default_factory=dict)
@@ -136,7 +98,7 @@ class Catalogue:
     @property
     def newest_sequence(self) -> int:
         """Largest commit count, also of what was set aside later; 0: nothing was committed."""
-        known = [info.sequence for info in self.checkpoints] + [aside.after_sequence for aside in self.asides]
+        known = [info.manifest.sequence for info in self.checkpoints] + [aside.after_sequence for aside in self.asides]
         return max(known, default=0)
 
 
@@ -170,7 +132,7 @@ def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
     return found
 
 
-def newest_checkpoint(checkpoints: Path) -> CheckpointInfo | None:
+def newest_checkpoint(checkpoints: Path) -> SavedCheckpoint | None:
     """The newest committed checkpoint whose records are valid; older ones are not read.
 
     Raises:
@@ -186,12 +148,12 @@ def newest_checkpoint(checkpoints: Path) -> CheckpointInfo | None:
     return None
 
 
-def _committed(directory: Path) -> CheckpointInfo | None:
+def _committed(directory: Path) -> SavedCheckpoint | None:
     """The entry of a checkpoint; None where there is no commit record."""
     if not is_committed(directory):
         return None
     try:
-        return CheckpointInfo(directory, read_manifest(directory))
+        return SavedCheckpoint(directory)
     except DamagedFileError:
         if is_committed(directory):
             raise
@@ -276,7 +238,7 @@ class RetentionPlan:
 
 
 def plan_retention(
-    checkpoints: Sequence[CheckpointInfo],
+    checkpoints: Sequence[SavedCheckpoint],
     rules: Retention,
     others: Mapping[str, int] | None = None,
     copied: int | None = None,
@@ -337,7 +299,7 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
     if not found.checkpoints:
         return RetentionPlan([], [], 0)
     _remove_asides(found)
-    _remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.sequence).iteration)
+    _remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.manifest.sequence).iteration)
     others = _listed_elsewhere(checkpoints, found)
     plan = plan_retention(found.checkpoints, rules, others, copied)
     for info in [info for info in found.checkpoints if info.iteration in plan.delete]:
@@ -460,18 +422,18 @@ def remove_temporary(found: Catalogue) -> None:
             _log.warning("%s was removed: left by a process that was killed", path)
 
 
-def _thinned(info: CheckpointInfo) -> CheckpointInfo:
+def _thinned(info: SavedCheckpoint) -> SavedCheckpoint:
     """Let a checkpoint list its weights alone."""
     thinned = info.manifest.model_copy(update={"weights_only": True})
     write_bytes(info.directory / COMMIT, thinned.to_bytes())
     _log.debug("checkpoint %s is thinned to its weights", info.directory)
-    return CheckpointInfo(info.directory, thinned)
+    return SavedCheckpoint(info.directory, thinned)
 
 
 def _remove_asides(found: Catalogue) -> None:
     """Remove what was set aside long enough ago."""
     for aside in found.asides:
-        later = sum(info.sequence > aside.after_sequence for info in found.checkpoints)
+        later = sum(info.manifest.sequence > aside.after_sequence for info in found.checkpoints)
         if later < _COMMITS_BEFORE_REMOVAL:
             continue
         try:

@@ -11,16 +11,16 @@ the slab of any rank that has a parameter. What the loop writes into is in no sl
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cpsr.checkpoint.assemble import Wanted, assemble
-from cpsr.checkpoint.catalogue import CheckpointInfo, scan
+from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.files import hash_file, write_tensors
 from cpsr.checkpoint.manifest import (
     FileRecord,
@@ -38,13 +38,15 @@ from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
 from cpsr.state.frozen_parameters import FrozenPlace, FrozenWeights, hash_of, word_of
 
-__all__ = ["FrozenFiles", "FrozenPart", "RescuedFrozen", "newest_first"]
+__all__ = ["FrozenFiles", "FrozenPart"]
 
 _log = logging.getLogger(__name__)
 
 # Of one file, unless a parameter is larger: so much of a GPU's parameters is on the host at a time, and a parameter
 # that changes has so much written again.
 FILE_BYTES = 1 << 30
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -162,10 +164,15 @@ class FrozenFiles:
         hashes |= {name: rested[name] for name in self.weights.resting(rested)}  # those are of the snapshot
         if lacking := sorted(tensors.keys() - moved.keys() - hashes.keys()):
             raise SaveError(f"the values that {lacking[0]!r}, outside the optimizer, had at the snapshot are not known")
-        self._forget_unwritten(hashes)
-        self._hold_alone({name: one for name, one in hashes.items() if self._held.get(name, ("", ""))[1] != one})
-        held = {name: self._held[name][0] for name in hashes}
+        there = self._there(directory)
+        held = {name: self._held[name][0] for name, one in hashes.items() if there.get(name) == one}
+        own: dict[str, tuple[str, str]] = {}
+        for names in self._in_files(hashes.keys() - held.keys()):
+            file = frozen_slab_name(self._rank, word_of({name: hashes[name] for name in names}))
+            own |= {name: (file, hashes[name]) for name in names}
+        held |= {name: file for name, (file, _) in own.items()}
         files, written = self._put_files(directory, held, hashes, refuse_abandoned)
+        self._held = self._held | own
         self.weights.settle_rested({name: one for name, one in rested.items() if name in hashes})
         left = {name: values for name, values in moved.items() if name not in hashes}
         records = {
@@ -190,20 +197,11 @@ class FrozenFiles:
                 "them inside torch.no_grad() instead"
             )
 
-    def _forget_unwritten(self, hashes: Mapping[str, str]) -> None:
-        """Files of this rank alone that are nowhere yet, and of whose parameters some have moved, are not written."""
-        contents: dict[str, dict[str, str]] = {}
-        for name, (file, one) in self._held.items():
-            if writer_of(file) == self._rank and file not in self._agreed and file not in self._durable:
-                contents.setdefault(file, {})[name] = one
-        gone = {file for file, content in contents.items() if not content.items() <= hashes.items()}
-        self._held = {name: held for name, held in self._held.items() if held[0] not in gone}
-
-    def _hold_alone(self, hashes: Mapping[str, str]) -> None:
-        """Parameters without a file that ranks have agreed on get one of this rank."""
-        for names in self._in_files(hashes):
-            file = frozen_slab_name(self._rank, word_of({name: hashes[name] for name in names}))
-            self._held = self._held | {name: (file, hashes[name]) for name in names}
+    def _there(self, directory: Path) -> dict[str, str]:
+        """Hashes of the parameters in slabs that ranks agreed on, and in own ones that retention has left."""
+        own = {file for file, _ in self._held.values() if writer_of(file) == self._rank} - self._agreed.keys()
+        gone = {file for file in own if not slab_path(directory, file).exists()}
+        return {name: one for name, (file, one) in self._held.items() if file not in gone}
 
     def _put_files(
         self,
@@ -217,27 +215,19 @@ class FrozenFiles:
         for name, file in held.items():
             if writer_of(file) == self._rank:
                 wanted.setdefault(file, {})[name] = hashes[name]
-        earlier = newest_first(self._checkpoints) if wanted.keys() - self._durable.keys() else []
+        earlier = _newest_first(self._checkpoints) if wanted.keys() - self._durable.keys() else []
         files, written = {}, 0
         for file, content in wanted.items():
             refuse_abandoned()
             path = slab_path(directory, file)
-            record = self._durable.get(file) or _listed(earlier, file)
-            if record is None or not path.exists():  # else retention was there
+            if not path.exists():  # retention was there
                 self._durable.pop(file, None)
-                self._refuse_other_content(file, content)
+            record = self._durable.get(file) or _listed(earlier, path)
+            if record is None:
                 record = self._write(path, content)
                 written += record.bytes
             files[file] = self._durable[file] = record
         return files, written
-
-    def _refuse_other_content(self, file: str, content: Mapping[str, str]) -> None:
-        """Raise SaveError where a file is gone of which some parameters have moved on; the others get another one."""
-        if file != frozen_slab_name(self._rank, word_of(content)):
-            raise SaveError(
-                f"no checkpoint has {file} any more, and some of its parameters were written to since; the next "
-                "checkpoint writes the others anew"
-            )
 
     def _write(self, path: Path, content: Mapping[str, str]) -> FileRecord:
         tensors = {}
@@ -286,13 +276,10 @@ class FrozenFiles:
         """The engine's parameters, to be filled; by key."""
         return {f"frozen/{name}": Wanted(piece_of(self.described(name)), self.weights.tensors[name]) for name in names}
 
-    def has(self, state: Mapping[str, Any]) -> bool:
-        """Whether the engine has the settled parameters of a snapshot, of any rank that held all of them whole."""
-        names = self.weights.tensors.keys()
-        if self.places or not state["moved"].keys() <= names:
-            return False
-        settled = [name for name in names if name not in state["moved"]]
-        return word_of(self.weights.present(settled)) == str(state["word"])
+    def _has(self, state: Mapping[str, Any]) -> bool:
+        """Whether the engine has the settled parameters of a snapshot."""
+        settled = [name for name in self.weights.tensors if name not in state["moved"]]
+        return word_of(self.weights.present(settled)) == state["word"]
 
     def bring(self, state: Mapping[str, Any]) -> None:
         """Make the engine's parameters those of a snapshot; where they differ, read them from a checkpoint.
@@ -303,127 +290,117 @@ class FrozenFiles:
         Raises:
             CheckpointError: neither the engine nor a checkpoint of this run has them, or that is not known.
         """
-        if state:
-            self._ensure([name for name in self.weights.tensors if name not in state["moved"]], state["word"])
-            self.take(state)
-
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Put the values of a snapshot's moved parameters into the engine."""
-        moved = state.get("moved", {})
+        if not state:
+            return
+        if not self._has(state) and not self._newest_with(state, self._rank, self._loaded):
+            names = [name for name in self.weights.tensors if name not in state["moved"]]
+            raise CheckpointError(
+                f"{len(names)} parameters outside the optimizer (the first is {min(names, default='')!r}) have other "
+                "values in this job than they had with the saved state, and no checkpoint of the run has those. The "
+                "script must load the same base weights as before"
+            )
+        moved = state["moved"]
         with torch.no_grad():
             for name, values in moved.items():
                 self.weights.tensors[name].copy_(values)
         self.weights.forget(moved)
 
-    def _ensure(self, names: list[str], word: str) -> None:
-        """See `bring`."""
-        if word_of(self.weights.present(names)) == word:
-            return
-        for info in newest_first(self._checkpoints):
+    def _loaded(self, saved: SavedCheckpoint) -> bool:
+        self.load(saved)
+        return True
+
+    def rescued(self, scalars: Any, rank: int, ranks: int, checked: set[Path]) -> FrozenPart | None:
+        """What a checkpoint lists that has a rank's parameters as they were with its snapshot; each slab is read.
+
+        A snapshot tells names, dtypes, shapes and bytes of its settled parameters by one hash. So what a checkpoint has
+        of them is theirs, or it is not used.
+
+        Args:
+            scalars: of the snapshot, which a rank of an earlier life has left.
+            rank: that one.
+            ranks: how many there were.
+            checked: slabs that were read and are whole, shared with other parts.
+
+        Returns:
+            None where no checkpoint has them, and this job has loaded the same weights, which `write` writes.
+
+        Raises:
+            SaveError: neither has them, or that is not known.
+        """
+        state = scalars.get("frozen") or {"word": word_of({}), "moved": {}}
+        listed = partial(self._listed_in, scalars, state["moved"], rank, ranks, checked)
+        found = self._newest_with(state, rank, listed)
+        whole = not self.places and state["moved"].keys() <= self.weights.tensors.keys()
+        if found is None and not (whole and self._has(state)):
+            raise SaveError(
+                f"no checkpoint of the run has the parameters outside the optimizer of rank {rank} whole, and this job "
+                "has others than they were with the state"
+            )
+        return found
+
+    def _listed_in(
+        self,
+        scalars: Any,
+        moved: Mapping[str, torch.Tensor],
+        rank: int,
+        ranks: int,
+        checked: set[Path],
+        saved: SavedCheckpoint,
+    ) -> FrozenPart | None:
+        """See `rescued`."""
+        record = saved.record(rank % saved.manifest.world_size)
+        split = any(one.global_shape is not None for one in record.frozen.values())
+        alike = all(record.frozen[name].shape == tuple(values.shape) for name, values in moved.items())
+        if not alike or (split and saved.manifest.world_size != ranks):
+            return None
+        files = {}
+        for file in record.frozen_files():
+            writer = saved.record(writer_of(file)) if file not in record.files else record
+            files[file], path = saved.file(writer, file), slab_path(saved.directory, file)
+            if path not in checked:
+                check_file(path, files[file], direct=True)
+                checked.add(path)
+        records = {name: one.described if name in moved else one for name, one in record.frozen.items()}
+        return FrozenPart(scalars, records, files)
+
+    def _newest_with(
+        self, state: Mapping[str, Any], rank: int, use: Callable[[SavedCheckpoint], _Found | None]
+    ) -> _Found | None:
+        """What `use` makes of the newest whole checkpoint in which a rank had the settled parameters of a snapshot.
+
+        None where there is none. Damaged ones, and those of which it makes None, are passed over.
+        """
+        for saved in _newest_first(self._checkpoints):
             try:
-                saved = SavedCheckpoint(info.directory)
-                hashes = _settled_in(saved.record(self._rank))
-                if info.full and word_of({name: hashes[name] for name in names}) == word:
-                    self.load(saved)
-                    return
-            except (CheckpointError, KeyError) as error:
-                _log.debug("%s does not have the frozen weights of the snapshot: %r", info.directory, error)
-        raise CheckpointError(
-            f"{len(names)} parameters outside the optimizer (the first is {min(names, default='')!r}) have other "
-            "values in this job than they had with the saved state, and no checkpoint of the run has those. The script "
-            "must load the same base weights as before"
-        )
-
-
-def _listed(earlier: Iterable[CheckpointInfo], file: str) -> FileRecord | None:
-    """The record of a slab that one of these checkpoints lists, read from the disk; None where none is whole."""
-    listing = (info for info in earlier if file in info.manifest.files)
-    if (info := next(listing, None)) is None:
+                record = saved.record(rank % saved.manifest.world_size)
+                settled = {name: one for name, one in _settled_in(record).items() if name not in state["moved"]}
+                known = settled.keys() | state["moved"].keys() == record.frozen.keys()
+                if saved.full and known and word_of(settled) == state["word"] and (found := use(saved)):
+                    return found
+            except CheckpointError as error:
+                _log.warning("frozen weights are looked for in an older checkpoint: %s", error)
         return None
-    path = slab_path(info.directory, file)
+
+
+def _listed(earlier: Sequence[SavedCheckpoint], path: Path) -> FileRecord | None:
+    """The record of a slab that one of these checkpoints lists, read from the disk; None where none is whole."""
+    listed = next((one.manifest.files[path.name] for one in earlier if path.name in one.manifest.files), None)
+    if listed is None:
+        return None
     try:
         found = persistently(partial(hash_file, direct=True), path)
-        require_same(path, found, info.manifest.files[file])
+        require_same(path, found, listed)
     except CheckpointError as error:
         _log.warning("%s is not used, and is written anew: %s", path, error)
         return None
     return found
 
 
-def newest_first(checkpoints: Path) -> list[CheckpointInfo]:
+def _newest_first(checkpoints: Path) -> list[SavedCheckpoint]:
     """Committed checkpoints, the one that was committed last first."""
-    return sorted(scan(checkpoints).checkpoints, key=lambda info: -info.sequence)
+    return sorted(scan(checkpoints).checkpoints, key=lambda saved: -saved.manifest.sequence)
 
 
 def _settled_in(record: RankManifest) -> dict[str, str]:
     """Hashes of the parameters that are in files."""
     return {name: one.xxh3_128 for name, one in record.frozen.items() if one.xxh3_128 is not None}
-
-
-class RescuedFrozen:
-    """The slabs of one part of a checkpoint that is made of states of the ranks before.
-
-    A snapshot tells names, dtypes, shapes and bytes of its settled parameters by one hash. So what a checkpoint has of
-    them is theirs, or it is not used.
-
-    Args:
-        own: of this job, for that part; written anew where this job has loaded the same weights, and no checkpoint has.
-        checkpoints: the run's directory of them.
-        rank: whose state it is.
-        ranks: how many there were.
-        checked: slabs that were read and are whole, shared with other parts.
-    """
-
-    def __init__(self, own: FrozenFiles, checkpoints: Path, rank: int, ranks: int, checked: set[Path]) -> None:
-        self._own, self._checked = own, checked
-        self._checkpoints = checkpoints
-        self._rank, self._ranks = rank, ranks
-
-    def write(self, directory: Path, scalars: Any, refuse_abandoned: Callable[[], None]) -> FrozenPart:
-        """See `FrozenFiles.write`.
-
-        Raises:
-            SaveError: neither a checkpoint nor this job has the parameters of the state, or that is not known.
-            OSError: the file system refused.
-        """
-        state = scalars.get("frozen") or {"word": word_of({}), "moved": {}}
-        for info in newest_first(self._checkpoints):
-            refuse_abandoned()
-            try:
-                found = self._part_with(info, state) if info.full else None
-            except CheckpointError as error:
-                _log.warning("frozen weights are looked for in an older checkpoint: %s", error)
-                continue
-            if found is not None:
-                return FrozenPart(scalars, *found)
-        if not self._own.has(state):
-            raise SaveError(
-                f"no checkpoint of the run has the parameters outside the optimizer of rank {self._rank} whole, and "
-                "this job has others than they were with the state"
-            )
-        return self._own.write(directory, scalars, refuse_abandoned)
-
-    def _part_with(
-        self, info: CheckpointInfo, state: Mapping[str, Any]
-    ) -> tuple[dict[str, FrozenRecord], dict[str, FileRecord]] | None:
-        """What a rank has listed that had the same parameters, each slab read; None where there is none."""
-        saved, moved = SavedCheckpoint(info.directory), state["moved"]
-        record = saved.record(self._rank % info.world_size)
-        split = any(one.global_shape is not None for one in record.frozen.values())
-        settled = {name: one.xxh3_128 for name, one in record.frozen.items() if name not in moved}
-        known = {name: one for name, one in settled.items() if one is not None}
-        whole = known.keys() == settled.keys() and moved.keys() <= record.frozen.keys()
-        alike = all(record.frozen[name].shape == tuple(values.shape) for name, values in moved.items() if whole)
-        if not whole or not alike or word_of(known) != state["word"] or (split and info.world_size != self._ranks):
-            return None
-        files = {}
-        for file in record.frozen_files():
-            writer = saved.record(writer_of(file)) if file not in record.files else record
-            files[file], path = saved.file(writer, file), slab_path(info.directory, file)
-            if path not in self._checked:
-                check_file(path, files[file], direct=True)
-                self._checked.add(path)
-        return {
-            name: one.model_copy(update={"file": None, "xxh3_128": None}) if name in moved else one
-            for name, one in record.frozen.items()
-        }, files

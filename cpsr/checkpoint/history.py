@@ -6,7 +6,7 @@ Of a checkpoint that another number of ranks saved, the rank's slices are put to
 import hashlib
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from cpsr.checkpoint.assemble import Piece, pieces_of
-from cpsr.checkpoint.catalogue import CheckpointInfo, scan_in_pieces, warn_once
+from cpsr.checkpoint.catalogue import scan_in_pieces, warn_once
 from cpsr.checkpoint.manifest import FileRecord, RankManifest, experts_taken_at, slab_path
 from cpsr.checkpoint.ranges import MissingRanges
 from cpsr.checkpoint.saved import SavedCheckpoint, places_of
@@ -23,7 +23,7 @@ from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.state.shard import Shard
 
-__all__ = ["AssembledTensors", "DiskHistory", "FoundSlices", "PlacedRange", "RankSlices", "ReadManifest", "find_slices"]
+__all__ = ["DiskHistory", "RankSlices", "ReadManifest"]
 
 
 @dataclass(frozen=True)
@@ -69,132 +69,55 @@ OPERATORS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class FoundSlices:
-    """Where the slices of a rank lie in a checkpoint.
-
-    Attributes:
-        slices: operator -> its slice; operators that the checkpoint does not have whole are absent.
-        ranges: where these lie.
-        files: the files with these.
-        record: of the rank whose small state this one would take.
-    """
-
-    slices: Mapping[str, Piece]
-    ranges: _Ranges
-    files: Mapping[str, FileRecord]
-    record: RankManifest
-
-
-def find_slices(saved: SavedCheckpoint, part: int | RankSlices) -> Generator[None, None, FoundSlices]:
-    """Find a rank's slices; yields after every manifest of a rank, and some operators.
-
-    Args:
-        saved: the checkpoint.
-        part: see `DiskHistory`.
-
-    Raises:
-        CheckpointError: a manifest is damaged or cannot be read, the rank is not there, or another number of ranks
-            saved experts of different iterations.
-    """
-    ranks, rank = saved.manifest.world_size, part if isinstance(part, int) else part.rank
-    foreign = not isinstance(part, int) and part.ranks != ranks
-    if not foreign and rank >= ranks:
-        raise CheckpointError(f"was saved by {ranks} ranks, this is rank {rank}")
-    record = saved.record(rank % ranks)
-    yield
-    wanted = part.operators if isinstance(part, RankSlices) else (yield from _weights(record))
-    missing = {name: MissingRanges(one.start, one.numel) for name, one in wanted.items()}
-    ranges: dict[str, list[PlacedRange]] = {name: [] for name in missing}
-    files: dict[str, FileRecord] = {}
-    for other in saved.beginning_with(record.rank) if foreign else [record.rank]:
-        saved_there = saved.record(other)
-        if foreign and saved_there.sparse:
-            raise CheckpointError(f"{ranks} ranks saved it, with operators of different iterations")
-        for count, (key, piece, file) in enumerate(places_of(saved_there, "param/"), 1):
-            own = wanted.get(name := key.removeprefix("param/"))
-            if own is not None and file is not None and own.shape == piece.shape and own.is_cut_as(piece):
-                for start, stop in missing[name].take(piece.start, piece.numel):
-                    ranges[name].append(PlacedRange(start - own.start, stop - start, file, start - piece.start))
-                    files[file] = saved.file(saved_there, file)
-            if count % OPERATORS_AT_ONCE == 0:
-                yield
-        yield
-    whole = {name: one for name, one in wanted.items() if not missing[name].left}
-    return FoundSlices(whole, {name: tuple(sorted(ranges[name])) for name in whole}, files, record)
-
-
-def _weights(record: RankManifest) -> Generator[None, None, dict[str, Piece]]:
-    """Operator -> the rank's piece of it; yields after some of them."""
-    found: dict[str, Piece] = {}
-    for key, piece, _ in places_of(record, "param/"):
-        found[key.removeprefix("param/")] = piece
-        if len(found) % OPERATORS_AT_ONCE == 0:
-            yield
-    return found
-
-
-class AssembledTensors:
-    """The weights of a rank's slices, in mapped files.
-
-    Args:
-        directory: the checkpoint, whose files were verified.
-        ranges: see `FoundSlices`.
-
-    Raises:
-        CheckpointError: as `map_tensors`; or a file lacks what its manifest lists.
-    """
-
-    def __init__(self, directory: Path, ranges: _Ranges) -> None:
-        names = {one.file for found in ranges.values() for one in found}
-        self._files = {name: map_tensors(slab_path(directory, name)) for name in sorted(names)}
-        self._ranges = ranges
-        for operator, found in ranges.items():
-            for one in found:
-                if f"param/{operator}" not in self._files[one.file]:
-                    raise DamagedFileError(
-                        slab_path(directory, one.file), f"lacks param/{operator}, which its manifest lists"
-                    )
-
-    def read(self, operator: str, start: int, stop: int) -> torch.Tensor:
-        """Elements `[start, stop)` of a slice: 1-D, of the file's type; a view where one range has all of them."""
-        parts = []
-        for one in self._ranges[operator]:
-            begin, end = max(start, one.at), min(stop, one.at + one.numel)
-            if begin < end:
-                first = one.start + begin - one.at
-                parts.append(self._files[one.file].flat(f"param/{operator}")[first : first + end - begin])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-@dataclass(frozen=True)
 class ReadManifest:
     """The part of a checkpoint's manifests that stays in memory; a whole one takes 2 kB an operator.
 
     Attributes:
         sha256: of the manifests with the rank's slices: its own, or all where another number of ranks saved it.
         entry: the checkpoint.
-        slices: operator -> its slice; checkpoints share the mapping where it is the same.
-        ranges: where these lie; shared likewise.
+        ranges: where the slices lie that it has whole; checkpoints share the mapping where it is the same.
         taken_at: operators that were taken before the entry -> iteration.
         expert_files: hashes of the experts' files, which later checkpoints may carry.
     """
 
     sha256: str
     entry: HistoryEntry
-    slices: Mapping[str, Piece]
     ranges: _Ranges
     taken_at: Mapping[str, int]
     expert_files: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
 class _Checkpoint:
-    read: ReadManifest
-    tensors: AssembledTensors
+    """A checkpoint whose files were verified, with the weights of a rank's slices mapped.
+
+    Raises:
+        CheckpointError: as `map_tensors`; or a file lacks what its manifest lists.
+    """
+
+    def __init__(self, directory: Path, manifest: ReadManifest) -> None:
+        names = {one.file for found in manifest.ranges.values() for one in found}
+        self._files = {name: map_tensors(slab_path(directory, name)) for name in sorted(names)}
+        self.manifest = manifest
+        for operator, found in manifest.ranges.items():
+            for one in found:
+                if f"param/{operator}" not in self._files[one.file]:
+                    raise DamagedFileError(
+                        slab_path(directory, one.file), f"lacks param/{operator}, which its manifest lists"
+                    )
 
     @property
     def iteration(self) -> int:
-        return self.read.entry.iteration
+        return self.manifest.entry.iteration
+
+    def read(self, operator: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `[start, stop)` of a slice: 1-D, of the file's type; a view where one range has all of them."""
+        parts = []
+        for one in self.manifest.ranges[operator]:
+            begin, end = max(start, one.at), min(stop, one.at + one.numel)
+            if begin < end:
+                first = one.start + begin - one.at
+                parts.append(self._files[one.file].flat(f"param/{operator}")[first : first + end - begin])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class DiskHistory:
@@ -206,8 +129,7 @@ class DiskHistory:
 
     Args:
         store_directory: `CheckpointStore.directory`.
-        part: the rank whose part is read, of checkpoints by as many ranks as there are; or what it owns: then it is put
-            together from checkpoints of another number of ranks, too.
+        part: what the rank owns; of checkpoints by another number of ranks it is put together.
         before: only checkpoints of earlier iterations; None is all.
         since: only checkpoints of this iteration and later ones.
         known: iteration -> what this process has read of that checkpoint before (`DiskHistory.known`): where its
@@ -224,7 +146,7 @@ class DiskHistory:
     def __init__(
         self,
         store_directory: Path,
-        part: int | RankSlices,
+        part: RankSlices,
         before: int | None = None,
         since: int = 0,
         known: Mapping[int, ReadManifest] | None = None,
@@ -240,7 +162,7 @@ class DiskHistory:
         self._part = part
         self._checkpoints: list[_Checkpoint] = []
         self._hashed: set[tuple[str, str]] = set()
-        self._operators: dict[str, Piece] = {}
+        self._operators: list[str] = []
         if opened:
             for _ in self.open():
                 pass
@@ -265,26 +187,26 @@ class DiskHistory:
     @property
     def known(self) -> dict[int, ReadManifest]:
         """Iteration -> what was read of the entry's manifest."""
-        return {checkpoint.iteration: checkpoint.read for checkpoint in self._checkpoints}
+        return {checkpoint.iteration: checkpoint.manifest for checkpoint in self._checkpoints}
 
     @property
     def entries(self) -> Sequence[HistoryEntry]:
         """Ascending in iteration, without repeats."""
-        return [checkpoint.read.entry for checkpoint in self._checkpoints]
+        return [checkpoint.manifest.entry for checkpoint in self._checkpoints]
 
     @property
     def operators(self) -> Sequence[str]:
-        """Operators that every entry holds with the newest entry's shape and split."""
-        return list(self._operators)
+        """The rank's operators that every entry holds whole."""
+        return self._operators
 
     def numel(self, operator: str) -> int:
         """Elements of the operator's slice on this rank."""
-        return self._operators[operator].numel
+        return self._part.operators[operator].numel
 
     def taken_at(self, operator: str, entry: int) -> int:
         """Iteration at which the operator was taken in that entry."""
         checkpoint = self._checkpoints[entry]
-        return checkpoint.read.taken_at.get(operator, checkpoint.iteration)
+        return checkpoint.manifest.taken_at.get(operator, checkpoint.iteration)
 
     def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
         """Weights `[start, stop)` of the operator in that entry: 1-D float32; a view of the file where it is float32.
@@ -296,7 +218,7 @@ class DiskHistory:
             raise IndexError(f"{operator} has {self.numel(operator)} elements, asked for [{start}, {stop})")
         if start == stop:
             return torch.empty(0, device="cpu")
-        return self._checkpoints[entry].tensors.read(operator, start, stop).float()
+        return self._checkpoints[entry].read(operator, start, stop).float()
 
     def keep(self, iterations: Collection[int]) -> None:
         """Leave out every other checkpoint: ranks must predict from the same ones."""
@@ -317,42 +239,70 @@ class DiskHistory:
             self._checkpoints.pop()  # with the last view of its files the map goes
             yield
 
-    def _add(self, info: CheckpointInfo) -> Iterator[None]:
-        part = self._part
+    def _add(self, saved: SavedCheckpoint) -> Iterator[None]:
+        part, records = self._part, saved.manifest.ranks
+        used = [part.rank] if part.ranks == len(records) else sorted(records)
+        sha256 = hashlib.sha256("".join(records[rank].sha256 for rank in used).encode()).hexdigest()
         try:
-            saved = SavedCheckpoint(info.directory)
-            records = saved.manifest.ranks
-            foreign = isinstance(part, RankSlices) and part.ranks != len(records)
-            used = sorted(records) if foreign else [part if isinstance(part, int) else part.rank]
-            hashes = [records[rank].sha256 for rank in used if rank in records]
-            sha256 = hashlib.sha256("".join(hashes).encode()).hexdigest()
-            read = self._known.get(info.iteration)
+            read = self._known.get(saved.iteration)
             if read is None or read.sha256 != sha256:
-                read = replace((yield from self._read(saved)), sha256=sha256)
-            self._checkpoints.append(_Checkpoint(read, AssembledTensors(info.directory, read.ranges)))
+                read = yield from self._read(saved, sha256)
+            self._checkpoints.append(_Checkpoint(saved.directory, read))
         except (CheckpointError, SafetensorError, OSError) as error:
-            self._exclude(info.iteration, str(error))
+            self._exclude(saved.iteration, str(error))
 
-    def _read(self, saved: SavedCheckpoint) -> Generator[None, None, ReadManifest]:
+    def _read(self, saved: SavedCheckpoint, sha256: str) -> Generator[None, None, ReadManifest]:
         """Find this rank's slices, and verify the files with them."""
-        found = yield from find_slices(saved, self._part)
+        record = saved.record(self._part.rank % saved.manifest.world_size)
+        yield
+        ranges, files = yield from self._find(saved, record)
         checked = {word for one in self._known.values() for word in one.expert_files}
-        carried = {name: one.xxh3_128 for name, one in found.files.items() if experts_taken_at(name) is not None}
-        for name, file in found.files.items():
+        carried = {name: one.xxh3_128 for name, one in files.items() if experts_taken_at(name) is not None}
+        for name, file in files.items():
             if carried.get(name) not in checked:  # else it is carried from a checkpoint that was verified
                 yield from self._check(slab_path(saved.directory, name), file)
-        record, entry = found.record, _entry(found.record)
+        entry = _entry(record)
         yield
         older = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
-        taken_at = {name: at for name, at in older.items() if name in found.slices}
-        before = self._checkpoints[-1].read if self._checkpoints else None
-        slices, ranges = found.slices, found.ranges
-        if before is not None and before.slices == slices:
-            slices = before.slices
+        taken_at = {name: at for name, at in older.items() if name in ranges}
         yield
-        if before is not None and before.ranges == ranges:
-            ranges = before.ranges
-        return ReadManifest("", entry, slices, ranges, taken_at, frozenset(carried.values()))
+        if self._checkpoints and self._checkpoints[-1].manifest.ranges == ranges:
+            ranges = self._checkpoints[-1].manifest.ranges
+        return ReadManifest(sha256, entry, ranges, taken_at, frozenset(carried.values()))
+
+    def _find(
+        self, saved: SavedCheckpoint, record: RankManifest
+    ) -> Generator[None, None, tuple[_Ranges, Mapping[str, FileRecord]]]:
+        """Where the slices lie that the checkpoint has whole, and the files with them.
+
+        Yields after every manifest of a rank, and some operators.
+
+        Raises:
+            CheckpointError: a manifest is damaged or cannot be read, or another number of ranks saved experts of
+                different iterations.
+        """
+        wanted, ranks = self._part.operators, saved.manifest.world_size
+        foreign = self._part.ranks != ranks
+        missing = {name: MissingRanges(one.start, one.numel) for name, one in wanted.items()}
+        ranges: dict[str, list[PlacedRange]] = {name: [] for name in missing}
+        cut_alike = set[str]()
+        files: dict[str, FileRecord] = {}
+        for other in saved.beginning_with(record.rank) if foreign else [record.rank]:
+            saved_there = saved.record(other)
+            if foreign and saved_there.sparse:
+                raise CheckpointError(f"{ranks} ranks saved it, with operators of different iterations")
+            for count, (key, piece, file) in enumerate(places_of(saved_there, "param/"), 1):
+                own = wanted.get(name := key.removeprefix("param/"))
+                if own is not None and file is not None and own.shape == piece.shape and own.is_cut_as(piece):
+                    cut_alike.add(name)
+                    for start, stop in missing[name].take(piece.start, piece.numel):
+                        ranges[name].append(PlacedRange(start - own.start, stop - start, file, start - piece.start))
+                        files[file] = saved.file(saved_there, file)
+                if count % OPERATORS_AT_ONCE == 0:
+                    yield
+            yield
+        whole = (name for name in ranges if name in cut_alike and not missing[name].left)
+        return {name: tuple(sorted(ranges[name])) for name in whole}, files
 
     def _check(self, path: Path, record: FileRecord) -> Iterator[None]:
         """Compare a slab with its hash, once where several checkpoints list it."""
@@ -365,16 +315,12 @@ class DiskHistory:
         self.excluded[iteration] = reason
         warn_once(self._directory, f"checkpoint {iteration} is left out of the prediction: {reason}")
 
-    def _common_operators(self) -> dict[str, Piece]:
+    def _common_operators(self) -> list[str]:
         if not self._checkpoints:
-            return {}
-        different = list({id(item.read.slices): item.read.slices for item in self._checkpoints}.values())
-        newest = self._checkpoints[-1].read.slices
-        common = {
-            name: operator for name, operator in newest.items() if all(one.get(name) == operator for one in different)
-        }
-        known = {name for one in different for name in one}
-        if left_out := sorted(known - common.keys()):
+            return []
+        different = {id(one.manifest.ranges): one.manifest.ranges for one in self._checkpoints}.values()
+        common = [name for name in self._part.operators if all(name in one for one in different)]
+        if left_out := sorted(self._part.operators.keys() - common):
             message = f"operators that are new, gone or changed in shape cannot be predicted: {left_out}"
             warn_once(self._directory, message)
         return common

@@ -21,7 +21,7 @@ import torch
 
 from cpsr.checkpoint.commit import Attempt, remove_slabs
 from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes, write_tensors
-from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart, RescuedFrozen
+from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.manifest import (
     FileRecord,
@@ -74,7 +74,8 @@ class RankPartWriter:
         snapshot: Snapshot,
         attempt: Attempt,
         refuse_abandoned: Callable[[], None],
-        frozen: FrozenFiles | RescuedFrozen | None = None,
+        frozen: FrozenFiles | None = None,
+        outside: FrozenPart | None = None,
     ) -> int:
         """Write the slabs of one part, and its manifest last; returns the bytes that were new.
 
@@ -84,6 +85,7 @@ class RankPartWriter:
             attempt: of the save.
             refuse_abandoned: raises where rank 0 has abandoned it; called before each slab.
             frozen: slabs of the parameters outside the optimizer; None: there are none.
+            outside: what is listed of these parameters, where nothing of them is to be written.
 
         Raises:
             SaveError: from `refuse_abandoned`; or what was read back differs, or something cannot be carried.
@@ -93,9 +95,9 @@ class RankPartWriter:
         make_directory(slab_path(directory, ""))
         if snapshot.sealed is not None:
             snapshot.sealed.result()  # has hashed the buffer by then
-        outside = FrozenPart(snapshot.scalars)
-        if frozen is not None:
+        if outside is None and frozen is not None:
             outside = frozen.write(directory, snapshot.scalars, refuse_abandoned)
+        outside = outside or FrozenPart(snapshot.scalars)
         data, scalar_tensors = encode(outside.scalars, prefix=SCALARS)
         files, operators = self._carry(directory, snapshot.contents, attempt)
         operators |= self._of_others(snapshot, attempt)

@@ -13,7 +13,6 @@ from typing import Any
 
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.files import make_directory, write_bytes
-from cpsr.checkpoint.verify import read_manifest
 from cpsr.config import ElasticConfig
 from cpsr.errors import ConfigError, CPSRError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.group import Group, this_node
@@ -191,10 +190,10 @@ def _open_on_rank_0(path: Path, identity: dict[str, Any], elastic: ElasticConfig
 
 def _told_by_checkpoints(path: Path) -> dict[str, Any] | None:
     """The identity of a run whose file of it is gone, by the newest checkpoint; None where nothing is committed."""
-    newest = max(scan(path / "checkpoints").checkpoints, key=lambda info: info.sequence, default=None)
+    newest = max(scan(path / "checkpoints").checkpoints, key=lambda info: info.manifest.sequence, default=None)
     if newest is None:
         return None
-    manifest = read_manifest(newest.directory)
+    manifest = newest.manifest
     logger.warning(
         "%s holds checkpoints of the run %s and no %s, which is written anew: the run goes on, if its newest "
         "checkpoint is of this job's model",

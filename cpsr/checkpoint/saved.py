@@ -90,7 +90,7 @@ class _MovedSlab:
 
 
 class SavedCheckpoint:
-    """A committed checkpoint; manifests of ranks are read once each, when they are asked for.
+    """A committed checkpoint; manifests of ranks are read when they are asked for.
 
     Args:
         directory: of the checkpoint.
@@ -98,7 +98,8 @@ class SavedCheckpoint:
         records: how many ranks' manifests are kept at a time; None: all.
 
     Attributes:
-        directory, manifest: of it.
+        directory: where it lies.
+        manifest: its commit record.
 
     Raises:
         CheckpointCorruptError: its commit record or its manifest is damaged, and in every method: a rank's manifest.
@@ -114,6 +115,16 @@ class SavedCheckpoint:
         self._limit = records
         self.directory = directory
         self.manifest = read_manifest(directory) if manifest is None else manifest
+
+    @property
+    def iteration(self) -> int:
+        """Iteration of the state."""
+        return self.manifest.iteration
+
+    @property
+    def full(self) -> bool:
+        """False for thinned checkpoints; training can restart exactly from full ones only."""
+        return not self.manifest.weights_only
 
     def record(self, rank: int) -> RankManifest:
         """One rank's manifest."""

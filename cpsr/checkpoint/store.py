@@ -24,7 +24,6 @@ from typing import Any, Literal
 from cpsr.checkpoint.assemble import Piece
 from cpsr.checkpoint.catalogue import (
     Catalogue,
-    CheckpointInfo,
     Retention,
     RetentionPlan,
     remove_temporary,
@@ -46,7 +45,7 @@ from cpsr.checkpoint.commit import (
     wait_for_ranks,
 )
 from cpsr.checkpoint.files import make_directory, write_bytes
-from cpsr.checkpoint.frozen_files import FrozenFiles, RescuedFrozen
+from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart
 from cpsr.checkpoint.manifest import COMMIT, SLABS, Manifest, Save, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
 from cpsr.checkpoint.replicated import DriftedError
@@ -63,7 +62,7 @@ from cpsr.checkpoint.verify import (
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
 from cpsr.state.shard import Shard
 
-__all__ = ["DIFFERING", "CheckpointInfo", "CheckpointStore", "CommitResult", "Problem", "verify_run"]
+__all__ = ["DIFFERING", "CheckpointStore", "CommitResult", "Problem", "verify_run"]
 
 # In the run's directory: replicas that a commit found to differ.
 DIFFERING = "ranks-differ"
@@ -141,8 +140,12 @@ class CheckpointStore:
         remove_temporary(found)
         return problems
 
-    def write(self, snapshot: Snapshot, frozen: RescuedFrozen | None = None) -> int:
-        """Write this rank's part, with `frozen` in the place of its own; it counts once rank 0 committed the step.
+    def write(self, snapshot: Snapshot, outside: FrozenPart | None = None) -> int:
+        """Write this rank's part; it counts once rank 0 committed the step.
+
+        Args:
+            snapshot: what to write.
+            outside: what is listed of the parameters outside the optimizer; None: they are written.
 
         Returns:
             The bytes that were new.
@@ -161,7 +164,7 @@ class CheckpointStore:
         try:
             self._part.remove(directory, save)
             refuse = partial(self._refuse_abandoned, directory, save)
-            written = self._part.write(directory, snapshot, attempt, refuse, frozen or self.frozen)
+            written = self._part.write(directory, snapshot, attempt, refuse, self.frozen, outside)
             self._refuse_abandoned(directory, save)
         except (OSError, SaveError) as error:
             self.refuse_superseded()
@@ -246,7 +249,7 @@ class CheckpointStore:
                 raise SaveError(f"{path} is a symbolic link: nothing is read or written through it; remove the link")
         return directory
 
-    def catalogue(self) -> list[CheckpointInfo]:
+    def catalogue(self) -> list[SavedCheckpoint]:
         """Committed checkpoints, ascending in iteration, without those with an invalid commit record.
 
         Those that the file system cannot read now are left out, too.

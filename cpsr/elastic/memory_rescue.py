@@ -15,7 +15,7 @@ import torch
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.frozen_files import FrozenFiles, RescuedFrozen
+from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_reader import OpenState, load_states, room_for_memory_state
 from cpsr.checkpoint.memory_states import MemoryState
@@ -110,7 +110,7 @@ class Rescue:
         found = (-1, 0)
         if self._job.group.rank == 0:
             known = scan(self._job.run.path / "checkpoints").checkpoints
-            found = max(((info.iteration, info.world_size) for info in known if info.full), default=found)
+            found = max(((info.iteration, info.manifest.world_size) for info in known if info.full), default=found)
         iteration, world_size = self._job.group.broadcast(found)
         return iteration, world_size
 
@@ -177,8 +177,7 @@ class Rescue:
                 node = source.entries[0].node
                 there = [rank for rank, one in enumerate(self._nodes) if one == node]
                 if there[source.rank % len(there)] == job.group.rank:
-                    frozen = self._frozen_of(source)
-                    self._store(source.rank, len(sources)).write(self._read(source, checkpoint), frozen)
+                    self._write(source, len(sources), checkpoint)
         except (CheckpointError, OSError) as error:
             return f"rank {job.group.rank}: {error}"
         return None
@@ -196,13 +195,14 @@ class Rescue:
         lacking = partial(lacking_among, self._is_block)
         return CheckpointStore(job.run.path, rank, ranks, job.run.run_id, job.journal.life, missing=lacking)
 
-    def _frozen_of(self, source: Source) -> RescuedFrozen | None:
-        """Where a part takes its parameters outside the optimizer from; None: no rank has any."""
-        if self._frozen is None:
-            return None
-        checkpoints = self._job.run.path / "checkpoints"
-        own = FrozenFiles(self._frozen.weights, source.rank, checkpoints, places=self._frozen.places)
-        return RescuedFrozen(own, checkpoints, source.entries[-1].rank, self._job.run.previous_ranks, self._checked)
+    def _write(self, source: Source, parts: int, checkpoint: int) -> None:
+        """Write a part; its parameters outside the optimizer are those of a checkpoint, or of this job."""
+        store, snapshot, outside = self._store(source.rank, parts), self._read(source, checkpoint), None
+        if (mine := self._frozen) is not None:
+            store.frozen = FrozenFiles(mine.weights, source.rank, store.directory, places=mine.places)
+            rank, ranks = source.entries[-1].rank, self._job.run.previous_ranks
+            outside = store.frozen.rescued(snapshot.scalars, rank, ranks, self._checked)
+        store.write(snapshot, outside)
 
     def _read(self, source: Source, checkpoint: int) -> Snapshot:
         """A part, in memory of its own."""

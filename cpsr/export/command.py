@@ -44,8 +44,9 @@ def run_export(run_dir: Path, out: Path, format_: str, dtype: str, iteration: in
         lines = write_state_dict(state, out, precision) if write is None else _write_directory(state, out, write)
     except OSError as error:
         raise SaveError(f"{out} could not be written ({error}); nothing is left there") from error
-    origin = f", {state.info.label}" if state.info.label else ""
-    return [f"checkpoint {state.info.iteration} of {run_dir} ({state.info.world_size} ranks{origin}): {out}", *lines]
+    manifest = state.saved.manifest
+    origin = f", {manifest.label}" if manifest.label else ""
+    return [f"checkpoint {manifest.iteration} of {run_dir} ({manifest.world_size} ranks{origin}): {out}", *lines]
 
 
 def _checked(run_dir: Path, out: Path, format_: str, dtype: str) -> Precision:

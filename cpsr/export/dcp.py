@@ -53,7 +53,7 @@ def write_dcp(state: WholeState, directory: Path) -> list[str]:
         )
     engine = state.scalars().get("engine")
     if not isinstance(engine, dict) or "optimizer_state" not in engine:
-        raise DamagedFileError(state.info.directory, "its scalars lack the engine's optimizer_state")
+        raise DamagedFileError(state.saved.directory, "its scalars lack the engine's optimizer_state")
     members, numbers = _members(engine), _numbers(state, engine)
     optim: dict[str, Any] = {}
     for name in state.parameters:
@@ -67,7 +67,7 @@ def write_dcp(state: WholeState, directory: Path) -> list[str]:
     small = {key: engine.get(key) for key in ("counters", "loss_scale", "grad_scaler")}
     schedules = engine.get("schedule") or [None]
     small["schedule"] = schedules[0] if len(schedules) == 1 else schedules  # a job with one asks for it by itself
-    content = {"model": model, "optim": optim, SMALL: {"iteration": state.info.iteration, **small}}
+    content = {"model": model, "optim": optim, SMALL: {"iteration": state.saved.iteration, **small}}
     save(content, storage_writer=FileSystemWriter(directory), no_dist=True)
     for path in directory.iterdir():
         sync_file(path)

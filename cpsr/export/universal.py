@@ -72,7 +72,7 @@ def write_universal(state: WholeState, directory: Path) -> list[str]:
     require_universal(state)
     scalars = _engine_scalars(state)
     step = _step(state, scalars)
-    tag = f"global_step{state.info.iteration}_universal"
+    tag = f"global_step{state.saved.iteration}_universal"
     folder = directory / tag
     (folder / "zero").mkdir(parents=True)
     for name in state.parameters:
@@ -97,7 +97,7 @@ def _engine_scalars(state: WholeState) -> dict[str, Any]:
     wanted = ("counters", "param_groups", "optimizer_steps", "schedule", "loss_scale")
     absent = [key for key in wanted if key not in engine] if isinstance(engine, dict) else list(wanted)
     if absent or not isinstance(engine, dict):
-        raise DamagedFileError(state.info.directory, f"its scalars lack the engine's {', '.join(absent)}")
+        raise DamagedFileError(state.saved.directory, f"its scalars lack the engine's {', '.join(absent)}")
     return engine
 
 
@@ -110,7 +110,7 @@ def _step(state: WholeState, scalars: dict[str, Any]) -> Any:
     steps = counts - {0} or counts
     if len(steps) != 1 or None in steps:
         raise UnsupportedEngineError(
-            f"{state.info.directory}: parameters have taken different numbers of steps ({sorted(map(str, steps))}), a "
+            f"{state.saved.directory}: parameters have taken different numbers of steps ({sorted(map(str, steps))}), a "
             "universal checkpoint has one number for all. Nothing was exported; a state dict in safetensors is possible"
         )
     number = steps.pop()
@@ -148,7 +148,7 @@ def _model_states(state: WholeState, scalars: dict[str, Any], outside: dict[str,
         "global_samples": counters["global_samples"],
         "skipped_steps": counters["skipped_steps"],
         "lr_scheduler": next(iter(scalars["schedule"]), None),
-        "dp_world_size": state.info.world_size,
+        "dp_world_size": state.saved.manifest.world_size,
         "mp_world_size": 1,
         "ds_version": _LAYOUT_OF,
         "outside_optimizer": outside,

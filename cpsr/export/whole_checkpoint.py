@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cpsr.checkpoint.assemble import Piece, Slab, Wanted, assemble
-from cpsr.checkpoint.catalogue import CheckpointInfo, scan
+from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.manifest import COMMIT, OperatorRecord, RankManifest, rank_manifest_name
 from cpsr.checkpoint.saved import FileSlab, SavedCheckpoint
 from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError, read_manifest
@@ -61,18 +61,16 @@ class WholeState:
     """A checkpoint over all ranks; tensors are read, verified and put together one at a time, when they are asked for.
 
     Args:
-        info: the checkpoint.
+        saved: the checkpoint.
         identity: the run's.
-        saved: the same checkpoint.
 
     Attributes:
-        info, identity: as given.
+        saved, identity: as given.
         parameters: names of the trained parameters, in the order in which they are saved.
     """
 
-    def __init__(self, info: CheckpointInfo, identity: RunIdentity, saved: SavedCheckpoint) -> None:
-        self.info, self.identity = info, identity
-        self._saved = saved
+    def __init__(self, saved: SavedCheckpoint, identity: RunIdentity) -> None:
+        self.saved, self.identity = saved, identity
         self._ranks = [saved.record(rank) for rank in range(saved.manifest.world_size)]
         self._operators = self._described_operators()
         self._slabs: dict[str, dict[object, Slab]] = {}  # key -> those that hold it, each once
@@ -119,9 +117,9 @@ class WholeState:
         Raises:
             CheckpointCorruptError: it cannot be decoded.
         """
-        found = self._saved.small_state(rank)
+        found = self.saved.small_state(rank)
         if not isinstance(found, dict):
-            path = self.info.directory / rank_manifest_name(rank)
+            path = self.saved.directory / rank_manifest_name(rank)
             raise DamagedFileError(path, f"its scalars are {type(found).__name__}, not a mapping")
         return found
 
@@ -133,20 +131,20 @@ class WholeState:
             blocks += [name for name, one in manifest.frozen.items() if one.block is not None]
             if blocks:
                 raise UnsupportedEngineError(
-                    f"{self.info.directory}: {blocks[0]} is split in blocks over the ranks (tensor parallelism), which "
-                    "no format of the export has. Nothing was exported"
+                    f"{self.saved.directory}: {blocks[0]} is split in blocks over the ranks (tensor parallelism), "
+                    "which no format of the export has. Nothing was exported"
                 )
             for name, record in manifest.operators.items():
-                _require_name(self.info.directory, name)
+                _require_name(self.saved.directory, name)
                 first = found.setdefault(name, record)
                 theirs, ours = ((one.global_shape, one.dtype, one.moments) for one in (first, record))
                 if theirs != ours:
                     raise UnsupportedEngineError(
-                        f"{self.info.directory}: {name} is not one tensor: rank {rank} saved slices of another shape "
+                        f"{self.saved.directory}: {name} is not one tensor: rank {rank} saved slices of another shape "
                         f"or dtype {ours} than the ranks before it {theirs}. Nothing was exported"
                     )
         for name in _outside(self._ranks[0]):
-            _require_name(self.info.directory, name)
+            _require_name(self.saved.directory, name)
         return found
 
     def _whole(self, name: str, key: str) -> torch.Tensor:
@@ -168,7 +166,7 @@ class WholeState:
     def _joined(self, key: str, slabs: Sequence[Slab], shape: tuple[int, ...]) -> torch.Tensor:
         """The flattened whole of what these hold of a tensor."""
         total, name = math.prod(shape), key.rpartition("/")[2]
-        where = self.info.directory
+        where = self.saved.directory
         pieces = [slab.pieces[key] for slab in slabs if slab.pieces[key].numel]
         distinct = {(one.start, one.numel) for one in pieces}
         there = sum(numel for _, numel in distinct)
@@ -191,7 +189,7 @@ class WholeState:
         own = self._of_one(key, slab)
         if not same_bits(own, flat[piece.start : piece.start + piece.numel]):
             raise UnsupportedEngineError(
-                f"{self.info.directory}: rank {slab.rank} holds other values of {key.rpartition('/')[2]} than the "
+                f"{self.saved.directory}: rank {slab.rank} holds other values of {key.rpartition('/')[2]} than the "
                 "ranks before it: the name stands for different tensors (experts or tensor-parallel parts), or the "
                 "ranks have drifted apart. Nothing was exported"
             )
@@ -200,7 +198,7 @@ class WholeState:
         """What one slab holds of a tensor, flattened."""
         piece = slab.pieces[key]
         values = torch.empty(piece.numel, dtype=piece.dtype, device="cpu")
-        assemble([slab], {key: Wanted(piece, values)}, self.info.directory)
+        assemble([slab], {key: Wanted(piece, values)}, self.saved.directory)
         return values
 
     def _buffer(self, name: str) -> torch.Tensor:
@@ -227,7 +225,7 @@ class WholeState:
                     self._refuse_other_values(key, slab, flat)
             return flat.view(shape)
         raise UnsupportedEngineError(
-            f"{self.info.directory}: no rank saved the frozen parameter {name} whole, or where its part of the shape "
+            f"{self.saved.directory}: no rank saved the frozen parameter {name} whole, or where its part of the shape "
             f"{shape} lies. Nothing was exported"
         )
 
@@ -257,7 +255,7 @@ def open_whole(run_dir: Path, iteration: int | None, *, moments: bool = True) ->
         raise CheckpointError(f"{what}; export a newer checkpoint") from error
 
 
-def _is_gone(info: CheckpointInfo) -> bool:
+def _is_gone(info: SavedCheckpoint) -> bool:
     """Whether retention was there meanwhile."""
     try:
         return read_manifest(info.directory) != info.manifest
@@ -291,7 +289,7 @@ def _read_identity(run_dir: Path) -> RunIdentity:
     return identity
 
 
-def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
+def _choose(checkpoints: Path, iteration: int | None) -> SavedCheckpoint:
     catalogue = scan(checkpoints)
     found = [info for info in catalogue.checkpoints if info.full and iteration in (None, info.iteration)]
     if found:
@@ -307,8 +305,8 @@ def _choose(checkpoints: Path, iteration: int | None) -> CheckpointInfo:
     raise CheckpointError(f"{checkpoints} holds no {wanted}; whole ones are {whole or 'none'}. Nothing was exported")
 
 
-def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> WholeState:
-    saved = SavedCheckpoint(info.directory, records=None)
+def _open(info: SavedCheckpoint, identity: RunIdentity, *, moments: bool) -> WholeState:
+    saved = SavedCheckpoint(info.directory, info.manifest, records=None)
     if saved.manifest.run_id != identity.run_id:
         raise CheckpointError(
             f"{info.directory} is of the run {saved.manifest.run_id!r}, run.json of {identity.run_id!r}"
@@ -321,7 +319,7 @@ def _open(info: CheckpointInfo, identity: RunIdentity, *, moments: bool) -> Whol
     records = [saved.record(rank) for rank in range(saved.manifest.world_size)]
     names = {name for record in records for name in record.files}
     saved.hold(sorted(name for name in names if moments or ".moments-" not in name))
-    return WholeState(info, identity, saved)
+    return WholeState(saved, identity)
 
 
 def _outside(record: RankManifest) -> list[str]:

@@ -14,7 +14,6 @@ from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.manifest import COMMIT
-from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
@@ -82,7 +81,7 @@ class KeptCheckpoints:
             )
         for info in reversed(scan(run_dir / "checkpoints").checkpoints):
             try:
-                saved = SavedCheckpoint(info.directory).small_state(0, ["identity"])
+                saved = info.small_state(0, ["identity"])
             except CheckpointCorruptError:
                 continue  # `newest` says so
             differing = [key for key, value in self._identity.items() if saved.get(key) != value]

@@ -109,7 +109,7 @@ class Learner:
         self._complete: dict[str, Any] = {}  # the last state that could be read
         self._thread: threading.Thread | None = None
 
-    def start(self, store: CheckpointStore, part: int | RankSlices, *, learns: bool = True) -> None:
+    def start(self, store: CheckpointStore, part: RankSlices, *, learns: bool = True) -> None:
         """Begin to follow the checkpoints of a run; on the training thread, before it trains.
 
         In every case this sets torch's number of threads to its present value. Setting it changes some results of the
@@ -117,7 +117,7 @@ class Learner:
 
         Args:
             store: of this rank.
-            part: of the checkpoints that is read, as for `DiskHistory`.
+            part: what the rank owns.
             learns: False never starts the thread.
         """
         usual = torch.get_num_threads()
@@ -223,7 +223,7 @@ class Learner:
 
     # On the learner's thread
 
-    def _run(self, store: CheckpointStore, part: int | RankSlices, alone: threading.Event) -> None:
+    def _run(self, store: CheckpointStore, part: RankSlices, alone: threading.Event) -> None:
         try:
             try:
                 _compute_alone()
@@ -284,7 +284,7 @@ class Learner:
         self,
         student: StatePredictor,
         store_directory: Path,
-        part: int | RankSlices,
+        part: RankSlices,
         iteration: int,
         history_start: int,
     ) -> Generator[object, None, None]:

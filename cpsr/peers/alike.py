@@ -10,7 +10,6 @@ from cpsr.checkpoint.manifest import RankManifest, slab_name
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_reader import owned_word
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.verify import read_rank_manifest
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
 
@@ -95,9 +94,7 @@ def committed_words(checkpoints: Path, *ranks: int) -> list[str] | None:
     """
     try:
         newest = newest_checkpoint(checkpoints)
-        if newest is None:
-            return None
-        return [_word(read_rank_manifest(newest.directory, newest.manifest, rank)) for rank in ranks]
+        return None if newest is None else [_word(newest.record(rank)) for rank in ranks]
     except (OSError, CheckpointError, KeyError) as error:
         # Retention deletes meanwhile, or the disk refuses; damage is the next restart's to find.
         logger.debug("whether ranks hold the same cannot be read from %s: %r", checkpoints, error)

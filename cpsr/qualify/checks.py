@@ -247,7 +247,7 @@ class _Life:
         if self._scene.rank != 0:
             return
         newest = scan(self._run_dir / "checkpoints").checkpoints[-1]
-        assert (newest.iteration, newest.label or "trained") == (END, label), f"checkpoint says {newest}"
+        assert (newest.iteration, newest.manifest.label or "trained") == (END, label), f"checkpoint says {newest}"
         with JournalReader(self._run_dir / "journal.db") as journal:
             origins = {row.iteration: row.origin for row in journal.checkpoints() if row.status == "committed"}
         assert origins[END] == label, f"the journal says {origins[END]} of the checkpoint at {END}"

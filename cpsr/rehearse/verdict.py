@@ -33,12 +33,12 @@ SLACK_MAX = 16.0  # growth of a rounding error within the few dozen steps of a r
 def _final_differences(run_dir: Path, other: Path) -> list[str]:
     """Names of the parts of two runs' newest checkpoints that differ: of tensors, and of the small state."""
     own, its = (_newest_checkpoint(one) for one in (run_dir, other))
-    if own is None or its is None or own[0] != its[0]:
-        steps = [0 if one is None else one[0] for one in (own, its)]
+    if own is None or its is None or own.iteration != its.iteration:
+        steps = [0 if one is None else one.iteration for one in (own, its)]
         return [f"{LAST_CHECKPOINT}, of step {steps[1]} and not {steps[0]}"] if steps[0] != steps[1] else []
     found = list[str]()
     try:
-        for mine, theirs in zip_longest(_parts(own[1]), _parts(its[1])):
+        for mine, theirs in zip_longest(_parts(own), _parts(its)):
             if mine is None or theirs is None or mine[0] != theirs[0] or not same(mine[1], theirs[1]):
                 found.append((mine or theirs or ("",))[0])
     except CPSRError as error:
@@ -46,21 +46,20 @@ def _final_differences(run_dir: Path, other: Path) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _newest_checkpoint(run_dir: Path) -> tuple[int, Path] | None:
+def _newest_checkpoint(run_dir: Path) -> SavedCheckpoint | None:
     found = scan(run_dir / "checkpoints").checkpoints
-    return (found[-1].iteration, found[-1].directory) if found else None
+    return found[-1] if found else None
 
 
-def _parts(directory: Path) -> Iterator[tuple[str, Any]]:
+def _parts(saved: SavedCheckpoint) -> Iterator[tuple[str, Any]]:
     """Name and value of each tensor of a checkpoint, and of each part of its ranks' small states."""
-    saved = SavedCheckpoint(directory)
     for rank in range(saved.manifest.world_size):
         for slab in saved.slabs([rank]):
             if not isinstance(slab, FileSlab) or writer_of(slab.path.name) != rank:
                 continue  # the small state has it; or it is another rank's to show
             for key, piece in slab.pieces.items():
                 values = torch.empty(piece.numel, dtype=piece.dtype)
-                assemble([slab], {key: Wanted(piece, values)}, directory)
+                assemble([slab], {key: Wanted(piece, values)}, saved.directory)
                 yield key.partition("/")[2], values
         scalars = saved.small_state(rank)
         for part in ALIKE:

@@ -41,7 +41,7 @@ def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
     refuse_asking(monkeypatch, hidden, 0)
     found = scan(store.directory).checkpoints
     assert [info.iteration for info in found] == [10, 20, 30, 40]
-    assert [info.sequence for info in found] == [1, 2, 3, 4]
+    assert [info.manifest.sequence for info in found] == [1, 2, 3, 4]
 
 
 def test_what_was_set_aside_and_cannot_be_read_now_counts_nevertheless(

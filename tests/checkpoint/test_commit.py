@@ -34,7 +34,7 @@ def test_two_ranks_commit(stores: tuple[CheckpointStore, CheckpointStore], tmp_p
             stores[0].write(make_snapshot(iteration))
             assert stores[0].commit(iteration, 10.0, NEVER).committed
         late.result()
-    assert [info.world_size for info in stores[1].catalogue()] == [2, 2, 2]
+    assert [info.manifest.world_size for info in stores[1].catalogue()] == [2, 2, 2]
     for rank in (0, 1):
         shard = make_shard(99)
         assert stores[rank].load(20, shard)["step"] == 20

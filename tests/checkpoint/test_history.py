@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from cpsr.benchmarks.harness.checkpoint_files import rank_part, remove_checkpoint, weights_file
+from cpsr.benchmarks.harness.checkpoint_files import rank_part, remove_checkpoint, slices_in, weights_file
 from cpsr.checkpoint import files
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
@@ -23,7 +23,7 @@ def test_full_and_thinned_checkpoints_are_one_series(store: CheckpointStore) -> 
         save(store, iteration)
     store.retain(Retention())
     assert sum(info.full for info in store.catalogue()) == 2
-    disk_history = DiskHistory(store.directory, 0)
+    disk_history = DiskHistory(store.directory, slices_in(store.directory))
     history: History = disk_history
     assert [entry.iteration for entry in history.entries] == [10, 20, 30, 40]
     assert [entry.time for entry in history.entries] == [0.01, 0.02, 0.03, 0.04]
@@ -47,7 +47,7 @@ def test_operators_that_changed_are_named_and_left_out(
     snapshot = make_snapshot(20, sizes=(5, 0, 301, 7))
     store.write(snapshot)
     assert store.commit(20, 1.0, threading.Event()).committed
-    history = DiskHistory(store.directory, 0)
+    history = DiskHistory(store.directory, slices_in(store.directory))
     assert list(history.operators) == ["layers.0/weight é", "layers.1/weight é"]
     assert "layers.2/weight é" in caplog.text
     assert "layers.3/weight é" in caplog.text
@@ -59,7 +59,7 @@ def test_an_entry_without_its_time_is_excluded(store: CheckpointStore, value: ob
     snapshot.scalars["cumulative_learning_rate"] = value
     store.write(snapshot)
     assert store.commit(10, 1.0, threading.Event()).committed
-    history = DiskHistory(store.directory, 0)
+    history = DiskHistory(store.directory, slices_in(store.directory))
     assert list(history.entries) == []
     assert list(history.operators) == []
     assert "cumulative_learning_rate" in history.excluded[10]
@@ -71,7 +71,7 @@ def test_what_cannot_be_read_now_is_left_out_and_reported(
     save(store, 10)
     save(store, 20)
     refuse_reading(store.directory / "step-0000000010", 1_000)
-    history = DiskHistory(store.directory, 0)
+    history = DiskHistory(store.directory, slices_in(store.directory))
     assert [entry.iteration for entry in history.entries] == [20]
     assert "cannot be read now: Input/output error" in history.excluded[10]
     assert "checkpoint 10 is left out" in caplog.text
@@ -85,19 +85,19 @@ def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch:
     pieces = -(-weights.stat().st_size // BLOCK_BYTES)
     assert pieces > 1
     monkeypatch.setattr(files, "_CHUNK_BYTES", BLOCK_BYTES)
-    history = DiskHistory(store.directory, 0, opened=False)
+    history = DiskHistory(store.directory, slices_in(store.directory), opened=False)
     assert not history.entries
     assert len(list(history.open())) == 3 * (5 + pieces)  # its manifest, slices and files, and its bytes
     assert [entry.iteration for entry in history.entries] == [10, 20, 30]
     assert list(history.operators) == list(make_shard().operators)
     history.close()
-    abandoned = DiskHistory(store.directory, 0, opened=False)
+    abandoned = DiskHistory(store.directory, slices_in(store.directory), opened=False)
     next(iter(abandoned.open()))
     abandoned.close()
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    history = DiskHistory(store.directory, 0)
+    history = DiskHistory(store.directory, slices_in(store.directory))
     assert [entry.iteration for entry in history.entries] == [10, 30]
     assert "the xxh3-64 of its bytes 0 to " in history.excluded[20]
     history.close()
@@ -106,11 +106,11 @@ def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch:
 def test_what_was_read_before_is_not_read_again_while_it_is_the_same(store: CheckpointStore) -> None:
     for iteration in (10, 20, 30):
         save(store, iteration)
-    first = DiskHistory(store.directory, 0)
+    first = DiskHistory(store.directory, slices_in(store.directory))
     known = first.known
     assert list(known) == [10, 20, 30]
     rank_part(store.directory / step_name(20)).unlink()
-    again = DiskHistory(store.directory, 0, known=known, opened=False)
+    again = DiskHistory(store.directory, slices_in(store.directory), known=known, opened=False)
     assert len(list(again.open())) == 3
     assert again.known == known
     assert again.entries == first.entries
@@ -122,7 +122,7 @@ def test_what_was_read_before_is_not_read_again_while_it_is_the_same(store: Chec
     remove_checkpoint(store.directory / step_name(20))
     store.write(make_snapshot(20, seed=9))  # the same iteration, another state
     assert store.commit(20, 5.0, threading.Event()).committed
-    replaced = DiskHistory(store.directory, 0, known=known)
+    replaced = DiskHistory(store.directory, slices_in(store.directory), known=known)
     assert replaced.known[10] == known[10]
     assert replaced.known[20].sha256 != known[20].sha256
     replaced.close()

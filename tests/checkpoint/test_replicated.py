@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cpsr.benchmarks.harness.checkpoint_files import edit_part, rest_file, weights_file
+from cpsr.benchmarks.harness.checkpoint_files import edit_part, rest_file, slices_in, weights_file
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
@@ -83,7 +83,8 @@ def test_damage_in_a_file_is_damage_for_each_rank_that_needs_it(
     path.write_bytes(content)
     with pytest.raises(CheckpointCorruptError, match=path.name):
         ranks[reader].load(10, make_shard(999, SIZES))
-    excluded = DiskHistory(ranks[reader].directory, reader).excluded
+    checkpoints = ranks[reader].directory
+    excluded = DiskHistory(checkpoints, slices_in(checkpoints, reader)).excluded
     assert (10 in excluded) == (damaged is weights_file)
 
 

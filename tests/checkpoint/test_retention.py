@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import cpsr.checkpoint.catalogue as catalogue_module
 from cpsr.benchmarks.harness.checkpoint_files import commit_file
-from cpsr.checkpoint.catalogue import Catalogue, CheckpointInfo, Retention, plan_retention, scan
+from cpsr.checkpoint.catalogue import Catalogue, Retention, plan_retention, scan
 from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import remove_tree
 from cpsr.checkpoint.manifest import COMMIT, SLABS, FileRecord, Manifest, RankRecord, Save, saved_at, slab_name
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.ranks.heartbeat import HeartbeatFiles
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, refuse_asking, save
@@ -23,7 +24,7 @@ from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapsho
 FULL, THIN = 300, 100
 
 
-def infos(iterations: list[int], full: int) -> list[CheckpointInfo]:
+def infos(iterations: list[int], full: int) -> list[SavedCheckpoint]:
     made: dict[str, Any] = {"run_id": "run", "life": 1, "attempt": 0, "world_size": 1, "label": None}
     made |= {"created_unix_seconds": 0.0}
     found = []
@@ -33,7 +34,7 @@ def infos(iterations: list[int], full: int) -> list[CheckpointInfo]:
         ranks = {0: RankRecord(sha256="0" * 64, files=files)}
         thinned = n < len(iterations) - full
         manifest = Manifest(iteration=one, sequence=n, ranks=ranks, weights_only=thinned, **made)
-        found.append(CheckpointInfo(Path("x"), manifest))
+        found.append(SavedCheckpoint(Path("x"), manifest))
     return found
 
 

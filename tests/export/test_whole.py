@@ -150,8 +150,8 @@ def test_the_newest_whole_checkpoint_is_the_default(tmp_path: Path) -> None:
     for iteration in (10, 20, 30):
         write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))), iteration=iteration)
     _thinned(scan(tmp_path / "checkpoints").checkpoints[-1])
-    assert open_whole(tmp_path, None).info.iteration == 20
-    assert open_whole(tmp_path, 10).info.iteration == 10
+    assert open_whole(tmp_path, None).saved.iteration == 20
+    assert open_whole(tmp_path, 10).saved.iteration == 10
     for iteration in (15, 30):  # never taken, and thinned to its weights
         with pytest.raises(CheckpointError, match=rf"iteration {iteration}; whole ones are \[10, 20\]"):
             open_whole(tmp_path, iteration)

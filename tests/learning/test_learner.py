@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint
+from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint, slices_in
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.learning import learner as module
@@ -129,7 +129,7 @@ def _failure_of(learner: Learner) -> str:
 def in_a_slice(filled: CheckpointStore, predictor: Reader, newest: int, pace: float = 1.0) -> Learner:
     """A learner in the middle of a slice, which holds the predictor until `predictor.go_on` is set."""
     learner = Learner(predictor, BudgetPace(pace))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     predictor.go_on.clear()
     learner.notify(newest, 0)
     assert predictor.begun.wait(PATIENCE_SECONDS)
@@ -139,7 +139,7 @@ def in_a_slice(filled: CheckpointStore, predictor: Reader, newest: int, pace: fl
 def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     assert learner.changes == 0
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
@@ -175,7 +175,7 @@ class Training(LinePredictor):
 def test_a_newer_checkpoint_cuts_the_training_short_but_not_the_taking_in(filled: CheckpointStore) -> None:
     predictor = Training()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     for iteration in (10, 20, 30):
         learner.notify(iteration, 0)
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -191,7 +191,7 @@ def test_a_newer_checkpoint_cuts_the_training_short_but_not_the_taking_in(filled
 def test_what_this_rank_has_written_is_taken_in_once_it_is_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     filled.write(make_snapshot(40))
     learner.notify(40, 0)  # as on a rank that does not commit
     time.sleep(3 * module.COMMIT_POLL_SECONDS)
@@ -217,7 +217,7 @@ GIVEN_UP: dict[str, Callable[[CheckpointStore], object]] = {
 def test_a_checkpoint_that_is_given_up_is_not_waited_for(filled: CheckpointStore, how: str) -> None:
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     filled.write(make_snapshot(40))
     learner.notify(40, 0)
     time.sleep(2 * module.COMMIT_POLL_SECONDS)
@@ -242,7 +242,7 @@ def test_what_is_under_way_is_dropped_where_somebody_else_holds_the_predictor(fi
 def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> None:
     predictor = Reader(fails_at=30)
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     learner.notify(30, 0)
@@ -268,7 +268,7 @@ def test_a_directory_that_cannot_be_listed_is_listed_again(
     monkeypatch.setattr(Path, "iterdir", refusing)
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     learner.notify(20, 0)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while "learns nothing until" not in caplog.text:
@@ -283,7 +283,7 @@ def test_a_directory_that_cannot_be_listed_is_listed_again(
 def hanging(filled: CheckpointStore, predictor: Reader) -> Learner:
     """A learner that has taken in two checkpoints, and whose slice over the third does not end."""
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     predictor.waiting.clear()
@@ -321,7 +321,7 @@ def test_nobody_waits_for_a_slice_without_an_end(filled: CheckpointStore, monkey
 def test_with_a_pipeline_it_learns_in_bubbles_only(filled: CheckpointStore) -> None:
     predictor, bubbles = Reader(), Bubbles()
     learner = Learner(predictor, BubblePace(bubbles, None))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     learner.notify(30, 0)
     time.sleep(0.1)
     assert not predictor.begun.is_set()
@@ -345,7 +345,7 @@ def test_it_computes_on_one_thread_and_training_on_as_many_as_before(filled: Che
     assert others_share() > 0.3  # training's second thread works
     predictor = Computing()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, 0)
+    learner.start(filled, slices_in(filled.directory))
     learner.notify(30, 0)
     assert predictor.done.wait(PATIENCE_SECONDS)
     learner.close()

@@ -210,7 +210,7 @@ def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path, mon
     assert plan is not None
     assert plan.descends_from_predicted
     life(27, "auto", crash=False)
-    assert scan(tmp_path / "checkpoints").checkpoints[-1].label == "predicted"
+    assert scan(tmp_path / "checkpoints").checkpoints[-1].manifest.label == "predicted"
     remove_memory_states(run_id_of(tmp_path))
 
 

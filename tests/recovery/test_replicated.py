@@ -8,7 +8,6 @@ import pytest
 from cpsr.benchmarks.harness.checkpoint_files import rank_part
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.manifest import RankManifest, step_name
-from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import verify_run
 from cpsr.journal import JournalReader
 from tests.recovery.job import INTERVAL, RANKS, Job
@@ -101,9 +100,8 @@ def learned(job: Job) -> list[set[str]]:
     """Of each rank, the operators that it had learned of by any of the checkpoints."""
     found: list[set[str]] = [set() for _ in range(RANKS)]
     for info in scan(job.run_dir / "checkpoints").checkpoints:
-        saved = SavedCheckpoint(info.directory)
         for rank in range(RANKS) if info.full else ():
-            branch = saved.small_state(rank, ("learned", "vitp", "statistics"))
+            branch = info.small_state(rank, ("learned", "vitp", "statistics"))
             found[rank] |= branch["operators"].keys()
     return found
 

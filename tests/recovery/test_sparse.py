@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from cpsr import CPSRRecovery
+from cpsr.benchmarks.harness.checkpoint_files import slices_in
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_owners import remove_memory_states
@@ -70,7 +71,7 @@ def began(job: Job, rank: int) -> dict[str, torch.Tensor]:
 
 def trained(job: Job, rank: int) -> dict[tuple[str, int], torch.Tensor]:
     """Weights at every checkpoint of a job that saved all of them: (operator, iteration) -> values."""
-    history = DiskHistory(job.run_dir / "checkpoints", rank)
+    history = DiskHistory(job.run_dir / "checkpoints", slices_in(job.run_dir / "checkpoints", rank))
     return {
         (name, entry.iteration): history.read(name, place, 0, history.numel(name)).clone()
         for name in history.operators
@@ -194,7 +195,7 @@ def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) ->
     config["experts"] = {"policy": policy}
     with pytest.raises(RuntimeError, match="the end of this life"):
         plain_life(config, 40)
-    history = DiskHistory(tmp_path / "checkpoints", 0)
+    history = DiskHistory(tmp_path / "checkpoints", slices_in(tmp_path / "checkpoints"))
     place = len(history.entries) - 1
     saved = {name: history.read(name, place, 0, history.numel(name)).clone() for name in history.operators}
     ages = {name: history.taken_at(name, place) for name in history.operators}

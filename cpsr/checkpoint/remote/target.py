@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cpsr.checkpoint.catalogue import CheckpointInfo
 from cpsr.checkpoint.catalogue import scan as scan_local
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.manifest import Manifest, step_iteration
@@ -23,6 +22,7 @@ from cpsr.checkpoint.remote.copies import (
 )
 from cpsr.checkpoint.remote.place import CopyDamagedError, Place, open_place
 from cpsr.checkpoint.run_directory import IDENTITY
+from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.config import CheckpointConfig
@@ -153,7 +153,7 @@ class CheckpointTarget:
     def _choose(self, place: Place, store: CheckpointStore, damaged: Collection[int]) -> str | None:
         """Rank 0's choice of a copy, by its folder; None where the run directory has what is newest."""
         left = [info for info in scan_local(store.directory).checkpoints if info.iteration not in damaged]
-        kept = max(filter(_is_full, left), key=lambda info: info.sequence, default=None)
+        kept = max(filter(_is_full, left), key=lambda info: info.manifest.sequence, default=None)
         try:
             # Without a local checkpoint, wait as long as the file system does.
             found = _within(None if kept is None else ANSWER_SECONDS, lambda: scan(place, store.run_id))
@@ -167,7 +167,7 @@ class CheckpointTarget:
             message = f"{error}. It may have a newer checkpoint than {kept.iteration}, from which the run goes on"
             self._report("target not reachable", message, kept.iteration)
             return None
-        newest = -1 if kept is None else kept.sequence
+        newest = -1 if kept is None else kept.manifest.sequence
         for folder, manifest in reversed(self._wanted(found, store).items()):
             if manifest.sequence > newest and folder not in self._tried:
                 if self._is_of_another_directory(place.name(folder), manifest, left):
@@ -186,7 +186,7 @@ class CheckpointTarget:
             )
         return None
 
-    def _is_of_another_directory(self, name: str, copy: Manifest, left: Collection[CheckpointInfo]) -> bool:
+    def _is_of_another_directory(self, name: str, copy: Manifest, left: Collection[SavedCheckpoint]) -> bool:
         """Whether a whole checkpoint here lists other bytes under the name of one of the copy's slabs; reports that."""
         listed = copy.files
         for info in left:
@@ -315,14 +315,14 @@ class CheckpointTarget:
 
     def _copy_newest(self, place: Place, store: CheckpointStore) -> None:
         whole = [info for info in scan_local(store.directory).checkpoints if info.full]
-        info = max(whole, key=lambda info: info.sequence, default=None)
+        info = max(whole, key=lambda info: info.manifest.sequence, default=None)
         if info is None:
             return
         store.copied_iteration = info.iteration
         found = scan(place, store.run_id)
         copies = self._wanted(found, store)
         folder, newest = list(copies.items())[-1] if copies else ("", None)
-        if newest is None or newest.sequence < info.sequence:
+        if newest is None or newest.sequence < info.manifest.sequence:
             for unfinished in found.unfinished:  # otherwise a full target would stay full
                 place.drop(unfinished)
             started = time.perf_counter()
@@ -364,7 +364,7 @@ class CheckpointTarget:
         self._report(kind, message, iteration, level)
 
 
-def _is_full(info: CheckpointInfo) -> bool:
+def _is_full(info: SavedCheckpoint) -> bool:
     return info.full
 
 

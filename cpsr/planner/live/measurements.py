@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.errors import CheckpointError
 
@@ -156,13 +155,12 @@ def costs_of_ranks(store_directory: Path, ranks: int) -> list[RankCosts]:
     committed = [info for info in scan(store_directory).checkpoints if info.full]  # others have no costs
     if not committed:
         return []
-    directory = committed[-1].directory
+    newest = committed[-1]
     try:
-        manifest = read_manifest(directory)
-        scalars = [read_rank_manifest(directory, manifest, rank).scalars for rank in range(ranks)]
+        scalars = [newest.record(rank).scalars for rank in range(ranks)]
         found = [RankCosts.of_tree(one["planning"]["costs"]) for one in scalars]
     except (CheckpointError, OSError, KeyError) as error:
-        logger.warning("cannot read the ranks' costs from %s, rank 0's are used for all: %s", directory, error)
+        logger.warning("cannot read the ranks' costs from %s, rank 0's are used for all: %s", newest.directory, error)
         return []
     known = [costs for costs in found if costs is not None]
     return known if len(known) == ranks else []
