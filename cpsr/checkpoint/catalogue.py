@@ -47,7 +47,7 @@ from cpsr.checkpoint.verify import (
 )
 
 __all__ = ["Catalogue", "Retention", "RetentionPlan", "SetAside", "newest_checkpoint"]
-__all__ += ["plan_retention", "remove_temporary", "remove_unlisted", "retain", "scan", "scan_in_pieces", "set_aside"]
+__all__ += ["plan_retention", "remove_unlisted", "retain", "scan", "scan_in_pieces", "set_aside"]
 __all__ += ["warn_once"]
 
 # Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
@@ -321,14 +321,18 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
     return plan
 
 
-def remove_unlisted(checkpoints: Path, found: Catalogue, *, after: int = -1) -> None:
-    """Remove saves after an iteration that were never committed, and slabs that no checkpoint lists.
+def remove_unlisted(checkpoints: Path, *, after: int = -1) -> None:
+    """Remove saves after an iteration that were never committed, slabs that no checkpoint lists, and temporary files.
 
     No process may write there meanwhile.
     """
+    found = scan(checkpoints)
     _remove_uncommitted(found, after=after)
     with suppress(OSError):  # the log has it: a start does not fail for it
         _drop_unlisted(_slabs_in(checkpoints), found, _listed_elsewhere(checkpoints, found))
+    for path in [path for saved in found.checkpoints for path in saved.directory.iterdir() if is_temporary(path)]:
+        path.unlink(missing_ok=True)
+        _log.warning("%s was removed: left by a process that was killed", path)
 
 
 def _remove_uncommitted(found: Catalogue, *, before: int | None = None, after: int = -1) -> None:
@@ -412,14 +416,6 @@ def _drop_unlisted(slabs: Iterable[Path], found: Catalogue, others: Mapping[str,
         sync_directory(directory)
     if refused:
         raise refused[0]
-
-
-def remove_temporary(found: Catalogue) -> None:
-    """Remove files under construction from committed checkpoints, while no process writes there."""
-    for info in found.checkpoints:
-        for path in [path for path in info.directory.iterdir() if is_temporary(path)]:
-            path.unlink(missing_ok=True)
-            _log.warning("%s was removed: left by a process that was killed", path)
 
 
 def _thinned(info: SavedCheckpoint) -> SavedCheckpoint:

@@ -33,7 +33,6 @@ from cpsr.checkpoint.manifest import (
     rank_manifest_name,
     slab_name,
     slab_path,
-    step_iteration,
 )
 from cpsr.checkpoint.replicated import missing_among, refuse_drifted
 from cpsr.errors import CheckpointError, RunDirectoryError, SaveError
@@ -41,16 +40,8 @@ from cpsr.ranks.group import Group
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.ranks.link import JOB
 
-__all__ = ["Attempt", "CommitResult", "Missing", "SavedSlice", "SupersededError", "abandon", "claim_life"]
-__all__ += [
-    "mark_skipped",
-    "refuse_superseded",
-    "remove_slabs",
-    "seal",
-    "skipped_reason",
-    "superseded",
-    "wait_for_ranks",
-]
+__all__ = ["Attempt", "CommitResult", "Missing", "SavedSlice", "SupersededError", "claim_life", "refuse_superseded"]
+__all__ += ["seal", "superseded", "wait_for_ranks"]
 
 # A rank's slice of a parameter: the global shape, the first element and the number of elements.
 SavedSlice = tuple[Sequence[int], int, int]
@@ -65,19 +56,68 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Attempt:
-    """What the parts of one checkpoint must have in common.
+    """An attempt to save a checkpoint, with what the parts of all ranks must have in common.
 
     Attributes:
+        directory: of the checkpoint.
         run_id: identity of the run.
-        life: counts the starts of the job.
-        attempt: counts the roll-backs within a life, after which the same iterations come again.
+        save: its iteration and life, and the roll-backs within the life, after which the same iterations come again.
         world_size: number of ranks.
     """
 
+    directory: Path
     run_id: str
-    life: int
-    attempt: int
+    save: Save
     world_size: int
+
+    def mark_skipped(self, rank: int, reason: str) -> None:
+        """Tell rank 0 that a rank writes no shard; the marker of rank 0 tells all ranks that this is abandoned."""
+        _, life, attempt = self.save
+        content = {"run_id": self.run_id, "life": life, "attempt": attempt, "reason": reason}
+        write_bytes(self.directory / _skip_name(rank), json.dumps(content).encode("ascii"))
+        if rank == 0:
+            _log.warning("checkpoint %s is abandoned: %s", self.directory, reason)
+
+    def skipped_reason(self, rank: int) -> str | None:
+        """Why a rank skipped this attempt (rank 0: abandoned it for all); None while it did not."""
+        try:
+            content = json.loads((self.directory / _skip_name(rank)).read_bytes())
+        except FileNotFoundError:
+            return None
+        if (content["run_id"], content["life"], content["attempt"]) != (self.run_id, *self.save[1:]):
+            return None
+        return str(content["reason"])
+
+    def has_part(self, record: RankManifest, rank: int) -> bool:
+        """Whether a manifest is a rank's of this attempt, not of an earlier life or of one before a roll-back."""
+        found = record.rank, record.run_id, record.save, record.world_size
+        return found == (rank, self.run_id, self.save, self.world_size)
+
+    def remove_part(self, rank: int) -> None:
+        """Remove a rank's part where this is not committed, its manifest first; that it was skipped stays marked.
+
+        Raises:
+            OSError: the file system refused.
+        """
+        name = rank_manifest_name(rank)
+        for path in [self.directory / name, *self.directory.glob(f".{name}.*")]:
+            path.unlink(missing_ok=True)
+        for kind in get_args(Kind):  # a directory of many slabs is not listed at each save
+            slab_path(self.directory, slab_name(rank, kind, self.save)).unlink(missing_ok=True)
+
+    def abandon(self, reason: str) -> None:
+        """Abandon it for all ranks: write the marker that they find, then remove its files and its slabs."""
+        try:
+            self.mark_skipped(0, reason)
+        except OSError as error:
+            # On a full disk the removal below still has to happen; late ranks then find their files gone.
+            what = "checkpoint %s is abandoned (%s), but the marker cannot be written: %s"
+            _log.warning(what, self.directory, reason, error)
+        for path in list(self.directory.iterdir()):
+            if path.name != _skip_name(0):
+                remove_entry(path)
+        for path in list(slab_path(self.directory, "").glob(f"*-{self.save.word}.*")):  # also under construction
+            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -141,69 +181,19 @@ def refuse_superseded(run_dir: Path, life: int) -> None:
         )
 
 
-def mark_skipped(directory: Path, rank: int, attempt: Attempt, reason: str) -> None:
-    """Tell rank 0 that a rank writes no shard; the marker of rank 0 tells all ranks that the attempt is abandoned."""
-    content = {"run_id": attempt.run_id, "life": attempt.life, "attempt": attempt.attempt, "reason": reason}
-    write_bytes(directory / _skip_name(rank), json.dumps(content).encode("ascii"))
-    if rank == 0:
-        _log.warning("checkpoint %s is abandoned: %s", directory, reason)
-
-
-def skipped_reason(directory: Path, rank: int, attempt: Attempt) -> str | None:
-    """Why a rank skipped this attempt (rank 0: abandoned it for all); None while it did not."""
-    try:
-        content = json.loads((directory / _skip_name(rank)).read_bytes())
-    except FileNotFoundError:
-        return None
-    if (content["run_id"], content["life"], content["attempt"]) != (attempt.run_id, attempt.life, attempt.attempt):
-        return None
-    return str(content["reason"])
-
-
-def abandon(directory: Path, attempt: Attempt, reason: str) -> None:
-    """Abandon the attempt for all ranks: write the marker that they find, then remove its files and its slabs."""
-    try:
-        mark_skipped(directory, 0, attempt, reason)
-    except OSError as error:
-        # On a full disk the removal below still has to happen; late ranks then find their files gone.
-        _log.warning("checkpoint %s is abandoned (%s), but the marker cannot be written: %s", directory, reason, error)
-    for path in list(directory.iterdir()):
-        if path.name != _skip_name(0):
-            remove_entry(path)
-    iteration = step_iteration(directory.name)
-    if iteration is not None:
-        remove_slabs(directory, Save(iteration, attempt.life, attempt.attempt))
-
-
-def remove_slabs(directory: Path, save: Save, rank: int | None = None) -> None:
-    """Remove the slabs of a save that is not committed: those of one rank, or of all, also under construction.
-
-    Raises:
-        OSError: the file system refused.
-    """
-    if rank is None:
-        paths = list(slab_path(directory, "").glob(f"*-{save.word}.*"))
-    else:  # a directory of many slabs is not listed at each save
-        paths = [slab_path(directory, slab_name(rank, kind, save)) for kind in get_args(Kind)]
-    for path in paths:
-        path.unlink(missing_ok=True)
-
-
-def wait_for_ranks(
-    directory: Path, attempt: Attempt, timeout_seconds: float, cancelled: threading.Event
-) -> dict[int, bytes] | str:
+def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threading.Event) -> dict[int, bytes] | str:
     """Every rank's manifest (its bytes), or the reason why the checkpoint has to be abandoned."""
     deadline = time.monotonic() + timeout_seconds
     found: dict[int, bytes] = {}
     while True:
-        names = {path.name for path in directory.iterdir()}
+        names = {path.name for path in attempt.directory.iterdir()}
         for rank in range(attempt.world_size):
-            reason = skipped_reason(directory, rank, attempt) if _skip_name(rank) in names else None
+            reason = attempt.skipped_reason(rank) if _skip_name(rank) in names else None
             if reason is not None:
                 return f"rank {rank} skipped it: {reason}"
             if rank not in found and rank_manifest_name(rank) in names:
-                data = (directory / rank_manifest_name(rank)).read_bytes()
-                if _belongs(data, rank, attempt):
+                data = (attempt.directory / rank_manifest_name(rank)).read_bytes()
+                if attempt.has_part(RankManifest.parse(data), rank):
                     found[rank] = data
         if len(found) == attempt.world_size:
             return found
@@ -215,14 +205,7 @@ def wait_for_ranks(
         cancelled.wait(_POLL_SECONDS)
 
 
-def seal(
-    directory: Path,
-    iteration: int,
-    attempt: Attempt,
-    shards: dict[int, bytes],
-    sequence: int,
-    missing: Missing | None = None,
-) -> int:
+def seal(attempt: Attempt, shards: Mapping[int, bytes], sequence: int, missing: Missing | None = None) -> int:
     """Write the commit record, last of all.
 
     Returns:
@@ -235,14 +218,15 @@ def seal(
         SupersededError: a newer life has begun.
         OSError: the file system refused.
     """
+    directory, (iteration, life, number) = attempt.directory, attempt.save
     records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
     _check_parts(directory, records, missing)
     scalars = records[0].scalars
     label = scalars.get("origin") if isinstance(scalars, dict) else None
     manifest = Manifest(
         run_id=attempt.run_id,
-        life=attempt.life,
-        attempt=attempt.attempt,
+        life=life,
+        attempt=number,
         iteration=iteration,
         world_size=attempt.world_size,
         sequence=sequence,
@@ -252,13 +236,13 @@ def seal(
     )
     parts = set(map(rank_manifest_name, records))
     others = [path for path in directory.iterdir() if path.name not in parts]
-    refuse_superseded(directory.parents[1], attempt.life)  # among these may be what a newer life has committed
+    refuse_superseded(directory.parents[1], life)  # among these may be what a newer life has committed
     for path in others:
         remove_entry(path)  # markers and temporary files of an attempt before this one
     # The ranks forced their files; on some file systems only this makes their names visible after a crash.
     for path in (directory.parent / SLABS, directory, directory.parent):
         sync_directory(path)
-    refuse_superseded(directory.parents[1], attempt.life)  # again: forcing files to a disk takes a while
+    refuse_superseded(directory.parents[1], life)  # again: forcing files to a disk takes a while
     write_bytes(directory / COMMIT, manifest.to_bytes())
     return manifest.total_bytes
 
@@ -302,9 +286,3 @@ def _saved_slices(record: RankManifest) -> dict[str, SavedSlice]:
 
 def _skip_name(rank: int) -> str:
     return f"rank-{rank:05d}.skip"
-
-
-def _belongs(data: bytes, rank: int, attempt: Attempt) -> bool:
-    """Whether a manifest is of this attempt, not of an earlier life or of an attempt before a roll-back."""
-    record = RankManifest.parse(data)
-    return (record.rank, Attempt(record.run_id, record.life, record.attempt, record.world_size)) == (rank, attempt)

@@ -50,7 +50,8 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
-    def _parsed(cls, data: bytes) -> Self:
+    def parse(cls, data: bytes) -> Self:
+        """Read the JSON form; ValueError where it is not one."""
         try:
             return cls.model_validate(json.loads(data))
         except (ValueError, RecursionError) as error:
@@ -168,15 +169,7 @@ class OperatorRecord(_RecordOfSome):
 
     def is_same_state(self, other: "OperatorRecord") -> bool:
         """Whether it is the same slice at the same iteration, whichever rank saved it."""
-        return (self.iteration, self.offset, self.numel, self.block, self.dtype, self.global_shape, self.moments) == (
-            other.iteration,
-            other.offset,
-            other.numel,
-            other.block,
-            other.dtype,
-            other.global_shape,
-            other.moments,
-        )
+        return (self.iteration, self.described) == (other.iteration, other.described)
 
     @property
     def described(self) -> "OperatorRecord":
@@ -199,11 +192,6 @@ class RankManifest(_Record):
     frozen: dict[str, FrozenRecord] = Field(default_factory=dict)
     files: dict[FileName, FileRecord]
     scalars: Any = Field(description="`cpsr.state.codec` JSON; its tensors are in the extra file")
-
-    @classmethod
-    def parse(cls, data: bytes) -> "RankManifest":
-        """Read the JSON form; ValueError where it is not one."""
-        return cls._parsed(data)
 
     @classmethod
     def parse_listed(cls, data: bytes, manifest: "Manifest", rank: int) -> "RankManifest":
@@ -267,7 +255,7 @@ class Manifest(_Record):
     ranks: dict[Count, RankRecord]
 
     @classmethod
-    def parse(cls, data: bytes, step: str = "") -> "Manifest":
+    def parse(cls, data: bytes, step: str = "") -> Self:
         """Read the content of COMMIT; ValueError with what is wrong with it.
 
         Args:
@@ -277,7 +265,7 @@ class Manifest(_Record):
         word, _, content = data.partition(b"\n")
         if word != hashlib.sha256(content).hexdigest().encode("ascii"):
             raise ValueError("does not begin with the SHA-256 of the rest; it is torn or altered")
-        manifest = cls._parsed(content)
+        manifest = super().parse(content)
         if sorted(manifest.ranks) != list(range(manifest.world_size)):
             raise ValueError(f"lists the ranks {sorted(manifest.ranks)} of {manifest.world_size}")
         if step and manifest.iteration != step_iteration(step):

@@ -14,12 +14,11 @@ same operator in an older slab is out of date.
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from cpsr.checkpoint.commit import Attempt, remove_slabs
+from cpsr.checkpoint.commit import Attempt
 from cpsr.checkpoint.files import make_directory, sync_directory, write_bytes, write_tensors
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart
 from cpsr.checkpoint.host_snapshot import Contents
@@ -60,17 +59,8 @@ class RankPartWriter:
         self._rank = rank
         self._parts: deque[RankManifest] = deque(maxlen=_REMEMBERED_PARTS)  # newest first
 
-    def remove(self, directory: Path, save: Save) -> None:
-        """Remove this rank's part of an uncommitted step, its manifest first; that it was skipped stays marked."""
-        name = rank_manifest_name(self._rank)
-        (directory / name).unlink(missing_ok=True)
-        for path in list(directory.glob(f".{name}.*")):
-            path.unlink(missing_ok=True)
-        remove_slabs(directory, save, self._rank)
-
     def write(
         self,
-        directory: Path,
         snapshot: Snapshot,
         attempt: Attempt,
         refuse_abandoned: Callable[[], None],
@@ -80,7 +70,6 @@ class RankPartWriter:
         """Write the slabs of one part, and its manifest last; returns the bytes that were new.
 
         Args:
-            directory: of the checkpoint.
             snapshot: what to write.
             attempt: of the save.
             refuse_abandoned: raises where rank 0 has abandoned it; called before each slab.
@@ -92,6 +81,7 @@ class RankPartWriter:
             OSError: the file system refused.
         """
         refuse_abandoned()
+        directory, save = attempt.directory, attempt.save
         make_directory(slab_path(directory, ""))
         if snapshot.sealed is not None:
             snapshot.sealed.result()  # has hashed the buffer by then
@@ -99,11 +89,10 @@ class RankPartWriter:
             outside = frozen.write(directory, snapshot.scalars, refuse_abandoned)
         outside = outside or FrozenPart(snapshot.scalars)
         data, scalar_tensors = encode(outside.scalars, prefix=SCALARS)
-        files, operators = self._carry(directory, snapshot.contents, attempt)
+        files, operators = self._carry(snapshot.contents, attempt)
         operators |= self._of_others(snapshot, attempt)
         files |= outside.files
         new_bytes = outside.written_bytes
-        save = Save(snapshot.iteration, attempt.life, attempt.attempt)
         for name, tensors in _slabs(self._rank, save, snapshot, scalar_tensors).items():
             refuse_abandoned()
             files[name] = write_tensors(slab_path(directory, name), tensors, hashed=snapshot.hashed)
@@ -111,11 +100,11 @@ class RankPartWriter:
         sync_directory(slab_path(directory, ""))
         manifest = RankManifest(
             run_id=attempt.run_id,
-            life=attempt.life,
-            attempt=attempt.attempt,
+            life=save.life,
+            attempt=save.attempt,
             rank=self._rank,
             world_size=attempt.world_size,
-            iteration=snapshot.iteration,
+            iteration=save.iteration,
             operators=_written_operators(snapshot) | operators,
             others={name: tensor_record(tensor) for name, tensor in snapshot.shard.others.items()},
             frozen=outside.records,
@@ -128,12 +117,9 @@ class RankPartWriter:
 
     def _earlier(self, attempt: Attempt) -> list[RankManifest]:
         """Parts of this attempt, the newest first."""
-        same = attempt.life, attempt.attempt
-        return [part for part in self._parts if (part.life, part.attempt) == same]
+        return [part for part in self._parts if part.save[1:] == attempt.save[1:]]
 
-    def _carry(
-        self, directory: Path, contents: Contents, attempt: Attempt
-    ) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
+    def _carry(self, contents: Contents, attempt: Attempt) -> tuple[dict[str, FileRecord], dict[str, OperatorRecord]]:
         """The slabs with carried operators, and the operators' records as they were taken."""
         carried = contents.carried_here
         for part in self._earlier(attempt) if carried else ():
@@ -145,12 +131,12 @@ class RankPartWriter:
             names = [
                 slab_name(self._rank, kind, save) for save in saves for kind in ("expert-params", "expert-moments")
             ]
-            if all(slab_path(directory, name).exists() for name in names):  # else it was abandoned
+            if all(slab_path(attempt.directory, name).exists() for name in names):  # else it was abandoned
                 return {name: part.files[name] for name in names}, operators
         if carried:
             raise SaveError(
-                f"{directory}: {len(carried)} parameters of experts are not saved now, and were not saved since the "
-                f"run went on either (the first is {min(carried)}); the next checkpoint must save all experts"
+                f"{attempt.directory}: {len(carried)} parameters of experts are not saved now, and were not saved "
+                f"since the run went on either (the first is {min(carried)}); the next checkpoint must save all experts"
             )
         return {}, {}
 

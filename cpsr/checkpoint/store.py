@@ -26,27 +26,16 @@ from cpsr.checkpoint.catalogue import (
     Catalogue,
     Retention,
     RetentionPlan,
-    remove_temporary,
     remove_unlisted,
     retain,
     scan,
     set_aside,
     warn_once,
 )
-from cpsr.checkpoint.commit import (
-    Attempt,
-    CommitResult,
-    Missing,
-    abandon,
-    mark_skipped,
-    refuse_superseded,
-    seal,
-    skipped_reason,
-    wait_for_ranks,
-)
+from cpsr.checkpoint.commit import Attempt, CommitResult, Missing, refuse_superseded, seal, wait_for_ranks
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart
-from cpsr.checkpoint.manifest import COMMIT, SLABS, Manifest, Save, rank_manifest_name, step_name
+from cpsr.checkpoint.manifest import COMMIT, SLABS, Save, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
 from cpsr.checkpoint.replicated import DriftedError
 from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
@@ -56,7 +45,6 @@ from cpsr.checkpoint.verify import (
     UnreadableFileError,
     is_committed,
     is_there,
-    read_manifest,
     verify_run,
 )
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
@@ -132,12 +120,10 @@ class CheckpointStore:
             UnreadableFileError: the file system cannot read a commit record now; nothing was changed.
         """
         make_directory(self.directory)
-        found = self._readable()
-        for problem in found.problems:
+        problems = self._readable().problems
+        for problem in problems:
             self._set_aside(problem.iteration or 0, "damaged", f"{problem.file}: {problem.what}")
-        found = self._readable() if (problems := found.problems) else found
-        remove_unlisted(self.directory, found)
-        remove_temporary(found)
+        remove_unlisted(self.directory)
         return problems
 
     def write(self, snapshot: Snapshot, outside: FrozenPart | None = None) -> int:
@@ -156,21 +142,22 @@ class CheckpointStore:
             OSError: the file system refused. In these cases nothing of this rank's part is left.
         """
         self.refuse_superseded()
-        directory, attempt = self.directory_of(snapshot.iteration), self._same_attempt()
-        save = Save(snapshot.iteration, attempt.life, attempt.attempt)
-        make_directory(directory)
-        if (directory / COMMIT).exists():
-            raise SaveError(f"{directory} is committed already; abandon_after() it before this step is saved again")
+        attempt = self._attempt(snapshot.iteration)
+        make_directory(attempt.directory)
+        if (attempt.directory / COMMIT).exists():
+            raise SaveError(
+                f"{attempt.directory} is committed already; abandon_after() it before this step is saved again"
+            )
         try:
-            self._part.remove(directory, save)
-            refuse = partial(self._refuse_abandoned, directory, save)
-            written = self._part.write(directory, snapshot, attempt, refuse, self.frozen, outside)
-            self._refuse_abandoned(directory, save)
+            attempt.remove_part(self.rank)
+            refuse = partial(self._refuse_abandoned, attempt)
+            written = self._part.write(snapshot, attempt, refuse, self.frozen, outside)
+            self._refuse_abandoned(attempt)
         except (OSError, SaveError) as error:
             self.refuse_superseded()
-            self._part.remove(directory, save)
+            attempt.remove_part(self.rank)
             # Rank 0 removes the files when it abandons a step, so that its reason hides behind other errors.
-            self._refuse_abandoned(directory, save, error)
+            self._refuse_abandoned(attempt, error)
             raise
         return written
 
@@ -180,12 +167,12 @@ class CheckpointStore:
         Raises:
             OSError: the file system failed; rank 0 then abandons the step after its timeout.
         """
-        directory = self.directory_of(iteration)
-        if (directory / COMMIT).exists():
-            _log.warning("%s is committed already; nothing to skip", directory)
+        attempt = self._attempt(iteration)
+        if (attempt.directory / COMMIT).exists():
+            _log.warning("%s is committed already; nothing to skip", attempt.directory)
             return
-        make_directory(directory)
-        mark_skipped(directory, self.rank, self._same_attempt(), reason)
+        make_directory(attempt.directory)
+        attempt.mark_skipped(self.rank, reason)
 
     def commit(self, iteration: int, timeout_seconds: float, cancelled: threading.Event) -> CommitResult:
         """Wait for every rank's part and write the commit record; rank 0 alone.
@@ -202,15 +189,16 @@ class CheckpointStore:
             SupersededError: a newer life has begun.
             SaveError: the file system or a rank's manifest made the commit impossible; the step is abandoned.
         """
-        directory, attempt = self.directory_of(iteration), self._same_attempt()
+        attempt = self._attempt(iteration)
+        directory = attempt.directory
         try:
-            shards = wait_for_ranks(directory, attempt, timeout_seconds, cancelled)
+            shards = wait_for_ranks(attempt, timeout_seconds, cancelled)
             self.refuse_superseded()
             if isinstance(shards, str):
-                abandon(directory, attempt, shards)
+                attempt.abandon(shards)
                 return CommitResult(False, shards)
             sequence = self._newest_sequence() + 1
-            total = seal(directory, iteration, attempt, shards, sequence, missing=self._missing)
+            total = seal(attempt, shards, sequence, self._missing)
             self._largest_sequence = sequence
         except (OSError, ValueError, SaveError) as error:
             self.refuse_superseded()
@@ -219,7 +207,7 @@ class CheckpointStore:
             # The commit record may be in place and only its fsync have failed: without it the step is not durable.
             (directory / COMMIT).unlink(missing_ok=True)
             if directory.is_dir():
-                abandon(directory, attempt, str(error))
+                attempt.abandon(str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", total)
 
@@ -232,10 +220,10 @@ class CheckpointStore:
             CheckpointError: the file system cannot answer now.
             OSError: the same.
         """
-        directory = self.directory / step_name(iteration)
-        if is_committed(directory) or not is_there(directory / rank_manifest_name(self.rank)):
+        attempt = self._attempt(iteration)
+        if is_committed(attempt.directory) or not is_there(attempt.directory / rank_manifest_name(self.rank)):
             return True
-        return skipped_reason(directory, 0, self._same_attempt()) is not None
+        return attempt.skipped_reason(0) is not None
 
     def directory_of(self, iteration: int) -> Path:
         """Directory of a step.
@@ -279,11 +267,20 @@ class CheckpointStore:
             RunMismatchError: it is of another run, world size or model (the message names the first difference).
             CheckpointError: there is none at that iteration, or it holds the weights only.
         """
-        directory, manifest = self._of_this_run(iteration, any_size=self.reshard is not None)
-        if manifest.weights_only:
+        directory = self.directory_of(iteration)
+        if not (directory / COMMIT).exists():
+            raise CheckpointError(f"{directory} is not a committed checkpoint; there are {self._iterations()}")
+        saved = SavedCheckpoint(directory)
+        run_id, ranks = saved.manifest.run_id, saved.manifest.world_size
+        if ranks != self._world_size and self.reshard is None:
+            raise RunMismatchError(
+                f"{directory} was saved by {ranks} ranks, this job has {self._world_size}: start it with {ranks} ranks"
+            )
+        if run_id != self.run_id:
+            raise RunMismatchError(f"{directory} is of the run {run_id!r}, this is {self.run_id!r}")
+        if not saved.full:
             raise CheckpointError(f"{directory} keeps the weights only, without moments: training cannot restart there")
-        saved = SavedCheckpoint(directory, manifest)
-        if self.reshard is not None and manifest.world_size != self._world_size:
+        if self.reshard is not None and ranks != self._world_size:
             return self.reshard(saved, into)
         scalars = saved.load(self.rank, into, self._frozen_pieces())
         if self.frozen is not None:
@@ -313,7 +310,7 @@ class CheckpointStore:
         found = self._readable(after=iteration)
         newer = [one.iteration for one in found.checkpoints if one.iteration > iteration]
         moved = [self._set_aside(newer_iteration, "abandoned", reason) for newer_iteration in newer]
-        remove_unlisted(self.directory, scan(self.directory), after=iteration)
+        remove_unlisted(self.directory, after=iteration)
         return [path for path in moved if path is not None]
 
     def retain(self, rules: Retention) -> RetentionPlan:
@@ -339,21 +336,6 @@ class CheckpointStore:
             return {}
         return {f"frozen/{name}": piece_of(files.described(name)) for name in files.weights.tensors}
 
-    def _of_this_run(self, iteration: int, *, any_size: bool = False) -> tuple[Path, Manifest]:
-        """A committed checkpoint of this run, with its manifest."""
-        directory = self.directory_of(iteration)
-        if not (directory / COMMIT).exists():
-            raise CheckpointError(f"{directory} is not a committed checkpoint; there are {self._iterations()}")
-        manifest = read_manifest(directory)
-        if manifest.world_size != self._world_size and not any_size:
-            raise RunMismatchError(
-                f"{directory} was saved by {manifest.world_size} ranks, this job has {self._world_size}: "
-                f"start it with {manifest.world_size} ranks"
-            )
-        if manifest.run_id != self.run_id:
-            raise RunMismatchError(f"{directory} is of the run {manifest.run_id!r}, this is {self.run_id!r}")
-        return directory, manifest
-
     def _readable(self, after: int = -1) -> Catalogue:
         """The catalogue, if every commit record of iterations later than `after` is readable."""
         catalogue = scan(self.directory)
@@ -362,12 +344,12 @@ class CheckpointStore:
                 raise UnreadableFileError(problem.file, problem.what)
         return catalogue
 
-    def _refuse_abandoned(self, directory: Path, save: Save, cause: Exception | None = None) -> None:
+    def _refuse_abandoned(self, attempt: Attempt, cause: Exception | None = None) -> None:
         self.refuse_superseded()
-        reason = skipped_reason(directory, 0, Attempt(self.run_id, save.life, save.attempt, self._world_size))
+        reason = attempt.skipped_reason(0)
         if reason is not None:
-            self._part.remove(directory, save)
-            raise SaveError(f"{directory} was abandoned by rank 0: {reason}") from cause
+            attempt.remove_part(self.rank)
+            raise SaveError(f"{attempt.directory} was abandoned by rank 0: {reason}") from cause
 
     def _set_aside(self, iteration: int, kind: Literal["damaged", "abandoned"], reason: str) -> Path | None:
         return set_aside(self.directory_of(iteration), kind, reason, self._newest_sequence())
@@ -380,8 +362,9 @@ class CheckpointStore:
         self._largest_sequence = max(self._largest_sequence, scan(self.directory).newest_sequence)
         return self._largest_sequence
 
-    def _same_attempt(self) -> Attempt:
-        return Attempt(self.run_id, self._life, self.attempt, self._world_size)
+    def _attempt(self, iteration: int) -> Attempt:
+        save = Save(iteration, self._life, self.attempt)
+        return Attempt(self.directory_of(iteration), self.run_id, save, self._world_size)
 
     def _iterations(self) -> str:
         full = [info.iteration for info in self.catalogue() if info.full]

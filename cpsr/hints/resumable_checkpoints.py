@@ -155,7 +155,7 @@ class KeptCheckpoints:
         found = self._store.catalogue()
         for info in found[: len(found) - kept]:
             remove_tree(info.directory, first=COMMIT)
-        remove_unlisted(self._store.directory, scan(self._store.directory))
+        remove_unlisted(self._store.directory)
 
 
 def _seconds_to_write(path: Path, name: str) -> float:

@@ -22,7 +22,6 @@ from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.assemble import assemble, wanted_of
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import remove_unlisted
-from cpsr.checkpoint.catalogue import scan as scan_run
 from cpsr.checkpoint.files import remove_tree
 from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.checkpoint.memory import SharedMemory
@@ -332,7 +331,7 @@ class RunSite:
         store = CheckpointStore(self._run, 0, 1, RUN, 0)
         if self.directory(iteration).exists():
             remove_tree(self.directory(iteration), first=COMMIT)
-        remove_unlisted(store.directory, scan_run(store.directory))
+        remove_unlisted(store.directory)
 
     def torn(self, iteration: int) -> Iterator[Callable[[], object]]:
         """The disk fails at one call after the other."""

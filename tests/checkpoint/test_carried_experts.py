@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from cpsr.benchmarks.harness.checkpoint_files import slab_files
 from cpsr.checkpoint.catalogue import Retention
-from cpsr.checkpoint.commit import Attempt, abandon
+from cpsr.checkpoint.commit import Attempt
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.manifest import FileRecord, experts_taken_at
+from cpsr.checkpoint.manifest import FileRecord, Save, experts_taken_at
 from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.snapshot import Snapshot
@@ -125,7 +125,7 @@ def test_the_first_of_a_life_or_attempt_must_save_all(store: CheckpointStore, tm
 def test_what_an_abandoned_checkpoint_saved_is_carried_from_the_one_before(store: CheckpointStore) -> None:
     states = {10: write(store, 10, *EXPERTS)}
     store.write(sparse_snapshot(20, NAMES[2]))
-    abandon(directory(store, 20), Attempt("run", 1, 0, 1), "another rank skipped it")
+    Attempt(directory(store, 20), "run", Save(20, 1, 0), 1).abandon("another rank skipped it")
     states[30] = write(store, 30, NAMES[3])
     ages = dict.fromkeys(EXPERTS - {NAMES[3]}, 10)
     assert_same_bits(loaded(store, 30), mixed(states, 30, ages))
@@ -180,7 +180,7 @@ def test_nothing_is_committed_where_a_rank_carried_an_expert_from_an_abandoned_c
     assert stores[0].commit(10, 5.0, NEVER).committed
     put(1, 20, NAMES[2])
     put(1, 30, NAMES[1])
-    abandon(directory(stores[0], 20), Attempt("run", 1, 0, 2), "rank 0 failed")
+    Attempt(directory(stores[0], 20), "run", Save(20, 1, 0), 2).abandon("rank 0 failed")
     put(0, 30, NAMES[1])
     with pytest.raises(SaveError, match=r"rank-00001\.expert-params-0000000020-1\.0\.safetensors is not there"):
         stores[0].commit(30, 5.0, NEVER)

@@ -37,7 +37,7 @@ def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
     hidden = commit_file(store.directory / "step-0000000030")
     refuse_asking(monkeypatch, hidden, 1_000)
     save(store, 40)  # with a retention pass after it
-    remove_unlisted(store.directory, scan(store.directory))
+    remove_unlisted(store.directory)
     refuse_asking(monkeypatch, hidden, 0)
     found = scan(store.directory).checkpoints
     assert [info.iteration for info in found] == [10, 20, 30, 40]
