@@ -22,7 +22,7 @@ CHANGING = (
     *("mkdir", "mkdirat", "link", "linkat", "symlink", "symlinkat", "chmod", "fchmod", "fchmodat", "copy_file_range"),
     *("sendfile",),
 )
-READING = ("read", "readv", "pread64", "getdents64")
+READING = ("read", "preadv", "pread64", "getdents64")
 _LINE = re.compile(r"^(\d+)\s+(\w+)\((.*)$")
 # Where a call of another thread comes between, one call takes two lines.
 _RESUMED = re.compile(r"^(\d+)\s+<\.\.\. (\w+) resumed>(.*)$")

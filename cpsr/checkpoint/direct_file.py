@@ -28,7 +28,6 @@ __all__ += [
     "piece_hash",
     "pieces_in",
     "read_at",
-    "read_pieces",
     "write_piece",
 ]
 
@@ -131,31 +130,6 @@ def write_piece(descriptor: int, piece: memoryview, path: Path) -> None:
         if count % BLOCK_BYTES:  # the rest does not lie as blocks do
             _through_cache(descriptor)
         piece = piece[count:]
-
-
-def read_pieces(descriptor: int, piece_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
-    """The content of a file from the descriptor's place on, in pieces; each is valid until the next.
-
-    Args:
-        descriptor: of `open_direct`, or of any file to read from.
-        piece_bytes: of each piece but the last, a multiple of `BLOCK_BYTES`.
-
-    Raises:
-        OSError: the file system failed.
-    """
-    buffer = block_buffer(min(piece_bytes, os.fstat(descriptor).st_size))
-    while True:
-        try:
-            count = os.readv(descriptor, [buffer])
-        except OSError as error:
-            if error.errno != errno.EINVAL or not _through_cache(descriptor):
-                raise
-            continue
-        if not count:
-            return
-        if count % BLOCK_BYTES:
-            _through_cache(descriptor)
-        yield buffer[:count]
 
 
 def read_at(descriptor: int, buffer: memoryview, start: int, size: int) -> int:

@@ -19,9 +19,10 @@ from cpsr.checkpoint.direct_file import (
     PIECE_DIGITS,
     PieceHashes,
     aligned_pieces,
+    block_buffer,
     hash_pieces,
     open_direct,
-    read_pieces,
+    read_at,
     write_piece,
 )
 from cpsr.checkpoint.manifest import FileRecord
@@ -188,8 +189,9 @@ def hash_in_pieces(path: Path, *, direct: bool = False) -> Generator[None, None,
     found = FileHash()
     descriptor = open_plain(path, direct=direct)
     try:
-        for piece in read_pieces(descriptor, _CHUNK_BYTES):
-            found.take(piece)
+        buffer = block_buffer(min(_CHUNK_BYTES, os.fstat(descriptor).st_size))
+        while count := read_at(descriptor, buffer, found.bytes, len(buffer)):
+            found.take(buffer[:count])
             yield
     finally:
         os.close(descriptor)

@@ -279,7 +279,7 @@ class FrozenFiles:
     def _has(self, state: Mapping[str, Any]) -> bool:
         """Whether the engine has the settled parameters of a snapshot."""
         settled = [name for name in self.weights.tensors if name not in state["moved"]]
-        return word_of(self.weights.present(settled)) == state["word"]
+        return word_of(self.weights.present(settled)) == str(state["word"])
 
     def bring(self, state: Mapping[str, Any]) -> None:
         """Make the engine's parameters those of a snapshot; where they differ, read them from a checkpoint.
@@ -356,10 +356,11 @@ class FrozenFiles:
         files = {}
         for file in record.frozen_files():
             writer = saved.record(writer_of(file)) if file not in record.files else record
-            files[file], path = saved.file(writer, file), slab_path(saved.directory, file)
-            if path not in checked:
-                check_file(path, files[file], direct=True)
-                checked.add(path)
+            slab = saved.file(writer, file)
+            if slab.path not in checked:
+                check_file(slab.path, slab.record, direct=True)
+                checked.add(slab.path)
+            files[file] = slab.record
         records = {name: one.described if name in moved else one for name, one in record.frozen.items()}
         return FrozenPart(scalars, records, files)
 

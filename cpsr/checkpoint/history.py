@@ -297,7 +297,7 @@ class DiskHistory:
                     cut_alike.add(name)
                     for start, stop in missing[name].take(piece.start, piece.numel):
                         ranges[name].append(PlacedRange(start - own.start, stop - start, file, start - piece.start))
-                        files[file] = saved.file(saved_there, file)
+                        files[file] = saved.file(saved_there, file).record
                 if count % OPERATORS_AT_ONCE == 0:
                     yield
             yield

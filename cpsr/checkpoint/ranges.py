@@ -2,8 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -17,7 +18,7 @@ from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.tensor_file import NO_HEADER, PlacedTensor, TensorHeader, bytes_of
 from cpsr.checkpoint.verify import DamagedFileError, check_piece, persistently, refused_content, require_same
 
-__all__ = ["Headers", "MissingRanges", "WantedRange", "lacking_among", "read_ranges", "read_tensors"]
+__all__ = ["MissingRanges", "SlabFile", "WantedRange", "lacking_among"]
 
 
 class MissingRanges:
@@ -72,7 +73,6 @@ def lacking_among(
     return next((f"no rank saved elements {start} to {stop} of {name}" for name, start, stop in lacking), None)
 
 
-Headers = MutableMapping[Path, Mapping[str, PlacedTensor]]
 _AT_ONCE = PIECE_BYTES // HASHED_PIECE_BYTES  # hashed pieces of one transfer
 _Place = tuple[int, NDArray[numpy.uint8]]  # first byte in the file, and memory
 
@@ -100,82 +100,86 @@ class WantedRange:
             )
 
 
-def read_ranges(
-    path: Path,
-    record: FileRecord,
-    wanted: Sequence[WantedRange],
-    descriptor: int | None = None,
-    headers: Headers | None = None,
-) -> int:
-    """Copy ranges of a file's tensors to their targets, from hashed pieces that are read past the page cache.
+class SlabFile:
+    """A file of tensors, from which ranges are read past the page cache, in hashed pieces that are verified.
 
-    Only the pieces with the header, and then those with the ranges, are read, into one buffer of 16 MiB at most. Where
-    the hashes of the pieces are not known, all are read, and compared with the hash of the file.
+    Only the pieces with the header, once, and then those with the ranges are read, into one buffer of 16 MiB at most.
+    Where the hashes of the pieces are not known, all are read, and compared with the hash of the file.
 
     Args:
         path: of the file.
         record: what it should be.
-        wanted: in any order; several of one tensor may overlap.
-        descriptor: of the open file, which stays open; None opens it.
-        headers: what was read of headers before, which is not read again; it takes that of this file.
 
-    Returns:
-        The bytes that were read from the disk. After an error the targets hold anything.
-
-    Raises:
-        CheckpointCorruptError: the file is missing, has another length, or a piece that was read another hash; or it
-            has no such tensor, one of another dtype, or a shorter one.
-        UnreadableFileError: the file system refuses to give it, also when asked again.
+    Attributes:
+        path, record: as given.
     """
-    return persistently(lambda path: _read(path, record, lambda _: wanted, descriptor, headers), path)
 
+    def __init__(self, path: Path, record: FileRecord) -> None:
+        self._descriptor: int | None = None
+        self._tensors: Mapping[str, PlacedTensor] = {}
+        self.path, self.record = path, record
 
-def read_tensors(
-    path: Path, record: FileRecord, prefix: str, descriptor: int | None = None, headers: Headers | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors of a file whose names begin so, in memory of their own; verified and raising as `read_ranges`."""
-    found: dict[str, torch.Tensor] = {}
+    def hold(self) -> None:
+        """Open it now: what deletes it later does not disturb its reader. It is closed with this object.
 
-    def choose(tensors: Mapping[str, PlacedTensor]) -> list[WantedRange]:
-        for name, one in tensors.items():
-            if name.startswith(prefix):
-                found[name] = torch.empty(one.shape, dtype=one.dtype, device="cpu")
-        return [WantedRange(name, 0, tensor.view(-1)) for name, tensor in found.items()]
+        Raises:
+            CheckpointCorruptError, UnreadableFileError: it is missing, or cannot be opened now.
+        """
+        self._descriptor = persistently(partial(open_plain, direct=True), self.path)
 
-    persistently(lambda path: _read(path, record, choose, descriptor, headers), path)
-    return found
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
+    def read(self, wanted: Sequence[WantedRange]) -> int:
+        """Copy ranges of its tensors to their targets, in any order; several of one tensor may overlap.
 
-def _read(
-    path: Path,
-    record: FileRecord,
-    choose: Callable[[Mapping[str, PlacedTensor]], Sequence[WantedRange]],
-    descriptor: int | None,
-    headers: Headers | None,
-) -> int:
-    """One attempt of `read_ranges`."""
-    with _Pieces(path, record, descriptor) as pieces:
-        try:
-            tensors = (headers or {}).get(path) or _header(pieces, record)
-            left = _places(tensors, choose(tensors))
-        except NO_HEADER as error:
-            raise refused_content(path, str(error)) from error
-        runs, begun = _runs(left), list[_Place]()
-        left.reverse()
-        for begin, after in runs:
-            piece = pieces.read(begin, after)
-            start, end = begin * HASHED_PIECE_BYTES, begin * HASHED_PIECE_BYTES + len(piece)
-            while left and left[-1][0] < end:
-                begun.append(left.pop())
-            values = numpy.frombuffer(piece, numpy.uint8)
-            for first, memory in begun:
-                of, to = max(first, start), min(first + memory.nbytes, end)
-                numpy.copyto(memory[of - first : to - first], values[of - start : to - start])
-            begun = [(first, memory) for first, memory in begun if first + memory.nbytes > end]
-        read = pieces.finish()
-    if headers is not None:
-        headers[path] = tensors
-    return read
+        Returns:
+            The bytes that were read from the disk. After an error the targets hold anything.
+
+        Raises:
+            CheckpointCorruptError: the file is missing, has another length, or a piece that was read another hash; or
+                it has no such tensor, one of another dtype, or a shorter one.
+            UnreadableFileError: the file system refuses to give it, also when asked again.
+        """
+        return persistently(lambda _: self._read(lambda _: wanted), self.path)
+
+    def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The tensors whose names begin so, in memory of their own; raises as `read`."""
+        found: dict[str, torch.Tensor] = {}
+
+        def choose(tensors: Mapping[str, PlacedTensor]) -> list[WantedRange]:
+            for name, one in tensors.items():
+                if name.startswith(prefix):
+                    found[name] = torch.empty(one.shape, dtype=one.dtype, device="cpu")
+            return [WantedRange(name, 0, tensor.view(-1)) for name, tensor in found.items()]
+
+        persistently(lambda _: self._read(choose), self.path)
+        return found
+
+    def _read(self, choose: Callable[[Mapping[str, PlacedTensor]], Sequence[WantedRange]]) -> int:
+        """One attempt of `read`."""
+        with _Pieces(self.path, self.record, self._descriptor) as pieces:
+            try:
+                tensors = self._tensors or _header(pieces, self.record)
+                left = _places(tensors, choose(tensors))
+            except NO_HEADER as error:
+                raise refused_content(self.path, str(error)) from error
+            runs, begun = _runs(left), list[_Place]()
+            left.reverse()
+            for begin, after in runs:
+                piece = pieces.read(begin, after)
+                start, end = begin * HASHED_PIECE_BYTES, begin * HASHED_PIECE_BYTES + len(piece)
+                while left and left[-1][0] < end:
+                    begun.append(left.pop())
+                values = numpy.frombuffer(piece, numpy.uint8)
+                for first, memory in begun:
+                    of, to = max(first, start), min(first + memory.nbytes, end)
+                    numpy.copyto(memory[of - first : to - first], values[of - start : to - start])
+                begun = [(first, memory) for first, memory in begun if first + memory.nbytes > end]
+            read = pieces.finish()
+        self._tensors = tensors
+        return read
 
 
 def _header(pieces: "_Pieces", record: FileRecord) -> dict[str, PlacedTensor]:

@@ -1,10 +1,8 @@
 """A committed checkpoint: what its ranks have saved, as slabs, and their small states."""
 
-import os
 import resource
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.assemble import Piece, Slab, assemble, wanted_of
-from cpsr.checkpoint.files import open_plain
 from cpsr.checkpoint.manifest import (
     FileRecord,
     FrozenRecord,
@@ -27,8 +24,8 @@ from cpsr.checkpoint.manifest import (
     slab_path,
     writer_of,
 )
-from cpsr.checkpoint.ranges import Headers, WantedRange, read_ranges, read_tensors
-from cpsr.checkpoint.verify import DamagedFileError, persistently, read_manifest, read_rank_manifest
+from cpsr.checkpoint.ranges import SlabFile, WantedRange
+from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, Shard
@@ -48,26 +45,15 @@ _Kept = tuple[str, Piece, str | None]  # key, piece, and name of the slab; None:
 
 @dataclass(frozen=True)
 class FileSlab:
-    """A file of a checkpoint.
+    """A file of a checkpoint, with what of it belongs to a rank's part; see `cpsr.checkpoint.assemble.Slab`."""
 
-    Attributes:
-        path: of the file.
-        record: its size and hashes.
-        rank, pieces: see `cpsr.checkpoint.assemble.Slab`.
-        descriptor: of the open file; None opens it by its name.
-        headers: see `read_ranges`.
-    """
-
-    path: Path
-    record: FileRecord
+    file: SlabFile
     rank: int
     pieces: Mapping[str, Piece]
-    descriptor: int | None = None
-    headers: Headers | None = None
 
     def read(self, wanted: Sequence[WantedRange]) -> int:
         """See `cpsr.checkpoint.assemble.Slab.read`."""
-        return read_ranges(self.path, self.record, wanted, self.descriptor, self.headers)
+        return self.file.read(wanted)
 
 
 @dataclass(frozen=True)
@@ -109,9 +95,8 @@ class SavedCheckpoint:
     def __init__(
         self, directory: Path, manifest: Manifest | None = None, records: int | None = RECORDS_AT_ONCE
     ) -> None:
-        self._held: dict[str, int] = {}  # open files
+        self._files: dict[str, SlabFile] = {}
         self._records: dict[int, RankManifest] = {}
-        self._headers: Headers = {}
         self._limit = records
         self.directory = directory
         self.manifest = read_manifest(directory) if manifest is None else manifest
@@ -137,7 +122,8 @@ class SavedCheckpoint:
     def hold(self, names: Collection[str]) -> None:
         """Open these files now: what deletes the checkpoint later does not disturb its reader.
 
-        They are closed with this object. The process's limit of open files is raised where it is too low for them.
+        They are closed with this object and its slabs. The process's limit of open files is raised where it is too low
+        for them.
 
         Raises:
             CheckpointCorruptError, UnreadableFileError: one is missing, or cannot be opened now.
@@ -147,12 +133,9 @@ class SavedCheckpoint:
         if soft < wanted and soft != resource.RLIM_INFINITY:
             limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+        listed = self.manifest.files
         for name in names:
-            self._held[name] = persistently(partial(open_plain, direct=True), slab_path(self.directory, name))
-
-    def __del__(self) -> None:
-        for descriptor in self._held.values():
-            os.close(descriptor)
+            self._file(name, listed[name]).hold()
 
     def beginning_with(self, rank: int) -> list[int]:
         """All ranks, this one first."""
@@ -170,8 +153,7 @@ class SavedCheckpoint:
             for key, piece, file in places_of(record):
                 (small if file is None else files.setdefault(file, {}))[key] = piece
             for file, pieces in files.items():
-                listed, opened = self.file(record, file), self._held.get(file)
-                yield FileSlab(slab_path(self.directory, file), listed, rank, pieces, opened, self._headers)
+                yield FileSlab(self.file(record, file), rank, pieces)
             if small:
                 yield _MovedSlab(self, rank, small)
 
@@ -185,7 +167,7 @@ class SavedCheckpoint:
 
         Raises:
             RunMismatchError: the operators or buffers differ from those that were saved; `into` is as it was.
-            CheckpointCorruptError, UnreadableFileError: see `FileSlab.read`; `into` holds anything.
+            CheckpointCorruptError, UnreadableFileError: see `SlabFile.read`; `into` holds anything.
         """
         record, wanted = self.record(rank), wanted_of(into)
         _require_same(self.directory, record, {key: one.piece for key, one in wanted.items()} | dict(frozen or {}))
@@ -206,32 +188,34 @@ class SavedCheckpoint:
             if not isinstance(found, dict) or key not in found:
                 raise CheckpointError(f"{self.directory}: rank {rank} saved no {'.'.join(branch)}")
             found = found[key]
-        file = slab_name(rank, "extra", record.save)
-        listed, prefix = self.file(record, file), ".".join([SCALARS, *branch])
-        tensors = read_tensors(slab_path(self.directory, file), listed, prefix, self._held.get(file), self._headers)
+        tensors = self.file(record, slab_name(rank, "extra", record.save)).tensors(".".join([SCALARS, *branch]))
         try:
             return decode(found, tensors)
         except (KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
             raise DamagedFileError(path, f"its scalars cannot be decoded: {error!r}") from error
 
-    def file(self, record: RankManifest, name: str) -> FileRecord:
-        """Size and hashes of a file of a rank's part; where another rank wrote it, perhaps without its MiB's hashes.
+    def file(self, record: RankManifest, name: str) -> SlabFile:
+        """A file of a rank's part; where another rank wrote it, perhaps without the hashes of its MiB.
 
         The commit checked that the rank wrote what it was left, so its manifest, which may be large, is not read.
         """
-        if name in record.files:
-            return record.files[name]
         writer = writer_of(name)
-        if writer in self._records and name in self._records[writer].files:
-            return self._records[writer].files[name]
+        for one in (record, self._records.get(writer)):
+            if one is not None and name in one.files:
+                return self._file(name, one.files[name])
+        path = self.directory / rank_manifest_name(record.rank)
         if writer == record.rank:
-            path = self.directory / rank_manifest_name(record.rank)
             raise DamagedFileError(path, f"lists {sorted(record.files)}, not {name}")
         listed = self.manifest.ranks.get(writer)
         if listed is None or name not in listed.files:
-            path = self.directory / rank_manifest_name(record.rank)
             raise DamagedFileError(path, f"leaves {name} to rank {writer}, of which that is not described")
-        return listed.files[name]
+        return self._file(name, listed.files[name])
+
+    def _file(self, name: str, record: FileRecord) -> SlabFile:
+        found = self._files.setdefault(name, SlabFile(slab_path(self.directory, name), record))
+        if record.pieces is not None:
+            found.record = record
+        return found
 
 
 def places_of(record: RankManifest, prefix: str = "") -> Iterator[_Kept]:

@@ -76,7 +76,7 @@ class WholeState:
         self._slabs: dict[str, dict[object, Slab]] = {}  # key -> those that hold it, each once
         for number, slab in enumerate(saved.slabs(range(len(self._ranks)))):
             for key in slab.pieces:
-                place = slab.path if isinstance(slab, FileSlab) else number
+                place = slab.file.path if isinstance(slab, FileSlab) else number
                 self._slabs.setdefault(key, {}).setdefault(place, slab)
         self.parameters = list(self._operators)
         self._moved_buffers: dict[str, Any] | None = None

@@ -55,7 +55,7 @@ def _parts(saved: SavedCheckpoint) -> Iterator[tuple[str, Any]]:
     """Name and value of each tensor of a checkpoint, and of each part of its ranks' small states."""
     for rank in range(saved.manifest.world_size):
         for slab in saved.slabs([rank]):
-            if not isinstance(slab, FileSlab) or writer_of(slab.path.name) != rank:
+            if not isinstance(slab, FileSlab) or writer_of(slab.file.path.name) != rank:
                 continue  # the small state has it; or it is another rank's to show
             for key, piece in slab.pieces.items():
                 values = torch.empty(piece.numel, dtype=piece.dtype)

@@ -15,8 +15,9 @@ from cpsr.checkpoint.direct_file import (
     DIRECT,
     PIECE_BYTES,
     aligned_pieces,
+    block_buffer,
     open_direct,
-    read_pieces,
+    read_at,
     write_piece,
 )
 
@@ -52,7 +53,10 @@ def write_runs(path: Path, *runs: Bytes) -> bool:
 def read(path: Path, piece_bytes: int = PIECE_BYTES) -> bytes:
     descriptor = open_direct(path, os.O_RDONLY)
     try:
-        return b"".join(bytes(piece) for piece in read_pieces(descriptor, piece_bytes))
+        buffer, found = block_buffer(piece_bytes), b""
+        while count := read_at(descriptor, buffer, len(found), piece_bytes):
+            found += bytes(buffer[:count])
+        return found
     finally:
         os.close(descriptor)
 
@@ -104,28 +108,30 @@ def test_a_file_system_that_refuses_is_stated_once_and_takes_the_page_cache(
 @pytest.mark.parametrize("most", [1, 512, BLOCK_BYTES, 3 * BLOCK_BYTES - 1])
 def test_short_transfers_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     short = [20, 20]  # writes and reads, so that single bytes come to an end
-    write, readv = os.write, os.readv
+    write, preadv = os.write, os.preadv
 
     def writing(descriptor: int, data: memoryview) -> int:
         short[0] -= 1
         return cached(write, descriptor, data[:most]) if short[0] > 0 else write(descriptor, data)
 
-    def reading(descriptor: int, buffers: list[memoryview]) -> int:
+    def reading(descriptor: int, buffers: list[memoryview], start: int) -> int:
         short[1] -= 1
-        return cached(readv, descriptor, [buffers[0][:most]]) if short[1] > 0 else readv(descriptor, buffers)
+        if short[1] <= 0:
+            return preadv(descriptor, buffers, start)
+        return cached(preadv, descriptor, [buffers[0][:most]], start)
 
     monkeypatch.setattr(os, "write", writing)
-    monkeypatch.setattr(os, "readv", reading)
+    monkeypatch.setattr(os, "preadv", reading)
     run = memory(5 * BLOCK_BYTES + 7)
     write_runs(tmp_path / "file", run)
     assert read(tmp_path / "file") == run.tobytes() == (tmp_path / "file").read_bytes()
 
 
-def cached(call: Callable[..., int], descriptor: int, data: object) -> int:
+def cached(call: Callable[..., int], descriptor: int, *arguments: object) -> int:
     """A call through the page cache, which takes any length; the descriptor stays as it is."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~DIRECT)
     try:
-        return call(descriptor, data)
+        return call(descriptor, *arguments)
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES
 from cpsr.checkpoint.files import hash_file, write_tensors
 from cpsr.checkpoint.manifest import FileRecord
-from cpsr.checkpoint.ranges import WantedRange, read_ranges
+from cpsr.checkpoint.ranges import SlabFile, WantedRange
 from cpsr.checkpoint.verify import DamagedFileError
 from tests.checkpoint.conftest import bits
 
@@ -91,7 +91,7 @@ def test_ranges_are_what_was_saved_and_other_pieces_are_not_read(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", tracing)
-        found = read_ranges(path, record, ranges)
+        found = SlabFile(path, record).read(ranges)
     assert all(map(is_right, ranges))
     assert read == [0, *sorted(touched(ranges))]
     assert found == size_of(read, record.bytes)
@@ -116,9 +116,9 @@ def test_a_flip_is_found_where_its_piece_is_read(
     if piece in {0, *touched(ranges)}:
         named = f"flipped: the xxh3-64 of its bytes {piece * MIB} to {min((piece + 1) * MIB, record.bytes)} is "
         with pytest.raises(DamagedFileError, match=named):
-            read_ranges(damaged, record, ranges)
+            SlabFile(damaged, record).read(ranges)
     else:
-        read_ranges(damaged, record, ranges)
+        SlabFile(damaged, record).read(ranges)
         assert all(map(is_right, ranges))
 
 
@@ -127,7 +127,7 @@ def test_a_file_of_another_length_is_damage(tmp_path: Path, path: Path, size: in
     data = path.read_bytes()
     (tmp_path / "file").write_bytes(data + b"\0" if size == 1 else data[:size])
     with pytest.raises(DamagedFileError, match=rf"has \d+ bytes, {len(data)} were committed"):
-        read_ranges(tmp_path / "file", hash_file(path), [wanted("scalar")])
+        SlabFile(tmp_path / "file", hash_file(path)).read([wanted("scalar")])
     (tmp_path / "file").unlink()
     with pytest.raises(DamagedFileError, match="is missing"):
-        read_ranges(tmp_path / "file", hash_file(path), [wanted("scalar")])
+        SlabFile(tmp_path / "file", hash_file(path)).read([wanted("scalar")])

@@ -257,7 +257,7 @@ def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> No
 def test_a_directory_that_cannot_be_listed_is_listed_again(
     filled: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listed, refusals = Path.iterdir, [1]
+    listed, refusals, slices = Path.iterdir, [1], slices_in(filled.directory)
 
     def refusing(path: Path) -> Iterator[Path]:
         if path == filled.directory and refusals:
@@ -268,7 +268,7 @@ def test_a_directory_that_cannot_be_listed_is_listed_again(
     monkeypatch.setattr(Path, "iterdir", refusing)
     predictor = Reader()
     learner = Learner(predictor, BudgetPace(1.0))
-    learner.start(filled, slices_in(filled.directory))
+    learner.start(filled, slices)
     learner.notify(20, 0)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while "learns nothing until" not in caplog.text:

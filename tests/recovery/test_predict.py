@@ -47,7 +47,7 @@ def test_restarts_at_the_failure(job: Job, killed: Killed, uninterrupted: Uninte
     assert origins[CHECKPOINT] == "trained"
     assert origins[ITERATIONS] == "predicted"
     newest = scan(job.run_dir / "checkpoints").checkpoints[-1]
-    assert newest.label == "predicted"
+    assert newest.manifest.label == "predicted"
 
 
 def test_auto_recomputes_where_a_prediction_is_not_worth_it(job: Job, uninterrupted: Uninterrupted) -> None:
