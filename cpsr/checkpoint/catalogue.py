@@ -39,8 +39,8 @@ from cpsr.checkpoint.manifest import (
 )
 from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.verify import (
+    CheckpointFileError,
     DamagedFileError,
-    Problem,
     UnreadableFileError,
     is_committed,
     persistently,
@@ -90,8 +90,8 @@ class Catalogue:
     """
 
     checkpoints: list[SavedCheckpoint] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    unreadable: list[Problem] = field(default_factory=list)
+    problems: list[CheckpointFileError] = field(default_factory=list)
+    unreadable: list[CheckpointFileError] = field(default_factory=list)
     uncommitted: dict[int, Path] = field(default_factory=dict)
     asides: list[SetAside] = field(default_factory=list)
 
@@ -121,9 +121,8 @@ def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
                 found.checkpoints.append(info)
             elif not path.is_symlink():  # the target of a link is not ours
                 found.uncommitted[iteration] = path
-        except (DamagedFileError, UnreadableFileError) as error:
-            kind = found.problems if isinstance(error, DamagedFileError) else found.unreadable
-            kind.append(Problem(error.file, error.what, iteration))
+        except CheckpointFileError as error:
+            (found.problems if isinstance(error, DamagedFileError) else found.unreadable).append(error)
             yield  # an unreadable one is retried several times, which takes most of a second or more
         if number % CHECKPOINTS_AT_ONCE == 0:
             yield

@@ -41,8 +41,7 @@ from cpsr.checkpoint.replicated import DriftedError
 from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.verify import (
-    Problem,
-    UnreadableFileError,
+    CheckpointFileError,
     is_committed,
     is_there,
     verify_run,
@@ -50,7 +49,7 @@ from cpsr.checkpoint.verify import (
 from cpsr.errors import CheckpointError, RunMismatchError, SaveError
 from cpsr.state.shard import Shard
 
-__all__ = ["DIFFERING", "CheckpointStore", "CommitResult", "Problem", "verify_run"]
+__all__ = ["DIFFERING", "CheckpointStore", "CommitResult", "verify_run"]
 
 # In the run's directory: replicas that a commit found to differ.
 DIFFERING = "ranks-differ"
@@ -108,7 +107,7 @@ class CheckpointStore:
         """Raise SupersededError where a newer life of the run has begun; OSError where that cannot be read."""
         refuse_superseded(self.directory.parent, self._life)
 
-    def prepare(self) -> list[Problem]:
+    def prepare(self) -> list[CheckpointFileError]:
         """Clean up after earlier lives; by rank 0 alone, before any rank writes.
 
         Removes saves that were never committed, and sets aside checkpoints with an invalid commit record.
@@ -341,7 +340,7 @@ class CheckpointStore:
         catalogue = scan(self.directory)
         for problem in catalogue.unreadable:
             if problem.iteration is not None and problem.iteration > after:
-                raise UnreadableFileError(problem.file, problem.what)
+                raise problem
         return catalogue
 
     def _refuse_abandoned(self, attempt: Attempt, cause: Exception | None = None) -> None:

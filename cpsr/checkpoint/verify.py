@@ -5,7 +5,6 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +25,14 @@ from cpsr.checkpoint.replicated import missing_among
 from cpsr.checkpoint.tensor_file import MappedTensors
 from cpsr.errors import CheckpointCorruptError, CheckpointError
 
-__all__ = ["DamagedFileError", "Problem", "UnreadableFileError", "check_file", "check_in_pieces", "check_piece"]
+__all__ = [
+    "CheckpointFileError",
+    "DamagedFileError",
+    "UnreadableFileError",
+    "check_file",
+    "check_in_pieces",
+    "check_piece",
+]
 __all__ += ["is_committed", "is_there", "map_tensors", "persistently"]
 __all__ += ["read_manifest", "read_rank_manifest", "refused_content", "require_same"]
 __all__ += ["verify_checkpoint", "verify_run"]
@@ -40,42 +46,36 @@ _PAUSES_SECONDS = (0.02, 0.1, 0.5)
 _Read = TypeVar("_Read")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a checkpoint on disk.
+class CheckpointFileError(CheckpointError):
+    """Something is wrong with a checkpoint on disk.
 
     Attributes:
-        file: the file (or directory) that is damaged.
+        file: the file (or directory) that is damaged, or cannot be read.
         what: what is wrong with it.
-        iteration: the checkpoint it belongs to, None for the run as a whole.
+        iteration: the checkpoint it belongs to; None for the run as a whole, and where that is not known.
     """
 
-    file: Path
-    what: str
-    iteration: int | None
+    def __init__(self, file: Path, what: str, advice: str = "") -> None:
+        super().__init__(f"{file}: {what}{advice}")
+        self.file, self.what = file, what
+        self.iteration = step_iteration(file.parent.name)
 
 
-class DamagedFileError(CheckpointCorruptError):
+class DamagedFileError(CheckpointFileError, CheckpointCorruptError):
     """A committed checkpoint is damaged in this file."""
 
-    def __init__(self, file: Path, what: str) -> None:
-        super().__init__(f"{file}: {what}")
-        self.file = file
-        self.what = what
 
-
-class UnreadableFileError(CheckpointError):
+class UnreadableFileError(CheckpointFileError):
     """The file system cannot read this file now: it may be undamaged, and nothing is set aside."""
 
     def __init__(self, file: Path, what: str) -> None:
         known = step_iteration(file.parent.name) is not None
         which = f"the name of {file.parent}" if known else "the name of the checkpoint's directory"
-        super().__init__(
-            f"{file}: {what}. The checkpoint may be whole and was left as it is: start again; where this stays, put "
-            f"'kept-' before {which}, so that an older checkpoint is used and nothing of this one is removed"
+        advice = (
+            f". The checkpoint may be whole and was left as it is: start again; where this stays, put 'kept-' before "
+            f"{which}, so that an older checkpoint is used and nothing of this one is removed"
         )
-        self.file = file
-        self.what = what
+        super().__init__(file, what, advice)
 
 
 def is_committed(directory: Path) -> bool:
@@ -200,42 +200,45 @@ def map_tensors(path: Path) -> MappedTensors:
     return persistently(_map_tensors, path)
 
 
-def verify_checkpoint(directory: Path) -> list[Problem]:
+def verify_checkpoint(directory: Path) -> list[CheckpointFileError]:
     """Everything that is wrong with one committed checkpoint, over all its ranks; reads all of its bytes.
 
     An unreadable file is a problem, too: it cannot be verified.
     """
-    damages = list(_damages(directory))
-    if damages:
+    problems = list(_problems(directory))
+    if problems:
         # A running job may have thinned or deleted it meanwhile: real damage shows twice.
-        damages = list(_damages(directory)) if (directory / COMMIT).exists() else []
-    return [Problem(error.file, error.what, step_iteration(directory.name)) for error in damages]
+        problems = list(_problems(directory)) if (directory / COMMIT).exists() else []
+    for problem in problems:
+        problem.iteration = step_iteration(directory.name)
+    return problems
 
 
-def verify_run(run_dir: Path) -> list[Problem]:
+def verify_run(run_dir: Path) -> list[CheckpointFileError]:
     """Everything that is wrong with the committed checkpoints of a run; changes nothing.
 
     Directories without a commit record (a save under way, or cut off by a kill) are no checkpoints, and no problem.
     """
     checkpoints = run_dir / "checkpoints"
     if not checkpoints.is_dir():
-        return [Problem(checkpoints, "no such directory; is this the directory of a run?", None)]
-    problems: list[Problem] = []
+        return [CheckpointFileError(checkpoints, "no such directory; is this the directory of a run?")]
+    problems: list[CheckpointFileError] = []
     if (checkpoints / SLABS).is_symlink():
-        problems.append(Problem(checkpoints / SLABS, "is a symbolic link, and never followed", None))
+        problems.append(CheckpointFileError(checkpoints / SLABS, "is a symbolic link, and never followed"))
     for path in sorted(path for path in checkpoints.iterdir() if step_iteration(path.name) is not None):
         if path.is_symlink():
-            problems.append(Problem(path, "is a symbolic link, and never followed", step_iteration(path.name)))
+            problems.append(CheckpointFileError(path, "is a symbolic link, and never followed"))
+            problems[-1].iteration = step_iteration(path.name)
         elif (path / COMMIT).exists():
             problems += verify_checkpoint(path)
     return problems
 
 
-def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError]:
+def _problems(directory: Path) -> Iterator[CheckpointFileError]:
     """Damaged and unreadable files; with a damaged manifest nothing below it can be verified."""
     try:
         manifest = read_manifest(directory)
-    except (DamagedFileError, UnreadableFileError) as error:
+    except CheckpointFileError as error:
         yield error
         return
     listed = manifest.files
@@ -243,13 +246,13 @@ def _damages(directory: Path) -> Iterator[DamagedFileError | UnreadableFileError
     for rank in range(manifest.world_size):
         try:
             record = records[rank] = read_rank_manifest(directory, manifest, rank)
-        except (DamagedFileError, UnreadableFileError) as error:
+        except CheckpointFileError as error:
             yield error
             continue
         for name in sorted(record.files.keys() & listed):
             try:
                 check_file(slab_path(directory, name), record.files[name], direct=True)
-            except (DamagedFileError, UnreadableFileError) as error:
+            except CheckpointFileError as error:
                 yield error
     for rank, what in missing_among(records):
         yield DamagedFileError(directory / rank_manifest_name(rank), what)

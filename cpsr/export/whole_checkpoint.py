@@ -12,7 +12,7 @@ from cpsr.checkpoint.assemble import Piece, Slab, Wanted, assemble
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.manifest import COMMIT, OperatorRecord, RankManifest, rank_manifest_name
 from cpsr.checkpoint.saved import FileSlab, SavedCheckpoint
-from cpsr.checkpoint.verify import DamagedFileError, UnreadableFileError, read_manifest
+from cpsr.checkpoint.verify import DamagedFileError, read_manifest
 from cpsr.errors import CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
 from cpsr.state.codec import same_bits
 
@@ -294,12 +294,9 @@ def _choose(checkpoints: Path, iteration: int | None) -> SavedCheckpoint:
     found = [info for info in catalogue.checkpoints if info.full and iteration in (None, info.iteration)]
     if found:
         return found[-1]
-    for problem in catalogue.problems:
-        if problem.iteration == iteration:
-            raise DamagedFileError(problem.file, problem.what)
-    for problem in catalogue.unreadable:
-        if iteration is None or problem.iteration == iteration:
-            raise UnreadableFileError(problem.file, problem.what)
+    for problem in [*catalogue.problems, *catalogue.unreadable]:
+        if problem.iteration == iteration or (iteration is None and problem in catalogue.unreadable):
+            raise problem
     whole = [info.iteration for info in catalogue.checkpoints if info.full]
     wanted = "whole checkpoint" if iteration is None else f"whole checkpoint of iteration {iteration}"
     raise CheckpointError(f"{checkpoints} holds no {wanted}; whole ones are {whole or 'none'}. Nothing was exported")
