@@ -11,7 +11,7 @@ from cpsr.benchmarks.faults.outcome import Outcome
 from cpsr.benchmarks.faults.part import RANKS, Fault, Part
 from cpsr.benchmarks.faults.remains import remains_of, remove_memory, states_in
 from cpsr.benchmarks.faults.scenarios import Scenario
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, describe
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.errors import CPSRError
 
 __all__ = ["live"]
@@ -143,9 +143,8 @@ class _Stage:
             if what.endswith("removed"):
                 state.path.unlink()
             elif what.endswith("damaged") and state.rank == 1:
-                found, content = describe(state.path), bytearray(state.path.read_bytes())
-                assert found is not None
-                content[found.size.header_bytes + DAMAGED_BYTE] ^= 1
+                content = bytearray(state.path.read_bytes())
+                content[state.size.header_bytes + DAMAGED_BYTE] ^= 1
                 state.path.write_bytes(content)
 
     def _outcome(self, judge: Judge) -> Outcome:

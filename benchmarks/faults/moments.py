@@ -66,7 +66,7 @@ def _snapshot_of(place: int, arguments: Sequence[Any]) -> bool:
 
 
 def _sealed(place: int, arguments: Sequence[Any]) -> bool:
-    _, _, _, kind, _, iteration, _ = arguments
+    _, kind, _, iteration, _ = arguments
     return bool(kind == "snapshot" and iteration == place)
 
 

@@ -10,8 +10,7 @@ from cpsr.benchmarks.faults.part import RANKS
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_reader import verify_memory_state
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState, verify_memory_state
 from cpsr.checkpoint.progress import newest_life, read_progress
 from cpsr.checkpoint.run_directory import IDENTITY
 

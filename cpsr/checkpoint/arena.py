@@ -1,18 +1,20 @@
 """The slabs of a run in this machine's shared memory, as a place: listed, received whole, opened, sent and dropped."""
 
+import contextlib
 import errno
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpsr.checkpoint.memory_reader import OpenState
 from cpsr.checkpoint.memory_states import (
     BLOCK_BYTES,
     NAME,
     PAGE_BYTES,
     SHARED_MEMORY,
     MemoryState,
+    OpenState,
     describe,
     open_own,
     write_at,
@@ -22,8 +24,9 @@ from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.tensor_file import LENGTH_BYTES
 from cpsr.errors import CheckpointError
 
-__all__ = ["Arena", "Sealed"]
+__all__ = ["PIECE_BYTES", "Arena", "Sealed", "bytes_of", "free_bytes", "shared_memory_left"]
 
+RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
 # Of a slab at a time. Large enough that what is done for each in Python is lost beside the network, and small beside
 # any state.
 PIECE_BYTES = 4 << 20
@@ -99,18 +102,34 @@ class Arena:
             if matched is not None and matched["run_id"] == self.run_id:
                 yield path
 
+    def taken_by(self, slots: str, ranks: Collection[int] | None = None) -> int:
+        """Bytes of memory that `BUFFERS`, `WINDOWS` or `REPLICAS` take, of these ranks or of all."""
+        named = ((path, NAME.fullmatch(path.name)) for path in self.files())
+        return bytes_of(
+            path
+            for path, name in named
+            if name is not None and re.fullmatch(slots, name["slot"]) and (ranks is None or int(name["rank"]) in ranks)
+        )
+
+    def room_for(self, slots: str, ranks: Collection[int] | None = None) -> int:
+        """Bytes that such ones can take together: what is free, and what they have already; 0 without shared memory."""
+        try:
+            return free_bytes(self.directory) + self.taken_by(slots, ranks)
+        except OSError:
+            return 0
+
     def list(self, rank: int | None = None) -> Sequence[MemoryState]:
         """See `Place.list`; by rank and iteration, of one rank or of all."""
         paths = [path for path in self.files() if rank is None or path.name.startswith(self.path(rank, "").name)]
-        found = [one.state for one in map(describe, paths) if one is not None]
+        found = [state for state in map(describe, paths) if state is not None]
         return sorted(found, key=lambda state: (state.rank, state.iteration))
 
     def find(self, name: str, iteration: int) -> MemoryState:
         """The state of that iteration under this name, not verified; CheckpointError where it is not there any more."""
         found = describe(self._path(name))
-        if found is None or found.state.iteration != iteration:
+        if found is None or found.iteration != iteration:
             raise CheckpointError(f"{name} does not hold iteration {iteration} any more")
-        return found.state
+        return found
 
     def open(self, index: Index) -> OpenState:
         """See `Place.open`."""
@@ -129,7 +148,7 @@ class Arena:
             found = describe(path)
             if found is None:
                 raise CheckpointError(f"what was to be {name} is no slab of that rank and run")
-            return OpenState(found.state)
+            return OpenState(found)
         except BaseException:
             self.drop(name)
             raise
@@ -165,3 +184,24 @@ def _receive(descriptor: int, path: Path, image: Image) -> None:
             length, piece, offset = bytes(piece[:LENGTH_BYTES]), piece[LENGTH_BYTES:], LENGTH_BYTES
         write_at(descriptor, piece, offset)
     write_at(descriptor, length, 0)
+
+
+def shared_memory_left(directory: Path = SHARED_MEMORY) -> int:
+    """Bytes that may still be allocated there, after the reserve for others; OSError where it is not mounted."""
+    memory = os.statvfs(directory)
+    free, size = memory.f_bavail * memory.f_frsize, memory.f_blocks * memory.f_frsize
+    return max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * size)))
+
+
+def free_bytes(directory: Path = SHARED_MEMORY) -> int:
+    """Bytes that files there may still take, of the machine's memory or the container's; raises likewise."""
+    return min(available_host_bytes(), shared_memory_left(directory))
+
+
+def bytes_of(paths: Iterable[Path]) -> int:
+    """Memory that files take; one that is removed meanwhile takes none."""
+    found = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found += path.lstat().st_blocks * BLOCK_BYTES
+    return found

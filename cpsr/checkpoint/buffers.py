@@ -82,11 +82,6 @@ class HostBuffer:
         """`shard_of_parts` with all operators at one iteration."""
         return self.shard_of_parts(dict.fromkeys(self.held.parts.names, iteration))
 
-    @property
-    def file_name(self) -> str:
-        """Of its file in shared memory; empty without one."""
-        return "" if self.memory is None else self.memory.path.name
-
     def unseal(self) -> None:
         """The state in it counts no more."""
         if self.memory is not None:
@@ -224,7 +219,7 @@ def make_buffers(
     """
     problem, shared = None, list[HostBuffer]()
     try:
-        files = [] if memory is None else memory.files(count, slab_size(template))
+        files = [] if memory is None else memory.files([*map(str, range(count))], slab_size(template))
         shared = [HostBuffer(template, pinned=False, memory=file, units=units) for file in files]
         if device is not None:
             for buffer in shared:

@@ -7,6 +7,8 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
+
 __all__ = ["FileInUseError", "FileLock"]
 
 logger = logging.getLogger(__name__)
@@ -127,10 +129,10 @@ def _name_of(process: int) -> str:
     if process <= 0:
         return "a process that cannot be seen from here (in another container, or a child of one that has ended)"
     try:
-        words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
-    except OSError:
+        words = " ".join(psutil.Process(process).cmdline()).split()
+    except psutil.NoSuchProcess:
+        return f"process {process}, which has ended, or a child that it forked"
+    except psutil.Error:
         words = []
     command = " ".join(words)[:COMMAND_CHARACTERS] or "its command cannot be read"
-    if not Path(f"/proc/{process}").exists():
-        return f"process {process}, which has ended, or a child that it forked"
     return f"process {process} ({command})" + (", which is this one," if process == os.getpid() else "")

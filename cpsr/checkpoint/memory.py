@@ -16,25 +16,23 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.arena import Arena, shared_memory_left
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory_states import (
     HASH_PLACE,
-    NAME,
     PENDING_HASH,
     SHARED_MEMORY,
     Kind,
+    MemoryState,
     SlabSize,
     describe,
-    described,
     hash_of,
-    iteration_in,
     open_own,
     size_of,
     write_at,
@@ -44,11 +42,10 @@ from cpsr.checkpoint.tensor_file import LENGTH_BYTES, PlacedTensor, header_of, i
 from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
 
-__all__ = ["MemoryFile", "SharedMemory", "shared_memory_left"]
+__all__ = ["MemoryFile", "SharedMemory"]
 
 logger = logging.getLogger(__name__)
 
-RESERVE_BYTES, RESERVE_SHARE = 1 << 24, 0.1
 # A killed process of many gigabytes takes some seconds to end; workers of torch's data loaders, if one has a lock
 # after all, end within 5 s of their parent.
 LOCK_SECONDS = 10.0
@@ -58,7 +55,8 @@ class MemoryFile:
     """One buffer in shared memory; whoever fills it unseals it first and seals it at the end.
 
     Args:
-        path: its file; a state of the same size stays in it.
+        memory: of its rank; what is sealed is stamped with the life and branch of that time.
+        slot: its name there; a state of the same size stays in it.
         size: of the buffer, and of what is reserved for the header before it.
         wait_seconds: how long a process that still has it is waited for.
 
@@ -66,23 +64,26 @@ class MemoryFile:
         path: its file.
         size: as given.
         bytes: the buffer.
+        iteration: of its state, -1 where it holds none.
 
     Raises:
         FileInUseError: another process had it to the end of that time.
         OSError: shared memory is not there, or is too small.
     """
 
-    def __init__(self, path: Path, size: SlabSize, wait_seconds: float = LOCK_SECONDS) -> None:
-        self.path, self.size = path, size
+    def __init__(self, memory: "SharedMemory", slot: str, size: SlabSize, wait_seconds: float) -> None:
+        self._memory, self.path, self.size, self.iteration = memory, memory.path(slot), size, -1
         # Until this process ends: a stopped process that continues would write into the next one's buffer.
-        self._lock = FileLock(path, wait_seconds, create=True)
+        self._lock = FileLock(self.path, wait_seconds, create=True)
         self._descriptor = -1
-        holds_none = size_of(path) == 0 and path.lstat().st_uid == os.geteuid()  # a new one
+        is_new = size_of(self.path) == 0 and self.path.lstat().st_uid == os.geteuid()
         try:
-            self._descriptor = open_own(path)
-            found = described(path, self._descriptor)
-            holds_none = found is None or found.size != size
-            if holds_none:
+            self._descriptor = open_own(self.path)
+            found = describe(self.path, self._descriptor)
+            if found is not None and found.size == size:
+                self.iteration = found.iteration
+            else:
+                is_new = True
                 os.pwrite(self._descriptor, bytes(LENGTH_BYTES), 0)
                 os.ftruncate(self._descriptor, size.bytes)
             # Allocates the memory now: writing to a page that cannot be allocated ends the process (SIGBUS).
@@ -90,9 +91,9 @@ class MemoryFile:
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults are left for the training thread
             self._map = mmap.mmap(self._descriptor, size.bytes, flags=shared)
         except OSError as error:
-            self.close(remove=holds_none)  # else a later start may have the descriptors and the memory for it
+            self.close(remove=is_new)  # else a later start may have the descriptors and the memory for it
             if error.errno == errno.ENOSPC:
-                raise _no_room(size.bytes, shared_memory_left(path.parent), path.parent) from error
+                raise memory.no_room(size.bytes) from error
             raise
         self._whole = Parts([("other/all", 0, size.buffer_bytes)], size.buffer_bytes)
         self._described_of: tuple[object, ...] | None = None
@@ -102,17 +103,9 @@ class MemoryFile:
         self.bytes = whole[size.header_bytes :]
         self._length = whole[:LENGTH_BYTES].view(torch.int64).numpy()
 
-    @property
-    def iteration(self) -> int:
-        """Iteration of its state, -1 where it holds none."""
-        if self._descriptor < 0:
-            return iteration_in(self.path)
-        found = described(self.path, self._descriptor)  # also where no more files can be opened
-        return -1 if found is None else found.state.iteration
-
     def unseal(self) -> None:
         """Invalidate the state in the buffer, until `seal`."""
-        self._length[0] = 0
+        self._length[0], self.iteration = 0, -1
 
     def seal(self, *given: Any, **named: Any) -> None:
         """Declare the written state complete; see `prepare`."""
@@ -120,28 +113,22 @@ class MemoryFile:
 
     def prepare(
         self,
-        rank: int,
-        life: int,
         kind: Kind,
         shard: Shard,
         iteration: int,
         scalars: Any,
         owned: str = "",
-        branch: int = 0,
         held: Held | None = None,
         encoded: tuple[Any, dict[str, torch.Tensor]] | None = None,
     ) -> Callable[[], None]:
         """Write all that describes the state in the buffer.
 
         Args:
-            rank: the owner of the state.
-            life: life of the run.
             kind: see `MemoryState`.
             shard: views into this buffer.
             iteration: iteration of the state.
             scalars: plain data (see `cpsr.state.codec.encode`).
             owned: see `MemoryState`.
-            branch: see `MemoryState`.
             held: iterations and hashes of the buffer's parts; None: all of it is of that iteration, and hashed now.
             encoded: the scalars, where they are encoded already.
 
@@ -159,16 +146,13 @@ class MemoryFile:
             held.fill(held.parts.names, iteration)
         held.hash_rest()
         members, index = self._described(shard, held.parts)
-        matched = NAME.fullmatch(self.path.name)
-        stamp = {"run": "" if matched is None else matched["run_id"], "rank": rank, "life": life, "branch": branch}
-        stamp |= {"kind": kind, "iteration": iteration, "owned": owned}
         hashes = [held.digests[segment].hex() for segment in held.parts.segments]
-        index = index | {name: str(value) for name, value in stamp.items()}
-        index |= {"taken_at": json.dumps(held.taken_at), "hashes": json.dumps(hashes)}
+        stamp = {**self._memory.stamp, "kind": kind, "iteration": str(iteration), "owned": owned}
+        index = index | stamp | {"taken_at": json.dumps(held.taken_at), "hashes": json.dumps(hashes)}
         return self._put(index, members, [run.data for run in image_of(tensors)], json.dumps(tree).encode())
 
-    def restamp(self, life: int, branch: int) -> None:
-        """Make the sealed state one of another life. A kill meanwhile leaves it unsealed.
+    def restamp(self) -> MemoryState:
+        """Make the sealed state one of this life. A kill meanwhile leaves it unsealed.
 
         Raises:
             OSError: there is none, or its header is damaged.
@@ -176,14 +160,16 @@ class MemoryFile:
         found = describe(self.path)
         if found is None:
             raise OSError(f"{self.path} holds no complete state")
-        index, header = found.index, found.header
         with self.path.open("rb") as file:
             file.seek(self.size.bytes)
             behind = file.read()
-        if hash_of(header.content, behind) != index.get("hash"):
+        if hash_of(found.header.content, behind) != found.index.get("hash"):
             raise OSError(f"{self.path} is damaged: its hash does not hold")
-        members = [members_of(header.tensors(), header.end)]
-        self._seal({**index, "life": str(life), "branch": str(branch)}, members, behind)()
+        members = [members_of(found.header.tensors(), found.header.end)]
+        self._seal({**found.index, **self._memory.stamp}, members, behind)()
+        state = describe(self.path)
+        assert state is not None
+        return state
 
     def _put(
         self, index: Mapping[str, str], members: bytes, image: list[memoryview], tree: bytes
@@ -214,6 +200,7 @@ class MemoryFile:
             self._map[HASH_PLACE] = hash_of(header, behind).encode()
 
         def publish() -> None:
+            self.iteration = int(index["iteration"])
             self._length[0] = self.size.header_bytes - LENGTH_BYTES
 
         return publish
@@ -276,8 +263,6 @@ class SharedMemory:
 
     Attributes:
         arena: the run's slabs here.
-        rank: owner of the buffers.
-        life: stamped on what is sealed.
         branch: how often this life has gone back to an earlier state, stamped likewise.
     """
 
@@ -289,26 +274,39 @@ class SharedMemory:
         directory: Path = SHARED_MEMORY,
         wait_seconds: float = LOCK_SECONDS,
     ) -> None:
-        self.rank = rank
-        self.life = life
-        self.branch = 0
         self.arena = Arena(run_id, directory)
-        self._wait_seconds = wait_seconds
+        self.life, self.branch = life, 0
+        self._rank, self._wait_seconds = rank, wait_seconds
 
-    def files(self, count: int, size: SlabSize) -> list[MemoryFile]:
-        """So many buffers, with the states of an earlier process where their size fits.
+    @property
+    def stamp(self) -> dict[str, str]:
+        """Of what is sealed now: see `MemoryState`."""
+        stamp = {"run": self.arena.run_id, "rank": self._rank, "life": self.life, "branch": self.branch}
+        return {name: str(value) for name, value in stamp.items()}
+
+    def path(self, slot: str) -> Path:
+        """Where a buffer lies."""
+        return self.arena.path(self._rank, slot)
+
+    def file(self, slot: str, size: SlabSize) -> MemoryFile:
+        """`files` of this one name."""
+        return self.files([slot], size)[0]
+
+    def files(self, slots: Sequence[str], size: SlabSize) -> list[MemoryFile]:
+        """Buffers of these names, with the states of an earlier process where their size fits.
 
         Raises:
             FileInUseError: another process has one, and did not release it in time; none was made.
             OSError: shared memory is not there or too small; none was made.
         """
+        missing = sum(max(size.bytes - size_of(self.path(slot)), 0) for slot in slots)
+        if missing > shared_memory_left(self.arena.directory):  # others need some, too: loaders' workers, NCCL
+            raise self.no_room(missing)
         made: list[MemoryFile] = []
-        self._require_room(map(str, range(count)), size.bytes)
         until = time.monotonic() + self._wait_seconds
         try:
-            for slot in range(count):
-                left_seconds = max(0.0, until - time.monotonic())
-                made.append(MemoryFile(self.path(str(slot)), size, left_seconds))
+            for slot in slots:
+                made.append(MemoryFile(self, slot, size, max(0.0, until - time.monotonic())))
         except OSError as error:
             for file in made:
                 file.close(remove=file.iteration < 0)  # a restart can still use the state of an earlier process
@@ -320,39 +318,13 @@ class SharedMemory:
             raise
         return made
 
-    def file(self, slot: str, size: SlabSize) -> MemoryFile:
-        """One more buffer, under a name of its own; with the state of an earlier process where its size fits.
-
-        Raises:
-            OSError: as `files`.
-        """
-        self._require_room([slot], size.bytes)
-        return MemoryFile(self.path(slot), size, self._wait_seconds)
-
-    def _require_room(self, slots: Iterable[str], file_bytes: int) -> None:
-        """Others need shared memory too: loaders' workers, NCCL."""
-        missing = sum(max(file_bytes - size_of(self.path(slot)), 0) for slot in slots)
-        left = shared_memory_left(self.arena.directory)
-        if missing > left:
-            raise _no_room(missing, left, self.arena.directory)
-
-    def path(self, slot: str) -> Path:
-        """Where a buffer lies."""
-        return self.arena.path(self.rank, slot)
-
-
-def shared_memory_left(directory: Path = SHARED_MEMORY) -> int:
-    """Bytes that may still be allocated there, after the reserve for others; OSError where it is not mounted."""
-    memory = os.statvfs(directory)
-    free, size = memory.f_bavail * memory.f_frsize, memory.f_blocks * memory.f_frsize
-    return max(0, free - max(RESERVE_BYTES, int(RESERVE_SHARE * size)))
-
-
-def _no_room(missing: int, left: int, directory: Path) -> OSError:
-    return OSError(
-        f"{missing} bytes are missing in {directory}, {left} can be taken beside what is left to others: enlarge it "
-        "(docker: --shm-size), or set checkpoint.shared_memory to false"
-    )
+    def no_room(self, missing: int) -> OSError:
+        """The error where so many bytes cannot be had."""
+        directory = self.arena.directory
+        return OSError(
+            f"{missing} bytes are missing in {directory}, {shared_memory_left(directory)} can be taken beside what is "
+            "left to others: enlarge it (docker: --shm-size), or set checkpoint.shared_memory to false"
+        )
 
 
 def _padding(first: int, size: int) -> PlacedTensor:

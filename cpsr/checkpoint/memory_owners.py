@@ -22,18 +22,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.arena import Arena, bytes_of
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
-from cpsr.checkpoint.memory import shared_memory_left
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME, SHARED_MEMORY, owner_path
-from cpsr.checkpoint.resources import available_host_bytes
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
 
-__all__ = ["HeldRun", "Owner", "bytes_in_memory", "copied_from", "free_orphans", "free_run", "mark_owner", "owner_of"]
-__all__ += ["remove_memory_states", "remove_unused", "room_in_memory", "runs_in_memory"]
+__all__ = ["HeldRun", "Owner", "copied_from", "free_orphans", "free_run", "mark_owner", "owner_of", "owner_path"]
+__all__ += ["remove_memory_states", "remove_unused", "runs_in_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -142,53 +140,57 @@ def owner_of(run_id: str, directory: Path = SHARED_MEMORY) -> Owner | None:
         return None
 
 
-def runs_in_memory(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
-    """All runs with files in this machine's shared memory; changes nothing."""
+def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
+    """The file that names the owner of a run's files."""
+    return directory / f"cpsr-{run_id}-owner"
+
+
+def runs_in_memory(directory: Path = SHARED_MEMORY, *, free: bool = False) -> list[HeldRun]:
+    """All runs with files in this machine's shared memory.
+
+    Args:
+        directory: where shared memory is mounted.
+        free: free those whose directory is gone and that no process uses.
+    """
     files = _files_by_run(directory)
     owners = {run_id: owner for run_id in files if (owner := owner_of(run_id, directory)) is not None}
     looked = _in_time({run_id: owner.look for run_id, owner in owners.items()})
     found = []
     for run_id, paths in sorted(files.items()):
+        owner, size = owners.get(run_id), bytes_of(paths)
         standing: Standing = "unclear"
-        if run_id not in owners:
+        if owner is None:
             why = "no owner of it is recorded"
         elif run_id not in looked:
-            why = f"{owners[run_id].run_dir} did not answer within {LOOK_SECONDS:g} s"
+            why = f"{owner.run_dir} did not answer within {LOOK_SECONDS:g} s"
         else:
             standing, why = looked[run_id]
         if standing != "there":
             try:
                 with _locked(paths):
-                    pass
+                    if free and standing == "gone":
+                        standing = _freed(run_id, paths, directory)
             except FileInUseError as error:
                 standing, why = "in use", str(error)
-        found.append(HeldRun(run_id, owners.get(run_id), _bytes_of(paths), standing, why))
+        found.append(HeldRun(run_id, owner, size, standing, why))
     return found
+
+
+def _freed(run_id: str, locked: Iterable[Path], directory: Path) -> Standing:
+    owner = owner_of(run_id, directory)  # a job may have started there meanwhile
+    if owner is None or owner.look()[0] != "gone":
+        return "there"
+    _remove(locked)
+    return "freed"
 
 
 def free_orphans(directory: Path = SHARED_MEMORY) -> list[HeldRun]:
     """Free the memory of runs whose directory is gone and that no process uses.
 
-    Args:
-        directory: where shared memory is mounted.
-
     Returns:
         The runs whose directory is not there, and whether their memory was freed.
     """
-    found = [_freed(run, directory) if run.standing == "gone" else run for run in runs_in_memory(directory)]
-    return [run for run in found if run.standing != "there"]
-
-
-def _freed(run: HeldRun, directory: Path) -> HeldRun:
-    try:
-        with _locked(_files_by_run(directory)[run.run_id]):
-            owner = owner_of(run.run_id, directory)  # a job may have started there meanwhile
-            if owner is None or owner.look()[0] != "gone":
-                return replace(run, standing="there")
-            remove_memory_states(run.run_id, directory)
-    except FileInUseError as error:
-        return replace(run, standing="in use", why=str(error))
-    return replace(run, standing="freed")
+    return [run for run in runs_in_memory(directory, free=True) if run.standing != "there"]
 
 
 def free_run(run_id: str, directory: Path = SHARED_MEMORY) -> int:
@@ -198,9 +200,9 @@ def free_run(run_id: str, directory: Path = SHARED_MEMORY) -> int:
         FileInUseError: a process uses it; the message names it. Nothing was removed.
     """
     paths = _files_by_run(directory)[run_id]
-    size = _bytes_of(paths)
+    size = bytes_of(paths)
     with _locked(paths):  # no process can begin to use them now
-        remove_memory_states(run_id, directory)
+        _remove(paths)
     return size
 
 
@@ -225,34 +227,9 @@ def copied_from(run_id: str, run_dir: Path, directory: Path = SHARED_MEMORY) -> 
     return original if _in_time({run_id: is_another}).get(run_id) else None
 
 
-def bytes_in_memory(
-    run_id: str, ranks: Iterable[int], directory: Path = SHARED_MEMORY, *, prefix: Literal["", "window-"] = ""
-) -> int:
-    """Bytes of this machine's memory that buffers, or windows, of these ranks from an earlier life already take."""
-    own, found = set(ranks), []
-    for path in Arena(run_id, directory).files():
-        name = NAME.fullmatch(path.name)
-        if name is not None and int(name["rank"]) in own and name["slot"].startswith(prefix):
-            found += [path] if name["slot"].removeprefix(prefix).isdigit() else []
-    return _bytes_of(found)
-
-
-def room_in_memory(run_id: str, ranks: Iterable[int], *, prefix: Literal["", "window-"] = "") -> int:
-    """Bytes that buffers, or windows, of these ranks can take together: what is free, and what such ones have already.
-
-    0 where there is no shared memory.
-    """
-    try:
-        free = min(available_host_bytes(), shared_memory_left())
-    except OSError:
-        return 0
-    return free + bytes_in_memory(run_id, ranks, prefix=prefix)
-
-
 def remove_memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> None:
     """Remove all files of a run in this machine's shared memory, used or not."""
-    for path in (*Arena(run_id, directory).files(), owner_path(run_id, directory)):
-        path.unlink(missing_ok=True)
+    _remove((*Arena(run_id, directory).files(), owner_path(run_id, directory)))
 
 
 def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: bool = True) -> None:
@@ -274,6 +251,11 @@ def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: boo
             logger.warning("%s is left as it is, since it cannot be opened: %s", path, error)
     if next(Arena(run_id, directory).files(), None) is None:
         owner_path(run_id, directory).unlink(missing_ok=True)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _place_of(directory: Path) -> Place | None:
@@ -306,16 +288,6 @@ def _files_by_run(directory: Path) -> dict[str, list[Path]]:
             continue  # removed meanwhile
         if matched is not None and status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
             found[matched["run_id"]].append(path)
-    return found
-
-
-def _bytes_of(paths: Iterable[Path]) -> int:
-    found = 0
-    for path in paths:
-        try:
-            found += path.lstat().st_blocks * BLOCK_BYTES
-        except FileNotFoundError:
-            continue  # removed meanwhile
     return found
 
 

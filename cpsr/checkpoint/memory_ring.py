@@ -2,18 +2,17 @@
 
 from collections.abc import Collection
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.copying import CopyEngine, Publish
+from cpsr.checkpoint.copying import CopyEngine
 from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.memory_states import Kind, MemoryState, SlabSize, describe
+from cpsr.checkpoint.memory_states import MemoryState, SlabSize, describe
 from cpsr.checkpoint.parts import Held
 from cpsr.state.device_values import Deadline
-from cpsr.state.shard import Shard
 
 __all__ = ["MemoryRing", "Slot"]
 
@@ -73,11 +72,9 @@ class MemoryRing:
         found = describe(self.path(number))
         if found is None:
             raise OSError(f"{self.path(number)} holds no complete state any more")
-        state = replace(found.state, life=self._memory.life, branch=self._memory.branch)
         file = self._memory.file(f"{self._name}-{number}", found.size)
-        self.slots[number] = Slot(number, file, state.iteration)
-        file.restamp(state.life, state.branch)
-        return state
+        self.slots[number] = Slot(number, file, found.iteration)
+        return file.restamp()
 
     def open(self, number: int, size: SlabSize) -> Slot:
         """A file with a buffer of that size, and room for such a header; its content stays if it is so already.
@@ -126,14 +123,6 @@ class MemoryRing:
             wait([oldest.last_work])
         oldest.iteration = -1
         return oldest.number
-
-    def prepare(
-        self, slot: Slot, kind: Kind, views: Shard, iteration: int, scalars: Any, held: Held | None = None
-    ) -> Publish:
-        """Write all that describes a state; for `CopyEngine.seal`. See `MemoryFile.prepare`."""
-        memory = self._memory
-        stamp = memory.rank, memory.life, kind
-        return slot.file.prepare(*stamp, views, iteration, scalars, branch=memory.branch, held=held)
 
     def forget(self) -> None:
         """Nothing that the files hold counts any more, nor what is being sealed now."""

@@ -1,4 +1,4 @@
-"""States of a run in a machine's shared memory, by the headers of their files; no tensor is read.
+"""States of a run in a machine's shared memory: listed by the headers of their files, verified, and loaded.
 
 Each file is a slab: one safetensors image, which that library alone can read::
 
@@ -18,22 +18,35 @@ part of each), `taken_at` (iteration of each part), `segments` (first byte in th
 import errno
 import json
 import logging
+import math
+import mmap
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
+import torch
 import xxhash
 
-from cpsr.checkpoint.direct_file import PIECE_DIGITS, pieces_in
-from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, TensorHeader
+from cpsr.checkpoint.assemble import Piece, Wanted, assemble, wanted_of
+from cpsr.checkpoint.direct_file import PIECE_DIGITS, hash_pieces, pieces_in
+from cpsr.checkpoint.manifest import dtype_name
+from cpsr.checkpoint.parts import operator_of
+from cpsr.checkpoint.ranges import WantedRange
+from cpsr.checkpoint.tensor_file import LENGTH_BYTES, METADATA, NO_HEADER, PlacedTensor, TensorHeader
+from cpsr.errors import CheckpointError, RunMismatchError
+from cpsr.state.codec import decode
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["BLOCK_BYTES", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "SHARED_MEMORY", "Described"]
-__all__ += ["HeldOperator", "Kind", "MemoryState", "SlabSize", "describe", "described", "hash_of", "iteration_in"]
-__all__ += ["memory_state", "open_own", "owner_path", "size_of", "write_at"]
+__all__ = ["BLOCK_BYTES", "BUFFERS", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "REPLICAS", "SHARED_MEMORY"]
+__all__ += ["WINDOWS", "HeldOperator", "Kind", "MemoryState", "OpenState", "SlabSize", "describe", "fill", "hash_of"]
+__all__ += ["load_states", "open_own", "owned_word", "room_for_memory_state", "size_of", "verify_memory_state"]
+__all__ += ["write_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,67 +57,9 @@ PAGE_BYTES = 4096
 INDEX_BYTES, TENSOR_BYTES, OPERATOR_BYTES = 2000, 240, 240
 BLOCK_BYTES = 512  # of st_blocks, by POSIX
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
+BUFFERS, WINDOWS, REPLICAS = r"\d+", r"window-\d+", r"replica-.+"  # slots of one kind
 
 Kind = Literal["snapshot", "departure", "small", "window", "upstream"]
-
-
-@dataclass(frozen=True)
-class MemoryState:
-    """A complete state in shared memory, as its file's header describes it.
-
-    Attributes:
-        path: its file.
-        rank: the rank whose state it is.
-        iteration: iteration at which it was taken.
-        life: life of the run that took it.
-        branch: how often that life had gone back before.
-        kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
-            `small`, all but weights and moments; `window`, sparse snapshots of several iterations, of which `iteration`
-            is the first (`cpsr.replay`); `upstream`, what a stage sent to others in that iteration.
-        owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
-        oldest_iteration: of its parts; older than `iteration` where experts are.
-        newest_iteration: of its parts; of a window the last one.
-    """
-
-    path: Path
-    rank: int
-    iteration: int
-    life: int
-    kind: Kind
-    owned: str = ""
-    branch: int = 0
-    oldest_iteration: int = -1
-    newest_iteration: int = -1
-
-    @property
-    def name(self) -> str:
-        """Of its file."""
-        return self.path.name
-
-    @property
-    def place(self) -> Literal["own", "replica", "other"]:
-        """By the file's name: a rank's own buffer or window, a replica, or what a restart or a replication needs."""
-        matched = NAME.fullmatch(self.path.name)
-        slot = "" if matched is None else matched["slot"]
-        own = slot.removeprefix("window-").isdigit()
-        return "own" if own else "replica" if slot.startswith("replica-") else "other"
-
-
-def memory_state(path: Path) -> MemoryState | None:
-    """The state that a file describes, not verified; None where the file holds no complete state."""
-    found = describe(path)
-    return None if found is None else found.state
-
-
-def iteration_in(path: Path) -> int:
-    """Iteration of the state in a file, -1 where it holds none."""
-    found = describe(path)
-    return -1 if found is None else found.state.iteration
-
-
-def owner_path(run_id: str, directory: Path = SHARED_MEMORY) -> Path:
-    """The file that names the owner of a run's files; see `cpsr.checkpoint.memory_owners`."""
-    return directory / f"cpsr-{run_id}-owner"
 
 
 @dataclass(frozen=True)
@@ -145,18 +100,78 @@ class HeldOperator:
 
 
 @dataclass(frozen=True)
-class Described:
-    """What the header of a file says of its state; not verified. The size is without the small state."""
+class MemoryState:
+    """A complete state in shared memory, as its file's header describes it; not verified.
 
-    state: MemoryState
-    size: SlabSize
-    operators: Mapping[str, HeldOperator]
-    index: Mapping[str, str]
-    header: TensorHeader
+    Attributes:
+        path: its file.
+        rank: the rank whose state it is.
+        iteration: iteration at which it was taken.
+        life: life of the run that took it.
+        branch: how often that life had gone back before.
+        kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
+            `small`, all but weights and moments; `window`, sparse snapshots of several iterations, of which `iteration`
+            is the first (`cpsr.replay`); `upstream`, what a stage sent to others in that iteration.
+        owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
+        oldest_iteration: of its parts; older than `iteration` where experts are.
+        newest_iteration: of its parts; of a window the last one.
+        size: without the small state.
+        operators: what it holds of each.
+        index: the header's metadata.
+        header: the whole of it, by which the file is recognised.
+    """
+
+    path: Path
+    rank: int
+    iteration: int
+    life: int
+    kind: Kind
+    owned: str = ""
+    branch: int = 0
+    oldest_iteration: int = -1
+    newest_iteration: int = -1
+    size: SlabSize = field(default=SlabSize(0, 0), compare=False)
+    operators: Mapping[str, HeldOperator] = field(default_factory=dict, compare=False, repr=False)
+    index: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    header: TensorHeader = field(default_factory=lambda: TensorHeader(0), compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return self.path.name
+
+    @property
+    def place(self) -> Literal["own", "replica", "other"]:
+        """By the file's name: a rank's own buffer or window, a replica, or what a restart or a replication needs."""
+        matched = NAME.fullmatch(self.path.name)
+        slot = "" if matched is None else matched["slot"]
+        if re.fullmatch(f"{BUFFERS}|{WINDOWS}", slot):
+            return "own"
+        return "replica" if re.fullmatch(REPLICAS, slot) else "other"
+
+    @property
+    def ages(self) -> dict[str, int]:
+        """Iteration of each operator."""
+        return {name: one.iteration for name, one in self.operators.items()}
+
+    @cached_property
+    def tensors(self) -> Mapping[str, PlacedTensor]:
+        """Where every tensor lies in the file, but padding; CheckpointError where the header is damaged."""
+        try:
+            return {one.name: one for one in self.header.tensors() if not one.name.startswith("padding/")}
+        except NO_HEADER as error:
+            raise CheckpointError(f"the header of {self.path} is damaged: {error}") from error
 
 
-def describe(path: Path) -> Described | None:
-    """What a file's header says; None where the file holds no complete state, or cannot be opened."""
+def describe(path: Path, descriptor: int | None = None) -> MemoryState | None:
+    """The state that a file holds, by its header; None where it holds no complete one, or cannot be opened.
+
+    Args:
+        path: of the file.
+        descriptor: of the file, where it is open.
+    """
+    if descriptor is not None:
+        return _described(path, descriptor)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # nor waits for a pipe
     except FileNotFoundError:
@@ -165,13 +180,12 @@ def describe(path: Path) -> Described | None:
         logger.warning("%s cannot be read, and is ignored: %s", path, error)
         return None
     try:
-        return described(path, descriptor)
+        return _described(path, descriptor)
     finally:
         os.close(descriptor)
 
 
-def described(path: Path, descriptor: int) -> Described | None:
-    """`describe` of a file that is open."""
+def _described(path: Path, descriptor: int) -> MemoryState | None:
     status = os.fstat(descriptor)
     if not _is_own(status):
         logger.warning("%s belongs to another user, or is no plain file, and is ignored", path)
@@ -183,34 +197,235 @@ def described(path: Path, descriptor: int) -> Described | None:
             return None
         header.take(memoryview(os.pread(descriptor, header.end - LENGTH_BYTES, LENGTH_BYTES)))
         index = header.metadata()
-        if int(index["file_bytes"]) != status.st_size:
-            return None
-        named = NAME.fullmatch(path.name)
-        if named is not None and (named["run_id"], int(named["rank"])) != (index["run"], int(index["rank"])):
-            raise ValueError(f"it is of rank {index['rank']} of the run {index['run']!r}")
-        size = SlabSize(header.end, int(index["buffer_bytes"]))
-        return Described(_state_in(path, index), size, _operators_in(index), index, header)
+        return _state_in(path, header, index) if int(index["file_bytes"]) == status.st_size else None
     except NO_HEADER as error:
         why = type(error).__name__, error  # not its `repr`, which may hold all that was read
         logger.warning("the header of the state in %s cannot be read; it is ignored: %s: %s", path, *why)
         return None
 
 
-def _state_in(path: Path, index: Mapping[str, str]) -> MemoryState:
+def _state_in(path: Path, header: TensorHeader, index: Mapping[str, str]) -> MemoryState:
+    rank, iteration, life, branch = (int(index[name]) for name in ("rank", "iteration", "life", "branch"))
     kind: Any = index["kind"]
     if kind not in get_args(Kind):
         raise ValueError(f"{kind!r} is no kind of state")
-    rank, iteration, life, branch = (int(index[name]) for name in ("rank", "iteration", "life", "branch"))
-    ages = [int(one) for one in json.loads(index["taken_at"]).values()]
-    return MemoryState(path, rank, iteration, life, kind, index["owned"], branch, min(ages), max(ages))
-
-
-def _operators_in(index: Mapping[str, str]) -> dict[str, HeldOperator]:
-    taken_at = json.loads(index["taken_at"])
-    return {
-        name: HeldOperator(tuple(shape), offset, None if block is None else tuple(block), int(taken_at[part]))
+    named = NAME.fullmatch(path.name)
+    if named is not None and (named["run_id"], int(named["rank"])) != (index["run"], rank):
+        raise ValueError(f"it is of rank {rank} of the run {index['run']!r}")
+    taken_at = {part: int(at) for part, at in json.loads(index["taken_at"]).items()}
+    operators = {
+        name: HeldOperator(tuple(shape), offset, None if block is None else tuple(block), taken_at[part])
         for name, (shape, offset, block, part) in json.loads(index["operators"]).items()
     }
+    ages, size = taken_at.values(), SlabSize(header.end, int(index["buffer_bytes"]))
+    stamp = rank, iteration, life, kind, index["owned"], branch, min(ages), max(ages)
+    return MemoryState(path, *stamp, size, operators, index, header)
+
+
+def load_states(states: Sequence[MemoryState], into: Shard) -> Any:
+    """Copy a rank's state into the views of `into`, whose operators get the iterations at which they were taken.
+
+    Args:
+        states: its snapshot; or another rank's with the same weights and moments, and its own small one behind it.
+        into: views to be written.
+
+    Returns:
+        The small state of the last one.
+
+    Raises:
+        CheckpointError: a state is no longer whole, or is of another model or split, or the two do not belong together;
+            `into` is unchanged.
+    """
+    with ExitStack() as opened:
+        slabs = [opened.enter_context(OpenState(state)) for state in reversed(states)]
+        small, whole = slabs[0], slabs[-1]
+        if small is not whole and whole.owned_word() != states[-1].owned:
+            paths = " and ".join(str(state.path) for state in states)
+            raise CheckpointError(f"{paths} do not belong together: other weights or moments")
+        scalars, taken_at = small.scalars(), whole.taken_at(into)
+        if lacking := sorted({f"other/{name}" for name in into.others} - small.tensors.keys()):
+            raise CheckpointError(f"{states[-1].path} holds no {lacking[0]}: it is of another model")
+        fill(slabs, wanted_of(into))
+    into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
+    return scalars
+
+
+def fill(slabs: Sequence["OpenState"], wanted: Mapping[str, Wanted]) -> None:
+    """Fill tensors from states that are open; CheckpointError where one is in none of them, and nothing is written."""
+    try:
+        assemble(slabs, wanted, slabs[-1].state.path)
+    except RunMismatchError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def room_for_memory_state(state: MemoryState) -> Shard:
+    """Host memory of its own for a state's tensors, of whatever rank and split; for `load_states`.
+
+    Raises:
+        CheckpointError: its header is damaged.
+    """
+    placed = {key: one for key, one in state.tensors.items() if not key.startswith("small")}
+    return _shard_of(state, {key: torch.empty(one.shape, dtype=one.dtype) for key, one in placed.items()})
+
+
+def _shard_of(state: MemoryState, tensors: Mapping[str, torch.Tensor]) -> Shard:
+    """These tensors as what the state holds of each operator, and of the rest."""
+    moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in state.operators}
+    for key, values in tensors.items():
+        if key.startswith("moment/"):
+            _, moment, name = key.split("/", 2)
+            moments[name][moment] = values
+    operators = {}
+    for name, one in state.operators.items():
+        parameter = ParamSlice(tensors[f"param/{name}"], one.global_shape, one.offset, one.block)
+        operators[name] = OperatorState(name, parameter, moments[name], one.iteration)
+    prefix = "other/"
+    return Shard(operators, {key.removeprefix(prefix): one for key, one in tensors.items() if key.startswith(prefix)})
+
+
+def verify_memory_state(state: MemoryState) -> str | None:
+    """What is wrong with a state; None where its hash matches."""
+    try:
+        with OpenState(state):
+            return None
+    except CheckpointError as error:
+        return str(error)
+
+
+def owned_word(shard: Shard) -> str:
+    """Hash of the operators of a rank: names, slices, dtypes and every byte of weights and moments."""
+    slices = sorted((name, _slice(one.parameter)) for name, one in shard.operators.items())
+    state = xxhash.xxh3_128(repr(slices).encode())
+    for key, values in sorted(Shard(shard.operators).tensors(), key=lambda item: item[0]):
+        state.update(repr((key, dtype_name(values.dtype), tuple(values.shape))).encode())
+        state.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+class OpenState:
+    """A state's file, mapped and verified; tensors are views of it while it is open.
+
+    Args:
+        state: as its file described it.
+
+    Attributes:
+        state: as given.
+
+    Raises:
+        CheckpointError: it is not there any more, or damaged.
+    """
+
+    def __init__(self, state: MemoryState) -> None:
+        self.state = state
+        try:
+            with state.path.open("rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # mapping may fail for lack of memory, or the file may be truncated
+            raise CheckpointError(f"{state.path} cannot be read: {error}") from error
+        self._bytes = torch.frombuffer(data, dtype=torch.uint8)
+        content, header = memoryview(data), state.header.content
+        if content[: len(header)] != header:
+            raise CheckpointError(f"{state.path} does not hold iteration {state.iteration} any more")
+        # The header last: whoever overwrites the state changes it first.
+        is_whole = _is_whole(state, content) and content[: len(header)] == header
+        if not is_whole:
+            raise CheckpointError(f"{state.path} (iteration {state.iteration}) is damaged: its hash does not hold")
+        self.tensors = state.tensors
+
+    def __enter__(self) -> "OpenState":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._bytes
+
+    def as_it_is(self, key: str) -> torch.Tensor:
+        """The tensor of that key, of its own shape and type.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.state.path} holds no {key}")
+        one = self.tensors[key]
+        return self._bytes[one.first : one.end].view(one.dtype).view(one.shape)
+
+    def owned_word(self) -> str:
+        """See `owned_word`."""
+        return owned_word(_shard_of(self.state, {key: self.as_it_is(key) for key in self.tensors}))
+
+    def holds_whole_operators(self) -> bool:
+        """Whether it has all elements of each of its operators."""
+        held = self.state.operators.items()
+        return all(math.prod(one.global_shape) == self.tensors[f"param/{name}"].numel for name, one in held)
+
+    @property
+    def rank(self) -> int:
+        """That saved it."""
+        return self.state.rank
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Piece]:
+        """By key; see `cpsr.checkpoint.assemble.Slab`."""
+        found = {}
+        for key, one in self.tensors.items():
+            operator = operator_of(key)
+            found[key] = Piece(one.shape, one.dtype, 0, one.numel)
+            if operator and one.numel == self.tensors[f"param/{operator}"].numel:
+                whole = self.state.operators[operator]
+                found[key] = Piece(whole.global_shape, one.dtype, whole.offset, one.numel, whole.block)
+        return found
+
+    def read(self, wanted: Sequence[WantedRange]) -> int:
+        """See `cpsr.checkpoint.assemble.Slab.read`; all of it was verified when it was opened."""
+        for one in wanted:
+            values = self.as_it_is(one.key).reshape(-1)
+            one.target.copy_(values[one.start : one.start + one.target.numel()])
+        return sum(one.target.nbytes for one in wanted)
+
+    def taken_at(self, into: Shard) -> dict[str, int]:
+        """Iteration of each of these operators.
+
+        Raises:
+            CheckpointError: a slice does not match.
+        """
+        held = self.state.operators
+        for name, operator in into.operators.items():
+            if name not in held or _slice(held[name]) != _slice(operator.parameter):
+                raise CheckpointError(f"{self.state.path} holds another slice of {name}")
+        return {name: held[name].iteration for name in into.operators}
+
+    def scalars(self) -> Any:
+        """A decoded copy, outside shared memory.
+
+        Raises:
+            CheckpointError: they cannot be decoded.
+        """
+        image, tree = self.as_it_is("small/tensors"), self.as_it_is("small").numpy().tobytes()
+        header = TensorHeader(len(image))
+        try:
+            header.take(image.numpy().data)
+            return decode(json.loads(tree), {one.name: one.view(image).clone() for one in header.tensors()})
+        except NO_HEADER as error:
+            raise CheckpointError(
+                f"the scalars of {self.state.path} cannot be decoded: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _is_whole(state: MemoryState, content: memoryview) -> bool:
+    """Whether the segments cover the buffer, and all hashes hold."""
+    index, buffer, end = state.index, content[state.size.header_bytes : state.size.bytes], 0
+    if hash_of(state.header.content, content[state.size.bytes :]) != index.get("hash"):
+        return False
+    for (begin, after), digest in zip(json.loads(index["segments"]), json.loads(index["hashes"]), strict=True):
+        if begin != end or hash_pieces(buffer[begin:after]).hex() != digest:
+            return False
+        end = after
+    return end == len(buffer)
+
+
+def _slice(one: ParamSlice | HeldOperator) -> tuple[object, ...]:
+    """What of the whole parameter it is."""
+    return tuple(one.global_shape), one.offset, one.block
 
 
 _HASH_AT = LENGTH_BYTES + len(f'{{"{METADATA}":{{"hash":"')  # it comes first

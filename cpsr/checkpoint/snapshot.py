@@ -77,9 +77,7 @@ class SnapshotPool:
         self._memory = memory
         self._buffers, self.shared_memory_problem = make_buffers(template, buffers, memory, device, units or {})
         files = [buffer.memory for buffer in self._buffers]
-        left = {index: file.iteration for index, file in enumerate(files) if file is not None}
-        sealed = {index: iteration for index, iteration in left.items() if iteration >= 0}
-        self.occupancy = Occupancy(len(files), sealed, lambda index: self._buffers[index].file_name)
+        self.occupancy = Occupancy(("", -1) if file is None else (file.path.name, file.iteration) for file in files)
         self.engine.hashes &= self.survives  # else nobody asks for the hashes
         self.on_sealed: Callable[[Path, Snapshot], None] | None = None
         self.on_counting: Callable[[], None] = lambda: None
@@ -98,11 +96,6 @@ class SnapshotPool:
     def survives(self) -> bool:
         """Whether its snapshots survive the process."""
         return self._memory is not None and self.shared_memory_problem is None
-
-    @property
-    def recovery(self) -> Snapshot | None:
-        """The newest durable or restored state, as long as nothing has overwritten it."""
-        return self.occupancy.recovery
 
     @property
     def running(self) -> Snapshot | None:
@@ -244,8 +237,7 @@ class SnapshotPool:
         self, buffer: HostBuffer, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None
     ) -> Publish | None:
         """In the engine's thread: carry over what the snapshot has left out, and describe all of it."""
-        shared, file, held, encoded = self._memory, buffer.memory, buffer.held, None
-        assert shared is not None
+        file, held, encoded = buffer.memory, buffer.held, None
         assert file is not None
         try:
             if copied is not None:
@@ -257,8 +249,7 @@ class SnapshotPool:
             if snapshot.source is not None:
                 held.carry(snapshot.taken_at, self._buffers[snapshot.source].held)
             state = snapshot.shard, snapshot.iteration, snapshot.scalars
-            stamp = shared.rank, shared.life, kind
-            publish = file.prepare(*stamp, *state, branch=shared.branch, held=held, encoded=encoded)
+            publish = file.prepare(kind, *state, held=held, encoded=encoded)
             snapshot.hashed = held.by_address()
         except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
             logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
@@ -434,15 +425,11 @@ class SnapshotPool:
         taken[1].shard, taken[1].taken_at = taken[0].shard_at(iteration), {}  # told by what is loaded
         return taken[1]
 
-    def keep(self, snapshot: Snapshot) -> None:
-        """Make this the recovery state and free its buffer; while another is pinned, only free its buffer."""
-        self.occupancy.keep(snapshot)
-
     def release(self, snapshot: Snapshot) -> None:
-        """Free the snapshot's buffer.
+        """Free the snapshot's buffer, where a sealed state stays until it is overwritten.
 
         Raises:
-            ValueError: it is not in use (released twice), its copy is still running, or it is the pinned recovery.
+            ValueError: it is not in use (released twice), or its copy is still running.
         """
         if self._running is not None and self._running[0] is snapshot:
             raise ValueError(f"finish() the snapshot of iteration {snapshot.iteration} before releasing it")

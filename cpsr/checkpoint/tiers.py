@@ -108,14 +108,13 @@ def decide(
     published_iteration: int | None,
     *,
     alike: Sequence[int],
-    remote: bool = False,
     stale: bool = False,
 ) -> Decision:
     """The sources of all ranks; equal on every rank for equal arguments.
 
-    A rank can use a state on its own machine, or on any machine if it can be fetched. It can also combine its small
-    state with another rank's snapshot, if their weights and moments are equal bit for bit. Nothing older than the
-    checkpoint is chosen, and all ranks get the same iteration.
+    A rank can use a state on any machine: it is fetched from another one. It can also combine its small state with
+    another rank's snapshot, if their weights and moments are equal bit for bit. Nothing older than the checkpoint is
+    chosen, and all ranks get the same iteration.
 
     Args:
         nodes: machine of each rank, by rank.
@@ -125,11 +124,10 @@ def decide(
             steps count, however much later.
         alike: by rank, a label of what it holds: an emergency dump of one rank serves all with its label. Without ZeRO
             all have the same one, or in a pipeline all of a stage.
-        remote: whether a state can be fetched from another machine.
         stale: whether the checkpoint has experts older than itself: a state of the same iteration is then
             preferred.
     """
-    reach = _Reach(nodes, entries, alike=alike, remote=remote)
+    reach = _Reach(nodes, entries, alike=alike)
     newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
     exact = reach.everywhere(newest)
     if not exact and checkpoint_iteration is not None:
@@ -143,12 +141,11 @@ def decide(
 class _Reach:
     """The states that ranks can read, as `decide` is given them."""
 
-    def __init__(self, nodes: Sequence[str], entries: Sequence[Entry], *, alike: Sequence[int], remote: bool) -> None:
+    def __init__(self, nodes: Sequence[str], entries: Sequence[Entry], *, alike: Sequence[int]) -> None:
         self._nodes = nodes
         # Sorted, so that the order of the reports does not matter.
         self._entries = sorted(entries, key=astuple)
         self._alike = alike
-        self._remote = remote
 
     def everywhere(self, after: int) -> tuple[Source, ...]:
         """Sources of the newest iteration after that one at which every rank has a state with its own scalars."""
@@ -210,12 +207,7 @@ class _Reach:
         """The state that the rank would read: of the first kind, its own, on its own machine, where there are such."""
         here = self._nodes[rank]
         found = [
-            entry
-            for entry in self._entries
-            if entry.iteration == iteration
-            and entry.kind in kinds
-            and (self._remote or entry.node == here)
-            and fits(entry)
+            entry for entry in self._entries if entry.iteration == iteration and entry.kind in kinds and fits(entry)
         ]
         nearness = lambda entry: (kinds.index(entry.kind), entry.rank != rank, entry.node != here)  # noqa: E731
         return min(found, key=nearness, default=None)

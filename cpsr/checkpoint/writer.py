@@ -60,7 +60,7 @@ class CheckpointWriter:
 
     Args:
         store: where this rank writes.
-        pool: where the snapshots come from; a whole one becomes its recovery buffer when it is persisted.
+        pool: where the snapshots come from, and go back to.
         save_timeout_seconds: rank 0 abandons a checkpoint if other parts are missing after this time.
         retention: how many checkpoints stay; None: the usual number.
     """
@@ -152,9 +152,7 @@ class CheckpointWriter:
             outcome = self._dropped(snapshot) if dropped else self._write_and_commit(snapshot)
         except Exception as error:  # noqa: BLE001 - every error must reach the training thread as an outcome
             outcome = self._failed(snapshot, error)
-        if outcome.status in ("committed", "written"):
-            self._pool.keep(snapshot)
-        elif self._pool.occupancy.holds(snapshot):  # else nothing was copied
+        if self._pool.occupancy.holds(snapshot):  # else nothing was copied
             self._pool.release(snapshot)
         return outcome
 

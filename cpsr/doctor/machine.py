@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from cpsr.checkpoint.memory import shared_memory_left
+from cpsr.checkpoint.arena import shared_memory_left
 from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.job import Job

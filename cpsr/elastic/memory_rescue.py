@@ -17,8 +17,7 @@ from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import step_name
-from cpsr.checkpoint.memory_reader import OpenState, load_states, room_for_memory_state
-from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.memory_states import MemoryState, OpenState, load_states, room_for_memory_state
 from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.ranges import lacking_among
 from cpsr.checkpoint.saved import SavedCheckpoint
@@ -137,7 +136,7 @@ class Rescue:
         there = {entry.rank: entry.node for entry in usable}
         nodes = [there.get(rank, "") for rank in range(ranks)]
         published = group.broadcast(self._published() if group.rank == 0 else None)
-        decision = decide(nodes, usable, None if newest < 0 else newest, published, alike=range(ranks), remote=True)
+        decision = decide(nodes, usable, None if newest < 0 else newest, published, alike=range(ranks))
         exact = decision.exact if decision.exact and decision.exact[0].tier == "memory" else ()
         found = [decision.departed if decision.complete else (), exact]
         return [one for one in found if one and all(len({e.node for e in part.entries}) == 1 for part in one)]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.commit import Missing, claim_life, superseded
 from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.memory_owners import bytes_in_memory
+from cpsr.checkpoint.memory_states import BUFFERS
 from cpsr.checkpoint.progress import mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import check_disk, check_host_memory, host_buffers
@@ -180,7 +181,7 @@ def _restore(life: "Life", store: CheckpointStore) -> None:
         job.run.adopt_ranks()
     memory.begin(iteration)
     cause = cause_of_failure(job)
-    life.probation = Probation(job, restored, loop.losses, memory.pool, loop.learning.learner, cause)
+    life.probation = Probation(job, restored, loop.losses, life.restorer.let_go, loop.learning.learner, cause)
     life.boundary.no_dump = DISCARDABLE if life.probation.active else None
     life.witnessing.compare_after(iteration)
     announce(job, restored, cause, life.restorer.damaged, life.witnessing.outlook(restored.lost_iterations))
@@ -284,7 +285,7 @@ def _open_directory(
     run = open_run(config.run_dir, group, config.mode, description, config.elastic)
     claim_memory(run, group, shared=config.checkpoint.shared_memory)
     # Memory and disk space of an earlier life count as part of the requirement, since this life reuses them.
-    reusable_bytes = bytes_in_memory(run.run_id, run.local_ranks)
+    reusable_bytes = Arena(run.run_id).taken_by(BUFFERS, run.local_ranks)
     required_bytes = SnapshotPool.required_bytes(shard, host_buffers(config))
     free_bytes = check_host_memory(required_bytes, len(run.local_ranks), reusable_bytes)
     share = 1.0 if writes is None else writes.share_bytes / max(1, shard.state_bytes)

@@ -1,7 +1,7 @@
 """Probation of a predicted state, the recovery's row in the journal, and what the losses tell of its end cost."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,7 +9,6 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.config import CPSRConfig
 from cpsr.job import Job
 from cpsr.journal import JournalReader
@@ -55,6 +54,7 @@ class Probation:
     with an error of some 27 iterations: planner and predictor weigh it so when they choose after the next failure.
 
     Args:
+        let_go: called once the state may not be discarded any more, or at once without a watch.
         cause: how the last life ended, as a clause; None if it ended in good order.
     """
 
@@ -63,15 +63,15 @@ class Probation:
         job: Job,
         restored: Restored,
         losses: LossRecorder,
-        pool: SnapshotPool,
+        let_go: Callable[[], None],
         learner: "Learner",
         cause: str | None,
     ) -> None:
         self._job, self._restored, self._losses = job, restored, losses
-        self._pool, self._learner = pool, learner
+        self._let_go, self._learner = let_go, learner
         self._watch = _watch(restored, job.config, job.group)
-        if self._watch is not None:
-            pool.occupancy.pin()
+        if self._watch is None:
+            let_go()
         self._found: dict[str, Any] = {}  # by the watch
         self._row = report_recovery(job.journal, restored, cause, job.config.mode, self.active)
         self._failed_at = restored.restored_iteration
@@ -113,7 +113,7 @@ class Probation:
 
     def _end(self, outcome: Literal["kept", "rolled_back"], watch: Mapping[str, Any], **more: Any) -> None:
         self._watch, self._found = None, dict(watch)
-        self._pool.occupancy.unpin()
+        self._let_go()
         self._update(outcome, **more)
 
     @property

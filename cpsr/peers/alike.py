@@ -7,8 +7,8 @@ from pathlib import Path
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import newest_checkpoint
 from cpsr.checkpoint.manifest import RankManifest, slab_name
-from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.memory_reader import owned_word
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_states import owned_word
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
@@ -32,12 +32,9 @@ class SmallStates:
     """
 
     def __init__(self, memory: SharedMemory, template: Shard) -> None:
-        self._memory = memory
-        others = _others(template)
-        self._files: list[tuple[MemoryFile, HostBuffer]] = []
-        for number in range(FILES):
-            file = MemoryFile(memory.path(f"small-{number}"), slab_size(others))
-            self._files.append((file, HostBuffer(others, pinned=False, memory=file)))
+        others = Shard({}, template.others)
+        files = memory.files([f"small-{number}" for number in range(FILES)], slab_size(others))
+        self._files = [(file, HostBuffer(others, pinned=False, memory=file)) for file in files]
 
     def seal(self, snapshot: Snapshot) -> Path:
         """Copy a snapshot's buffers and scalars into a file, with a hash of the weights and moments that go with them.
@@ -51,9 +48,8 @@ class SmallStates:
         self._files.reverse()
         file.unseal()
         buffer.copy_others(snapshot.shard)
-        small, word = buffer.shard_at(snapshot.iteration), owned_word(snapshot.shard)
-        stamp, memory = (snapshot.iteration, snapshot.scalars, word), self._memory
-        file.seal(memory.rank, memory.life, "small", small, *stamp, branch=memory.branch)
+        small, iteration = buffer.shard_at(snapshot.iteration), snapshot.iteration
+        file.seal("small", small, iteration, snapshot.scalars, owned=owned_word(snapshot.shard))
         return file.path
 
     def forget_after(self, iteration: int) -> None:
@@ -75,10 +71,6 @@ def fingerprint(shard: Shard) -> str:
         (name, operator.parameter.global_shape, operator.parameter.offset) for name, operator in shard.operators.items()
     ]
     return hashlib.sha256(repr((sorted(owned), sorted(slices))).encode()).hexdigest()
-
-
-def _others(shard: Shard) -> Shard:
-    return Shard({}, shard.others)
 
 
 def committed_words(checkpoints: Path, *ranks: int) -> list[str] | None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_owners import copied_from, free_orphans, mark_owner, remove_unused, room_in_memory
-from cpsr.checkpoint.memory_states import SHARED_MEMORY
+from cpsr.checkpoint.memory_owners import copied_from, free_orphans, mark_owner, remove_unused
+from cpsr.checkpoint.memory_states import BUFFERS, SHARED_MEMORY
 from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.resources import host_buffers
 from cpsr.checkpoint.run_directory import RunDirectory
@@ -268,4 +268,4 @@ def _buffers(job: Job) -> int:
     if job.config.peers.replicas == 0 or len(run.local_ranks) == job.group.size or job.config.replay.enabled:
         return buffers
     needed = SnapshotPool.required_bytes(job.shard, buffers + 1) * len(run.local_ranks)
-    return buffers + int(job.group.all(needed <= room_in_memory(run.run_id, run.local_ranks)))
+    return buffers + int(job.group.all(needed <= Arena(run.run_id).room_for(BUFFERS, run.local_ranks)))

@@ -4,12 +4,11 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.checkpoint.arena import Arena
-from cpsr.checkpoint.memory_reader import OpenState
-from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.memory_states import MemoryState, OpenState
 from cpsr.checkpoint.place import Image, Index
 from cpsr.errors import CheckpointError
 from cpsr.peers.transport import Channel, Kind, Message
@@ -42,7 +41,7 @@ class Peer:
         self._stop = threading.Event() if stop is None else stop
 
     def list(self, rank: int | None = None) -> Sequence[MemoryState]:
-        """See `Arena.list`; the paths are bare names."""
+        """See `Arena.list`; the paths are bare names, and nothing is told of what the states hold."""
         found = json.loads(self._ask(Message(Kind.LIST, data=b"" if rank is None else b"%d" % rank)).text)
         return [MemoryState(Path(name), *rest) for name, *rest in found]
 
@@ -90,7 +89,7 @@ def answer(channel: Channel, arena: Arena, asked: Message) -> None:
             reply = Message(Kind.DONE, image.size)
         elif asked.kind is Kind.LIST:
             listed = arena.list(int(asked.text) if asked.data else None)
-            found = [(state.name, *astuple(state)[1:]) for state in listed]
+            found = [(one.name, one.rank, one.iteration, one.life, one.kind, one.owned, one.branch) for one in listed]
             reply = Message(Kind.DONE, data=json.dumps(found).encode())
         elif asked.kind is Kind.DROP:
             arena.drop(asked.text)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
-from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
-from cpsr.checkpoint.memory_states import BLOCK_BYTES, NAME
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_states import NAME, REPLICAS
 from cpsr.checkpoint.occupancy import Occupancy
-from cpsr.checkpoint.resources import available_host_bytes
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, SaveError
@@ -421,8 +420,7 @@ class Replicator:
             group: the ranks.
             bytes_to_come: that this rank will take for itself.
         """
-        taken = sum(path.lstat().st_blocks * BLOCK_BYTES for path, _, _ in self._replicas())
-        room = min(available_host_bytes(), shared_memory_left(self._arena.directory)) + taken
+        room = self._arena.room_for(REPLICAS)
         rooms: dict[str, int] = {}
         to_come = dict.fromkeys(self._nodes, 0)
         for node, (gathered, own) in zip(self._nodes, group.gather([room, bytes_to_come]), strict=True):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpsr.checkpoint.assemble import Piece, Wanted, pieces_of, wanted_of
-from cpsr.checkpoint.memory_reader import OpenState, ages_in_memory, fill
-from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.memory_states import MemoryState, OpenState, fill
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.weight_sample import sampled
 from cpsr.errors import CheckpointError, RecoveryError
@@ -99,7 +98,7 @@ class Conversion:
         pipeline = job.adapter.pipeline
         self._forget, self._traffic = forget, None if pipeline is None else pipeline.traffic
         self._window, self._name = OpenState(window), window.path.name
-        self._anchors = ages_in_memory(window)  # by operator, the iteration at which the window has it whole
+        self._anchors = window.ages  # by operator, the iteration at which the window has it whole
         scalars = self._window.scalars()
         self._start = scalars["start"]  # the small state of the first iteration
         self._outcomes: list[Any] = scalars["outcomes"]  # of the steps after that, or None

@@ -13,7 +13,7 @@ from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
 from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
-from cpsr.checkpoint.memory_states import MemoryState, iteration_in
+from cpsr.checkpoint.memory_states import MemoryState, describe
 from cpsr.checkpoint.parts import Held
 from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.experts.memory_turns import CopyBudget
@@ -123,7 +123,9 @@ class Recorder:
         """
         paths = [self._ring.path(number) for number in range(self.files)]
         if path not in paths:  # this rank alone has a use for it, so it is not copied
-            path = path.replace(min(paths, key=iteration_in))
+            states = map(describe, paths)
+            ages = {path: -1 if state is None else state.iteration for path, state in zip(paths, states, strict=True)}
+            path = path.replace(min(paths, key=ages.__getitem__))
         return self._ring.adopt(paths.index(path))
 
     def replicated(self, iteration: int | None) -> None:
@@ -290,7 +292,7 @@ class Recorder:
             scalars = {"start": start, "last": window.last, "outcomes": outcomes, "life": self._life}
             window.held.taken_at = window.layout.taken_at(window.first)
             views = window.layout.shard(window.slot.file.bytes)
-            publish = self._ring.prepare(window.slot, "window", views, window.first, scalars, window.held)
+            publish = window.slot.file.prepare("window", views, window.first, scalars, held=window.held)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._drop(window, f"it could not be sealed: {error}")
             return None

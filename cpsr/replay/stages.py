@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.arena import Arena, free_bytes
 from cpsr.checkpoint.copying import CopyEngine, Publish
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.manifest import dtype_name
-from cpsr.checkpoint.memory import SharedMemory, shared_memory_left
-from cpsr.checkpoint.memory_reader import OpenState, load_states, verify_memory_state
+from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
-from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, SlabSize
-from cpsr.checkpoint.resources import available_host_bytes
+from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, OpenState, SlabSize, load_states, verify_memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tensor_file import PlacedTensor
 from cpsr.engines.adapter import EngineAdapter
@@ -54,7 +52,7 @@ def stage_logs(job: Job, memory: SharedMemory) -> "StageLogs | None":
 
     def room() -> int:
         """Half of what is left is for later windows, and for others."""
-        return min(available_host_bytes(), shared_memory_left()) // (2 * len(job.run.local_ranks))
+        return free_bytes() // (2 * len(job.run.local_ranks))
 
     obstacles = [one for one in group.gather(pipeline.traffic.obstacle) if one is not None]
     if obstacles:
@@ -185,7 +183,7 @@ class StageLogs:
         try:
             if copied is not None:
                 copied.wait("its copies")
-            return self._ring.prepare(slot, "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, scalars)
+            return slot.file.prepare("upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, scalars)
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
             return None

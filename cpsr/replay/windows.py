@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_owners import bytes_in_memory, room_in_memory
-from cpsr.checkpoint.memory_states import memory_state
+from cpsr.checkpoint.memory_states import WINDOWS, describe
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, SaveError
@@ -51,8 +50,8 @@ class Windows:
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = self._layout.size.bytes
         files = _files(job)
-        there = bytes_in_memory(job.run.run_id, [job.group.rank], prefix="window-")
-        self.bytes_to_come = max(0, files * self.file_bytes - there)
+        self._arena = memory.arena
+        self.bytes_to_come = max(0, files * self.file_bytes - self._arena.taken_by(WINDOWS, [job.group.rank]))
         watched = pool.engine.writes, pool.steps.after_step
         self.recorder = Recorder(memory, job.adapter.shard, self._report, files, *watched)
         self._off = self._without_place = False
@@ -74,7 +73,7 @@ class Windows:
             CheckpointError: it is damaged.
             OSError: it is not there any more, or another process has it.
         """
-        left = memory_state(path)
+        left = describe(path)
         if left is None:
             raise CheckpointError(f"{path} holds no window any more")
         state, forget = self.recorder.adopt(path), self.recorder.forget
@@ -251,8 +250,7 @@ class Windows:
     def _most_iterations(self, wanted: int) -> int:
         """So many, or fewer where this machine lacks the memory: later turns keep weights of more iterations."""
         ranks = self._job.run.local_ranks
-        left = room_in_memory(self._job.run.run_id, ranks, prefix="window-")
-        room = left / (len(ranks) * self.recorder.files)
+        room = self._arena.room_for(WINDOWS, ranks) / (len(ranks) * self.recorder.files)
         while wanted > 1 and self._laid_out(wanted).size.bytes > room:
             wanted = wanted * 3 // 4
         return wanted

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cpsr.checkpoint.memory_reader import ages_in_memory, load_states, verify_memory_state
-from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.memory_states import MemoryState, load_states, verify_memory_state
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.ranks.group import Group
 from cpsr.restart.restored_state import Restored
@@ -94,7 +93,7 @@ def load_nearer_experts(
         if name in units:
             held[units[name]] = min(operator.iteration, held.get(units[name], operator.iteration))
     names = {unit: [name for name in snapshot.shard.operators if units.get(name) == unit] for unit in held}
-    there = [(state, ages_in_memory(state)) for state in states]
+    there = [(state, state.ages) for state in states]
     own = {unit: sorted(_iterations(names[unit], [ages for _, ages in there])) for unit in held}
     gathered = group.gather([held, own])
     chosen = nearest(snapshot.iteration, [part[0] for part in gathered], [part[1] for part in gathered])

@@ -38,7 +38,7 @@ class _Restart:
 
     Attributes:
         mode: `auto`, `predict` or `exact`, as far as this life can follow the configuration.
-        checkpoint: this rank's part of the newest checkpoint, in the recovery buffer; None without one.
+        checkpoint: this rank's part of the newest checkpoint, in a buffer that is in use; None without one.
         older: the experts that were saved before it, if any were.
         failure_iteration: f, the last step that every rank had finished; None where nothing is lost.
         exact_iteration: of the newest whole state; None without one.
@@ -64,7 +64,7 @@ class Restorer:
 
     Args:
         target: where copies of checkpoints may come from.
-        pool: the host buffers; the restored checkpoint stays in its recovery buffer.
+        pool: the host buffers; the newest checkpoint stays in one while the restored state may be rolled back to it.
         inexact: whether a checkpoint is acceptable with experts that were saved before it; False where the user asked
             for mode `exact`.
     """
@@ -86,6 +86,7 @@ class Restorer:
         self._inexact = inexact
         self._injection = Injection(job, memory, prediction, store.frozen)
         self._newest = NewestCheckpoint(job.group, store, target, pool, memory)
+        self._checkpoint: Snapshot | None = None
 
     @property
     def damaged(self) -> list[str]:
@@ -104,7 +105,7 @@ class Restorer:
         """
         started = time.perf_counter()
         group = self._job.group
-        checkpoint = self._newest.load(inexact=self._inexact)
+        checkpoint = self._checkpoint = self._newest.load(inexact=self._inexact)
         older = None if checkpoint is None else older_experts(checkpoint, group)
         c, shard = (None, None) if checkpoint is None else (checkpoint.iteration, checkpoint.shard)
         progress = read_progress(self._job.config.run_dir, self._job.run.previous_ranks)
@@ -116,12 +117,16 @@ class Restorer:
         choice = choose(candidates(found, c, known, older_experts=older is not None), known)
         seconds = time.perf_counter() - started
         restart = _Restart(mode, checkpoint, older, f, found.exact_iteration, progress, seconds)
-        self._pool.occupancy.pin()  # another state that is tried, and cannot be read, must not overwrite the checkpoint
-        try:
-            restored = self._first_loaded(choice.order, restart, choice.refusal)
-        finally:
-            self._pool.occupancy.unpin()
+        restored = self._first_loaded(choice.order, restart, choice.refusal)
+        if not restored.beginning.predicted:
+            self.let_go()
         return replace(restored, left=self._memory.left)
+
+    def let_go(self) -> None:
+        """The restored state stays: the checkpoint before it is not needed in memory."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None:
+            self._pool.release(checkpoint)
 
     def _circumstances(self, mode: Mode, checkpoint: Snapshot | None, failure_iteration: int | None) -> Circumstances:
         group = self._job.group
@@ -218,8 +223,9 @@ class Restorer:
         snapshot = self._loaded_from_memory(candidate, restart.checkpoint)
         older = older_experts(snapshot, self._job.group)
         seconds = restart.load_seconds + time.perf_counter() - started
-        restored = self._whole(candidate, restart, snapshot, seconds)
-        if candidate.is_window:  # the buffer holds no whole state
+        try:
+            restored = self._whole(candidate, restart, snapshot, seconds)
+        finally:
             self._pool.release(snapshot)
         return restored if older is None else _with_older(restored, snapshot, older)
 
@@ -240,9 +246,8 @@ class Restorer:
         except CheckpointError:
             self._pool.release(snapshot)
             raise
-        if not candidate.is_window:
+        if not candidate.is_window:  # of which the buffer holds no whole state
             self._pool.seal(snapshot)  # stamped with this life, in case it ends before its first snapshot
-            self._pool.keep(snapshot)
         return snapshot
 
     def _load_frozen(self, snapshot: Snapshot, *, alone: bool) -> None:
@@ -276,20 +281,14 @@ class Restorer:
         return replace(restored, reason=f"{lost} iterations are recomputed from {place}" if lost else whole)
 
     def roll_back(self, restored: Restored) -> Restored:
-        """Abandon a predicted state: restore the checkpoint in the recovery buffer exactly.
+        """Abandon a predicted state: restore the checkpoint before it exactly, which is still in memory.
 
         Args:
             restored: how this life began, by prediction.
-
-        Raises:
-            RecoveryError: the recovery buffer does not hold that checkpoint.
         """
-        snapshot = self._pool.recovery
-        if snapshot is None or snapshot.iteration != restored.checkpoint_iteration or restored.scalars is None:
-            raise RecoveryError(
-                f"checkpoint {restored.checkpoint_iteration} is no longer in memory; restart the job with mode 'exact' "
-                "to recompute from it"
-            )
+        snapshot = self._checkpoint
+        assert snapshot is not None  # until `let_go`
+        assert restored.scalars is not None
         self._injection.inject(snapshot)
         older = older_experts(snapshot, self._job.group)
         aside = ""

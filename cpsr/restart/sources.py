@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from cpsr.checkpoint.arena import Arena
-from cpsr.checkpoint.memory_reader import OpenState, load_states, owned_word, verify_memory_state
-from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.memory_states import MemoryState, OpenState, load_states, owned_word, verify_memory_state
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
@@ -57,7 +56,7 @@ class NewestCheckpoint:
             inexact: whether a checkpoint is acceptable with experts that were saved before it.
 
         Returns:
-            This rank's part; None where the run has never committed a checkpoint.
+            This rank's part, in a buffer that is in use; None where the run has never committed a checkpoint.
 
         Raises:
             RecoveryError: checkpoints were committed, but none of them can be used.
@@ -75,7 +74,6 @@ class NewestCheckpoint:
                 passed_over.append(iteration)
                 continue
             if problem is None:
-                self._pool.keep(snapshot)
                 self._set_damaged_aside()
                 return snapshot
             self._pool.release(snapshot)
@@ -233,7 +231,6 @@ class MemorySources:
             checkpoint_iteration,
             published_iteration,
             alike=[rank if word is None else words.index(word) for rank, word in enumerate(words)],
-            remote=True,
             stale=stale,
         )
         return replace(decision, departed=()) if self._parts_replicas(decision.departed) else decision

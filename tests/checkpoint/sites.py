@@ -25,8 +25,7 @@ from cpsr.checkpoint.catalogue import remove_unlisted
 from cpsr.checkpoint.files import remove_tree
 from cpsr.checkpoint.manifest import COMMIT, step_name
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import OpenState
-from cpsr.checkpoint.memory_states import Described, describe
+from cpsr.checkpoint.memory_states import MemoryState, OpenState, describe
 from cpsr.checkpoint.place import Image, Index, Place
 from cpsr.checkpoint.remote.copies import fetch_parts, prepare_fetch, put_in_place, scan, upload
 from cpsr.checkpoint.remote.place import Place as UrlPlace
@@ -83,7 +82,8 @@ def sealed(arena: Arena, iteration: int, rank: int = 0) -> Sealed:
     views = HostBuffer(shard, pinned=False, memory=file).shard_at(iteration)
     for (_, into), (_, values) in zip(views.tensors(), shard.tensors(), strict=True):
         into.copy_(values)
-    file.seal(rank, LIFE, "snapshot", views, iteration, {"step": iteration, "rng": shard.others["mask"]}, branch=BRANCH)
+    memory.branch = BRANCH
+    file.seal("snapshot", views, iteration, {"step": iteration, "rng": shard.others["mask"]})
     file.close(remove=False)
     return Sealed.at(file.path, iteration)
 
@@ -194,7 +194,7 @@ class SlabSite:
             os.chown(path, 0, -1)
 
 
-def _classes(data: bytes, found: Described) -> dict[str, int]:
+def _classes(data: bytes, found: MemoryState) -> dict[str, int]:
     """A byte of each kind."""
     header, buffer = found.size.header_bytes, found.size.buffer_bytes
     placed = {one.name: one for one in found.header.tensors()}

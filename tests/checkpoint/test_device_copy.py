@@ -14,8 +14,7 @@ from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.boundary import EarlierStep, WriteWatch
 from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import load_states
-from cpsr.checkpoint.memory_states import SHARED_MEMORY
+from cpsr.checkpoint.memory_states import SHARED_MEMORY, load_states
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import DeviceNumber

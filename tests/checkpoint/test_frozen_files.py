@@ -17,7 +17,7 @@ from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import SLABS, FileRecord, holds_frozen, holds_weights, step_name
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import load_states
+from cpsr.checkpoint.memory_states import load_states
 from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool

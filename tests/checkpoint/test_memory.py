@@ -17,8 +17,14 @@ import torch
 from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import OpenState, load_states, owned_word, verify_memory_state
-from cpsr.checkpoint.memory_states import SHARED_MEMORY, MemoryState
+from cpsr.checkpoint.memory_states import (
+    SHARED_MEMORY,
+    MemoryState,
+    OpenState,
+    load_states,
+    owned_word,
+    verify_memory_state,
+)
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.state.shard import Shard
@@ -48,7 +54,8 @@ def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str) -> None
     state = hold(run_id)
     memory = SharedMemory(run_id, 0, 5)
     file = memory.file("0", slab_size(live_shard(0)))
-    file.restamp(memory.life, 1)
+    memory.branch = 1
+    file.restamp()
     (found,) = Arena(run_id).list()
     assert (found.life, found.branch, found.iteration) == (5, 1, state.iteration)
     into = make_shard(0)
@@ -58,7 +65,7 @@ def test_a_state_takes_another_life_with_all_of_its_scalars(run_id: str) -> None
         damaged.seek(-1, os.SEEK_END)  # of the small state
         damaged.write(b"\0")
     with pytest.raises(OSError, match="damaged"):  # and not declared whole
-        file.restamp(memory.life, 2)
+        file.restamp()
     file.close(remove=True)
 
 
@@ -147,12 +154,9 @@ def test_buffers_are_taken_over_and_the_newest_states_stay_the_longest(run_id: s
     assert list(SHARED_MEMORY.glob(f"*{run_id}*")) == []
 
 
-def test_a_dump_holds_the_state_of_now_and_needs_no_free_buffer(run_id: str) -> None:
+def test_a_dump_holds_the_state_of_now(run_id: str) -> None:
     template = live_shard(0)
     pool = SnapshotPool(template, memory=SharedMemory(run_id, 0, 0))
-    kept = pool.acquire(1)
-    assert kept is not None
-    pool.keep(kept)
     assert pool.acquire(2) is not None
     assert pool.acquire(3) is not None
     shard = live_shard(5, iteration=20)
@@ -241,7 +245,7 @@ def test_a_state_stays_where_its_file_cannot_be_opened_now(run_id: str, free: in
     resource.setrlimit(resource.RLIMIT_NOFILE, (numbers[free], limits[1]))
     try:
         with pytest.raises(OSError, match="Too many open files"):
-            memory.files(2, size)
+            memory.files(["0", "1"], size)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert Arena(run_id).list() == [state]

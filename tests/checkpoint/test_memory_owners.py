@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cpsr.checkpoint import memory_owners as orphans
-from cpsr.checkpoint.file_lock import FileInUseError
+from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_owners import (
     Owner,
@@ -20,9 +20,10 @@ from cpsr.checkpoint.memory_owners import (
     free_run,
     mark_owner,
     owner_of,
+    owner_path,
     runs_in_memory,
 )
-from cpsr.checkpoint.memory_states import SlabSize, owner_path
+from cpsr.checkpoint.memory_states import SlabSize
 
 BUFFER_BYTES = 10_000
 
@@ -50,7 +51,7 @@ def left(memory: Path, run_id: str, run_dir: Path | None) -> list[MemoryFile]:
     """What a rank leaves that dies; still locked, as while it lives."""
     if run_dir is not None:
         mark_owner(run_id, run_dir, "node-1", memory)
-    return SharedMemory(run_id, 0, 0, memory).files(2, SlabSize.for_tensors([], BUFFER_BYTES))
+    return SharedMemory(run_id, 0, 0, memory).files(["0", "1"], SlabSize.for_tensors([], BUFFER_BYTES))
 
 
 def dead(memory: Path, run_id: str, run_dir: Path | None) -> None:
@@ -188,15 +189,14 @@ def test_files_of_others_and_links_are_not_touched(
 def test_a_job_that_begins_meanwhile_keeps_it(memory: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead(memory, "0123abcd", run_dir)
     shutil.rmtree(run_dir)
-    looked = orphans.runs_in_memory
 
-    def begun_after(directory: Path) -> list[orphans.HeldRun]:
-        found = looked(directory)
-        begun(run_dir, "0123abcd")
-        mark_owner("0123abcd", run_dir, "node-1", directory)
-        return found
+    def begun_before(path: Path) -> FileLock:
+        if not run_dir.exists():
+            begun(run_dir, "0123abcd")
+            mark_owner("0123abcd", run_dir, "node-1", memory)
+        return FileLock(path)
 
-    monkeypatch.setattr(orphans, "runs_in_memory", begun_after)
+    monkeypatch.setattr(orphans, "FileLock", begun_before)
     assert free_orphans(memory) == []
     assert len(list(memory.iterdir())) == 3
 
@@ -237,6 +237,6 @@ def test_who_waits_for_memory_that_is_being_freed_gets_his_own(memory: Path, run
 def _patiently(memory: SharedMemory) -> list[MemoryFile]:
     while True:  # another thread of one process is not waited for
         try:
-            return memory.files(1, SlabSize.for_tensors([], BUFFER_BYTES))
+            return memory.files(["0"], SlabSize.for_tensors([], BUFFER_BYTES))
         except FileInUseError:
             time.sleep(0.001)

@@ -30,7 +30,7 @@ def ring_of(directory: Path, life: int = 0, device: torch.device | None = None) 
 def fill(ring: MemoryRing, slot: Slot, iteration: int) -> None:
     slot.iteration = iteration
     slot.file.bytes.fill_(iteration)
-    ring.prepare(slot, "upstream", Shard({}, {"all": slot.file.bytes}), iteration, {"at": iteration})()
+    slot.file.prepare("upstream", Shard({}, {"all": slot.file.bytes}), iteration, {"at": iteration})()
 
 
 def left(directory: Path) -> dict[int, int]:

@@ -12,6 +12,11 @@ def name(index: int) -> str:
     return f"file-{index}"
 
 
+def buffers(count: int, **left: int) -> Occupancy:
+    """So many; `left` is what an earlier process has left in some."""
+    return Occupancy((name(index), left.get(f"file_{index}", -1)) for index in range(count))
+
+
 def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) -> Snapshot:
     taken = occupancy.take(iteration, keep_newest=keep_newest)
     assert taken is not None
@@ -20,7 +25,7 @@ def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) ->
 
 
 def test_a_state_that_is_sent_is_overwritten_last() -> None:
-    occupancy = Occupancy(3, {}, name)
+    occupancy = buffers(3)
     for iteration in (1, 2, 3):
         occupancy.release(sealed(occupancy, iteration))
     assert occupancy.begin_sending(name(0))
@@ -33,7 +38,7 @@ def test_a_state_that_is_sent_is_overwritten_last() -> None:
 
 
 def test_the_state_that_other_machines_have_is_there_until_they_have_the_next() -> None:
-    occupancy = Occupancy(4, {}, name)
+    occupancy = buffers(4)
     for iteration in (1, 2, 3, 4):
         occupancy.release(sealed(occupancy, iteration))
     occupancy.replicated(1)
@@ -51,7 +56,7 @@ def test_the_state_that_other_machines_have_is_there_until_they_have_the_next() 
 
 def test_a_state_of_an_earlier_process_is_kept_in_place_of_no_newer_one() -> None:
     """After a restart from iteration 12 the earlier state of 12 is void; a dump that kept it would take the new one."""
-    occupancy = Occupancy(2, {0: 12}, name)
+    occupancy = buffers(2, file_0=12)
     restored = occupancy.take(12, spare=[name(0)])
     assert restored is not None
     occupancy.end_seal(occupancy.begin_seal(restored[1]), restored[1], sealed=True)
@@ -66,9 +71,9 @@ def test_a_state_of_an_earlier_process_is_kept_in_place_of_no_newer_one() -> Non
 class Life(RuleBasedStateMachine):
     """A rank that snapshots every iteration, writes some, and may be killed at any moment."""
 
-    @initialize(buffers=st.integers(3, 5))
-    def begin(self, buffers: int) -> None:
-        self.occupancy = Occupancy(buffers, {}, name)
+    @initialize(count=st.integers(3, 5))
+    def begin(self, count: int) -> None:
+        self.occupancy = buffers(count)
         self.iteration = 0
         self.newest = 0
         self.writing: list[Snapshot] = []
@@ -98,7 +103,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule()
     def written(self) -> None:
-        self.occupancy.keep(self.writing.pop(0))
+        self.occupancy.release(self.writing.pop(0))
 
     @invariant()
     def the_newest_is_there(self) -> None:

@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load
 
-import cpsr.checkpoint.memory_reader as reader_module
+import cpsr.checkpoint.memory_states as reader_module
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import OpenState, load_states, room_for_memory_state, verify_memory_state
-from cpsr.checkpoint.memory_states import MemoryState, describe, memory_state
+from cpsr.checkpoint.memory_states import (
+    MemoryState,
+    OpenState,
+    describe,
+    load_states,
+    room_for_memory_state,
+    verify_memory_state,
+)
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError
@@ -66,9 +72,7 @@ def test_a_snapshot(kind: str, run_id: str) -> None:
     assert json.loads(tensors["small"].numpy().tobytes()).keys() == SMALL.keys()
     told = {name: index[name] for name in ("run", "rank", "life", "branch", "kind", "iteration")}
     assert told == {"run": run_id, "rank": "3", "life": "2", "branch": "0", "kind": kind, "iteration": "7"}
-    found = describe(state.path)
-    assert found is not None
-    assert found.size.header_bytes % 4096 == found.size.buffer_bytes % 4096 == 0
+    assert state.size.header_bytes % 4096 == state.size.buffer_bytes % 4096 == 0
 
 
 def test_a_small_state(tmp_path: Path) -> None:
@@ -115,9 +119,9 @@ def sealed(memory: SharedMemory, shard: Shard, small: object = None) -> MemorySt
     views = HostBuffer(shard, pinned=False, memory=file).shard_at(1)
     for (_, into), (_, values) in zip(views.tensors(), shard.tensors(), strict=True):
         into.copy_(values)
-    file.seal(0, 0, "snapshot", views, 1, small)
+    file.seal("snapshot", views, 1, small)
     file.close(remove=False)
-    state = memory_state(file.path)
+    state = describe(file.path)
     assert state is not None
     return state
 
@@ -152,10 +156,9 @@ def problem_of(data: bytes) -> str | None:
 
 def test_a_stranger_can_verify_a_file(tmp_path: Path) -> None:
     state = sealed(SharedMemory(RUN_ID, 0, 0, tmp_path), make_shard(1, sizes=(5, 0, 300_000)), SMALL)
-    found, data = describe(state.path), state.path.read_bytes()
-    assert found is not None
+    data = state.path.read_bytes()
     assert problem_of(data) is None
-    first, newline = found.size.header_bytes, 10
+    first, newline = state.size.header_bytes, 10
     for at, byte, problem in ((first - 1, newline, "header"), (-1, data[-1] ^ 1, "header"), (first, 1, "segment at 0")):
         damaged = bytearray(data)
         damaged[at] = byte
@@ -221,7 +224,7 @@ def test_a_header_of_the_longest_entries_has_room(
     file = SharedMemory(RUN_ID, 0, 0, tmp_path_factory.mktemp("memory")).file("0", size)
     buffer = HostBuffer(shard, pinned=False, memory=file, units={one: f"expert {one}" for one in shard.operators})
     buffer.held.fill(buffer.held.parts.names, 1_000_000_007)
-    file.seal(0, 0, "snapshot", buffer.shard_at(1), 1, SMALL, held=buffer.held)
+    file.seal("snapshot", buffer.shard_at(1), 1, SMALL, held=buffer.held)
     assert file.iteration == 1
     file.close(remove=True)
 

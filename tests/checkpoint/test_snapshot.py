@@ -104,7 +104,7 @@ class Snapshots(RuleBasedStateMachine):
         self.iteration = 0
         self.taken: list[Snapshot] = []
 
-    @rule(then=st.sampled_from(["keep", "release", "hold"]))
+    @rule(then=st.sampled_from(["release", "hold"]))
     def snapshot(self, then: str) -> None:
         self.iteration += 1
         begun = self.pool.begin(state(self.iteration), self.iteration, None)
@@ -112,9 +112,7 @@ class Snapshots(RuleBasedStateMachine):
             self.pool.release(self.taken.pop(0))
             return
         assert self.pool.finish() is begun
-        if then == "keep":
-            self.pool.keep(begun)
-        elif then == "release":
+        if then == "release":
             self.pool.release(begun)
         else:
             self.taken.append(begun)
@@ -137,7 +135,7 @@ class Snapshots(RuleBasedStateMachine):
 
     @invariant()
     def as_they_were(self) -> None:
-        for one in [*self.taken, *filter(None, [self.pool.recovery])]:
+        for one in self.taken:
             assert_same_bits(one.shard, state(one.iteration))
             assert {operator.iteration for operator in one.shard.operators.values()} == {one.iteration}
 
@@ -157,7 +155,7 @@ def test_no_buffer_keeps_the_moments_that_the_optimizer_has_replaced() -> None:
             snapshot = pool.begin(shard, iteration, {})
             assert snapshot is not None
             pool.finish()
-            pool.keep(snapshot)
+            pool.release(snapshot)
         return [weakref.ref(one) for operator in shard.operators.values() for one in operator.moments.values()]
 
     replaced = take(live_shard(1))

@@ -6,8 +6,7 @@ import torch
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import load_states, verify_memory_state
-from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.memory_states import MemoryState, load_states, verify_memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import make_shard

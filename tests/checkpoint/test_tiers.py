@@ -41,7 +41,6 @@ def catalogues(draw: st.DrawFn) -> dict[str, object]:
         "checkpoint_iteration": draw(st.none() | st.integers(1, 12)),
         "published_iteration": draw(st.none() | st.integers(6, 16)),
         "alike": draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)),
-        "remote": draw(st.booleans()),
         "stale": draw(st.booleans()),
     }
 
@@ -73,7 +72,6 @@ def test_a_decision_is_of_one_iteration_and_of_states_that_are_there(catalogue: 
             for read in source.entries:
                 assert read in catalogue["entries"]  # type: ignore[operator]
                 assert read.iteration == source.iteration
-                assert catalogue["remote"] or read.node == nodes[source.rank]
     for source in decision.exact:
         # With its own scalars: another rank's would deal it another's data.
         own = source.small or source.entry
@@ -105,10 +103,7 @@ def test_no_newer_whole_state_is_passed_over(catalogue: dict[str, object]) -> No
     assert isinstance(nodes, list)
     assert isinstance(entries, list)
     for iteration in range((decision.exact_iteration or 0) + 1, 20):
-        assert not all(
-            whole_there([one for one in entries if catalogue["remote"] or one.node == node], rank, iteration)
-            for rank, node in enumerate(nodes)
-        )
+        assert not all(whole_there(entries, rank, iteration) for rank in range(len(nodes)))
 
 
 def whole_there(entries: list[Entry], rank: int, iteration: int) -> bool:

@@ -100,8 +100,6 @@ def test_a_full_disk_is_survived_and_reported(small_disk: Path) -> None:
     assert first.status == "committed"
     assert second.status == "failed"
     assert "No space left on device" in second.reason
-    assert rank.pool.recovery is not None
-    assert rank.pool.recovery.iteration == 10
     assert rank.free_buffers() == 3  # the failed one's buffer is free again
     # Its half-written files are gone.
     assert files_left(rank.store.directory / "step-0000000020") == ["rank-00000.skip"]
@@ -178,8 +176,7 @@ def test_retention_that_fails_leaves_the_commit_and_is_logged(
     (outcome,) = rank.writer.outcomes()
     assert outcome.status == "committed"
     assert str(error) in outcome.reason
-    assert rank.pool.recovery is not None
-    assert rank.pool.recovery.iteration == 10
+    assert rank.free_buffers() == 3
 
 
 def test_close_cancels_a_commit_that_waits_and_drops_what_is_queued(tmp_path: Path) -> None:

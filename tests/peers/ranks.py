@@ -19,8 +19,8 @@ import gc, json, logging, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from cpsr.checkpoint.arena import Arena
-from cpsr.checkpoint.memory_states import memory_state
-from cpsr.checkpoint.memory_reader import OpenState, load_states, verify_memory_state
+from cpsr.checkpoint.memory_states import describe
+from cpsr.checkpoint.memory_states import OpenState, load_states, verify_memory_state
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.checkpoint import arena as arena_module

@@ -7,8 +7,7 @@ from safetensors import safe_open
 
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
-from cpsr.checkpoint.memory_reader import load_states
-from cpsr.checkpoint.memory_states import MemoryState
+from cpsr.checkpoint.memory_states import MemoryState, load_states
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
@@ -43,12 +42,12 @@ class States:
         self.template = template = shard(rank, 0, elements, alike=alike)
         self.memory = SharedMemory(RUN_ID, rank, 0, directory)
         self._rank, self._elements, self._alike = rank, elements, alike
-        files = self.memory.files(slots, slab_size(template))
+        files = self.memory.files([*map(str, range(slots))], slab_size(template))
         self._buffers: list[tuple[MemoryFile, HostBuffer]] = [
             (file, HostBuffer(template, pinned=False, memory=file)) for file in files
         ]
         self._taken = 0
-        self.occupancy = Occupancy(slots, {}, lambda index: files[index].path.name)
+        self.occupancy = Occupancy((file.path.name, -1) for file in files)
 
     def seal(self, iteration: int) -> tuple[Path, Snapshot]:
         """The file that holds this iteration from now on, and its snapshot; in the next buffer, whatever it is for."""
@@ -73,7 +72,7 @@ class States:
         for (_, target), (_, source) in zip(target_shard.tensors(), source_shard.tensors(), strict=True):
             target.copy_(source)
         scalars = {"of": [self._rank, iteration]}
-        file.seal(self._rank, 0, "snapshot", target_shard, iteration, scalars)
+        file.seal("snapshot", target_shard, iteration, scalars)
         return file.path, Snapshot(iteration, target_shard, scalars)
 
 

@@ -9,7 +9,7 @@ import torch
 from cpsr.benchmarks.harness.checkpoint_files import commit_file, record_files
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
-from cpsr.checkpoint.memory_reader import load_states
+from cpsr.checkpoint.memory_states import load_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError

@@ -20,7 +20,7 @@ group.barrier()
 nodes = group.gather(this_node())
 entries = [Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name) for s in Arena(RUN_ID, memory).list()]
 entries = [Entry(**one) for part in group.gather([vars(entry) for entry in entries]) for one in part]
-sources = decide(nodes, entries, None, None, alike=range(group.size), remote=True).exact
+sources = decide(nodes, entries, None, None, alike=range(group.size)).exact
 own = [source for source in sources if source.rank != 2]
 fetched = fetch(Arena(RUN_ID, memory), group, nodes, sources)
 found["right"] = [[s.iteration, is_right(s), oct(s.path.stat().st_mode & 0o777)] for s in fetched.values()]
@@ -80,10 +80,10 @@ entries = [
     for s in Arena(RUN_ID, memory).list()
 ]
 entries = [Entry(**one) for part in group.gather(entries) for one in part]
-sources = decide(nodes, entries, None, None, alike=range(group.size), remote=True).exact
+sources = decide(nodes, entries, None, None, alike=range(group.size)).exact
 fetched = fetch(Arena(RUN_ID, memory), group, nodes, sources)
 own = sources[rank].entries
-*tensors, state = [fetched.get(entry) or memory_state(memory / entry.name) for entry in own]
+*tensors, state = [fetched.get(entry) or describe(memory / entry.name) for entry in own]
 right = is_right(state, *tensors, alike=alike)
 found["state"] = [state.rank, state.iteration, right, [s.rank for s in tensors], [entry in fetched for entry in own]]
 leave()

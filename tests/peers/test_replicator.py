@@ -384,7 +384,7 @@ def test_ranks_that_were_taken_for_alike_and_are_not_are_sent_whole_states(tmp_p
 
 
 WINDOWS = """
-import cpsr.peers.replicator as module
+import cpsr.checkpoint.arena as module
 states = States(memory, rank, alike=True)
 whole = states.template.state_bytes
 if rank == 1:

@@ -23,7 +23,6 @@ import tests.imported_later  # noqa: F401 - for what it imports
 from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_states import describe
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 from cpsr.journal import JournalReader
@@ -160,13 +159,11 @@ def leave(life: dict[str, Any]) -> None:
 
 def damage_newest_window(run_dir: Path) -> None:
     windows = [state for state in Arena(run_id(run_dir)).list() if state.kind == "window"]
-    path = max(windows, key=lambda state: state.iteration).path
-    found = describe(path)
-    assert found is not None
-    with path.open("r+b") as file:
-        file.seek(found.size.header_bytes + 900)
+    newest = max(windows, key=lambda state: state.iteration)
+    with newest.path.open("r+b") as file:
+        file.seek(newest.size.header_bytes + 900)
         byte = file.read(1)
-        file.seek(found.size.header_bytes + 900)
+        file.seek(newest.size.header_bytes + 900)
         file.write(bytes([byte[0] ^ 1]))
 
 

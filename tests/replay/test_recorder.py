@@ -13,8 +13,7 @@ from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyPlan
 from cpsr.checkpoint.device import DeviceSteps
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_reader import verify_memory_state
-from cpsr.checkpoint.memory_states import memory_state
+from cpsr.checkpoint.memory_states import describe, verify_memory_state
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError
 from cpsr.replay.conversion import load_window
@@ -50,7 +49,7 @@ class Rank:
         return shard_at(self.iteration)
 
     def _on_sealed(self, path: Path, iteration: int, /, *, send: bool) -> None:
-        state = memory_state(path)
+        state = describe(path)
         assert state is not None
         assert (state.iteration, state.kind) == (iteration, "window")
         self.offered += [iteration] if send else []
@@ -126,7 +125,7 @@ def test_a_window_from_a_peer_takes_the_place_of_the_oldest_and_is_one_of_the_ne
     rank = Rank(tmp_path, life=1)
     state = rank.recorder.adopt(memory.path(slot))
     assert state.path == newest.path  # of the three names the one that no window had
-    assert state == memory_state(newest.path)
+    assert state == describe(newest.path)
     assert (state.life, state.iteration, verify_memory_state(state)) == (1, 5, None)
     assert load_window(state, into := shard_at(0)) == {"place": 5}
     assert into.operators["first"].moments["exp_avg"].equal(shard_at(5).operators["first"].moments["exp_avg"])

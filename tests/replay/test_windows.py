@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from cpsr import CPSRRecovery, MixtureOfExperts, TorchAdapter
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory_owners import remove_memory_states
-from cpsr.checkpoint.memory_reader import ages_in_memory
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.journal.reader import JournalReader
 from tests.engines.optimizer_cases import Stacked
@@ -144,7 +143,7 @@ def test_popular_experts_have_their_turns_last_where_tokens_are_counted(tmp_path
                 if recovery.iteration == 21:
                     break
             states = [state for state in Arena(run_id(tmp_path / "run")).list() if state.kind == "window"]
-            anchors = ages_in_memory(max(states, key=lambda state: state.iteration))
+            anchors = max(states, key=lambda state: state.iteration).ages
         finally:
             remove_memory_states(run_id(tmp_path / "run"))
     order = sorted(range(4), key=lambda expert: anchors[f"0.experts.{expert}.weight"])
