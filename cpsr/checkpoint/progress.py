@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cpsr.checkpoint.files import write_bytes
 
-__all__ = ["Progress", "ProgressCounter", "RankProgress", "mark_life", "newest_life", "progress_path", "read_progress"]
+__all__ = ["Progress", "ProgressCounter", "mark_life", "newest_life", "progress_path", "read_progress"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,42 +119,22 @@ def _renew(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class RankProgress:
-    """One rank's slots.
-
-    Attributes:
-        slots: iteration -> batches used up to it; of the newest iterations that the rank published.
-    """
-
-    slots: dict[int, int]
-
-    @property
-    def iteration(self) -> int:
-        """Newest iteration that the rank completed."""
-        return max(self.slots)
-
-
-@dataclass(frozen=True)
 class Progress:
     """How far a run came.
 
     Attributes:
-        ranks: by rank; ranks without a readable counter are absent.
+        ranks: by rank, the newest iterations that it published -> batches used up to each; ranks without a readable
+            counter are absent.
         missing: rank -> why its counter cannot be read.
     """
 
-    ranks: dict[int, RankProgress]
+    ranks: dict[int, dict[int, int]]
     missing: dict[int, str]
 
     @property
     def iteration(self) -> int:
         """The oldest rank's iteration, over the ranks that can be read: every rank has completed it."""
-        return min(rank.iteration for rank in self.ranks.values())
-
-    @property
-    def newest(self) -> int:
-        """The newest rank's iteration: one more at most, unless ranks publish late or do not run in step."""
-        return max(rank.iteration for rank in self.ranks.values())
+        return min(map(max, self.ranks.values()))
 
 
 def read_progress(run_dir: Path, world_size: int) -> Progress | None:
@@ -163,7 +143,7 @@ def read_progress(run_dir: Path, world_size: int) -> Progress | None:
     Raises:
         OSError: a file is there and cannot be read.
     """
-    ranks: dict[int, RankProgress] = {}
+    ranks: dict[int, dict[int, int]] = {}
     missing: dict[int, str] = {}
     for rank in range(world_size):
         content = _read(progress_path(run_dir, rank))
@@ -174,7 +154,7 @@ def read_progress(run_dir: Path, world_size: int) -> Progress | None:
     return Progress(ranks, missing) if ranks else None
 
 
-def _read(path: Path) -> RankProgress | str:
+def _read(path: Path) -> dict[int, int] | str:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -187,4 +167,4 @@ def _read(path: Path) -> RankProgress | str:
     wrong = [iteration for iteration in slots if iteration % 2 != (0 if iteration == first - 1 else 1)]
     if wrong:
         return f"holds iteration {wrong[0]} in the other's slot; it is damaged"
-    return RankProgress(slots) if slots else "holds nothing yet"
+    return slots or "holds nothing yet"

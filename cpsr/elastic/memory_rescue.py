@@ -214,8 +214,8 @@ class Rescue:
             directory = run.path / "checkpoints" / step_name(checkpoint)
             saved = SavedCheckpoint(directory).small_state(rank)
             progress = read_progress(run.path, run.previous_ranks)
-            batches = None if progress is None or rank not in progress.ranks else progress.ranks[rank].slots
-            scalars = small_state_at_dump(saved, scalars, source.iteration, batches or {})
+            batches = {} if progress is None else progress.ranks.get(rank, {})
+            scalars = small_state_at_dump(saved, scalars, source.iteration, batches)
         return Snapshot(source.iteration, room, scalars)
 
 

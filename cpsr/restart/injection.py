@@ -221,7 +221,7 @@ class Injection:
         """
         known = {exact.restored_iteration: exact.data.batches}
         if progress is not None and self._job.group.rank in progress.ranks:
-            known |= progress.ranks[self._job.group.rank].slots
+            known |= progress.ranks[self._job.group.rank]
         nearest = min(known, key=lambda one: abs(one - iteration))
         if not known[nearest]:  # this rank is dealt no batches
             return exact.data

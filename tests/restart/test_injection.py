@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cpsr.checkpoint.progress import Progress, RankProgress
+from cpsr.checkpoint.progress import Progress
 from cpsr.journal import Beginning
 from cpsr.ranks.group import Group
 from cpsr.restart.injection import Injection
@@ -41,7 +41,7 @@ def injection(run_dir: Path) -> Injection:
 def test_the_data_goes_with_the_iteration(
     tmp_path: Path, published: dict[int, int], iteration: int, batches: int
 ) -> None:
-    progress = Progress({0: RankProgress(published)}, {})
+    progress = Progress({0: published}, {})
     data = injection(tmp_path).data_at(CHECKPOINT, progress, iteration)
     assert data == CHECKPOINT.data.advanced(batches - 41)
 
@@ -55,5 +55,5 @@ def test_without_a_counter_the_usual_number_of_batches_is_counted_from_the_check
 
 def test_a_rank_that_is_dealt_no_batches_counts_none(tmp_path: Path) -> None:
     nothing = Restored(Beginning.EXACT, 20, 20, 25, "")
-    progress = Progress({0: RankProgress({22: 0, 23: 0})}, {})
+    progress = Progress({0: {22: 0, 23: 0}}, {})
     assert injection(tmp_path).data_at(nothing, progress, 25) == DataPosition()
