@@ -119,12 +119,12 @@ class Life:
         if self.experts is not None:
             self.experts.begin_forward()
         self.witnessing.on_forward()
-        self.memory.look()
+        self.memory.pool.look()
         self.loop.on_forward(args, kwargs)
 
     def on_other_forward(self) -> None:
         """The module is called for something else, perhaps with other weights."""
-        self.memory.look()
+        self.memory.pool.look()
 
     def log_loss(self, loss: torch.Tensor) -> None:
         """The script reports the loss of a micro-batch."""

@@ -143,7 +143,14 @@ class MemorySnapshots:
         self._job, self._pool, self._windows, self._planner = job, memory.pool, memory.windows, planner
         self._policy, self._capture, self._last = policy, capture, iteration
         keep = self._pool.occupancy.replicated if self._windows is None else self._windows.recorder.replicated
-        self.turns = Turns(self._pool.occupancy, lambda: memory.sending, memory.has_arrived, keep, iteration)
+        links = memory.links
+        self.turns = Turns(
+            self._pool.occupancy,
+            lambda: any(link.busy for link in links),
+            lambda iteration: all(link.has_arrived(iteration) for link in links),
+            keep,
+            iteration,
+        )
         self._late = False
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)

@@ -188,7 +188,7 @@ def _restore(life: "Life", store: CheckpointStore) -> None:
     if loop.state.notice is not None and job.group.rank == 0:
         job.journal.event("hyperparameters", loop.state.notice, iteration, logging.WARNING)
     if restored.scalars is not None:
-        life.planner.load_state_dict(restored.scalars.planning, replicates=memory.replicates)
+        life.planner.load_state_dict(restored.scalars.planning, replicates=bool(memory.links))
 
 
 def _start_training(life: "Life", store: CheckpointStore) -> None:
@@ -196,7 +196,8 @@ def _start_training(life: "Life", store: CheckpointStore) -> None:
     job, loop = life.job, life.loop
     loop.learning.start(job, store)
     life.planner.start(job.config.run_dir, job.journal)
-    life.memory.follow_replicas(life.planner.times.replica)
+    for link in life.memory.links:
+        link.on_replica = life.planner.times.replica
     loop.begin_life(job)
     loop.events.begin_life(job, life.saver.saved_iteration, loop.tail.defer_here)
     life.steps.followers.append(life.probation.on_steps)

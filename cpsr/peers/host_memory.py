@@ -1,7 +1,7 @@
 """This rank's host memory: the buffers of its snapshots, what of them outlives the process, and replicas elsewhere."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cpsr.checkpoint.arena import Arena
@@ -16,7 +16,7 @@ from cpsr.checkpoint.tiers import Source
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.job import Job
 from cpsr.peers.peer import fetched_path
-from cpsr.peers.replicator import Replicator
+from cpsr.peers.replicator import Outgoing, Replicator
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.windows import Windows
 
@@ -127,28 +127,10 @@ class HostMemory:
         if self.windows is not None:
             self.windows.after_step(iteration)
 
-    def look(self) -> None:
-        """A forward begins: copies of weights that the loop has changed for it count no more."""
-        self.pool.look()
-
-    def follow_replicas(self, on_replica: Callable[[float], None]) -> None:
-        """Call this with the seconds that each replica of this rank's snapshots took; from several threads."""
-        if self._replicator is not None:
-            self._replicator.follow(on_replica)
-
     @property
-    def replicates(self) -> bool:
-        """Whether other machines hold replicas of this rank's snapshots."""
-        return self._replicator is not None and self._replicator.has_holders
-
-    @property
-    def sending(self) -> bool:
-        """Whether a replica of this rank's snapshots is under way."""
-        return self._replicator is not None and self._replicator.sending
-
-    def has_arrived(self, iteration: int) -> bool:
-        """Whether the machines that hold this rank's replicas have the one of this iteration, the newest."""
-        return self._replicator is None or self._replicator.has_arrived(iteration)
+    def links(self) -> Sequence[Outgoing]:
+        """To the ranks on other machines that hold replicas of this rank's states; empty where none does."""
+        return () if self._replicator is None else self._replicator.outgoing
 
     @property
     def branch(self) -> int:

@@ -48,13 +48,11 @@ class Placement:
     Attributes:
         holders: by owner, the ranks that hold its replicas: its own group's first, then ascending.
         load_bytes: by holder, what it receives for one snapshot of all ranks.
-        bound_bytes: no placement by the same rules has a smaller largest load.
         shortfall: why there are fewer replicas than were asked for; None where there are not.
     """
 
     holders: tuple[tuple[int, ...], ...]
     load_bytes: tuple[int, ...]
-    bound_bytes: int
     shortfall: str | None
 
     def owners_kept_by(self, holder: int) -> tuple[int, ...]:
@@ -78,7 +76,8 @@ def place(members: Sequence[Member], replicas: int) -> Placement:
     count = min(replicas, len(nodes) - 1)
     table = _Table(members)
     table.fill(count)
-    bound = table.balance() if count else 0
+    if count:
+        table.balance()
     holders = tuple(
         tuple(sorted(chosen.values(), key=lambda holder: (members[holder].group != members[owner].group, holder)))
         for owner, chosen in enumerate(table.chosen)
@@ -91,7 +90,7 @@ def place(members: Sequence[Member], replicas: int) -> Placement:
             f"{replicas} replicas of each rank's state are asked for and {count} possible: the job runs on "
             f"{len(nodes)} node{'s' * (len(nodes) > 1)}, and no two copies of a state lie on the same one"
         )
-    return Placement(holders, tuple(table.load), bound, shortfall)
+    return Placement(holders, tuple(table.load), shortfall)
 
 
 def place_within(members: Sequence[Member], replicas: int, room_bytes: Mapping[str, int], slots: int) -> Placement:
@@ -150,8 +149,8 @@ class _Table:
                 best = min(allowed, key=lambda rank: (self.load[rank], (rank - owner) % len(members)))
                 self._put(owner, best)
 
-    def balance(self) -> int:
-        """Move replicas until the largest load is below `bound` plus the largest size; return that lower bound.
+    def balance(self) -> None:
+        """Move replicas until the largest load is below a lower bound of it plus the largest size.
 
         A rank with too much looks for a shortest way to a rank below the bound, along moves that are allowed. It gives
         one replica to the next rank on that way. Whoever gives stays at the bound or above it, and whoever was below it
@@ -162,10 +161,7 @@ class _Table:
         load, ranks = self.load, range(len(self.members))
         largest = max(self._bytes(owner, holder) for owner in ranks for holder in self.chosen[owner].values())
         bound = -(-sum(load) // len(load))
-        while True:
-            heaviest = max(ranks, key=lambda rank: (load[rank], -rank))
-            if load[heaviest] < bound + largest:
-                return bound
+        while load[heaviest := max(ranks, key=lambda rank: (load[rank], -rank))] >= bound + largest:
             step, reached = self._way(heaviest, bound)
             if step is None:
                 bound = -(-sum(load[rank] for rank in reached) // len(reached))

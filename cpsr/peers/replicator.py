@@ -23,7 +23,7 @@ from cpsr.peers.transport import PEER_SECONDS, Channel, Kind, Message
 from cpsr.ranks.group import Group, pair_groups, this_node
 from cpsr.state.shard import Shard
 
-__all__ = ["Replicator"]
+__all__ = ["Outgoing", "Replicator"]
 
 SLOTS = 2  # of each owner at each holder: the older state stays whole while the newer arrives
 CLOSE_SECONDS = 5.0  # beyond the timeout of a peer, within which every thread ends
@@ -251,6 +251,7 @@ class Replicator:
 
     Attributes:
         placement: who holds what.
+        outgoing: links to the ranks that hold replicas of this one's states.
     """
 
     def __init__(
@@ -291,7 +292,7 @@ class Replicator:
 
         self._incoming = [Incoming(channel(owner, serves=True), self._arena, report) for owner in owners]
         own_state = self._arena, self._rank, report
-        self._outgoing = [
+        self.outgoing = [
             Outgoing(channel(holder, serves=False), *own_state, partial(self._is_twin, holder), occupancy)
             for holder in holders
         ]
@@ -309,7 +310,7 @@ class Replicator:
         self._offer(file, f"the window that begins at iteration {iteration}", iteration)
 
     def _offer(self, file: Path, name: str, iteration: int, snapshot: Snapshot | None = None) -> None:
-        if not self._outgoing:
+        if not self.outgoing:
             return
         try:
             whole, small = Sealed.at(file, iteration), None
@@ -318,33 +319,14 @@ class Replicator:
         except (SaveError, OSError) as error:
             self._report("not replicated", f"{name} is not replicated: {error}", iteration, logging.WARNING)
             return
-        for outgoing in self._outgoing:
+        for outgoing in self.outgoing:
             outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
-
-    @property
-    def has_holders(self) -> bool:
-        """Whether any rank on another machine is sent this rank's snapshots."""
-        return bool(self._outgoing)
-
-    @property
-    def sending(self) -> bool:
-        """Whether a replica of this rank's is under way, or waits for its link."""
-        return any(outgoing.busy for outgoing in self._outgoing)
-
-    def has_arrived(self, iteration: int) -> bool:
-        """Whether every holder has this state of this rank's, which is the newest that was offered."""
-        return all(outgoing.has_arrived(iteration) for outgoing in self._outgoing)
-
-    def follow(self, on_replica: Callable[[float], None]) -> None:
-        """Call this with the seconds from each snapshot's seal until a holder had it; from several threads."""
-        for outgoing in self._outgoing:
-            outgoing.on_replica = on_replica
 
     def forget_after(self, iteration: int) -> None:
         """Invalidate replicas of later iterations, once the holders have received this: the run has gone back."""
         if self._small is not None:
             self._small.forget_after(iteration)
-        for outgoing in self._outgoing:
+        for outgoing in self.outgoing:
             outgoing.forget_after(iteration)
 
     def remove_stale(self) -> None:
@@ -372,9 +354,9 @@ class Replicator:
             remove: the replicas that this rank holds are removed; else they stay for the next life.
             together: all ranks close, so that what is under way may end; else nobody is waited for.
         """
-        for outgoing in self._outgoing:
+        for outgoing in self.outgoing:
             outgoing.end(announced=together)
-        ended = [outgoing.join(self._wait_seconds if together else CLOSE_SECONDS) for outgoing in self._outgoing]
+        ended = [outgoing.join(self._wait_seconds if together else CLOSE_SECONDS) for outgoing in self.outgoing]
         if together:
             ended += [incoming.join(self._wait_seconds) for incoming in self._incoming]
         for incoming in self._incoming:

@@ -74,6 +74,8 @@ def opened(states, groups=None, replicas=2, window_bytes=0, bytes_to_come=0, **s
     beside = {"checkpoints": checkpoints, **settings}
     beside |= {"window_bytes": window_bytes, "bytes_to_come": bytes_to_come}
     return Replicator(states.memory, states.occupancy, group, groups[rank], states.template, replicas, report, **beside)
+def sending(replicator):
+    return any(link.busy for link in replicator.outgoing)
 def slow_down(bytes_per_second):
     send = Channel.send
     def slowly(channel, message):

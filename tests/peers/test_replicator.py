@@ -150,7 +150,7 @@ def limit(size):
 def offer(iteration):
     if rank == 0:
         replicator.offer(*states.seal(iteration))
-    until(lambda: replicated(0) == arrived if rank == 1 else not replicator.sending)
+    until(lambda: replicated(0) == arrived if rank == 1 else not sending(replicator))
     group.barrier()
     return replicated(0)
 arrived = [10]
@@ -187,7 +187,7 @@ replicator = opened(states, replicas=1)
 if rank == 0:
     replicator.offer(*states.seal(10))
     until(lambda: events)
-    found["sending"] = replicator.sending
+    found["sending"] = sending(replicator)
 group.barrier()
 replicator.close(remove=True)
 leave(hard=True)
@@ -241,7 +241,7 @@ def end_sending(name):
     end(name)
 states.occupancy.begin_sending, states.occupancy.end_sending = begin_sending, end_sending
 seconds = []
-replicator.follow(seconds.append)
+replicator.outgoing[0].on_replica = seconds.append
 arrived, iteration = set(), 0
 while not group.all(len(arrived) >= 4):
     iteration += 1
@@ -420,8 +420,8 @@ def unreadable(image):
 arena_module.Sealed.pieces = unreadable
 for iteration in (10, 20, 30):
     replicator.offer(*states.seal(iteration))
-    until(lambda: not replicator.sending)
-    found[str(iteration)] = replicator.has_arrived(iteration)
+    until(lambda: not sending(replicator))
+    found[str(iteration)] = replicator.outgoing[0].has_arrived(iteration)
 group.barrier()
 found["replicated"] = replicated(1 - rank)
 replicator.close(remove=True)
