@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep
-from cpsr.checkpoint.buffers import HostBuffer, close_buffers, make_buffers, slab_size
+from cpsr.checkpoint.buffers import HostBuffer, close_buffers, make_buffers
 from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish
 from cpsr.checkpoint.device import DeviceSteps
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
@@ -86,11 +86,6 @@ class SnapshotPool:
         self._newest: tuple[int, Snapshot] | None = None  # and its buffer, from which the next one takes parts
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
-
-    @staticmethod
-    def required_bytes(template: Shard, buffers: int = 3) -> int:
-        """Host memory that a pool of this template takes, with the headers of its files and without small states."""
-        return slab_size(template).bytes * buffers
 
     @property
     def survives(self) -> bool:
@@ -209,6 +204,7 @@ class SnapshotPool:
 
     def _unseal(self, snapshot: Snapshot, copy: RunningCopy) -> None:
         copy.confirm(unchanged=False)
+        copy.hurry()
         if snapshot.sealed is not None:
             snapshot.sealed.result()  # a copy on the host
             index = self.occupancy.index(snapshot)
@@ -337,7 +333,7 @@ class SnapshotPool:
             assert sealed is not None
             sealed.result()
         finally:
-            self._free(snapshot)
+            self.occupancy.release(snapshot)
         return snapshot.iteration
 
     def watch(self, frozen: Mapping[str, torch.Tensor]) -> None:
@@ -383,7 +379,7 @@ class SnapshotPool:
             buffer.copy_others(Shard({}, others))
             running = self.engine.copy_now(partial(self._plan, snapshot, buffer, shard), small)
         except BaseException:
-            self._free(snapshot)
+            self.occupancy.release(snapshot)
             raise
         try:
             snapshot.scalars = running.result(deadline)
@@ -391,7 +387,7 @@ class SnapshotPool:
             self._late.append((snapshot, running))  # the device may still write there
             raise
         if step is not None and step.overtaken():
-            self._free(snapshot)
+            self.occupancy.release(snapshot)
             return None
         return snapshot
 
@@ -471,7 +467,7 @@ class SnapshotPool:
         now = Deadline(0.0)
         for late in [late for late in self._late if late[1].arrives(now)]:
             self._late.remove(late)
-            self._free(late[0])
+            self.occupancy.release(late[0])
         taken = self.occupancy.take(iteration, spare, keep_newest=keep_newest)
         if taken is None:
             return None
@@ -486,7 +482,7 @@ class SnapshotPool:
         try:
             copied = buffer.held.parts.besides(left_out if older else ())
         except SaveError:
-            self._free(snapshot)
+            self.occupancy.release(snapshot)
             raise
         snapshot.taken_at = {**older, **dict.fromkeys(copied, iteration)}
         buffer.held.overwrite(snapshot.copied_parts)
@@ -495,7 +491,4 @@ class SnapshotPool:
     def _give_up(self, snapshot: Snapshot) -> None:
         """Its copy failed."""
         self._newest = None
-        self._free(snapshot)
-
-    def _free(self, snapshot: Snapshot) -> None:
         self.occupancy.release(snapshot)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.commit import Missing, claim_life, superseded
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_states import BUFFERS
@@ -18,7 +19,6 @@ from cpsr.checkpoint.progress import mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import check_disk, check_host_memory, host_buffers
 from cpsr.checkpoint.run_directory import RunDirectory, checkpoint_bytes, open_run
-from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.config import CPSRConfig
@@ -287,7 +287,7 @@ def _open_directory(
     claim_memory(run, group, shared=config.checkpoint.shared_memory)
     # Memory and disk space of an earlier life count as part of the requirement, since this life reuses them.
     reusable_bytes = Arena(run.run_id).taken_by(BUFFERS, run.local_ranks)
-    required_bytes = SnapshotPool.required_bytes(shard, host_buffers(config))
+    required_bytes = host_buffers(config) * slab_size(shard).bytes
     free_bytes = check_host_memory(required_bytes, len(run.local_ranks), reusable_bytes)
     share = 1.0 if writes is None else writes.share_bytes / max(1, shard.state_bytes)
     holders = len(adapter.data_parallel_ranks)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_owners import copied_from, free_orphans, mark_owner, remove_unused
 from cpsr.checkpoint.memory_states import BUFFERS, SHARED_MEMORY
@@ -89,7 +90,7 @@ class HostMemory:
             report(
                 "no shared memory",
                 f"snapshots do not outlive the process, so that a restart begins from the disk: this rank's "
-                f"{self.pool.required_bytes(shard, buffers)} bytes of host buffers are not in {SHARED_MEMORY}, since "
+                f"{buffers * slab_size(shard).bytes} bytes of host buffers are not in {SHARED_MEMORY}, since "
                 f"{problem}",
                 None,
                 logging.WARNING,
@@ -249,5 +250,5 @@ def _buffers(job: Job) -> int:
     run, buffers = job.run, host_buffers(job.config)
     if job.config.peers.replicas == 0 or len(run.local_ranks) == job.group.size or job.config.replay.enabled:
         return buffers
-    needed = SnapshotPool.required_bytes(job.shard, buffers + 1) * len(run.local_ranks)
+    needed = (buffers + 1) * slab_size(job.shard).bytes * len(run.local_ranks)
     return buffers + int(job.group.all(needed <= Arena(run.run_id).room_for(BUFFERS, run.local_ranks)))

@@ -254,7 +254,7 @@ def test_a_state_stays_where_its_file_cannot_be_opened_now(run_id: str, free: in
 def test_the_bytes_that_are_required_for_a_pool_are_those_of_its_files(run_id: str) -> None:
     pool = pool_of(run_id)
     files = SHARED_MEMORY.glob(f"*{run_id}*")
-    assert sum(path.stat().st_size for path in files) == SnapshotPool.required_bytes(live_shard(0))
+    assert sum(path.stat().st_size for path in files) == 3 * slab_size(live_shard(0)).bytes
     pool.close()
 
 

@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -14,6 +13,7 @@ from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.running_copy import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival
 from cpsr.state.shard import Shard
@@ -69,12 +69,14 @@ class Noted(PacedCopy):
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
+def pool(run_id: str, monkeypatch: pytest.MonkeyPatch) -> SnapshotPool:
     """Its pieces are small."""
     monkeypatch.setattr(copying, "HASHED_BYTES", 1000)
     monkeypatch.setattr(copying, "SMALL_ELEMENTS", 100)
     monkeypatch.setattr(copying, "PacedCopy", Noted)
-    return SnapshotPool(make_shard(0, SIZES))
+    pool = SnapshotPool(make_shard(0, SIZES), memory=SharedMemory(run_id, 0, 1))
+    assert pool.shared_memory_problem is None
+    return pool
 
 
 def first(pool: SnapshotPool, waits: Opened, until_update: float = FAR) -> None:
@@ -200,14 +202,8 @@ def test_an_end_does_not_wait_for_a_wait(pool: SnapshotPool) -> None:
     assert time.monotonic() - started < 5.0
 
 
-def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_when_the_group_breaks_is_whole(pool: SnapshotPool, run_id: str) -> None:
     """The dump takes a running copy over, whatever it waits for."""
-    monkeypatch.setenv("CPSR_SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr(copying, "HASHED_BYTES", 1000)
-    monkeypatch.setattr(copying, "SMALL_ELEMENTS", 100)
-    monkeypatch.setattr(copying, "PacedCopy", Noted)
-    pool = SnapshotPool(make_shard(0, SIZES), memory=SharedMemory("run", 0, 1))
-    assert pool.shared_memory_problem is None
     waits = Opened()
     first(pool, waits)
     shard = make_shard(2, SIZES, iteration=2)
@@ -215,8 +211,25 @@ def test_what_is_left_when_the_group_breaks_is_whole(tmp_path: Path, monkeypatch
     assert waits.asked.wait(PATIENCE_SECONDS)
     pool.mark_boundary()
     pool.dump(lambda: shard, 2, lambda: {"seed": 2})
-    assert [state.iteration for state in Arena("run").list() if state.iteration == 2] == [2]
+    assert [state.iteration for state in Arena(run_id).list() if state.iteration == 2] == [2]
     snapshot = pool.finish()
     assert snapshot is not None
     assert_same_bits(snapshot.shard, make_shard(2, SIZES))
+    pool.close()
+
+
+def test_a_forward_that_takes_a_copy_back_waits_for_no_wait(pool: SnapshotPool, run_id: str) -> None:
+    waits = Opened()
+    first(pool, waits)
+    shard = make_shard(2, SIZES, iteration=2)
+    assert pool.begin(shard, 2, None) is not None
+    assert waits.asked.wait(PATIENCE_SECONDS)
+    for operator in shard.operators.values():
+        operator.parameter.values.zero_()
+    started = time.monotonic()
+    pool.look()
+    assert time.monotonic() - started < 5.0
+    assert [state.iteration for state in Arena(run_id).list()] == [1]
+    with pytest.raises(SaveError, match="the loop changes weights"):
+        pool.finish()
     pool.close()
