@@ -174,11 +174,10 @@ class WriteWatch:
     Attributes:
         disturbed: whether the loop has ever changed weights there: it must then wait for each copy.
         trusted: whether enough snapshots were watched thoroughly, and nothing changed.
-        changed: whether a look has found a change since the begin of the copies that are under way.
     """
 
     def __init__(self) -> None:
-        self.disturbed = self.changed = False
+        self.disturbed = False
         self._copies: dict[object, Callable[[], None]] = {}  # under way, and what a change leads to
         self._watched = 0
         self._sources: list[torch.Tensor] = []
@@ -195,7 +194,7 @@ class WriteWatch:
         return not self.disturbed and self._watched >= THOROUGH_SNAPSHOTS
 
     def begin(self, copy: object, shard: Shard, *, thorough: bool, on_change: Callable[[], None]) -> None:
-        """A copy of this state begins.
+        """A copy of this state begins; not once the loop has disturbed one.
 
         Args:
             copy: by which `end` knows it.
@@ -211,7 +210,7 @@ class WriteWatch:
         self._prepare(shard)
         self._watched += thorough
         self._mark = self._versions(), b"".join(self._elements), self._sums() if thorough else None
-        self.changed, self._sent = self.changed and not first, []
+        self._sent = []
         self._send()
 
     def look(self, *, forward: bool = True, deadline: Deadline | None = None) -> bool:
@@ -224,19 +223,18 @@ class WriteWatch:
         Raises:
             SaveError: the device hangs, and the deadline has passed.
         """
-        if self._mark is None:
-            return False
+        if self._mark is None or self.disturbed:
+            return self._mark is not None
         versions, elements, sums = self._mark
-        changed = self.changed or self._versions() != versions or b"".join(self._elements) != elements
+        changed = self._versions() != versions or b"".join(self._elements) != elements
         if not changed and sums is not None:
             changed = self._sums() != sums
         if forward:
             self._send()
         elif not changed:
             changed = self._differs_on_device(deadline)
-        found, self.changed = changed and not self.changed, changed
-        self.disturbed = self.disturbed or changed
-        if found:
+        if changed:
+            self.disturbed = True
             for take_back in list(self._copies.values()):
                 take_back()
         return changed
@@ -245,7 +243,7 @@ class WriteWatch:
         """The copy is over; without `begin` nothing happens."""
         self._copies.pop(copy, None)
         if not self._copies:
-            self._mark, self._sent, self.changed = None, [], False
+            self._mark, self._sent = None, []
 
     def _versions(self) -> list[int]:
         return [one._version for one in self._counted]
