@@ -74,6 +74,10 @@ def _written(place: int, arguments: Sequence[Any]) -> bool:
     return is_rest(arguments[0], place)
 
 
+def _committed(place: int, arguments: Sequence[Any]) -> bool:
+    return bool(arguments[0].save.iteration == place)
+
+
 def _second(place: int, arguments: Sequence[Any]) -> bool:
     return bool(arguments[1] == place)
 
@@ -85,7 +89,7 @@ TRAINING = {
     "snapshot": Happening(CopyEngine, "_copy_on_host", CHECKPOINTS, _snapshot_of),
     "sealing": Happening(MemoryFile, "prepare", CHECKPOINTS, _sealed),
     "writing": Happening(part_module, "write_tensors", CHECKPOINTS, _written),
-    "commit": Happening(store_module, "seal", CHECKPOINTS, _second, ranks=(0,)),
+    "commit": Happening(store_module, "seal", CHECKPOINTS, _committed, ranks=(0,)),
     "retention": Happening(CheckpointStore, "retain", (3, 4, 5), ranks=(0,)),
     "last save": Happening(Saver, "save_now", FIRST),
 }
