@@ -37,11 +37,11 @@ from cpsr.checkpoint.manifest import (
 from cpsr.checkpoint.replicated import missing_among, refuse_drifted
 from cpsr.errors import CheckpointError, RunDirectoryError, SaveError
 from cpsr.ranks.group import Group
-from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
+from cpsr.ranks.heartbeat import HeartbeatFiles, newer_life
 from cpsr.ranks.link import JOB
 
 __all__ = ["Attempt", "CommitResult", "Missing", "SavedSlice", "SupersededError", "claim_life", "refuse_superseded"]
-__all__ += ["seal", "superseded", "wait_for_ranks"]
+__all__ += ["seal", "wait_for_ranks"]
 
 # A rank's slice of a parameter: the global shape, the first element and the number of elements.
 SavedSlice = tuple[Sequence[int], int, int]
@@ -156,16 +156,6 @@ def claim_life(run_dir: Path, life: int, group: Group) -> None:
         )
 
 
-def superseded(run_dir: Path, life: int) -> int | None:
-    """The newer life that has begun; None while this one is the newest.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    newest = newest_claim(run_dir)
-    return newest if newest > life else None
-
-
 def refuse_superseded(run_dir: Path, life: int) -> None:
     """Raise where a newer life has begun.
 
@@ -173,7 +163,7 @@ def refuse_superseded(run_dir: Path, life: int) -> None:
         SupersededError: it has.
         OSError: the directory cannot be read.
     """
-    newer = superseded(run_dir, life)
+    newer = newer_life(run_dir, life)
     if newer is not None:
         raise SupersededError(
             f"life {newer} of the run in {run_dir} has begun, this process is of life {life}: it writes nothing more "

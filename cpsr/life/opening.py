@@ -12,7 +12,7 @@ import torch
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.buffers import slab_size
-from cpsr.checkpoint.commit import Missing, claim_life, superseded
+from cpsr.checkpoint.commit import Missing, claim_life
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_states import BUFFERS
 from cpsr.checkpoint.progress import mark_life, newest_life
@@ -43,7 +43,7 @@ from cpsr.life.unsaved_objects import Unsaved
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory
 from cpsr.ranks.group import Group
-from cpsr.ranks.heartbeat import newest_claim
+from cpsr.ranks.heartbeat import newer_life, newest_claim
 from cpsr.ranks.link import Opened, report
 from cpsr.restart.experts import with_lost_tokens
 from cpsr.restart.prediction import StatePrediction
@@ -378,7 +378,7 @@ def _close_journal(job: Job, steps: Steps, ending: Ending) -> None:
     if ending.in_order:
         _await_others(job)
     job.journal.close(ending.how)
-    newest = superseded(job.run.path, job.journal.life) is None
+    newest = newer_life(job.run.path, job.journal.life) is None
     if ending.how != "error" and job.group.rank == 0 and newest:
         job.run.mark_ended(ending.how, ending.iteration)
 

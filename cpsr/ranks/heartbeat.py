@@ -29,7 +29,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["Heartbeat", "HeartbeatFiles", "Phase", "newest_claim"]
+__all__ = ["Heartbeat", "HeartbeatFiles", "Phase", "newer_life", "newest_claim"]
 
 logger = logging.getLogger(__name__)
 
@@ -188,11 +188,6 @@ class HeartbeatFiles:
             if life < self._life:
                 shutil.rmtree(directory)
 
-    def newer_life(self) -> int | None:
-        """A later life that has begun; None if this is the newest; OSError if the directory cannot be read."""
-        newest = max((life for life, _ in _lives(self._progress)), default=self._life)
-        return newest if newest > self._life else None
-
     def _path(self, what: str, rank: int) -> str:
         return f"{self._directory}/{what}-{rank:05d}"
 
@@ -203,6 +198,12 @@ def newest_claim(run_dir: Path) -> int:
         return max((life for life, _ in _lives(run_dir / "progress")), default=-1)
     except FileNotFoundError:
         return -1
+
+
+def newer_life(run_dir: Path, life: int) -> int | None:
+    """The newer life that has begun; None while this one is the newest; OSError as `newest_claim`."""
+    newest = newest_claim(run_dir)
+    return newest if newest > life else None
 
 
 def _lives(progress: Path) -> list[tuple[int, Path]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.config import RanksConfig
-from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
+from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase, newer_life
 
 __all__ = ["GivenUp", "Liveness"]
 
@@ -81,7 +81,7 @@ class Liveness:
         report: Callable[[str, str, int | None, int], None],
     ) -> None:
         self._files = HeartbeatFiles(run_dir, life)
-        self._life, self._rank = life, rank
+        self._run_dir, self._life, self._rank = run_dir, life, rank
         self._heartbeat_seconds, self._step_seconds = config.heartbeat_timeout_seconds, config.step_timeout_seconds
         timeouts = [seconds for seconds in (self._heartbeat_seconds, self._step_seconds) if seconds is not None]
         self._beat_seconds = min([BEAT_SECONDS, *(seconds / BEATS_MIN for seconds in timeouts)])
@@ -307,7 +307,7 @@ class Liveness:
 
     def _newer_life(self) -> int | None:
         try:
-            return self._files.newer_life()
+            return newer_life(self._run_dir, self._life)
         except OSError as error:
             self._report_once("not watched", f"rank {self._rank} cannot see whether the next life has begun: {error}")
             return None

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.checkpoint.commit import SupersededError, claim_life, superseded
+from cpsr.checkpoint.commit import SupersededError, claim_life
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import RunDirectoryError
 from cpsr.ranks.group import Group
-from cpsr.ranks.heartbeat import HeartbeatFiles
+from cpsr.ranks.heartbeat import HeartbeatFiles, newer_life
 from tests.checkpoint.conftest import make_snapshot, save
 
 
@@ -108,4 +108,4 @@ def test_a_claim_outlives_the_heartbeats_of_lives_before(tmp_path: Path) -> None
     for life in range(3):
         claim_life(tmp_path, life, Group())
     HeartbeatFiles(tmp_path, 2).remove_earlier()
-    assert superseded(tmp_path, 0) == superseded(tmp_path, 1) == 2
+    assert newer_life(tmp_path, 0) == newer_life(tmp_path, 1) == 2
