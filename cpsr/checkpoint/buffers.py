@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import torch
 
-from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.direct_file import BLOCK_BYTES
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import SlabSize
@@ -40,7 +39,6 @@ class HostBuffer:
         content: all its bytes.
         held: what it holds of each part.
         memory: as given.
-        pinning: of that memory.
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class HostBuffer:
         units: Mapping[str, str] | None = None,
     ) -> None:
         self.memory = memory
-        self.pinning: Pinning | None = None
         size = slab_size(template).buffer_bytes
         self.content = _own_memory(size, pinned=pinned) if memory is None else memory.bytes
         by_kind = _layout(template)
@@ -217,23 +214,17 @@ def make_buffers(
         device: that copies into them; None: the host.
         units: operator -> its part, see `Parts`.
     """
-    problem, shared = None, list[HostBuffer]()
+    problem, files = None, list[MemoryFile]()
     try:
-        files = [] if memory is None else memory.files([*map(str, range(count))], slab_size(template))
-        shared = [HostBuffer(template, pinned=False, memory=file, units=units) for file in files]
-        if device is not None:
-            for buffer in shared:
-                buffer.pinning = Pinning(buffer.content, device)
+        if memory is not None:
+            files = memory.files([*map(str, range(count))], slab_size(template))
+            for file in files:
+                file.pin(device)
+            return [HostBuffer(template, pinned=False, memory=file, units=units) for file in files], None
     except (OSError, SaveError) as error:
         problem = str(error)
-        for buffer in shared:
-            if buffer.pinning is not None:
-                buffer.pinning.undo()
-            if (file := buffer.memory) is not None:
-                file.close(remove=file.iteration < 0)  # a restart can still use the state of an earlier process
-        shared = []
-    if shared:
-        return shared, None
+        for file in files:
+            file.close(remove=file.iteration < 0)  # a restart can still use the state of an earlier process
     return [HostBuffer(template, pinned=device is not None, units=units) for _ in range(count)], problem
 
 
@@ -248,8 +239,9 @@ def close_buffers(
         in_flight: indices of those into which a copy may still be under way: they are left alone, with their locks.
         remove: remove all from shared memory; else it stays for the next life.
     """
-    pinned = [buffer.pinning for buffer in buffers if buffer.pinning is not None]
-    if in_flight or (pinned and not _is_idle(device)):
+    files = {index: buffer.memory for index, buffer in enumerate(buffers) if buffer.memory is not None}
+    hangs = bool(in_flight) or (bool(files) and not _is_idle(device))
+    if hangs:
         # Unregistering waits for the device; and the address of a registered mapping must not be used again.
         logger.warning(
             "the device has not finished its work: host memory of this rank stays pinned until the process ends, "
@@ -258,12 +250,9 @@ def close_buffers(
             len(buffers),
         )
         _left_alone.append(buffers)
-        pinned = []
-    for pinning in pinned:
-        pinning.undo()
-    for index, buffer in enumerate(buffers):
-        if buffer.memory is not None and index not in in_flight:
-            buffer.memory.close(remove=remove)
+    for index, file in files.items():
+        if index not in in_flight:
+            file.close(remove=remove, unpin=not hangs)
 
 
 def _is_idle(device: torch.device | None) -> bool:

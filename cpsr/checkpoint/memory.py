@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.arena import Arena, shared_memory_left
+from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory_states import (
     HASH_PLACE,
@@ -76,6 +77,7 @@ class MemoryFile:
         # Until this process ends: a stopped process that continues would write into the next one's buffer.
         self._lock = FileLock(self.path, wait_seconds, create=True)
         self._descriptor = -1
+        self._pinning: Pinning | None = None
         is_new = size_of(self.path) == 0 and self.path.lstat().st_uid == os.geteuid()
         try:
             self._descriptor = open_own(self.path)
@@ -102,6 +104,15 @@ class MemoryFile:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes = whole[size.header_bytes :]
         self._length = whole[:LENGTH_BYTES].view(torch.int64).numpy()
+
+    def pin(self, device: torch.device | None) -> None:
+        """Let this device copy into the buffer without a staging buffer; None, or a second call, changes nothing.
+
+        Raises:
+            SaveError: CUDA refuses.
+        """
+        if device is not None and self._pinning is None:
+            self._pinning = Pinning(self.bytes, device)
 
     def unseal(self) -> None:
         """Invalidate the state in the buffer, until `seal`."""
@@ -236,12 +247,15 @@ class MemoryFile:
         if end < self.size.buffer_bytes:
             yield _padding(end, self.size.buffer_bytes - end)
 
-    def close(self, *, remove: bool) -> None:
+    def close(self, *, remove: bool, unpin: bool = True) -> None:
         """Close the file; its memory stays mapped while tensors use it.
 
         Args:
             remove: also remove the file, if it was not closed before; else its state stays for the next process.
+            unpin: also unpin it, for which the device has to be idle; else its owner keeps it to the process's end.
         """
+        if self._pinning is not None and unpin:
+            self._pinning.undo()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

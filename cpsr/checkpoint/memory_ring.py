@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.checkpoint.copying import CopyEngine
-from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, SlabSize, describe
 from cpsr.checkpoint.parts import Held
@@ -29,7 +28,6 @@ class Slot:
         number: in its name.
         file: the memory.
         iteration: of what it holds, or is filled with; -1: nothing that counts.
-        pinning: for copies from a device.
         last_work: of the engine, with this file.
         held: what its user has in it, by part.
     """
@@ -37,7 +35,6 @@ class Slot:
     number: int
     file: MemoryFile
     iteration: int = -1
-    pinning: Pinning | None = None
     last_work: "Future[Any] | None" = None
     held: Held | None = None
 
@@ -87,12 +84,11 @@ class MemoryRing:
         if slot is not None:
             there = slot.file.size
             if there.buffer_bytes != size.buffer_bytes or there.header_bytes < size.header_bytes:
-                self._close(self.slots.pop(number), remove=True)
+                self.slots.pop(number).file.close(remove=True)
                 slot = None  # its memory is free before the new one is taken
         if slot is None:
             slot = self.slots[number] = Slot(number, self._memory.file(f"{self._name}-{number}", size))
-        if self.engine.device is not None and slot.pinning is None:
-            slot.pinning = Pinning(slot.file.bytes, self.engine.device)
+        slot.file.pin(self.engine.device)
         return slot
 
     def next(self, files: int, size: SlabSize, kept: Collection[int | None] = (), before: Slot | None = None) -> Slot:
@@ -143,10 +139,5 @@ class MemoryRing:
             _left_alone.append(self)
             return False
         while self.slots:
-            self._close(self.slots.popitem()[1], remove=remove)
+            self.slots.popitem()[1].file.close(remove=remove)
         return True
-
-    def _close(self, slot: Slot, *, remove: bool) -> None:
-        if slot.pinning is not None:
-            slot.pinning.undo()
-        slot.file.close(remove=remove)
