@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from cpsr.checkpoint.assemble import Piece, pieces_of
 from cpsr.checkpoint.catalogue import scan_in_pieces, warn_once
-from cpsr.checkpoint.manifest import FileRecord, RankManifest, experts_taken_at, slab_path
+from cpsr.checkpoint.manifest import FileRecord, RankManifest, slab_path
 from cpsr.checkpoint.ranges import MissingRanges
 from cpsr.checkpoint.saved import SavedCheckpoint, places_of
 from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, map_tensors
@@ -77,14 +77,14 @@ class ReadManifest:
         entry: the checkpoint.
         ranges: where the slices lie that it has whole; checkpoints share the mapping where it is the same.
         taken_at: operators that were taken before the entry -> iteration.
-        expert_files: hashes of the experts' files, which later checkpoints may carry.
+        slabs: names and hashes of those with the slices, which later checkpoints may list, too.
     """
 
     sha256: str
     entry: HistoryEntry
     ranges: _Ranges
     taken_at: Mapping[str, int]
-    expert_files: frozenset[str] = frozenset()
+    slabs: frozenset[tuple[str, str]]
 
 
 class _Checkpoint:
@@ -161,7 +161,7 @@ class DiskHistory:
         self._range = since, math.inf if before is None else before
         self._part = part
         self._checkpoints: list[_Checkpoint] = []
-        self._hashed: set[tuple[str, str]] = set()
+        self._hashed = {slab for one in self._known.values() for slab in one.slabs}
         self._operators: list[str] = []
         if opened:
             for _ in self.open():
@@ -180,7 +180,8 @@ class DiskHistory:
                 self._exclude(problem.iteration, f"{problem.file}: {problem.what}")
         for info in catalogue.checkpoints:
             if since <= info.iteration < end:
-                yield from self._add(info)
+                # In an object of its own, with which the manifests that it has read go, megabytes each.
+                yield from self._add(SavedCheckpoint(info.directory, info.manifest))
                 yield
         self._operators = self._common_operators()
 
@@ -256,11 +257,10 @@ class DiskHistory:
         record = saved.record(self._part.rank % saved.manifest.world_size)
         yield
         ranges, files = yield from self._find(saved, record)
-        checked = {word for one in self._known.values() for word in one.expert_files}
-        carried = {name: one.xxh3_128 for name, one in files.items() if experts_taken_at(name) is not None}
         for name, file in files.items():
-            if carried.get(name) not in checked:  # else it is carried from a checkpoint that was verified
-                yield from self._check(slab_path(saved.directory, name), file)
+            if (name, file.xxh3_128) not in self._hashed:  # else an earlier checkpoint lists it, too
+                yield from check_in_pieces(slab_path(saved.directory, name), file)
+                self._hashed.add((name, file.xxh3_128))
         entry = _entry(record)
         yield
         older = {name: one.iteration for name, one in record.operators.items() if one.iteration != record.iteration}
@@ -268,7 +268,8 @@ class DiskHistory:
         yield
         if self._checkpoints and self._checkpoints[-1].manifest.ranges == ranges:
             ranges = self._checkpoints[-1].manifest.ranges
-        return ReadManifest(sha256, entry, ranges, taken_at, frozenset(carried.values()))
+        slabs = frozenset((name, file.xxh3_128) for name, file in files.items())
+        return ReadManifest(sha256, entry, ranges, taken_at, slabs)
 
     def _find(
         self, saved: SavedCheckpoint, record: RankManifest
@@ -303,13 +304,6 @@ class DiskHistory:
             yield
         whole = (name for name in ranges if name in cut_alike and not missing[name].left)
         return {name: tuple(sorted(ranges[name])) for name in whole}, files
-
-    def _check(self, path: Path, record: FileRecord) -> Iterator[None]:
-        """Compare a slab with its hash, once where several checkpoints list it."""
-        known = path.name, record.xxh3_128
-        if known not in self._hashed:
-            yield from check_in_pieces(path, record)
-            self._hashed.add(known)
 
     def _exclude(self, iteration: int, reason: str) -> None:
         self.excluded[iteration] = reason
