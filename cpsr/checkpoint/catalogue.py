@@ -302,7 +302,7 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
     others = _listed_elsewhere(checkpoints, found)
     plan = plan_retention(found.checkpoints, rules, others, copied)
     for info in [info for info in found.checkpoints if info.iteration in plan.delete]:
-        remove_tree(info.directory, first=COMMIT)
+        remove_tree(info.directory)
         found.checkpoints.remove(info)
         _log.debug("checkpoint %s was deleted: outside the history that is kept", info.directory)
     try:
@@ -341,7 +341,7 @@ def _remove_uncommitted(found: Catalogue, *, before: int | None = None, after: i
     """
     for iteration, directory in list(found.uncommitted.items()):
         if iteration > after and (before is None or iteration < before):
-            remove_tree(directory, first=COMMIT)
+            remove_tree(directory)
             del found.uncommitted[iteration]
             _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
 
@@ -432,7 +432,7 @@ def _remove_asides(found: Catalogue) -> None:
         if later < _COMMITS_BEFORE_REMOVAL:
             continue
         try:
-            remove_tree(aside.directory, first=COMMIT)
+            remove_tree(aside.directory)
             _log.info("%s was deleted: %d later checkpoints are committed", aside.directory, later)
         except OSError as error:  # the others are not kept for it
             warn_once(aside.directory.parent, f"{aside.directory} cannot be removed: {error}")

@@ -105,6 +105,20 @@ class Attempt:
         for kind in get_args(Kind):  # a directory of many slabs is not listed at each save
             slab_path(self.directory, slab_name(rank, kind, self.save)).unlink(missing_ok=True)
 
+    def refuse_ended(self, rank: int, cause: Exception | None = None) -> None:
+        """Raise where nothing more of it counts; the rank's part is then gone.
+
+        Raises:
+            SupersededError: a newer life has begun, whose files may lie there: they are left alone.
+            SaveError: rank 0 has abandoned it.
+            OSError: the file system refused.
+        """
+        refuse_superseded(self.directory.parents[1], self.save.life)
+        reason = self.skipped_reason(0)
+        if reason is not None:
+            self.remove_part(rank)
+            raise SaveError(f"{self.directory} was abandoned by rank 0: {reason}") from cause
+
     def abandon(self, reason: str) -> None:
         """Abandon it for all ranks: write the marker that they find, then remove its files and its slabs."""
         try:

@@ -25,11 +25,11 @@ from cpsr.checkpoint.direct_file import (
     read_at,
     write_piece,
 )
-from cpsr.checkpoint.manifest import FileRecord
+from cpsr.checkpoint.manifest import COMMIT, FileRecord
 from cpsr.checkpoint.tensor_file import image_of
 from cpsr.errors import SaveError
 
-__all__ = ["FileHash", "exhaust", "hash_file", "hash_in_pieces", "is_temporary", "make_directory"]
+__all__ = ["exhaust", "hash_file", "hash_in_pieces", "is_temporary", "make_directory"]
 __all__ += ["open_plain", "read_bytes"]
 __all__ += ["remove_entry", "remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes"]
 __all__ += ["write_tensors"]
@@ -41,14 +41,6 @@ _PROCESS = secrets.token_hex(4)
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
 
 _Result = TypeVar("_Result")
-
-
-class FileHash(PieceHashes):
-    """Hashes every MiB of a file, whose bytes are taken once and in order."""
-
-    def record(self) -> FileRecord:
-        """The record of a file with the bytes that were taken."""
-        return FileRecord.of_pieces(self.bytes, self.digests().hex())
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -106,7 +98,7 @@ def write_tensors(
     temporary = temporary_name(path)
     try:
         written = _write_image(temporary, image_of(tensors, metadata), hashed or {})
-        if (start := written.first_difference(hash_file(temporary, direct=True))) is not None:
+        if (start := written.first_difference(hash_file(temporary))) is not None:
             raise SaveError(f"{path}: what was read back differs from what was written from byte {start} on; {_CHECK}")
         temporary.replace(path)
     except (OSError, SaveError) as error:
@@ -153,17 +145,13 @@ def read_bytes(path: Path) -> bytes:
         os.close(descriptor)
 
 
-def hash_file(path: Path, *, direct: bool = False) -> FileRecord:
-    """Size and hashes of a file.
-
-    Args:
-        path: its name.
-        direct: see `open_plain`.
+def hash_file(path: Path) -> FileRecord:
+    """Size and hashes of a file on the disk.
 
     Raises:
         OSError: see `open_plain`.
     """
-    return exhaust(hash_in_pieces(path, direct=direct))
+    return exhaust(hash_in_pieces(path, direct=True))
 
 
 def exhaust(steps: Generator[None, None, _Result]) -> _Result:
@@ -186,7 +174,7 @@ def hash_in_pieces(path: Path, *, direct: bool = False) -> Generator[None, None,
     Raises:
         OSError: see `open_plain`.
     """
-    found = FileHash()
+    found = PieceHashes()
     descriptor = open_plain(path, direct=direct)
     try:
         buffer = block_buffer(min(_CHUNK_BYTES, os.fstat(descriptor).st_size))
@@ -195,7 +183,7 @@ def hash_in_pieces(path: Path, *, direct: bool = False) -> Generator[None, None,
             yield
     finally:
         os.close(descriptor)
-    return found.record()
+    return FileRecord.of(found)
 
 
 def sync_directory(path: Path) -> None:
@@ -231,15 +219,15 @@ def remove_entry(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_tree(directory: Path, *, first: str) -> None:
-    """Remove a checkpoint's directory, the file called `first` before everything else.
+def remove_tree(directory: Path) -> None:
+    """Remove a checkpoint's directory, its commit record before everything else.
 
     A subdirectory that cannot be removed stays, with the checkpoint's directory and a log line.
 
     Raises:
         OSError: the file system refused to remove a file, or the directory that is empty now.
     """
-    remove_entry(directory / first)
+    remove_entry(directory / COMMIT)
     sync_directory(directory)
     stays = False
     for path in list(directory.iterdir()):

@@ -21,7 +21,8 @@ import torch
 
 from cpsr.checkpoint.assemble import Wanted, assemble
 from cpsr.checkpoint.catalogue import scan
-from cpsr.checkpoint.files import hash_file, write_tensors
+from cpsr.checkpoint.commit import Attempt
+from cpsr.checkpoint.files import write_tensors
 from cpsr.checkpoint.manifest import (
     FileRecord,
     FrozenRecord,
@@ -32,7 +33,7 @@ from cpsr.checkpoint.manifest import (
     writer_of,
 )
 from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
-from cpsr.checkpoint.verify import check_file, persistently, require_same
+from cpsr.checkpoint.verify import check_file
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
@@ -142,16 +143,15 @@ class FrozenFiles:
         if found:
             yield found
 
-    def write(self, directory: Path, scalars: Any, refuse_abandoned: Callable[[], None]) -> FrozenPart:
+    def write(self, attempt: Attempt, scalars: Any) -> FrozenPart:
         """Write the slabs of a snapshot's parameters that no checkpoint has; the caller forces the directory.
 
         Args:
-            directory: of the checkpoint.
+            attempt: of the save.
             scalars: of the snapshot.
-            refuse_abandoned: see `RankPartWriter.write`.
 
         Raises:
-            SaveError: a parameter was changed unseen; or as `write_tensors`.
+            SaveError: a parameter was changed unseen, or rank 0 has abandoned the save; or as `write_tensors`.
             OSError: the file system refused.
         """
         state = scalars.get("frozen") if isinstance(scalars, dict) else None
@@ -164,14 +164,14 @@ class FrozenFiles:
         hashes |= {name: rested[name] for name in self.weights.resting(rested)}  # those are of the snapshot
         if lacking := sorted(tensors.keys() - moved.keys() - hashes.keys()):
             raise SaveError(f"the values that {lacking[0]!r}, outside the optimizer, had at the snapshot are not known")
-        there = self._there(directory)
+        there = self._there(attempt.directory)
         held = {name: self._held[name][0] for name, one in hashes.items() if there.get(name) == one}
         own: dict[str, tuple[str, str]] = {}
         for names in self._in_files(hashes.keys() - held.keys()):
             file = frozen_slab_name(self._rank, word_of({name: hashes[name] for name in names}))
             own |= {name: (file, hashes[name]) for name in names}
         held |= {name: file for name, (file, _) in own.items()}
-        files, written = self._put_files(directory, held, hashes, refuse_abandoned)
+        files, written = self._put_files(attempt, held, hashes)
         self._held = self._held | own
         self.weights.settle_rested({name: one for name, one in rested.items() if name in hashes})
         left = {name: values for name, values in moved.items() if name not in hashes}
@@ -204,11 +204,7 @@ class FrozenFiles:
         return {name: one for name, (file, one) in self._held.items() if file not in gone}
 
     def _put_files(
-        self,
-        directory: Path,
-        held: Mapping[str, str],
-        hashes: Mapping[str, str],
-        refuse_abandoned: Callable[[], None],
+        self, attempt: Attempt, held: Mapping[str, str], hashes: Mapping[str, str]
     ) -> tuple[dict[str, FileRecord], int]:
         """List or write this rank's slabs; returns their records, and the bytes that were written."""
         wanted = {file: dict(content) for file, content in self._agreed.items()}
@@ -218,8 +214,8 @@ class FrozenFiles:
         earlier = _newest_first(self._checkpoints) if wanted.keys() - self._durable.keys() else []
         files, written = {}, 0
         for file, content in wanted.items():
-            refuse_abandoned()
-            path = slab_path(directory, file)
+            attempt.refuse_ended(self._rank)
+            path = slab_path(attempt.directory, file)
             if not path.exists():  # retention was there
                 self._durable.pop(file, None)
             record = self._durable.get(file) or _listed(earlier, path)
@@ -358,7 +354,7 @@ class FrozenFiles:
             writer = saved.record(writer_of(file)) if file not in record.files else record
             slab = saved.file(writer, file)
             if slab.path not in checked:
-                check_file(slab.path, slab.record, direct=True)
+                check_file(slab.path, slab.record)
                 checked.add(slab.path)
             files[file] = slab.record
         records = {name: one.described if name in moved else one for name, one in record.frozen.items()}
@@ -389,12 +385,10 @@ def _listed(earlier: Sequence[SavedCheckpoint], path: Path) -> FileRecord | None
     if listed is None:
         return None
     try:
-        found = persistently(partial(hash_file, direct=True), path)
-        require_same(path, found, listed)
+        return check_file(path, listed)
     except CheckpointError as error:
         _log.warning("%s is not used, and is written anew: %s", path, error)
         return None
-    return found
 
 
 def _newest_first(checkpoints: Path) -> list[SavedCheckpoint]:

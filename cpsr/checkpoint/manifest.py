@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, PIECE_DIGITS, piece_hash, pieces_in
+from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, PIECE_DIGITS, PieceHashes, piece_hash, pieces_in
 
 __all__ = ["COMMIT", "SLABS", "FileRecord", "FrozenRecord", "Kind", "Manifest", "OperatorRecord", "RankManifest"]
 __all__ += ["RankRecord", "Save", "TensorRecord", "dtype_name", "experts_taken_at", "frozen_slab_name", "holds_frozen"]
@@ -38,7 +38,7 @@ _FROZEN = r"rank-\d{5,}\.frozen-[0-9a-f]{32}\.safetensors"
 FileName = Annotated[str, StringConstraints(pattern=f"^({_SAVED}|{_FROZEN})$")]
 FrozenFileName = Annotated[str, StringConstraints(pattern=f"^{_FROZEN}$")]
 Xxh3 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-PieceHashes = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]*$")]
+PieceDigits = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]*$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 RunId = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z_-]{1,64}$")]  # names are made of it
 Count = Annotated[int, Field(ge=0)]
@@ -76,7 +76,7 @@ class FileRecord(_RecordOfSome):
 
     bytes: Count
     xxh3_128: Xxh3 = Field(description="hash of the file: xxh3-128 of the xxh3-64 of every MiB")
-    pieces: PieceHashes | None = Field(
+    pieces: PieceDigits | None = Field(
         default=None, description="xxh3-64 of every MiB, one after the other; absent in the commit record"
     )
 
@@ -84,6 +84,11 @@ class FileRecord(_RecordOfSome):
     def of_pieces(cls, size: int, pieces: str) -> Self:
         """The record of a file with this many bytes, and these hashes of its MiB."""
         return cls(bytes=size, xxh3_128=xxhash.xxh3_128_hexdigest(bytes.fromhex(pieces)), pieces=pieces)
+
+    @classmethod
+    def of(cls, found: PieceHashes) -> Self:
+        """The record of a file with the bytes that were taken."""
+        return cls.of_pieces(found.bytes, found.digests().hex())
 
     @property
     def listed(self) -> Self:

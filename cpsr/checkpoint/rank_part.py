@@ -13,7 +13,7 @@ same operator in an older slab is out of date.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,7 +63,6 @@ class RankPartWriter:
         self,
         snapshot: Snapshot,
         attempt: Attempt,
-        refuse_abandoned: Callable[[], None],
         frozen: FrozenFiles | None = None,
         outside: FrozenPart | None = None,
     ) -> int:
@@ -72,21 +71,21 @@ class RankPartWriter:
         Args:
             snapshot: what to write.
             attempt: of the save.
-            refuse_abandoned: raises where rank 0 has abandoned it; called before each slab.
             frozen: slabs of the parameters outside the optimizer; None: there are none.
             outside: what is listed of these parameters, where nothing of them is to be written.
 
         Raises:
-            SaveError: from `refuse_abandoned`; or what was read back differs, or something cannot be carried.
+            SaveError: rank 0 has abandoned it, what was read back differs, or something cannot be carried.
+            SupersededError: a newer life has begun.
             OSError: the file system refused.
         """
-        refuse_abandoned()
+        attempt.refuse_ended(self._rank)
         directory, save = attempt.directory, attempt.save
         make_directory(slab_path(directory, ""))
         if snapshot.sealed is not None:
             snapshot.sealed.result()  # has hashed the buffer by then
         if outside is None and frozen is not None:
-            outside = frozen.write(directory, snapshot.scalars, refuse_abandoned)
+            outside = frozen.write(attempt, snapshot.scalars)
         outside = outside or FrozenPart(snapshot.scalars)
         data, scalar_tensors = encode(outside.scalars, prefix=SCALARS)
         files, operators = self._carry(snapshot.contents, attempt)
@@ -94,7 +93,7 @@ class RankPartWriter:
         files |= outside.files
         new_bytes = outside.written_bytes
         for name, tensors in _slabs(self._rank, save, snapshot, scalar_tensors).items():
-            refuse_abandoned()
+            attempt.refuse_ended(self._rank)
             files[name] = write_tensors(slab_path(directory, name), tensors, hashed=snapshot.hashed)
             new_bytes += files[name].bytes
         sync_directory(slab_path(directory, ""))

@@ -17,7 +17,6 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,7 +90,7 @@ class CheckpointStore:
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
-        self._largest_sequence = 0  # largest commit count that was seen or assigned in this life
+        self._sequence = 0  # count of the last commit by this store, after which no other one commits
         self.copied_iteration: int | None = None
         self.drifted: str | None = None
         self.frozen: FrozenFiles | None = None
@@ -149,14 +148,13 @@ class CheckpointStore:
             )
         try:
             attempt.remove_part(self.rank)
-            refuse = partial(self._refuse_abandoned, attempt)
-            written = self._part.write(snapshot, attempt, refuse, self.frozen, outside)
-            self._refuse_abandoned(attempt)
+            written = self._part.write(snapshot, attempt, self.frozen, outside)
+            attempt.refuse_ended(self.rank)
         except (OSError, SaveError) as error:
             self.refuse_superseded()
             attempt.remove_part(self.rank)
             # Rank 0 removes the files when it abandons a step, so that its reason hides behind other errors.
-            self._refuse_abandoned(attempt, error)
+            attempt.refuse_ended(self.rank, error)
             raise
         return written
 
@@ -198,7 +196,7 @@ class CheckpointStore:
                 return CommitResult(False, shards)
             sequence = self._newest_sequence() + 1
             total = seal(attempt, shards, sequence, self._missing)
-            self._largest_sequence = sequence
+            self._sequence = sequence
         except (OSError, ValueError, SaveError) as error:
             self.refuse_superseded()
             if isinstance(error, DriftedError):
@@ -268,7 +266,10 @@ class CheckpointStore:
         """
         directory = self.directory_of(iteration)
         if not (directory / COMMIT).exists():
-            raise CheckpointError(f"{directory} is not a committed checkpoint; there are {self._iterations()}")
+            full = [info.iteration for info in self.catalogue() if info.full]
+            raise CheckpointError(
+                f"{directory} is not a committed checkpoint; there are {f'full ones at {full}' if full else 'none'}"
+            )
         saved = SavedCheckpoint(directory)
         run_id, ranks = saved.manifest.run_id, saved.manifest.world_size
         if ranks != self._world_size and self.reshard is None:
@@ -343,28 +344,13 @@ class CheckpointStore:
                 raise problem
         return catalogue
 
-    def _refuse_abandoned(self, attempt: Attempt, cause: Exception | None = None) -> None:
-        self.refuse_superseded()
-        reason = attempt.skipped_reason(0)
-        if reason is not None:
-            attempt.remove_part(self.rank)
-            raise SaveError(f"{attempt.directory} was abandoned by rank 0: {reason}") from cause
-
     def _set_aside(self, iteration: int, kind: Literal["damaged", "abandoned"], reason: str) -> Path | None:
         return set_aside(self.directory_of(iteration), kind, reason, self._newest_sequence())
 
     def _newest_sequence(self) -> int:
-        """Largest commit count in the directory, of checkpoints that were set aside too.
-
-        A checkpoint that is not visible now counts as before: no count is assigned twice.
-        """
-        self._largest_sequence = max(self._largest_sequence, scan(self.directory).newest_sequence)
-        return self._largest_sequence
+        """Largest commit count of the run, of checkpoints that were set aside too."""
+        return self._sequence or scan(self.directory).newest_sequence
 
     def _attempt(self, iteration: int) -> Attempt:
         save = Save(iteration, self._life, self.attempt)
         return Attempt(self.directory_of(iteration), self.run_id, save, self._world_size)
-
-    def _iterations(self) -> str:
-        full = [info.iteration for info in self.catalogue() if info.full]
-        return f"full ones at {full}" if full else "none"

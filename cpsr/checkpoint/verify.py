@@ -5,7 +5,6 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -130,19 +129,19 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
         raise DamagedFileError(path, str(error)) from error
 
 
-def check_file(path: Path, record: FileRecord, *, direct: bool = False) -> None:
-    """Compare a file with its record.
+def check_file(path: Path, record: FileRecord) -> FileRecord:
+    """Compare a file on the disk, not in the page cache, with its record.
 
-    Args:
-        path: of the file.
-        record: what it should be.
-        direct: read the disk and not the page cache, for a file that is not read again afterwards.
+    Returns:
+        What was found, with the hashes of its MiB.
 
     Raises:
         CheckpointCorruptError: it is missing, no plain file, or its size or hash differs.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    require_same(path, persistently(partial(hash_file, direct=direct), path), record)
+    found = persistently(hash_file, path)
+    require_same(path, found, record)
+    return found
 
 
 def refused_content(path: Path, what: str) -> DamagedFileError:
@@ -251,7 +250,7 @@ def _problems(directory: Path) -> Iterator[CheckpointFileError]:
             continue
         for name in sorted(record.files.keys() & listed):
             try:
-                check_file(slab_path(directory, name), record.files[name], direct=True)
+                check_file(slab_path(directory, name), record.files[name])
             except CheckpointFileError as error:
                 yield error
     for rank, what in missing_among(records):

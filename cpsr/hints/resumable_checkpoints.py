@@ -13,7 +13,6 @@ from cpsr.checkpoint.catalogue import remove_unlisted, scan
 from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
 from cpsr.checkpoint.host_snapshot import Snapshot
-from cpsr.checkpoint.manifest import COMMIT
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
@@ -141,7 +140,7 @@ class KeptCheckpoints:
         try:
             self._store.refuse_superseded()
             for aside in scan(self._store.directory).asides:
-                remove_tree(aside.directory, first=COMMIT)
+                remove_tree(aside.directory)
             self._remove(0)
         except (OSError, CheckpointError) as error:
             _log.warning(
@@ -154,7 +153,7 @@ class KeptCheckpoints:
         self._store.refuse_superseded()
         found = self._store.catalogue()
         for info in found[: len(found) - kept]:
-            remove_tree(info.directory, first=COMMIT)
+            remove_tree(info.directory)
         remove_unlisted(self._store.directory)
 
 

@@ -23,7 +23,7 @@ from cpsr.checkpoint.assemble import assemble, wanted_of
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import remove_unlisted
 from cpsr.checkpoint.files import remove_tree
-from cpsr.checkpoint.manifest import COMMIT, step_name
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, OpenState, describe
 from cpsr.checkpoint.place import Image, Index, Place
@@ -330,7 +330,7 @@ class RunSite:
     def drop(self, iteration: int) -> None:
         store = CheckpointStore(self._run, 0, 1, RUN, 0)
         if self.directory(iteration).exists():
-            remove_tree(self.directory(iteration), first=COMMIT)
+            remove_tree(self.directory(iteration))
         remove_unlisted(store.directory)
 
     def torn(self, iteration: int) -> Iterator[Callable[[], object]]:

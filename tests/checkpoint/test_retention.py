@@ -241,10 +241,10 @@ def test_what_was_set_aside_and_cannot_be_removed_keeps_nothing_else(
     store.quarantine(10, "a test")
     real = remove_tree
 
-    def refusing(directory: Path, *, first: str) -> None:
+    def refusing(directory: Path) -> None:
         if directory.name.startswith("damaged-"):
             raise OSError(errno.EACCES, "Permission denied", str(directory))
-        real(directory, first=first)
+        real(directory)
 
     monkeypatch.setattr(catalogue_module, "remove_tree", refusing)
     for iteration in range(20, 70, 10):

@@ -299,7 +299,7 @@ def _put(place: Place, folder: str, path: Path, record: FileRecord) -> None:
     try:
         place.put(folder, path, record)
     except CopyDamagedError as error:
-        check_file(path, record, direct=True)
+        check_file(path, record)
         raise TargetError(f"what was read back differs from what was written: {error}") from error
 
 
@@ -326,7 +326,7 @@ def _fetch_file(place: Place, folder: str, path: Path, expected: FileRecord) -> 
             for piece in place.open(folder, path.name, expected):
                 file.write(piece)
         sync_file(temporary)
-        if expected.first_difference(hash_file(temporary, direct=True)) is not None:
+        if expected.first_difference(hash_file(temporary)) is not None:
             raise SaveError(f"{path}: what was read back differs from what was fetched; check the disk")
         temporary.replace(path)
     finally:

@@ -11,7 +11,8 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from cpsr.checkpoint.files import FileHash, sync_directory, sync_file, write_bytes
+from cpsr.checkpoint.direct_file import PieceHashes
+from cpsr.checkpoint.files import sync_directory, sync_file, write_bytes
 from cpsr.checkpoint.manifest import COMMIT, FileRecord
 from cpsr.errors import ConfigError, CPSRError, TargetError
 
@@ -139,7 +140,7 @@ class Place:
         Raises:
             CopyDamagedError: it is missing, no plain file, or not what its record says.
         """
-        found, name = FileHash(), self.name(folder, file)
+        found, name = PieceHashes(), self.name(folder, file)
         with self._asking("reading", folder, file):
             path = self._path(folder, file)
             known = self.system.info(path)
@@ -151,7 +152,7 @@ class Place:
                 while piece := opened.read(_READ_BYTES):
                     found.take(memoryview(piece))
                     yield piece
-        if record is not None and record.first_difference(found.record()) is not None:
+        if record is not None and record.first_difference(FileRecord.of(found)) is not None:
             raise CopyDamagedError(f"{name} is not what was committed: its hash differs")
 
     def read(self, folder: str, file: str) -> bytes:
