@@ -93,23 +93,23 @@ class Arena:
         """Where a slab of this rank lies."""
         return self.directory / f"cpsr-{self.run_id}-rank-{rank:05d}-{slot}"
 
-    def files(self) -> Iterator[Path]:
-        """Files of the run, whatever is in them."""
+    def slots(self) -> Iterator[tuple[Path, int, str]]:
+        """Files of the run, whatever is in them: the path, the rank whose state it may hold, and its slot."""
         if not self.directory.is_dir():
             return
         for path in sorted(self.directory.iterdir()):
             matched = NAME.fullmatch(path.name)
             if matched is not None and matched["run_id"] == self.run_id:
-                yield path
+                yield path, int(matched["rank"]), matched["slot"]
+
+    def files(self) -> Iterator[Path]:
+        """`slots` by their paths alone."""
+        return (path for path, _, _ in self.slots())
 
     def taken_by(self, slots: str, ranks: Collection[int] | None = None) -> int:
         """Bytes of memory that `BUFFERS`, `WINDOWS` or `REPLICAS` take, of these ranks or of all."""
-        named = ((path, NAME.fullmatch(path.name)) for path in self.files())
-        return bytes_of(
-            path
-            for path, name in named
-            if name is not None and re.fullmatch(slots, name["slot"]) and (ranks is None or int(name["rank"]) in ranks)
-        )
+        found = ((path, rank) for path, rank, slot in self.slots() if re.fullmatch(slots, slot))
+        return bytes_of(path for path, rank in found if ranks is None or rank in ranks)
 
     def room_for(self, slots: str, ranks: Collection[int] | None = None) -> int:
         """Bytes that such ones can take together: what is free, and what they have already; 0 without shared memory."""
@@ -120,7 +120,7 @@ class Arena:
 
     def list(self, rank: int | None = None) -> Sequence[MemoryState]:
         """See `Place.list`; by rank and iteration, of one rank or of all."""
-        paths = [path for path in self.files() if rank is None or path.name.startswith(self.path(rank, "").name)]
+        paths = [path for path, owner, _ in self.slots() if rank is None or owner == rank]
         found = [state for state in map(describe, paths) if state is not None]
         return sorted(found, key=lambda state: (state.rank, state.iteration))
 

@@ -4,14 +4,14 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_states import NAME, REPLICAS
+from cpsr.checkpoint.memory_states import REPLICAS
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.writer import yield_to_training
@@ -336,16 +336,12 @@ class Replicator:
     def _remove_all_but(self, owners: Sequence[int]) -> None:
         """Of the replicas on this machine, those that no rank of it holds, and this rank's but those of `owners`."""
         local = {rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]}
-        for path, owner, holder in self._replicas():
+        for path, owner, slot in self._arena.slots():
+            if not slot.startswith("replica-"):
+                continue
+            holder = int(slot.split("-")[1])
             if holder not in local or (holder == self._rank and owner not in owners):
                 path.unlink(missing_ok=True)
-
-    def _replicas(self) -> Iterator[tuple[Path, int, int]]:
-        """All on this machine: file, owner and holder."""
-        for path in self._arena.files():
-            named = NAME.fullmatch(path.name)
-            if named is not None and named["slot"].startswith("replica-"):
-                yield path, int(named["rank"]), int(named["slot"].split("-")[1])
 
     def close(self, *, remove: bool, together: bool = True) -> None:
         """End replication.
