@@ -90,6 +90,7 @@ class Snapshot:
         replicate: whether it goes to other machines.
         sealed: whether it survives the process, once that is known; None where that has not been asked for.
         settled: it is sealed, and offered to other machines where it goes there, or never will be.
+        place: number of its buffer in the pool.
         hashed: of its buffer, once it is sealed: address of some memory -> its length, and the hashes of its MiB.
     """
 
@@ -106,6 +107,7 @@ class Snapshot:
     replicate: bool = True
     sealed: "Future[bool] | None" = None
     settled: bool = False
+    place: int = -1
     hashed: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
 
     @property

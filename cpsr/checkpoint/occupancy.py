@@ -73,9 +73,7 @@ class Occupancy:
         with self._lock:
             return {buffer.sealed for buffer in self._buffers if buffer.whole}
 
-    def take(
-        self, iteration: int, spare: Collection[str] = (), *, keep_newest: bool = False
-    ) -> tuple[int, Snapshot] | None:
+    def take(self, iteration: int, spare: Collection[str] = (), *, keep_newest: bool = False) -> Snapshot | None:
         """Put an empty snapshot into a free buffer: an empty one, or else the one with the oldest state.
 
         Args:
@@ -84,7 +82,7 @@ class Occupancy:
             keep_newest: leave the newest sealed state alone; a kill during the copy then finds it.
 
         Returns:
-            Index of the buffer, and the snapshot; None where no buffer is free.
+            The snapshot; None where no buffer is free.
         """
 
         def worth(buffer: _Buffer) -> tuple[bool, bool, int]:
@@ -96,8 +94,8 @@ class Occupancy:
             if buffer is None:
                 return None
             buffer.forget()
-            buffer.snapshot = Snapshot(iteration, _NO_VIEWS)
-            return self._buffers.index(buffer), buffer.snapshot
+            buffer.snapshot = Snapshot(iteration, _NO_VIEWS, place=self._buffers.index(buffer))
+            return buffer.snapshot
 
     @property
     def is_free(self) -> bool:
@@ -110,43 +108,38 @@ class Occupancy:
         kept = next((one for one in self._buffers if keep_newest and one.sealed == newest >= 0), None)
         return [buffer for buffer in self._buffers if not buffer.is_used and buffer is not kept]
 
-    def index(self, snapshot: Snapshot) -> int:
-        """Its buffer; ValueError where it has none."""
-        with self._lock:
-            for index, buffer in enumerate(self._buffers):
-                if buffer.snapshot is snapshot:
-                    return index
-        raise ValueError(f"the snapshot of iteration {snapshot.iteration} holds no buffer of this pool")
-
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether the snapshot has a buffer."""
-        with self._lock:
-            return any(buffer.snapshot is snapshot for buffer in self._buffers)
+        return self._buffers[snapshot.place].snapshot is snapshot
+
+    def _require(self, snapshot: Snapshot) -> None:
+        if not self.holds(snapshot):
+            raise ValueError(f"the snapshot of iteration {snapshot.iteration} holds no buffer of this pool")
 
     def release(self, snapshot: Snapshot) -> None:
         """Free the snapshot's buffer, where a sealed state stays until it is overwritten; ValueError: it has none."""
         with self._lock:
-            self._buffers[self.index(snapshot)].snapshot = None
+            self._require(snapshot)
+            self._buffers[snapshot.place].snapshot = None
 
-    def begin_seal(self, snapshot: Snapshot) -> int:
-        """The index of its buffer, which nobody overwrites before `end_seal`, nor the one that it takes parts from."""
+    def begin_seal(self, snapshot: Snapshot) -> None:
+        """Until `end_seal` nobody overwrites its buffer, nor the one it takes parts from; ValueError: it has none."""
         with self._lock:
-            index = self.index(snapshot)
-            self._note_seal(index, snapshot, 1)
-        return index
+            self._require(snapshot)
+            self._note_seal(snapshot, 1)
 
-    def end_seal(self, index: int, snapshot: Snapshot, *, sealed: bool) -> None:
-        """The snapshot is sealed, or sealing failed."""
+    def end_seal(self, snapshot: Snapshot, *, sealed: bool) -> None:
+        """The snapshot, which may be released by now, is sealed, or sealing failed."""
         with self._lock:
-            self._note_seal(index, snapshot, -1)
+            self._note_seal(snapshot, -1)
             if sealed:
-                buffer = self._buffers[index]
+                buffer = self._buffers[snapshot.place]
                 buffer.sealed, buffer.earlier = snapshot.iteration, False
                 buffer.whole |= all(at == snapshot.iteration for at in snapshot.taken_at.values())
 
-    def _note_seal(self, index: int, snapshot: Snapshot, change: int) -> None:
-        for read in {index, index if snapshot.source is None else snapshot.source}:
-            self._buffers[read].seals += change
+    def _note_seal(self, snapshot: Snapshot, change: int) -> None:
+        for place in {snapshot.place, snapshot.place if snapshot.source is None else snapshot.source}:
+            self._buffers[place].seals += change
 
     def unseal_after(self, iteration: int) -> list[int]:
         """Buffers with sealed states of later iterations, which no longer count."""
@@ -156,10 +149,10 @@ class Occupancy:
                 self._buffers[index].forget()
         return later
 
-    def forget(self, index: int) -> None:
-        """The state in this buffer counts no more."""
+    def forget(self, snapshot: Snapshot) -> None:
+        """The state in the snapshot's buffer counts no more."""
         with self._lock:
-            self._buffers[index].forget()
+            self._buffers[snapshot.place].forget()
 
     def forget_earlier(self) -> None:
         """States of earlier processes count no more: none of the same iteration is kept in place of a new one."""

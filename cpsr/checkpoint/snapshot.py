@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, BoundaryBuffers, EarlierStep
-from cpsr.checkpoint.buffers import HostBuffer, close_buffers, make_buffers
+from cpsr.checkpoint.buffers import close_buffers, make_buffers
 from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish
 from cpsr.checkpoint.device import DeviceSteps
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
@@ -83,7 +83,7 @@ class SnapshotPool:
         self.on_counting: Callable[[], None] = lambda: None
         self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
-        self._newest: tuple[int, Snapshot] | None = None  # and its buffer, from which the next one takes parts
+        self._newest: Snapshot | None = None  # from which the next one takes parts
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
 
@@ -134,33 +134,33 @@ class SnapshotPool:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
         with self.steps.after_step():
             small = SmallState(scalars)
-            taken = self._take(iteration, () if disk else contents.carried, keep_newest=not disk)
-            if taken is None:
+            snapshot = self._take(iteration, () if disk else contents.carried, keep_newest=not disk)
+            if snapshot is None:
                 return None
-            buffer, snapshot = taken
             snapshot.contents, snapshot.disk = contents, disk
             snapshot.replicate = replicate and self.on_sealed is not None
             try:
-                self._start(buffer, snapshot, shard, small)
+                self._start(snapshot, shard, small)
             except BaseException:
                 self._give_up(snapshot)
                 raise
-        self._newest = self.occupancy.index(snapshot), snapshot
+        self._newest = snapshot
         snapshot.overlap_seconds = -time.perf_counter()
         snapshot.stall_seconds = time.perf_counter() - started
         return snapshot
 
-    def _start(self, buffer: HostBuffer, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
-        buffer.copy_others(shard)
-        plan = partial(self._plan, snapshot, buffer, shard)
+    def _start(self, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
+        self._buffers[snapshot.place].copy_others(shard)
+        plan = partial(self._plan, snapshot, shard)
         early = not snapshot.replicate  # what another machine has got cannot be taken back
         copy = self.engine.start(plan, small, shard, snapshot.copied_parts, thorough=snapshot.disk, early=early)
         self._running = snapshot, copy
         if self.engine.copies_in_order:
             self.seal(snapshot, copied=copy)
 
-    def _plan(self, snapshot: Snapshot, buffer: HostBuffer, shard: Shard) -> CopyPlan:
+    def _plan(self, snapshot: Snapshot, shard: Shard) -> CopyPlan:
         """Where the copies are made, which also makes the snapshot's views of its buffer."""
+        buffer = self._buffers[snapshot.place]
         snapshot.shard = buffer.shard_of_parts(snapshot.taken_at)
         return self.engine.plan(buffer.held, shard, partial(buffer.pairs, shard))
 
@@ -207,9 +207,8 @@ class SnapshotPool:
         copy.hurry()
         if snapshot.sealed is not None:
             snapshot.sealed.result()  # a copy on the host
-            index = self.occupancy.index(snapshot)
-            self._buffers[index].unseal()
-            self.occupancy.forget(index)
+            self._buffers[snapshot.place].unseal()
+            self.occupancy.forget(snapshot)
 
     def seal(
         self, snapshot: Snapshot, kind: Kind = "snapshot", copied: RunningCopy | None = None
@@ -224,15 +223,14 @@ class SnapshotPool:
             copied: a copy that this thread's worker completes before; its scalars are those of the snapshot.
         """
         if snapshot.sealed is None and self.survives:
-            index = self.occupancy.begin_seal(snapshot)
-            prepare = partial(self._prepare, self._buffers[index], snapshot, kind, copied)
-            snapshot.sealed = self.engine.seal(prepare, partial(self._sealed, index, snapshot, kind), copied)
+            self.occupancy.begin_seal(snapshot)
+            prepare = partial(self._prepare, snapshot, kind, copied)
+            snapshot.sealed = self.engine.seal(prepare, partial(self._sealed, snapshot, kind), copied)
         return snapshot.sealed
 
-    def _prepare(
-        self, buffer: HostBuffer, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None
-    ) -> Publish | None:
+    def _prepare(self, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> Publish | None:
         """In the engine's thread: carry over what the snapshot has left out, and describe all of it."""
+        buffer = self._buffers[snapshot.place]
         file, held, encoded = buffer.memory, buffer.held, None
         assert file is not None
         try:
@@ -252,9 +250,9 @@ class SnapshotPool:
             return None
         return publish
 
-    def _sealed(self, index: int, snapshot: Snapshot, kind: Kind, counts: bool) -> None:
+    def _sealed(self, snapshot: Snapshot, kind: Kind, counts: bool) -> None:
         """In the engine's thread: it can be restarted from now on, or never; nobody overwrites its buffer meanwhile."""
-        buffer = self._buffers[index]
+        buffer = self._buffers[snapshot.place]
         if not counts:
             self._newest = None
             buffer.held.overwrite(buffer.held.parts.names)  # its iteration may be tried again
@@ -265,7 +263,7 @@ class SnapshotPool:
                 except Exception as error:  # noqa: BLE001 - other machines lack it; this one has it
                     logger.warning("iteration %d is not replicated: %s", snapshot.iteration, error)
             self.on_counting()
-        self.occupancy.end_seal(index, snapshot, sealed=counts)
+        self.occupancy.end_seal(snapshot, sealed=counts)
         snapshot.settled = True
 
     def mark_boundary(self) -> torch.cuda.Event | None:
@@ -371,13 +369,12 @@ class SnapshotPool:
         if step is not None:
             shard, iteration = step.views(shard), step.iteration
         others = self._boundary_buffers.at_boundary(shard.others, step)  # before it takes a buffer
-        taken = self._take(iteration, keep_newest=True)  # a dump may fail
-        if taken is None:
+        snapshot = self._take(iteration, keep_newest=True)  # a dump may fail
+        if snapshot is None:
             raise SaveError("every host buffer is in use or has the newest snapshot")
-        buffer, snapshot = taken
         try:
-            buffer.copy_others(Shard({}, others))
-            running = self.engine.copy_now(partial(self._plan, snapshot, buffer, shard), small)
+            self._buffers[snapshot.place].copy_others(Shard({}, others))
+            running = self.engine.copy_now(partial(self._plan, snapshot, shard), small)
         except BaseException:
             self.occupancy.release(snapshot)
             raise
@@ -415,11 +412,11 @@ class SnapshotPool:
             spare: names of files in shared memory whose buffers are used last: the states that may be loaded. Another
                 file of an earlier life may hold the same iteration.
         """
-        taken = self._take(iteration, spare=spare)
-        if taken is None:
-            return None
-        taken[1].shard, taken[1].taken_at = taken[0].shard_at(iteration), {}  # told by what is loaded
-        return taken[1]
+        snapshot = self._take(iteration, spare=spare)
+        if snapshot is not None:
+            snapshot.shard = self._buffers[snapshot.place].shard_at(iteration)
+            snapshot.taken_at = {}  # told by what is loaded
+        return snapshot
 
     def release(self, snapshot: Snapshot) -> None:
         """Free the snapshot's buffer, where a sealed state stays until it is overwritten.
@@ -442,7 +439,7 @@ class SnapshotPool:
         self.engine.close()
         deadline = Deadline(CLOSE_SECONDS)
         copies = [*self._late, *([] if self._running is None else [self._running])]
-        in_flight = {self.occupancy.index(snapshot) for snapshot, copy in copies if not copy.arrives(deadline)}
+        in_flight = {snapshot.place for snapshot, copy in copies if not copy.arrives(deadline)}
         close_buffers(self._buffers, self.engine.device, in_flight, remove=remove)
 
     def settle(self) -> None:
@@ -456,8 +453,8 @@ class SnapshotPool:
         spare: Collection[str] = (),
         *,
         keep_newest: bool = False,
-    ) -> tuple[HostBuffer, Snapshot] | None:
-        """A free buffer with an empty snapshot of all but these operators, which it takes from the one before.
+    ) -> Snapshot | None:
+        """An empty snapshot in a free buffer, of all but these operators, which it takes from the one before.
 
         For the rest see `Occupancy.take`.
 
@@ -468,17 +465,16 @@ class SnapshotPool:
         for late in [late for late in self._late if late[1].arrives(now)]:
             self._late.remove(late)
             self.occupancy.release(late[0])
-        taken = self.occupancy.take(iteration, spare, keep_newest=keep_newest)
-        if taken is None:
+        snapshot = self.occupancy.take(iteration, spare, keep_newest=keep_newest)
+        if snapshot is None:
             return None
-        index, snapshot = taken
-        buffer = self._buffers[index]
+        buffer, before = self._buffers[snapshot.place], self._newest
         buffer.unseal()
-        if self._newest is not None and self._newest[0] == index:
-            self._newest = None
+        if before is not None and before.place == snapshot.place:
+            self._newest = before = None
         older: Mapping[str, int] = {}
-        if left_out and self._newest is not None:
-            snapshot.source, older = self._newest[0], self._newest[1].taken_at
+        if left_out and before is not None:
+            snapshot.source, older = before.place, before.taken_at
         try:
             copied = buffer.held.parts.besides(left_out if older else ())
         except SaveError:
@@ -486,7 +482,7 @@ class SnapshotPool:
             raise
         snapshot.taken_at = {**older, **dict.fromkeys(copied, iteration)}
         buffer.held.overwrite(snapshot.copied_parts)
-        return buffer, snapshot
+        return snapshot
 
     def _give_up(self, snapshot: Snapshot) -> None:
         """Its copy failed."""

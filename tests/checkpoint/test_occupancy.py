@@ -17,11 +17,15 @@ def buffers(count: int, **left: int) -> Occupancy:
     return Occupancy((name(index), left.get(f"file_{index}", -1)) for index in range(count))
 
 
+def seal(occupancy: Occupancy, snapshot: Snapshot | None) -> Snapshot:
+    assert snapshot is not None
+    occupancy.begin_seal(snapshot)
+    occupancy.end_seal(snapshot, sealed=True)
+    return snapshot
+
+
 def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) -> Snapshot:
-    taken = occupancy.take(iteration, keep_newest=keep_newest)
-    assert taken is not None
-    occupancy.end_seal(occupancy.begin_seal(taken[1]), taken[1], sealed=True)
-    return taken[1]
+    return seal(occupancy, occupancy.take(iteration, keep_newest=keep_newest))
 
 
 def test_a_state_that_is_sent_is_overwritten_last() -> None:
@@ -57,14 +61,12 @@ def test_the_state_that_other_machines_have_is_there_until_they_have_the_next() 
 def test_a_state_of_an_earlier_process_is_kept_in_place_of_no_newer_one() -> None:
     """After a restart from iteration 12 the earlier state of 12 is void; a dump that kept it would take the new one."""
     occupancy = buffers(2, file_0=12)
-    restored = occupancy.take(12, spare=[name(0)])
-    assert restored is not None
-    occupancy.end_seal(occupancy.begin_seal(restored[1]), restored[1], sealed=True)
-    occupancy.release(restored[1])
+    restored = seal(occupancy, occupancy.take(12, spare=[name(0)]))
+    occupancy.release(restored)
     occupancy.forget_earlier()
     dump = occupancy.take(15, keep_newest=True)
     assert dump is not None
-    assert (dump[0], restored[0]) == (0, 1)
+    assert (dump.place, restored.place) == (0, 1)
     assert occupancy.sealed_iterations == [12]
 
 
@@ -86,18 +88,14 @@ class Life(RuleBasedStateMachine):
         if taken is None:
             return
         assert self.occupancy.sealed_iterations[-1:] == before[-1:], "a kill during the copy finds the newest"
-        self.occupancy.end_seal(self.occupancy.begin_seal(taken[1]), taken[1], sealed=True)
-        self.occupancy.release(taken[1])
+        self.occupancy.release(seal(self.occupancy, taken))
         self.newest = self.iteration
 
     @precondition(lambda self: len(self.writing) < 2)
     @rule()
     def checkpoint(self) -> None:
         self.iteration += 1
-        taken = self.occupancy.take(self.iteration)
-        assert taken is not None
-        self.occupancy.end_seal(self.occupancy.begin_seal(taken[1]), taken[1], sealed=True)
-        self.writing.append(taken[1])
+        self.writing.append(sealed(self.occupancy, self.iteration, keep_newest=False))
         self.newest = self.iteration
 
     @precondition(lambda self: self.writing)

@@ -56,11 +56,11 @@ class States:
 
     def seal_where_free(self, iteration: int) -> tuple[Path, Snapshot]:
         """The same in the buffer that a pool would take."""
-        taken = self.occupancy.take(iteration, keep_newest=True)
-        assert taken is not None
-        index, snapshot = taken
-        filled = self._fill(self.occupancy.begin_seal(snapshot), iteration)
-        self.occupancy.end_seal(index, snapshot, sealed=True)
+        snapshot = self.occupancy.take(iteration, keep_newest=True)
+        assert snapshot is not None
+        self.occupancy.begin_seal(snapshot)
+        filled = self._fill(snapshot.place, iteration)
+        self.occupancy.end_seal(snapshot, sealed=True)
         self.occupancy.release(snapshot)
         return filled
 
