@@ -49,6 +49,9 @@ SavedSlice = tuple[Sequence[int], int, int]
 # parts together, in a sentence, or None.
 Missing = Callable[[Mapping[int, Mapping[str, SavedSlice]], Mapping[int, Mapping[str, int]]], str | None]
 
+# By rank, its manifest and the SHA-256 of its bytes.
+Parts = dict[int, tuple[RankManifest, str]]
+
 _POLL_SECONDS = 0.02  # latency of a commit; one directory listing each is nothing next to the writing
 
 _log = logging.getLogger(__name__)
@@ -185,10 +188,10 @@ def refuse_superseded(run_dir: Path, life: int) -> None:
         )
 
 
-def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threading.Event) -> dict[int, bytes] | str:
-    """Every rank's manifest (its bytes), or the reason why the checkpoint has to be abandoned."""
+def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threading.Event) -> Parts | str:
+    """Every rank's manifest, or the reason why the checkpoint has to be abandoned."""
     deadline = time.monotonic() + timeout_seconds
-    found: dict[int, bytes] = {}
+    found: Parts = {}
     while True:
         names = {path.name for path in attempt.directory.iterdir()}
         for rank in range(attempt.world_size):
@@ -197,8 +200,9 @@ def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threadin
                 return f"rank {rank} skipped it: {reason}"
             if rank not in found and rank_manifest_name(rank) in names:
                 data = (attempt.directory / rank_manifest_name(rank)).read_bytes()
-                if attempt.has_part(RankManifest.parse(data), rank):
-                    found[rank] = data
+                record = RankManifest.parse(data)
+                if attempt.has_part(record, rank):
+                    found[rank] = record, hashlib.sha256(data).hexdigest()
         if len(found) == attempt.world_size:
             return found
         missing = sorted(set(range(attempt.world_size)) - found.keys())
@@ -209,7 +213,7 @@ def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threadin
         cancelled.wait(_POLL_SECONDS)
 
 
-def seal(attempt: Attempt, shards: Mapping[int, bytes], sequence: int, missing: Missing | None = None) -> int:
+def seal(attempt: Attempt, parts: Parts, sequence: int, missing: Missing | None = None) -> int:
     """Write the commit record, last of all.
 
     Returns:
@@ -223,7 +227,7 @@ def seal(attempt: Attempt, shards: Mapping[int, bytes], sequence: int, missing: 
         OSError: the file system refused.
     """
     directory, (iteration, life, number) = attempt.directory, attempt.save
-    records = {rank: RankManifest.parse(data) for rank, data in shards.items()}
+    records = {rank: record for rank, (record, _) in parts.items()}
     _check_parts(directory, records, missing)
     scalars = records[0].scalars
     label = scalars.get("origin") if isinstance(scalars, dict) else None
@@ -236,10 +240,13 @@ def seal(attempt: Attempt, shards: Mapping[int, bytes], sequence: int, missing: 
         sequence=sequence,
         label=label if isinstance(label, str) else None,
         created_unix_seconds=time.time(),
-        ranks={rank: _rank_record(records[rank], shards[rank]) for rank in sorted(records)},
+        ranks={
+            rank: RankRecord(sha256=sha256, files={name: file.listed for name, file in record.files.items()})
+            for rank, (record, sha256) in sorted(parts.items())
+        },
     )
-    parts = set(map(rank_manifest_name, records))
-    others = [path for path in directory.iterdir() if path.name not in parts]
+    own = set(map(rank_manifest_name, records))
+    others = [path for path in directory.iterdir() if path.name not in own]
     refuse_superseded(directory.parents[1], life)  # among these may be what a newer life has committed
     for path in others:
         remove_entry(path)  # markers and temporary files of an attempt before this one
@@ -270,12 +277,6 @@ def _check_parts(directory: Path, records: Mapping[int, RankManifest], missing: 
     lacking = None if missing is None else missing(slices, ages)
     if lacking is not None:
         raise SaveError(f"the ranks' parts do not make up the model: {lacking}")
-
-
-def _rank_record(record: RankManifest, data: bytes) -> RankRecord:
-    """One rank's entry in the commit record."""
-    files = {name: file.listed for name, file in record.files.items()}
-    return RankRecord(sha256=hashlib.sha256(data).hexdigest(), files=files)
 
 
 def _saved_slices(record: RankManifest) -> dict[str, SavedSlice]:

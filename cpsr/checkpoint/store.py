@@ -189,13 +189,13 @@ class CheckpointStore:
         attempt = self._attempt(iteration)
         directory = attempt.directory
         try:
-            shards = wait_for_ranks(attempt, timeout_seconds, cancelled)
+            parts = wait_for_ranks(attempt, timeout_seconds, cancelled)
             self.refuse_superseded()
-            if isinstance(shards, str):
-                attempt.abandon(shards)
-                return CommitResult(False, shards)
+            if isinstance(parts, str):
+                attempt.abandon(parts)
+                return CommitResult(False, parts)
             sequence = self._newest_sequence() + 1
-            total = seal(attempt, shards, sequence, self._missing)
+            total = seal(attempt, parts, sequence, self._missing)
             self._sequence = sequence
         except (OSError, ValueError, SaveError) as error:
             self.refuse_superseded()

@@ -377,7 +377,7 @@ class Faults:
         elif self._phase == "persist":
             before(part_module, "write_tensors", lambda path, *rest, **more: is_rest(path, at), self._die)
         elif self._phase == "commit":
-            before(store_module, "seal", lambda directory, iteration, *rest, **more: iteration == at, self._die)
+            before(store_module, "seal", lambda attempt, *rest, **more: attempt.save.iteration == at, self._die)
         elif self._phase == "load":
             before(CheckpointStore, "load", lambda store, iteration, into: iteration == at, self._die)
         elif self._phase == "sigterm-twice":
