@@ -44,6 +44,8 @@ def mark_life(run_dir: Path, life: int, branch: int = 0, *, holds_states: bool =
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.pwrite(descriptor, f"{life:020d} {branch:020d} {holds_states:d}".encode("ascii"), 0)
+        if branch and not holds_states:  # the run has gone back: replicas outlive this machine, and so must this
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

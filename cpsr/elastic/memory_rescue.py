@@ -76,7 +76,7 @@ class Rescue:
     def _refuse_to_begin_anew(self) -> None:
         """Raise RecoveryError beside states from which the ranks before could go on: all have one of that iteration."""
         before, ranks = self._job.run.previous_ranks, dict[tuple[int, str], set[int]]()
-        found = [state for state in self._arena.list() if state.life >= self._first[0]]
+        found = [state for state in self._arena.list() if (state.life, state.branch) >= self._first]
         for part in self._job.group.gather([(state.iteration, state.kind, state.rank) for state in found]):
             for iteration, kind, rank in part:
                 ranks.setdefault((iteration, kind), set()).add(rank)

@@ -52,12 +52,6 @@ class SmallStates:
         file.seal("small", small, iteration, snapshot.scalars, owned=owned_word(snapshot.shard))
         return file.path
 
-    def forget_after(self, iteration: int) -> None:
-        """States of later iterations count no more; not while one is being sealed."""
-        for file, _ in self._files:
-            if file.iteration > iteration:
-                file.unseal()
-
     def close(self, *, remove: bool) -> None:
         """Let the files go; see `MemoryFile.close`."""
         for file, _ in self._files:

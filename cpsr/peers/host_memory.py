@@ -190,8 +190,8 @@ class HostMemory:
     def forget_after(self, iteration: int) -> None:
         """Snapshots of later iterations count no more, here and elsewhere: the run has gone back behind them.
 
-        States sealed from now on belong to another branch: a replica whose holder is unreachable stays as it is, and a
-        restart must be able to distinguish it from newer ones.
+        States sealed from now on belong to another branch. By that a restart distinguishes them from what is left of
+        those before, here and at the holders of replicas, once `mark_life` has recorded it.
         """
         self.pool.forget_after(iteration)
         if self.windows is not None:
@@ -200,7 +200,7 @@ class HostMemory:
         if self._memory is not None:
             self._memory.branch += 1
         if self._replicator is not None:
-            self._replicator.forget_after(iteration)
+            self._replicator.forget()
 
     def _follow_window(self, path: Path, iteration: int, *, send: bool) -> None:
         """A window is sealed; in its worker."""

@@ -65,7 +65,6 @@ class Outgoing:
         self._offered: tuple[Sealed, float] | None = None  # the state that waits, and since when
         self._newest: Sealed | None = None  # of all that were offered since the run last went back
         self._arrived: Sealed | None = None
-        self._last_kept: int | None = None  # of what the holder is to forget, before it gets another state
         self._changed, self._stop = threading.Condition(), threading.Event()
         self._place = Peer(channel, arena, rank, self._stop)
         self._announced = self._sending = False
@@ -90,17 +89,13 @@ class Outgoing:
             self._offered, self._newest = (state, time.monotonic()), state
             self._changed.notify()
 
-    def forget_after(self, iteration: int) -> None:
-        """Send no state of a later iteration, and let the holder drop those that it has."""
+    def forget(self) -> None:
+        """Nothing that was offered counts any more, and what waits is not sent."""
         with self._changed:
-            if self._offered is not None and self._offered[0].iteration > iteration:
-                self._offered = None
-            self._newest = None
-            self._last_kept = iteration if self._last_kept is None else min(iteration, self._last_kept)
-            self._changed.notify()
+            self._offered = self._newest = None
 
     def end(self, *, announced: bool) -> None:
-        """Send nothing more but what is to be forgotten, or nothing at all."""
+        """Send nothing more, but that this is the end where it is announced."""
         with self._changed:
             self._announced = announced
             self._stop.set()
@@ -114,11 +109,8 @@ class Outgoing:
     def _run(self) -> None:
         yield_to_training()
         try:
-            while (order := self._next()) is not None:
-                if isinstance(order, int):
-                    self._forget_after(order)
-                else:
-                    self._send(*order)
+            while (offered := self._next()) is not None:
+                self._send(*offered)
             if self._announced:
                 self._channel.send(Message(Kind.END))
         except (RuntimeError, OSError, CheckpointError) as error:
@@ -128,25 +120,16 @@ class Outgoing:
             )
             self._report("replication ended", message, None, logging.WARNING)
 
-    def _next(self) -> int | tuple[Sealed, float] | None:
-        """The last iteration that the holder is to keep, or what is to be sent now; None at the end."""
+    def _next(self) -> tuple[Sealed, float] | None:
+        """What is to be sent now, and since when it waits; None at the end."""
         with self._changed:
             self._sending = False
-            while self._offered is None and self._last_kept is None and not self._stop.is_set():
-                self._changed.wait()
-            if self._last_kept is not None and (self._announced or not self._stop.is_set()):
-                last_kept, self._last_kept = self._last_kept, None
-                return last_kept
+            self._changed.wait_for(lambda: self._offered is not None or self._stop.is_set())
             if self._stop.is_set():
                 return None
             self._sending = True
             offered, self._offered = self._offered, None
             return offered
-
-    def _forget_after(self, iteration: int) -> None:
-        for state in self._place.list(self._rank):
-            if state.name in self._names and state.iteration > iteration:
-                self._place.drop(state.name)
 
     def _send(self, state: Sealed, offered_at: float) -> None:
         """Send a state, whose buffer is overwritten last meanwhile; one that cannot be read or kept is dropped."""
@@ -322,12 +305,10 @@ class Replicator:
         for outgoing in self.outgoing:
             outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
 
-    def forget_after(self, iteration: int) -> None:
-        """Invalidate replicas of later iterations, once the holders have received this: the run has gone back."""
-        if self._small is not None:
-            self._small.forget_after(iteration)
+    def forget(self) -> None:
+        """The run has gone back: by their branch, what the holders have counts no more."""
         for outgoing in self.outgoing:
-            outgoing.forget_after(iteration)
+            outgoing.forget()
 
     def remove_stale(self) -> None:
         """Remove what earlier lives, placed in another way, left on this machine; once a restart needs it no more."""

@@ -21,8 +21,16 @@ replicas = [s for s in Arena(RUN_ID, memory).list() if s.rank in owners]
 found["right"] = [is_right(s) for s in replicas]
 found["modes"] = sorted({oct(s.path.stat().st_mode & 0o777) for s in replicas})
 group.barrier()
-replicator.forget_after(20)
-until(lambda: all(replicated(owner) == [20] for owner in owners))
+until(lambda: not sending(replicator))
+found["arrived"] = [link.has_arrived(30) for link in replicator.outgoing]
+replicator.forget()
+found["forgotten"] = [link.has_arrived(30) for link in replicator.outgoing]
+group.barrier()
+states.memory.branch = 1
+replicator.offer(*states.seal(30))  # again, on another branch
+until(lambda: all(link.has_arrived(30) for link in replicator.outgoing))
+group.barrier()
+found["branches"] = [[[s.iteration, s.branch] for s in Arena(RUN_ID, memory).list(owner)] for owner in owners]
 replicator.close(remove=rank != 3)
 group.barrier()
 found["left"] = sorted(path.name for path in memory.glob("*replica*"))
@@ -39,7 +47,9 @@ def test_the_two_newest_are_stored_by_two_other_nodes(tmp_path: Path) -> None:
         assert found["right"] == [True] * 4
         assert found["modes"] == ["0o600"]
         assert found["events"] == []
-        assert len(found["left"]) == (2 if rank == 3 else 0)
+        assert (found["arrived"], found["forgotten"]) == ([True] * 2, [False] * 2)
+        assert sorted(map(sorted, found["branches"])) == [[[30, 0], [30, 1]]] * 2
+        assert len(found["left"]) == (4 if rank == 3 else 0)
 
 
 KILLED = """

@@ -33,7 +33,7 @@ def hold(run_id: str, iteration: int, life: int, branch: int) -> None:
 
 @pytest.mark.parametrize(("life", "branch"), [(3, 0), (2, 5)])
 def test_a_state_from_before_the_run_went_back_does_not_count(run_id: str, life: int, branch: int) -> None:
-    hold(run_id, 2000, life, branch)  # a holder that was not reached, when the others forgot
+    hold(run_id, 2000, life, branch)
     sources = MemorySources(run_id, Group(), make_shard(0), (3, 1))
     decision = sources.decide(600, 700, make_shard(0))
     assert [source.iteration for source in decision.exact] == [600]
