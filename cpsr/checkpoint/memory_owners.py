@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,16 +232,16 @@ def remove_memory_states(run_id: str, directory: Path = SHARED_MEMORY) -> None:
     _remove((*Arena(run_id, directory).files(), owner_path(run_id, directory)))
 
 
-def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, replicas: bool = True) -> None:
+def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, keep: Collection[str] = ()) -> None:
     """Remove a run's states outside the buffers of living processes, and fetched ones.
 
     Args:
         run_id: identity of the run.
         directory: where shared memory is mounted.
-        replicas: also remove replicas of ranks on other machines: the process that keeps them has no lock on them.
+        keep: names of replicas that stay: the process that holds them has no lock on them.
     """
     for path in Arena(run_id, directory).files():
-        if not replicas and "-replica-" in path.name:
+        if path.name in keep:
             continue
         try:
             FileLock(path).remove()

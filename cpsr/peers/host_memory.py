@@ -176,9 +176,8 @@ class HostMemory:
         self.pool.forget_after(iteration)
         self.pool.occupancy.forget_earlier()
         if self._first_on_machine:
-            remove_unused(self._run.run_id, replicas=self._replicator is None)
-        if self._replicator is not None:
-            self._replicator.remove_stale()
+            held = () if self._replicator is None else self._replicator.held(*self._run.local_ranks)
+            remove_unused(self._run.run_id, keep=held)
         if self._adopted is not None:
             if self._rank == 0:
                 self._mark_held()

@@ -60,7 +60,7 @@ class Outgoing:
         self._report, self._is_twin, self._occupancy = report, is_twin, occupancy
         self.on_replica: Callable[[float], None] = lambda seconds: None
         self.peer = channel.peer
-        self._names = [arena.path(rank, f"replica-{self.peer:05d}-{slot}").name for slot in range(SLOTS)]
+        self._names = _slots(arena, rank, self.peer)
         self._sorted = False  # the next to be overwritten first
         self._offered: tuple[Sealed, float] | None = None  # the state that waits, and since when
         self._newest: Sealed | None = None  # of all that were offered since the run last went back
@@ -210,7 +210,7 @@ class Replicator:
     takes them, each holder gets the newest one after it has received the one before.
 
     Opening is a collective of all ranks, and so is closing in good order. It may be opened before the run is restored:
-    states of earlier lives stay until newer ones replace them, or until `remove_stale`. Open it after the ranks of this
+    states of earlier lives stay until newer ones replace them, or are removed. Open it after the ranks of this
     machine have taken the memory for their own snapshots: the rest of the memory limits the number of replicas.
 
     Without ZeRO the ranks of a data-parallel group hold the same weights and moments. Then a holder of that group
@@ -310,19 +310,10 @@ class Replicator:
         for outgoing in self.outgoing:
             outgoing.forget()
 
-    def remove_stale(self) -> None:
-        """Remove what earlier lives, placed in another way, left on this machine; once a restart needs it no more."""
-        self._remove_all_but(self.placement.owners_kept_by(self._rank))
-
-    def _remove_all_but(self, owners: Sequence[int]) -> None:
-        """Of the replicas on this machine, those that no rank of it holds, and this rank's but those of `owners`."""
-        local = {rank for rank, node in enumerate(self._nodes) if node == self._nodes[self._rank]}
-        for path, owner, slot in self._arena.slots():
-            if not slot.startswith("replica-"):
-                continue
-            holder = int(slot.split("-")[1])
-            if holder not in local or (holder == self._rank and owner not in owners):
-                path.unlink(missing_ok=True)
+    def held(self, *holders: int) -> list[str]:
+        """Names of the replicas that these ranks hold in this life."""
+        kept = [(owner, holder) for holder in holders for owner in self.placement.owners_kept_by(holder)]
+        return [name for owner, holder in kept for name in _slots(self._arena, owner, holder)]
 
     def close(self, *, remove: bool, together: bool = True) -> None:
         """End replication.
@@ -344,8 +335,8 @@ class Replicator:
                 group.close()
         if self._small is not None:
             self._small.close(remove=remove)
-        if remove:
-            self._remove_all_but(())
+        for name in self.held(self._rank) if remove else ():
+            self._arena.drop(name)
 
     def _small_states(self, memory: SharedMemory, template: Shard) -> SmallStates | None:
         if not self._takes_small:
@@ -386,6 +377,11 @@ class Replicator:
             rooms[node] = min(rooms.get(node, gathered), gathered)
             to_come[node] += own
         return {node: max(0, rooms[node] - to_come[node]) for node in rooms}
+
+
+def _slots(arena: Arena, owner: int, holder: int) -> list[str]:
+    """Where a holder has the states of an owner: names in its machine's memory."""
+    return [arena.path(owner, f"replica-{holder:05d}-{slot}").name for slot in range(SLOTS)]
 
 
 def _gathered(group: Group, label: int, template: Shard, checkpoints: Path, window_bytes: int) -> list[Member]:
