@@ -112,3 +112,13 @@ def test_the_newest_life_is_known_with_its_branch(tmp_path: Path) -> None:
     assert newest_life(tmp_path) == (7, 0, False)
     mark_life(tmp_path, 7, branch=2, holds_states=True)
     assert newest_life(tmp_path) == (7, 2, True)
+
+
+def test_that_a_run_went_back_outlives_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of what was given up do, too."""
+    forced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: forced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    mark_life(tmp_path, 7)
+    assert forced == []
+    mark_life(tmp_path, 7, branch=1)
+    assert forced == [tmp_path / "progress" / "life"]

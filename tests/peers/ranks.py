@@ -19,6 +19,7 @@ import gc, json, logging, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.memory_owners import remove_unused
 from cpsr.checkpoint.memory_states import describe
 from cpsr.checkpoint.memory_states import OpenState, load_states, verify_memory_state
 from cpsr.checkpoint.store import CheckpointStore
