@@ -1,6 +1,8 @@
 """What loops change between steps: buffers, as they were at the last boundary, and weights that are being copied."""
 
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
@@ -172,13 +174,15 @@ class WriteWatch:
     shows them, and in a thorough watch one of each row, as adversarial changes of an embedding touch few rows.
 
     Attributes:
-        disturbed: whether the loop has ever changed weights there: it must then wait for each copy.
+        disturbed: whether the loop has ever changed weights there, and what was under way is taken back: from now on it
+            must wait for each copy.
         trusted: whether enough snapshots were watched thoroughly, and nothing changed.
     """
 
     def __init__(self) -> None:
         self.disturbed = False
         self._copies: dict[object, Callable[[], None]] = {}  # under way, and what a change leads to
+        self._looking = threading.RLock()  # a handler of a signal may dump while its thread looks
         self._watched = 0
         self._sources: list[torch.Tensor] = []
         self._counted: list[torch.Tensor] = []
@@ -200,7 +204,7 @@ class WriteWatch:
             copy: by which `end` knows it.
             shard: its sources.
             thorough: look at each row, also later in this life.
-            on_change: called once, in the thread of `look`, if the copy is not of one state.
+            on_change: called in the thread of `look`, if the copy is not of one state; perhaps again.
         """
         thorough = thorough or self._watched < THOROUGH_SNAPSHOTS
         first = not self._copies
@@ -213,30 +217,41 @@ class WriteWatch:
         self._sent = []
         self._send()
 
-    def look(self, *, forward: bool = True, deadline: Deadline | None = None) -> bool:
-        """Whether anything has changed since `begin`; remembers that in `disturbed`, and takes back all these copies.
+    def look(self, *, forward: bool = True, deadline: Deadline | None = None, wait: bool = True) -> bool:
+        """Whether anything has changed since `begin`; remembers that in `disturbed`.
+
+        When it returns True all these copies are taken back, also where another thread has found the change.
 
         Args:
             forward: a forward begins; False: the copies must be complete now, from any thread.
             deadline: for a device, which may hang.
+            wait: for a device; False: compare what is here of it.
 
         Raises:
             SaveError: the device hangs, and the deadline has passed.
         """
-        if self._mark is None or self.disturbed:
-            return self._mark is not None
-        versions, elements, sums = self._mark
+        with self._looking:
+            if self._mark is None or self.disturbed:
+                return self._mark is not None
+            changed = self._differs(self._mark, forward=forward, deadline=deadline, wait=wait)
+            if changed:
+                with ExitStack() as every:
+                    for take_back in list(self._copies.values()):
+                        every.callback(take_back)  # one that fails keeps no other from being taken back
+                self.disturbed = True
+            return changed
+
+    def _differs(
+        self, mark: tuple[list[int], bytes, list[int] | None], *, forward: bool, deadline: Deadline | None, wait: bool
+    ) -> bool:
+        versions, elements, sums = mark
         changed = self._versions() != versions or b"".join(self._elements) != elements
         if not changed and sums is not None:
             changed = self._sums() != sums
         if forward:
             self._send()
         elif not changed:
-            changed = self._differs_on_device(deadline)
-        if changed:
-            self.disturbed = True
-            for take_back in list(self._copies.values()):
-                take_back()
+            changed = self._differs_on_device(deadline, wait=wait)
         return changed
 
     def end(self, copy: object) -> None:
@@ -261,9 +276,9 @@ class WriteWatch:
             host.copy_(packed, non_blocking=True)
         self._sent.append((host, Arrival(packed.device)))
 
-    def _differs_on_device(self, deadline: Deadline | None) -> bool:
+    def _differs_on_device(self, deadline: Deadline | None, *, wait: bool) -> bool:
         """Of those sent; waits for that of the first forward, before which the device had little to do."""
-        for place, (_, arrival) in enumerate(self._sent[:2]):
+        for place, (_, arrival) in enumerate(self._sent[: 2 if wait else 0]):
             arrival.wait(f"sample {place} of the weights", deadline)
         here = [host for host, arrival in self._sent if arrival.here]
         return any(not torch.equal(host, here[0]) for host in here[1:])

@@ -164,7 +164,6 @@ class CopyEngine:
     Attributes:
         device: as given.
         writes: as given.
-        on_disturbed: called where the loop has changed what the running copy copies; from any thread.
         pace: plans copies in waits; None where copies do not use waits.
         hashes: whether what is copied on the host is hashed; not where a device has buffers, which may come later.
     """
@@ -175,7 +174,6 @@ class CopyEngine:
         self._worker = ThreadPoolExecutor(1, f"cpsr-{name}", self._begin)
         self._thread = -1
         self.device, self.writes = device, WriteWatch() if writes is None else writes
-        self.on_disturbed: Callable[[], None] = lambda: None
         self.pace: CopyPace | None = None
         self.hashes = device is None
         self._stream: torch.cuda.Stream | None = None
@@ -243,6 +241,7 @@ class CopyEngine:
         *,
         thorough: bool = False,
         early: bool = True,
+        on_disturbed: Callable[[], None] = lambda: None,
     ) -> RunningCopy:
         """Start a copy; `finish` it before its sources change. If the loop ever changes them, it is complete now.
 
@@ -253,10 +252,12 @@ class CopyEngine:
             parts: that are copied; None: all.
             thorough: whether changes of the weights are looked for in each row.
             early: confirm it now, if nothing has changed in the snapshots before.
+            on_disturbed: called where the loop has changed the sources, and the copy is given up; from any thread,
+                perhaps twice.
         """
         writes = self.writes
         if not writes.disturbed:
-            writes.begin(self, shard, thorough=thorough, on_change=self.on_disturbed)
+            writes.begin(self, shard, thorough=thorough, on_change=partial(self._take_back, on_disturbed))
         try:
             running = self._started(plan, parts, small)
         except BaseException:
@@ -339,7 +340,6 @@ class CopyEngine:
             SaveError: the sources have changed.
             Exception: a copy failed. Either way it is not confirmed.
         """
-        self._running = None
         try:
             running.mark_needed()
             scalars = running.result()
@@ -350,8 +350,17 @@ class CopyEngine:
             raise
         finally:
             self.writes.end(self)
+            self._running = None
         running.confirm(unchanged=True)
         return scalars
+
+    def _take_back(self, on_disturbed: Callable[[], None]) -> None:
+        """The running copy is not that of one state; a copy in waits goes on without them."""
+        running = self._running  # another thread may finish it
+        if running is not None:
+            running.confirm(unchanged=False)
+            running.hurry()
+        on_disturbed()
 
     def submit(self, work: Callable[..., _Result], *given: Any) -> Future[_Result]:
         """Let the thread do this, after all that it was given before."""

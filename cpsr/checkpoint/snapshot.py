@@ -71,7 +71,6 @@ class SnapshotPool:
         units: Mapping[str, str] | None = None,
     ) -> None:
         self.engine = CopyEngine.of("snapshot", template)
-        self.engine.on_disturbed = self._take_back
         device = self.engine.device
         self.steps = DeviceSteps(device)
         self._memory = memory
@@ -153,7 +152,15 @@ class SnapshotPool:
         self._buffers[snapshot.place].copy_others(shard)
         plan = partial(self._plan, snapshot, shard)
         early = not snapshot.replicate  # what another machine has got cannot be taken back
-        copy = self.engine.start(plan, small, shard, snapshot.copied_parts, thorough=snapshot.disk, early=early)
+        copy = self.engine.start(
+            plan,
+            small,
+            shard,
+            snapshot.copied_parts,
+            thorough=snapshot.disk,
+            early=early,
+            on_disturbed=partial(self._unseal, snapshot),
+        )
         self._running = snapshot, copy
         if self.engine.copies_in_order:
             self.seal(snapshot, copied=copy)
@@ -182,7 +189,7 @@ class SnapshotPool:
         try:
             snapshot.scalars = self.engine.finish(running)
         except Exception as error:
-            self._unseal(snapshot, running)
+            self._unseal(snapshot)
             self._give_up(snapshot)
             if isinstance(error, UnsupportedEngineError):
                 raise
@@ -197,14 +204,8 @@ class SnapshotPool:
         """A forward begins: copies of weights that the loop has changed for it, windows too, count no more."""
         self.engine.writes.look()
 
-    def _take_back(self) -> None:
-        """The loop has changed what the running copy copies."""
-        if self._running is not None:
-            self._unseal(*self._running)
-
-    def _unseal(self, snapshot: Snapshot, copy: RunningCopy) -> None:
-        copy.confirm(unchanged=False)
-        copy.hurry()
+    def _unseal(self, snapshot: Snapshot) -> None:
+        """Its copy is not that of one state."""
         if snapshot.sealed is not None:
             snapshot.sealed.result()  # a copy on the host
             self._buffers[snapshot.place].unseal()
@@ -353,9 +354,10 @@ class SnapshotPool:
         try:
             if running is not None:
                 running[0].scalars = running[1].result(deadline)
-            if self.engine.writes.look(forward=False, deadline=deadline) or running is None:
+            # For others the device is not waited for: it may hang, and the dump needs the time.
+            if self.engine.writes.look(forward=False, deadline=deadline, wait=running is not None) or running is None:
                 return
-        except SaveError as error:
+        except (SaveError, RuntimeError) as error:  # after an error of a kernel every call of CUDA fails
             logger.warning("no copy that is under way is used for the dump of iteration %d: %s", iteration, error)
             return
         snapshot, copy = running

@@ -105,7 +105,6 @@ class Recorder:
         self._replicated_at: int | None = None
         self._sent_at: int | None = None
         self._engine = CopyEngine.of("window", shard(), writes)
-        self._engine.on_disturbed = self._take_back
         self._ring = MemoryRing(memory, "window", self._engine)
         self._window: Window | None = None
         self._copy: RunningCopy | None = None  # of that window's newest snapshot, until the next update
@@ -195,7 +194,8 @@ class Recorder:
                 if step > 0:
                     window.small.append(SmallState(outcome))
                 shard = self._shard()
-                running = self._engine.start(partial(self._plan, window, step, shard), None, shard, early=not sent)
+                plan, disturbed = partial(self._plan, window, step, shard), partial(self._spoil, window, DISTURBED)
+                running = self._engine.start(plan, None, shard, early=not sent, on_disturbed=disturbed)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._drop(window, f"the snapshot of iteration {iteration} failed: {error}")
             return None
@@ -209,11 +209,6 @@ class Recorder:
             window.slot.last_work = self._engine.seal(prepare, partial(self._tell, window), running)
         return window if sent else None
 
-    def _take_back(self) -> None:
-        """The loop has changed what the running copy copies; also called by a dump, while the device may hang."""
-        if self._copy is not None:
-            self._spoil(self._copy, DISTURBED)
-
     def finish(self) -> None:
         """Wait for a running copy; call it before the optimizer changes the state."""
         running, self._copy, window = self._copy, None, self._window
@@ -223,20 +218,17 @@ class Recorder:
         try:
             self._engine.finish(running)
         except Exception as error:  # noqa: BLE001 - training goes on without this window
-            self._spoil(running, f"the snapshot of iteration {window.last} failed: {error}")
+            self._spoil(window, f"the snapshot of iteration {window.last} failed: {error}")
             return
         copied_bytes = window.layout.copied_bytes(window.taken - 1)
         self.copies.note(copied_bytes, running.seconds + self._hash_seconds, overlap_seconds)
 
-    def _spoil(self, running: RunningCopy, why: str) -> None:
-        """The newest copy is not that of one state: the window is not used, even if it is sealed."""
-        window = self._window
-        if window is not None and not window.dropped:
-            self._drop(window, why)
-            running.confirm(unchanged=False)
-            if window.slot.last_work is not None:
-                wait([window.slot.last_work], CLOSE_SECONDS)
-            window.slot.file.unseal()
+    def _spoil(self, window: Window, why: str) -> None:
+        """Its newest copy is not that of one state: the window is not used, even if it is sealed; from any thread."""
+        self._drop(window, why)
+        if window.slot.last_work is not None:
+            wait([window.slot.last_work], CLOSE_SECONDS)  # a device may hang
+        window.slot.file.unseal()
 
     def forget(self) -> None:
         """The run has gone back: no window leads to its state."""

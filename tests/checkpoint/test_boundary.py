@@ -1,12 +1,15 @@
-"""Buffers as they were at the last step boundary, whatever a forward does to them before it is interrupted."""
+"""What loops change between steps: buffers as they were at the last boundary, and weights while they are copied."""
 
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 import torch
 
-from cpsr.checkpoint.boundary import SMALL_BYTES, BoundaryBuffers
+from cpsr.checkpoint.boundary import SMALL_BYTES, BoundaryBuffers, WriteWatch
 from cpsr.errors import SaveError
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.device import DEVICE, ON_CUDA, cpu_only
 
 LARGE = SMALL_BYTES // 4 + 1  # elements of float32
@@ -79,3 +82,59 @@ def test_a_buffer_whose_memory_was_exchanged_is_refused(size: int) -> None:
     buffers.keep()
     with pytest.raises(SaveError, match="the buffer 'mean' was replaced since the start of this life"):
         buffers.at_boundary({"mean": mean})
+
+
+def disturbed_watch(**take_backs: Callable[[], None]) -> WriteWatch:
+    """A watch of weights that the loop has changed while these copies were under way."""
+    weights, watch = torch.zeros(8), WriteWatch()
+    shard = Shard({"w": OperatorState("w", ParamSlice(weights, (8,)), {}, 0)})
+    for name, take_back in take_backs.items():
+        watch.begin(name, shard, thorough=True, on_change=take_back)
+    weights.add_(1)
+    return watch
+
+
+def test_who_hears_of_a_change_finds_the_copies_taken_back_whoever_has_seen_it_first() -> None:
+    """As a dump does while the training thread takes them back."""
+    begun, go, taken_back = threading.Event(), threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go.wait(30)
+        taken_back.set()
+
+    watch = disturbed_watch(snapshot=slow)
+    training = threading.Thread(target=watch.look)
+    training.start()
+    assert begun.wait(30)
+    threading.Timer(0.05, go.set).start()
+    assert watch.look(forward=False)
+    assert taken_back.is_set()
+    training.join()
+
+
+def test_a_signal_handler_may_look_while_its_thread_takes_back() -> None:
+    taken_back: list[bool] = []
+
+    def interrupted() -> None:
+        taken_back.append(True)
+        if len(taken_back) == 1:
+            assert watch.look(forward=False)
+
+    watch = disturbed_watch(snapshot=interrupted)
+    assert watch.look()
+    assert len(taken_back) == 2
+
+
+def test_a_copy_that_cannot_be_taken_back_keeps_no_other_from_it() -> None:
+    taken_back: list[str] = []
+
+    def fails() -> None:
+        raise OSError("an unseal failed")
+
+    watch = disturbed_watch(
+        snapshot=lambda: taken_back.append("snapshot"), broken=fails, window=lambda: taken_back.append("window")
+    )
+    with pytest.raises(OSError, match="an unseal failed"):
+        watch.look()
+    assert sorted(taken_back) == ["snapshot", "window"]

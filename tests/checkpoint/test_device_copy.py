@@ -343,6 +343,7 @@ def test_a_device_is_not_waited_for_before_the_copy_must_be_complete(stride: int
         for undone in (1.0, -1.0):
             weights.data.add_(undone)
             assert not watch.look()
+        assert not watch.look(forward=False, wait=False), "what is not here is not compared"
         assert not [call for call in device.trace if call[0] == "synchronize"]
         assert watch.look(forward=False)
 

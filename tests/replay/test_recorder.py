@@ -3,6 +3,7 @@
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsr.checkpoint.arena import Arena
-from cpsr.checkpoint.copying import CopyPlan
+from cpsr.checkpoint.copying import CopyEngine, CopyPlan
 from cpsr.checkpoint.device import DeviceSteps
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import describe, verify_memory_state
+from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import SaveError
 from cpsr.replay.conversion import load_window
@@ -258,26 +260,60 @@ def test_a_run_goes_back_whose_windows_got_no_memory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Disturbed:
+    """A loop that changes a weight after the last copy of its third window; the process then leaves from a dump."""
+
+    def __init__(self, directory: Path, *, snapshot: bool = False) -> None:
+        self.directory, self.live, memory = directory, shard_at(0), SharedMemory(RUN_ID, 0, 0, directory)
+        self.pool = SnapshotPool(self.live, memory=memory)
+        self.problems: list[str] = []
+        self.recorder = Recorder(memory, lambda: self.live, self.problems.append, writes=self.pool.engine.writes)
+        layout = WindowLayout(self.live, (("first",), ("second",)), {})
+        for first in (1, 3, 5):
+            self.recorder.begin_window(layout, first, dict)
+            for iteration in (first, first + 1):
+                self.recorder.finish()
+                self.pool.mark_boundary()
+                self.recorder.capture(iteration)
+                if snapshot and iteration == 6:
+                    self.pool.begin(self.live, iteration, {})
+        assert self.pool.engine.writes.trusted
+        self.live.operators["first"].parameter.values.add_(1)
+
+    def leave(self) -> set[int]:
+        """Iterations that the next life finds."""
+        with pytest.raises(SaveError, match="the loop changes weights"):
+            self.pool.dump(lambda: self.live, 6, dict)
+        return {state.iteration for state in Arena(RUN_ID, self.directory).list()}
+
+    def close(self) -> None:
+        self.pool.close()
+        self.recorder.close(remove=True)
+
+
 @pytest.mark.parametrize("snapshot", [True, False], ids=["beside a snapshot", "alone"])
 def test_a_dump_takes_back_a_window_that_the_loop_disturbed(snapshot: bool, tmp_path: Path) -> None:
-    """The process leaves right after the dump: the window is not closed."""
-    live, memory = shard_at(0), SharedMemory(RUN_ID, 0, 0, tmp_path)
-    pool = SnapshotPool(live, memory=memory)
-    problems: list[str] = []
-    recorder = Recorder(memory, lambda: live, problems.append, writes=pool.engine.writes)
-    layout = WindowLayout(live, (("first",), ("second",)), {})
-    for first in (1, 3, 5):
-        recorder.begin_window(layout, first, dict)
-        for iteration in (first, first + 1):
-            recorder.finish()
-            pool.mark_boundary()
-            recorder.capture(iteration)
-            if snapshot and iteration == 6:
-                pool.begin(live, iteration, {})
-    assert pool.engine.writes.trusted
-    live.operators["first"].parameter.values.add_(1)
-    with pytest.raises(SaveError, match="the loop changes weights"):
-        pool.dump(lambda: live, 6, dict)
-    assert {state.iteration for state in Arena(RUN_ID, tmp_path).list()} == {1, 3}
-    pool.close()
-    recorder.close(remove=True)
+    loop = Disturbed(tmp_path, snapshot=snapshot)
+    assert loop.leave() == {1, 3}
+    loop.close()
+
+
+def test_a_dump_takes_back_a_window_that_the_training_thread_is_finishing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, waits, done = Disturbed(tmp_path), threading.Event(), threading.Event()
+    finish = CopyEngine.finish
+
+    def slow(engine: CopyEngine, running: RunningCopy) -> Any:
+        waits.set()
+        assert done.wait(30)
+        return finish(engine, running)
+
+    monkeypatch.setattr(CopyEngine, "finish", slow)
+    training = threading.Thread(target=loop.recorder.finish)
+    training.start()
+    assert waits.wait(30)
+    assert loop.leave() == {1, 3}
+    done.set()
+    training.join()
+    loop.close()
