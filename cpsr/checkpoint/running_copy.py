@@ -10,8 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -41,17 +40,30 @@ class RunningCopy:
 
     def __init__(self, small: SmallState | None, arrival: Arrival | None = None) -> None:
         self._small, self._arrival = small, arrival
-        self._confirmed: Future[bool] = Future()
+        self._lock = threading.Lock()
+        self._confirmed: bool | None = None
+        self._waiting: list[Callable[[bool], None]] = []
         self.seconds = 0.0
 
     def confirm(self, *, unchanged: bool) -> None:
-        """The copy is, or is not, that of one state; only the first call counts. From any thread."""
-        with suppress(InvalidStateError):
-            self._confirmed.set_result(unchanged)
+        """The copy is, or is not, that of one state; only the first call counts. From any thread.
+
+        What the functions of `when_confirmed` raise comes from here.
+        """
+        with self._lock:
+            if self._confirmed is not None:
+                return
+            self._confirmed, waiting = unchanged, self._waiting
+        for act in waiting:
+            act(unchanged)
 
     def when_confirmed(self, act: Callable[[bool], None]) -> None:
         """Call `act` with whether its sources stayed unchanged, once that is known: here, or in `confirm`."""
-        self._confirmed.add_done_callback(lambda known: act(known.result()))
+        with self._lock:
+            if self._confirmed is None:
+                self._waiting.append(act)
+                return
+        act(self._confirmed)
 
     @property
     def is_sent(self) -> bool:

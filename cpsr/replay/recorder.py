@@ -288,10 +288,10 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._drop(window, f"it could not be sealed: {error}")
             return None
-        return publish
+        return lambda: None if window.dropped else publish()  # it may be dropped while this thread is here
 
     def _tell(self, window: Window, counts: bool) -> None:
         """The window counts from now on, or never."""
-        if counts:
+        if counts and not window.dropped:
             self.on_sealed(window.slot.file.path, window.first, send=window.sent)
             window.settled = True

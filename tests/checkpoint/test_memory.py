@@ -25,6 +25,7 @@ from cpsr.checkpoint.memory_states import (
     owned_word,
     verify_memory_state,
 )
+from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.state.shard import Shard
@@ -320,6 +321,18 @@ def test_a_dump_takes_back_a_running_snapshot_that_the_loop_disturbed(run_id: st
         pool.dump(lambda: live, 4, dict)
     assert 4 not in {state.iteration for state in Arena(run_id).list()}
     pool.close()
+
+
+def test_what_fails_once_a_copy_is_confirmed_is_said_to_who_confirms_it() -> None:
+    """As an error that torch's handler of SIGCHLD raises on the training thread."""
+
+    def fails(unchanged: bool) -> None:
+        raise OSError("a worker was killed")
+
+    copy = RunningCopy(None)
+    copy.when_confirmed(fails)
+    with pytest.raises(OSError, match="a worker was killed"):
+        copy.confirm(unchanged=True)
 
 
 def test_what_other_machines_get_is_not_confirmed_before_the_next_update(run_id: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.copying import CopyEngine, CopyPlan
 from cpsr.checkpoint.device import DeviceSteps
-from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import describe, verify_memory_state
 from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.checkpoint.snapshot import SnapshotPool
@@ -317,3 +317,29 @@ def test_a_dump_takes_back_a_window_that_the_training_thread_is_finishing(
     done.set()
     training.join()
     loop.close()
+
+
+def test_a_window_that_is_sealed_late_does_not_count_once_it_was_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cpsr.replay.recorder.CLOSE_SECONDS", 0.1)
+    prepare, begun, go = MemoryFile.prepare, threading.Event(), threading.Event()
+
+    def slow(file: MemoryFile, kind: Any, shard: Shard, iteration: int, *state: Any, **more: Any) -> Any:
+        if iteration == 5:
+            begun.set()
+            assert go.wait(30)
+        return prepare(file, kind, shard, iteration, *state, **more)
+
+    monkeypatch.setattr(MemoryFile, "prepare", slow)
+    told: list[int] = []
+    loop = Disturbed(tmp_path)
+    loop.recorder.on_sealed = lambda _, first, send: told.append(first)
+    assert begun.wait(30)
+    loop.pool.look()
+    go.set()
+    loop.recorder.finish()
+    loop.recorder.close(remove=False)
+    assert {state.iteration for state in Arena(RUN_ID, tmp_path).list()} == {1, 3}
+    assert 5 not in told
+    loop.pool.close()
