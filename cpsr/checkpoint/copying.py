@@ -78,7 +78,7 @@ class CopyPlan:
         Args:
             parts: None for all.
             paced: says when each piece is copied; None: at once.
-            hashed: also hash their segments; all other bytes of these are here already.
+            hashed: also hash their segments, until the copy is needed; all other bytes of these are here already.
         """
         if paced is not None:
             paced.divide(sum(target.nbytes for target, _ in self.pairs(parts)))
@@ -92,6 +92,7 @@ class CopyPlan:
                     if paced is not None:
                         paced.turn(size)
                     copy()
+                    hashed = hashed and (paced is None or not paced.is_hurried)  # later, when nobody waits for it
                     if hashed:
                         end = address - start
                         found.take(content[at:end])

@@ -194,16 +194,17 @@ def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's stub has no types
 
 
-# How often to check whether the copy is needed now, while no wait comes: a caller that needs it waits at most this long
-# for the copy to go on.
+# How often to check whether the copy is needed now, while no wait comes: the update waits at most this long for the
+# copy to go on, as no other thread makes it.
 PATIENCE_SECONDS = 0.005
-# Where `wait` returns at once with nothing, as at the end of a life: no busy loop.
-RETRY_SECONDS = 0.001
 # After a copy that did not fit into the forecast waits, the next one tries the bytes that fitted, and then this
 # factor more each time, while that fits.
 GROWTH = 2.0
 # The time until the update is the median over this many snapshots, so that one immediate save changes little.
 RECENT_SNAPSHOTS = 8
+# A snapshot that is needed within less than this share of that time (at the exit, or before the user changes the
+# state) saw few waits, and was not hashed on its way: it measures neither what fits into them nor the copy speed.
+COMPLETE_SHARE = 0.5
 # Share of that time: postponed pieces are copied beside the work this long before they would be late.
 MARGIN = 0.1
 
@@ -247,8 +248,7 @@ class CopyPace:
 
     def patience_seconds(self, left_bytes: int) -> float:
         """Seconds from the start of a snapshot for which so many bytes may be postponed."""
-        usual = statistics.median(self._until_update) if self._until_update else 0.0
-        return (1.0 - MARGIN) * usual - self.seconds(left_bytes)
+        return (1.0 - MARGIN) * self._usual_seconds() - self.seconds(left_bytes)
 
     def record(self, copy: "PacedCopy", copy_seconds: float, until_update_seconds: float) -> None:
         """Record the copy of one snapshot.
@@ -258,13 +258,20 @@ class CopyPace:
             copy_seconds: for copying alone.
             until_update_seconds: from its beginning until it was needed.
         """
-        if copy.copied_bytes and copy_seconds > 0:
-            self._bytes_per_second = copy.copied_bytes / copy_seconds
+        was_complete = until_update_seconds >= COMPLETE_SHARE * self._usual_seconds()
         self._until_update.append(until_update_seconds)
+        if copy.copied_bytes and copy_seconds > 0 and (was_complete or not self._bytes_per_second):
+            self._bytes_per_second = copy.copied_bytes / copy_seconds
+        if not was_complete:
+            return
         if copy.late_bytes:  # one piece at least, to see when there are waits again
             self._limit_bytes = max(copy.bytes_in_waits, copy.largest_bytes)
         elif self._limit_bytes is not None:
             self._limit_bytes *= GROWTH
+
+    def _usual_seconds(self) -> float:
+        """From the beginning of a snapshot until the update; 0 before the first one."""
+        return statistics.median(self._until_update) if self._until_update else 0.0
 
 
 class PacedCopy(RunningCopy):
@@ -300,6 +307,11 @@ class PacedCopy(RunningCopy):
         self._postponed_bytes = self._pace.plan(total_bytes)
         self._beside_bytes = total_bytes - self._postponed_bytes
 
+    @property
+    def is_hurried(self) -> bool:
+        """Whether it is needed now."""
+        return self._hurried.is_set()
+
     def turn(self, piece_bytes: int) -> None:
         """Block until the next piece, of so many bytes, may be copied."""
         needed, started = self._pace.seconds(piece_bytes), time.perf_counter()
@@ -307,8 +319,11 @@ class PacedCopy(RunningCopy):
             patience = self._began + self._pace.patience_seconds(self._postponed_bytes) - time.perf_counter()
             if patience <= 0.0:
                 break
-            if not self._pace.waits.wait(needed, min(patience, PATIENCE_SECONDS)):
-                self._hurried.wait(min(patience, RETRY_SECONDS))
+            timeout = min(patience, PATIENCE_SECONDS)
+            until = time.perf_counter() + timeout
+            if not self._pace.waits.wait(needed, timeout):
+                # At the end of a life it returns at once with nothing: no busy loop.
+                self._hurried.wait(max(until - time.perf_counter(), 0.0))
         self.blocked_seconds += time.perf_counter() - started
         if in_wait:
             self.bytes_in_waits += piece_bytes

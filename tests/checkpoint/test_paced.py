@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
+import torch
 
 from cpsr.checkpoint import copying
 from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.direct_file import PieceHashes
 from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_states import OpenState
 from cpsr.checkpoint.running_copy import GROWTH, RECENT_SNAPSHOTS, CopyPace, PacedCopy
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.errors import SaveError
@@ -147,6 +150,30 @@ def test_it_plans_by_the_measured_speed_and_by_what_did_fit() -> None:
     assert pace.plan(1000) == 100  # one piece still looks for waits
 
 
+def test_a_snapshot_that_is_needed_at_once_measures_nothing() -> None:
+    """Few waits come before `save_now`, a load or the exit."""
+    pace = CopyPace(Opened(forecast_seconds=0.5))
+    for _ in range(3):
+        pace.record(copied(pace, 1000, in_waits=500), 1.0, 9.0)
+    assert pace.plan(1000) == 500
+    pace.record(copied(pace, 1000, late=1000), 0.1, 0.0)
+    assert pace.seconds(1000) == 1.0  # it was not hashed on the way
+    assert pace.plan(1000) == 500
+    pace.record(copied(pace, 1000, in_waits=200, late=300), 1.0, 5.0)  # a short iteration, as others may be
+    assert pace.plan(1000) == 200
+    pace.record(copied(pace, 1000, in_waits=200), 1.0, 0.0)
+    assert pace.plan(1000) == 200
+
+
+def test_shorter_iterations_are_learned() -> None:
+    pace = CopyPace(Opened(forecast_seconds=2.0))
+    for _ in range(RECENT_SNAPSHOTS):
+        pace.record(copied(pace, 1000), 1.0, 9.0)
+    for _ in range(RECENT_SNAPSHOTS):
+        pace.record(copied(pace, 1000, late=1000), 1.0, 0.1)
+    assert pace.plan(1000) == 100
+
+
 def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
     waits = Opened()
     first(pool, waits)
@@ -158,6 +185,35 @@ def test_nothing_is_copied_before_the_wait(pool: SnapshotPool) -> None:
         wait_for(lambda: Noted.begun[-1].bytes_in_waits == TOTAL)
 
     take(pool, 2, work)
+    pool.close()
+
+
+def test_the_update_waits_for_no_hash(pool: SnapshotPool, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the update waits for is hashed afterwards, when it is sealed."""
+    hashed = []
+
+    class Counted(PieceHashes):
+        def take(self, data: memoryview) -> None:
+            hashed.append(len(data))
+            super().take(data)
+
+    monkeypatch.setattr(copying, "PieceHashes", Counted)
+    waits = Opened()
+    first(pool, waits)
+    hashed.clear()
+    shard = make_shard(2, SIZES, iteration=2)
+    assert pool.begin(shard, 2, None) is not None
+    assert waits.asked.wait(PATIENCE_SECONDS)
+    snapshot = pool.finish()
+    assert snapshot is not None
+    assert copy_of(snapshot).late_bytes == TOTAL
+    assert not hashed
+    assert snapshot.sealed is not None
+    assert snapshot.sealed.result()
+    [state] = [state for state in Arena(run_id).list() if state.iteration == 2]
+    with OpenState(state) as opened:  # verifies all hashes
+        for name, tensor in shard.tensors():
+            assert torch.equal(opened.as_it_is(name), tensor)
     pool.close()
 
 
