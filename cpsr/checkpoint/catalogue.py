@@ -122,7 +122,8 @@ def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
             elif not path.is_symlink():  # the target of a link is not ours
                 found.uncommitted[iteration] = path
         except CheckpointFileError as error:
-            (found.problems if isinstance(error, DamagedFileError) else found.unreadable).append(error)
+            kind = found.problems if isinstance(error, DamagedFileError) else found.unreadable
+            kind.append(error.without_frames())
             yield  # an unreadable one is retried several times, which takes most of a second or more
         if number % CHECKPOINTS_AT_ONCE == 0:
             yield

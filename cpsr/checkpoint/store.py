@@ -90,7 +90,8 @@ class CheckpointStore:
     ) -> None:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
-        self._sequence = 0  # count of the last commit by this store, after which no other one commits
+        self._sequence = 0  # largest commit count that was seen or assigned in this life
+        self._committed = False  # whether this store has committed, after which no other one does
         self.copied_iteration: int | None = None
         self.drifted: str | None = None
         self.frozen: FrozenFiles | None = None
@@ -196,7 +197,7 @@ class CheckpointStore:
                 return CommitResult(False, parts)
             sequence = self._newest_sequence() + 1
             total = seal(attempt, parts, sequence, self._missing)
-            self._sequence = sequence
+            self._sequence, self._committed = sequence, True
         except (OSError, ValueError, SaveError) as error:
             self.refuse_superseded()
             if isinstance(error, DriftedError):
@@ -338,18 +339,26 @@ class CheckpointStore:
 
     def _readable(self, after: int = -1) -> Catalogue:
         """The catalogue, if every commit record of iterations later than `after` is readable."""
-        catalogue = scan(self.directory)
+        catalogue = self._scan()
         for problem in catalogue.unreadable:
             if problem.iteration is not None and problem.iteration > after:
                 raise problem
         return catalogue
+
+    def _scan(self) -> Catalogue:
+        """The catalogue; a count that was seen once is not assigned again, whether or not it is visible then."""
+        found = scan(self.directory)
+        self._sequence = max(self._sequence, found.newest_sequence)
+        return found
 
     def _set_aside(self, iteration: int, kind: Literal["damaged", "abandoned"], reason: str) -> Path | None:
         return set_aside(self.directory_of(iteration), kind, reason, self._newest_sequence())
 
     def _newest_sequence(self) -> int:
         """Largest commit count of the run, of checkpoints that were set aside too."""
-        return self._sequence or scan(self.directory).newest_sequence
+        if not self._committed:
+            self._scan()
+        return self._sequence
 
     def _attempt(self, iteration: int) -> Attempt:
         save = Save(iteration, self._life, self.attempt)

@@ -6,7 +6,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from cpsr.checkpoint.direct_file import HASHED_PIECE_BYTES, piece_hash
 from cpsr.checkpoint.files import hash_file, hash_in_pieces, open_plain, read_bytes
@@ -58,6 +58,11 @@ class CheckpointFileError(CheckpointError):
         super().__init__(f"{file}: {what}{advice}")
         self.file, self.what = file, what
         self.iteration = step_iteration(file.parent.name)
+
+    def without_frames(self) -> Self:
+        """Itself for a list: its traceback, and those of its causes, would keep alive what those frames refer to."""
+        self.__cause__ = self.__context__ = None
+        return self.with_traceback(None)
 
 
 class DamagedFileError(CheckpointFileError, CheckpointCorruptError):
@@ -210,7 +215,7 @@ def verify_checkpoint(directory: Path) -> list[CheckpointFileError]:
         problems = list(_problems(directory)) if (directory / COMMIT).exists() else []
     for problem in problems:
         problem.iteration = step_iteration(directory.name)
-    return problems
+    return [problem.without_frames() for problem in problems]
 
 
 def verify_run(run_dir: Path) -> list[CheckpointFileError]:

@@ -1,6 +1,7 @@
 """Shards and stores that the tests of this room share."""
 
 import errno
+import gc
 import os
 import tempfile
 import threading
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.checkpoint import verify
+from cpsr.checkpoint import saved, verify
 from cpsr.checkpoint.files import read_bytes
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
+from cpsr.checkpoint.manifest import RankManifest
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
@@ -118,6 +120,24 @@ def refuse_asking(monkeypatch: pytest.MonkeyPatch, refused: Path, times: int) ->
         return _STAT(path, **options)
 
     monkeypatch.setattr(os, "stat", refusing)
+
+
+def rank_manifests() -> int:
+    """How many ranks' manifests are in memory."""
+    gc.collect()
+    return sum(type(one) is RankManifest for one in gc.get_objects())
+
+
+def count_rank_manifests(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets, whenever a rank's manifest is read, how many more than now are in memory then."""
+    before, found, read = rank_manifests(), list[int](), verify.read_rank_manifest
+
+    def counting(*args: Any) -> RankManifest:
+        found.append(rank_manifests() - before)
+        return read(*args)
+
+    monkeypatch.setattr(saved, "read_rank_manifest", counting)
+    return found
 
 
 @pytest.fixture

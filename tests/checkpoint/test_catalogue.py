@@ -1,13 +1,16 @@
 """What is found in a run's directory where the file system refuses, or a manifest is damaged."""
 
 import errno
+import gc
+import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 
 from cpsr.benchmarks.harness.checkpoint_files import commit_file
 from cpsr.checkpoint.catalogue import Retention, remove_unlisted, scan
-from cpsr.checkpoint.manifest import COMMIT, SLABS
+from cpsr.checkpoint.manifest import COMMIT, SLABS, step_name
 from cpsr.checkpoint.store import CheckpointStore
 from tests.checkpoint.conftest import refuse_asking, save
 
@@ -42,6 +45,50 @@ def test_a_checkpoint_that_is_not_seen_now_is_neither_removed_nor_counted_over(
     found = scan(store.directory).checkpoints
     assert [info.iteration for info in found] == [10, 20, 30, 40]
     assert [info.manifest.sequence for info in found] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seen", ["at the start", "when it was set aside"])
+def test_a_count_that_a_life_has_seen_is_given_to_no_other_checkpoint(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str
+) -> None:
+    for iteration in (10, 20, 30):
+        save(store, iteration)
+    later = CheckpointStore(tmp_path, 0, 1, "run", 2)
+    if seen == "at the start":
+        later.prepare()
+        hidden = 30
+    else:
+        aside = later.quarantine(30, "a test")
+        assert aside is not None
+        shutil.rmtree(aside)  # a user frees space
+        hidden = 20
+    commit_record = commit_file(store.directory / step_name(hidden))
+    refuse_asking(monkeypatch, commit_record, 1_000)
+    save(later, 40)
+    refuse_asking(monkeypatch, commit_record, 0)
+    assert scan(store.directory).checkpoints[-1].manifest.sequence == 4
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_catalogue_with_an_invalid_commit_record_goes_with_its_last_reference(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    for iteration in (10, 20):
+        save(store, iteration)
+    record = commit_file(store.directory / step_name(10))
+    if readable:
+        record.write_text("torn")
+    else:
+        refuse_asking(monkeypatch, record, 1_000)
+    gc.disable()
+    try:
+        found = scan(store.directory)
+        assert len(found.problems if readable else found.unreadable) == 1
+        listed = weakref.ref(found.checkpoints[0])
+        del found
+        assert listed() is None
+    finally:
+        gc.enable()
 
 
 def test_what_was_set_aside_and_cannot_be_read_now_counts_nevertheless(

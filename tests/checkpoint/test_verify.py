@@ -10,7 +10,7 @@ from cpsr.benchmarks.harness.checkpoint_files import checkpoint_files, commit_fi
 from cpsr.checkpoint.direct_file import DIRECT
 from cpsr.checkpoint.manifest import FileRecord
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from tests.checkpoint.conftest import save
+from tests.checkpoint.conftest import rank_manifests, save
 
 
 def flip(path: Path, offset: int) -> None:
@@ -57,6 +57,15 @@ def test_verifying_asks_the_disk(committed: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "open", recording)
     assert verify_run(committed.parent) == []
     assert {flags[path.name] for path in slab_files(committed / "step-0000000020")} == {DIRECT}
+
+
+def test_problems_keep_no_manifests(committed: Path) -> None:
+    for path in slab_files(committed / "step-0000000020"):
+        flip(path, path.stat().st_size - 1)
+    before = rank_manifests()
+    problems = verify_run(committed.parent)
+    assert len(problems) == len(slab_files(committed / "step-0000000020"))
+    assert rank_manifests() == before
 
 
 def test_a_wrong_hash_of_a_piece_is_found(committed: Path) -> None:
