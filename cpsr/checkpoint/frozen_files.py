@@ -226,6 +226,11 @@ class FrozenFiles:
         return files, written
 
     def _write(self, path: Path, content: Mapping[str, str]) -> FileRecord:
+        if path.name != frozen_slab_name(self._rank, word_of(content)):
+            raise SaveError(
+                f"{path} was there when this save began and is gone, and some of its parameters were written to since; "
+                "the next checkpoint writes the others anew"
+            )
         tensors = {}
         for name, xxh3_128 in content.items():
             tensors[f"frozen/{name}"] = self.weights.tensors[name].detach().contiguous().cpu()
@@ -367,7 +372,8 @@ class FrozenFiles:
 
         None where there is none. Damaged ones, and those of which it makes None, are passed over.
         """
-        for saved in _newest_first(self._checkpoints):
+        for listed in _newest_first(self._checkpoints):
+            saved = SavedCheckpoint(listed.directory, listed.manifest)  # goes with the manifests that it has read
             try:
                 record = saved.record(rank % saved.manifest.world_size)
                 settled = {name: one for name, one in _settled_in(record).items() if name not in state["moved"]}

@@ -22,9 +22,9 @@ from cpsr.checkpoint.remote.copies import scan, upload, verify
 from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore, verify_run
-from cpsr.errors import RunMismatchError, SaveError
+from cpsr.errors import CheckpointError, RunMismatchError, SaveError
 from cpsr.state.frozen_parameters import FrozenWeights
-from tests.checkpoint.conftest import make_shard, make_snapshot
+from tests.checkpoint.conftest import count_rank_manifests, make_shard, make_snapshot
 from tests.device import DEVICE, cpu_only
 
 Tensors = dict[str, torch.Tensor]
@@ -138,6 +138,42 @@ def test_one_that_changes_while_others_are_written_fails_the_save_alone(
     again = Run(tmp_path, {name: values + 2 for name, values in weights.items()}, life=2)
     again.load(20)
     assert same(again.weights, weights)
+
+
+def test_a_slab_that_is_not_seen_for_a_moment_is_not_replaced_by_some_of_its_weights(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.save(10)
+    (whole,) = run.files(10).values()
+    with torch.no_grad():
+        run.weights["scale"].fill_(7)
+    for iteration in (20, 30, 40):  # until it rests in a slab of its own
+        run.save(iteration)
+    assert len(run.files(40)) == 2
+    exists, answers = Path.exists, [True, False]
+
+    def answering(path: Path, **options: Any) -> bool:
+        return answers.pop(0) if path == whole and answers else exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", answering)
+    with pytest.raises(SaveError, match="some of its parameters were written to since"):
+        run.save(50)
+    assert verify_run(tmp_path) == []
+    run.save(60)
+    assert run.files(60) == run.files(40)
+
+
+def test_looking_for_a_snapshots_weights_keeps_the_manifest_of_one_checkpoint(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20, 30, 40):
+        run.save(iteration)
+    counts = count_rank_manifests(monkeypatch)
+    assert run.store.frozen is not None
+    with pytest.raises(CheckpointError, match="no checkpoint of the run has those"):
+        run.store.frozen.bring({"word": "0" * 32, "moved": {}})
+    assert len(counts) == 4
+    assert max(counts) <= 1
 
 
 def test_a_weight_that_begins_to_train_makes_another_run(run: Run, tmp_path: Path) -> None:
