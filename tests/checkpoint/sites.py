@@ -386,12 +386,14 @@ class UrlSite:
     def __init__(self, place: UrlPlace, base: Path) -> None:
         self.place, self._base, self._stores = place, base, new_run(base / "run")
         self._committed: dict[int, Path] = {}
+        self._committing = threading.Lock()  # several threads put; one rank saves one checkpoint after the other
         self._faults = Faults(place)
 
     def directory(self, iteration: int) -> Path:
-        if iteration not in self._committed:
-            self._committed[iteration] = commit(self._stores, iteration)
-        return self._committed[iteration]
+        with self._committing:
+            if iteration not in self._committed:
+                self._committed[iteration] = commit(self._stores, iteration)
+            return self._committed[iteration]
 
     def put(self, iteration: int) -> None:
         upload(self.place, self.directory(iteration))
