@@ -52,7 +52,7 @@ AT_LEAST = {
     "sparse error: ENOSPC": 38,
     "sparse error: EIO and retention": 66,
     "sparse error: EIO from there on": 42,
-    "sparse error: EIO of a read": 100,
+    "sparse error: EIO of a read": 75,
     "sparse error: fsync does nothing": 12,
     "sparse restart: EIO": 76,
     "damage": 1500,

@@ -66,6 +66,7 @@ class MemoryFile:
         size: as given.
         bytes: the buffer.
         iteration: of its state, -1 where it holds none.
+        left_by: life and branch of the state that an earlier process has left there.
 
     Raises:
         FileInUseError: another process had it to the end of that time.
@@ -74,6 +75,7 @@ class MemoryFile:
 
     def __init__(self, memory: "SharedMemory", slot: str, size: SlabSize, wait_seconds: float) -> None:
         self._memory, self.path, self.size, self.iteration = memory, memory.path(slot), size, -1
+        self.left_by = 0, 0
         # Until this process ends: a stopped process that continues would write into the next one's buffer.
         self._lock = FileLock(self.path, wait_seconds, create=True)
         self._descriptor = -1
@@ -83,7 +85,7 @@ class MemoryFile:
             self._descriptor = open_own(self.path)
             found = describe(self.path, self._descriptor)
             if found is not None and found.size == size:
-                self.iteration = found.iteration
+                self.iteration, self.left_by = found.iteration, (found.life, found.branch)
             else:
                 is_new = True
                 os.pwrite(self._descriptor, bytes(LENGTH_BYTES), 0)

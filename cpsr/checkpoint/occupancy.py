@@ -21,6 +21,7 @@ class _Buffer:
         name: of its file in shared memory; empty without one.
         sealed: iteration of its sealed state, or `NOTHING`.
         earlier: whether an earlier process has sealed that.
+        life: life and branch of such a state.
         whole: whether this process has, and every part is of the iteration itself.
         snapshot: that has it.
         seals: how many are under way that write or read it; their snapshots may be released meanwhile.
@@ -30,6 +31,7 @@ class _Buffer:
     name: str
     sealed: int
     earlier: bool
+    life: tuple[int, int] = (0, 0)
     whole: bool = False
     snapshot: Snapshot | None = None
     seals: int = 0
@@ -39,6 +41,13 @@ class _Buffer:
     def is_used(self) -> bool:
         """Whether nothing may overwrite it now."""
         return self.snapshot is not None or self.seals > 0
+
+    @property
+    def age(self) -> tuple[bool, tuple[int, int], int]:
+        """The least for what may go first: a state of an older life is void once a later one is there."""
+        if self.sealed < 0:
+            return False, (-1, -1), NOTHING
+        return not self.earlier, self.life if self.earlier else (0, 0), self.sealed
 
     def forget(self) -> None:
         """Its state counts no more."""
@@ -54,10 +63,13 @@ class Occupancy:
     Args:
         files: name of each buffer's file in shared memory, empty without one; and the iteration of the sealed state
             that an earlier process has left there, -1 without one.
+        lives: life and branch of these states, by buffer; empty: they are of one life.
     """
 
-    def __init__(self, files: Iterable[tuple[str, int]]) -> None:
+    def __init__(self, files: Iterable[tuple[str, int]], lives: Iterable[tuple[int, int]] = ()) -> None:
         self._buffers = [_Buffer(name, sealed, earlier=sealed >= 0) for name, sealed in files]
+        for buffer, life in zip(self._buffers, lives, strict=False):
+            buffer.life = life
         self._lock = threading.RLock()
         self._replicated_at: int | None = None
 
@@ -85,9 +97,9 @@ class Occupancy:
             The snapshot; None where no buffer is free.
         """
 
-        def worth(buffer: _Buffer) -> tuple[bool, bool, int]:
+        def worth(buffer: _Buffer) -> tuple[bool, bool, tuple[bool, tuple[int, int], int]]:
             elsewhere = buffer.sendings > 0 or buffer.sealed == self._replicated_at
-            return buffer.name in spare, elsewhere, buffer.sealed
+            return buffer.name in spare, elsewhere, buffer.age
 
         with self._lock:
             buffer = min(self._free(keep_newest=keep_newest), key=worth, default=None)
@@ -104,8 +116,8 @@ class Occupancy:
             return bool(self._free(keep_newest=True))
 
     def _free(self, *, keep_newest: bool) -> list[_Buffer]:
-        newest = max((buffer.sealed for buffer in self._buffers), default=NOTHING)
-        kept = next((one for one in self._buffers if keep_newest and one.sealed == newest >= 0), None)
+        sealed = (buffer for buffer in self._buffers if keep_newest and buffer.sealed >= 0)
+        kept = max(sealed, key=lambda buffer: buffer.age, default=None)
         return [buffer for buffer in self._buffers if not buffer.is_used and buffer is not kept]
 
     def holds(self, snapshot: Snapshot) -> bool:

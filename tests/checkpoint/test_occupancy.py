@@ -28,6 +28,16 @@ def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) ->
     return seal(occupancy, occupancy.take(iteration, keep_newest=keep_newest))
 
 
+def test_of_what_earlier_lives_have_left_the_oldest_life_goes_first() -> None:
+    """A restart takes only states of the newest life: a later iteration of one before it is void."""
+    files = [(name(0), 8), (name(1), 12), (name(2), 12)]
+    occupancy = Occupancy(files, [(1, 0), (1, 0), (0, 0)])
+    for place in (2, 0, 1):
+        snapshot = occupancy.take(8)
+        assert snapshot is not None
+        assert snapshot.place == place
+
+
 def test_a_state_that_is_sent_is_overwritten_last() -> None:
     occupancy = buffers(3)
     for iteration in (1, 2, 3):
