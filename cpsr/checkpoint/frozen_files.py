@@ -373,7 +373,7 @@ class FrozenFiles:
         None where there is none. Damaged ones, and those of which it makes None, are passed over.
         """
         for listed in _newest_first(self._checkpoints):
-            saved = SavedCheckpoint(listed.directory, listed.manifest)  # goes with the manifests that it has read
+            saved = listed.for_one_reader()
             try:
                 record = saved.record(rank % saved.manifest.world_size)
                 settled = {name: one for name, one in _settled_in(record).items() if name not in state["moved"]}

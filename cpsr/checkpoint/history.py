@@ -181,7 +181,7 @@ class DiskHistory:
         for info in catalogue.checkpoints:
             if since <= info.iteration < end:
                 # In an object of its own, with which the manifests that it has read go, megabytes each.
-                yield from self._add(SavedCheckpoint(info.directory, info.manifest))
+                yield from self._add(info.for_one_reader())
                 yield
         self._operators = self._common_operators()
 

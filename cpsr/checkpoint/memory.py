@@ -30,6 +30,7 @@ from cpsr.checkpoint.memory_states import (
     PENDING_HASH,
     SHARED_MEMORY,
     Kind,
+    Left,
     MemoryState,
     SlabSize,
     describe,
@@ -66,7 +67,7 @@ class MemoryFile:
         size: as given.
         bytes: the buffer.
         iteration: of its state, -1 where it holds none.
-        left_by: life and branch of the state that an earlier process has left there.
+        left: the state that an earlier process has left there, if there was one.
 
     Raises:
         FileInUseError: another process had it to the end of that time.
@@ -75,7 +76,7 @@ class MemoryFile:
 
     def __init__(self, memory: "SharedMemory", slot: str, size: SlabSize, wait_seconds: float) -> None:
         self._memory, self.path, self.size, self.iteration = memory, memory.path(slot), size, -1
-        self.left_by = 0, 0
+        self.left: Left | None = None
         # Until this process ends: a stopped process that continues would write into the next one's buffer.
         self._lock = FileLock(self.path, wait_seconds, create=True)
         self._descriptor = -1
@@ -85,7 +86,7 @@ class MemoryFile:
             self._descriptor = open_own(self.path)
             found = describe(self.path, self._descriptor)
             if found is not None and found.size == size:
-                self.iteration, self.left_by = found.iteration, (found.life, found.branch)
+                self.iteration, self.left = found.iteration, Left(found.life, found.branch, found.iteration)
             else:
                 is_new = True
                 os.pwrite(self._descriptor, bytes(LENGTH_BYTES), 0)
@@ -118,7 +119,7 @@ class MemoryFile:
 
     def unseal(self) -> None:
         """Invalidate the state in the buffer, until `seal`."""
-        self._length[0], self.iteration = 0, -1
+        self._length[0], self.iteration, self.left = 0, -1, None
 
     def seal(self, *given: Any, **named: Any) -> None:
         """Declare the written state complete; see `prepare`."""
@@ -213,7 +214,7 @@ class MemoryFile:
             self._map[HASH_PLACE] = hash_of(header, behind).encode()
 
         def publish() -> None:
-            self.iteration = int(index["iteration"])
+            self.iteration, self.left = int(index["iteration"]), None
             self._length[0] = self.size.header_bytes - LENGTH_BYTES
 
         return publish

@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 import xxhash
@@ -44,9 +44,9 @@ from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["BLOCK_BYTES", "BUFFERS", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "REPLICAS", "SHARED_MEMORY"]
-__all__ += ["WINDOWS", "HeldOperator", "Kind", "MemoryState", "OpenState", "SlabSize", "describe", "fill", "hash_of"]
-__all__ += ["load_states", "open_own", "owned_word", "room_for_memory_state", "size_of", "verify_memory_state"]
-__all__ += ["write_at"]
+__all__ += ["WINDOWS", "HeldOperator", "Kind", "Left", "MemoryState", "OpenState", "SlabSize", "describe", "fill"]
+__all__ += ["hash_of", "load_states", "open_own", "owned_word", "room_for_memory_state", "size_of"]
+__all__ += ["verify_memory_state", "write_at"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,14 @@ NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slo
 BUFFERS, WINDOWS, REPLICAS = r"\d+", r"window-\d+", r"replica-.+"  # slots of one kind
 
 Kind = Literal["snapshot", "departure", "small", "window", "upstream"]
+
+
+class Left(NamedTuple):
+    """Which state an earlier process has left; those of an older life, or from before it went back, are less."""
+
+    life: int
+    branch: int
+    iteration: int
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from cpsr.checkpoint.host_snapshot import Snapshot
+from cpsr.checkpoint.memory_states import Left
 from cpsr.state.shard import Shard
 
 __all__ = ["Occupancy"]
@@ -20,8 +21,7 @@ class _Buffer:
     Attributes:
         name: of its file in shared memory; empty without one.
         sealed: iteration of its sealed state, or `NOTHING`.
-        earlier: whether an earlier process has sealed that.
-        life: life and branch of such a state.
+        left: that state, if an earlier process has sealed it.
         whole: whether this process has, and every part is of the iteration itself.
         snapshot: that has it.
         seals: how many are under way that write or read it; their snapshots may be released meanwhile.
@@ -30,8 +30,7 @@ class _Buffer:
 
     name: str
     sealed: int
-    earlier: bool
-    life: tuple[int, int] = (0, 0)
+    left: Left | None
     whole: bool = False
     snapshot: Snapshot | None = None
     seals: int = 0
@@ -43,15 +42,15 @@ class _Buffer:
         return self.snapshot is not None or self.seals > 0
 
     @property
-    def age(self) -> tuple[bool, tuple[int, int], int]:
+    def age(self) -> tuple[int, ...]:
         """The least for what may go first: a state of an older life is void once a later one is there."""
         if self.sealed < 0:
-            return False, (-1, -1), NOTHING
-        return not self.earlier, self.life if self.earlier else (0, 0), self.sealed
+            return (0,)
+        return (2, self.sealed) if self.left is None else (1, *self.left)
 
     def forget(self) -> None:
         """Its state counts no more."""
-        self.sealed, self.earlier, self.whole = NOTHING, False, False
+        self.sealed, self.left, self.whole = NOTHING, None, False
 
 
 class Occupancy:
@@ -61,15 +60,12 @@ class Occupancy:
     process; its buffer may be free, and the state then lasts until a newer one overwrites it.
 
     Args:
-        files: name of each buffer's file in shared memory, empty without one; and the iteration of the sealed state
-            that an earlier process has left there, -1 without one.
-        lives: life and branch of these states, by buffer; empty: they are of one life.
+        files: name of each buffer's file in shared memory, empty without one; and the sealed state that an earlier
+            process has left there, if there is one.
     """
 
-    def __init__(self, files: Iterable[tuple[str, int]], lives: Iterable[tuple[int, int]] = ()) -> None:
-        self._buffers = [_Buffer(name, sealed, earlier=sealed >= 0) for name, sealed in files]
-        for buffer, life in zip(self._buffers, lives, strict=False):
-            buffer.life = life
+    def __init__(self, files: Iterable[tuple[str, Left | None]]) -> None:
+        self._buffers = [_Buffer(name, NOTHING if left is None else left.iteration, left) for name, left in files]
         self._lock = threading.RLock()
         self._replicated_at: int | None = None
 
@@ -97,7 +93,7 @@ class Occupancy:
             The snapshot; None where no buffer is free.
         """
 
-        def worth(buffer: _Buffer) -> tuple[bool, bool, tuple[bool, tuple[int, int], int]]:
+        def worth(buffer: _Buffer) -> tuple[bool, bool, tuple[int, ...]]:
             elsewhere = buffer.sendings > 0 or buffer.sealed == self._replicated_at
             return buffer.name in spare, elsewhere, buffer.age
 
@@ -146,7 +142,7 @@ class Occupancy:
             self._note_seal(snapshot, -1)
             if sealed:
                 buffer = self._buffers[snapshot.place]
-                buffer.sealed, buffer.earlier = snapshot.iteration, False
+                buffer.sealed, buffer.left = snapshot.iteration, None
                 buffer.whole |= all(at == snapshot.iteration for at in snapshot.taken_at.values())
 
     def _note_seal(self, snapshot: Snapshot, change: int) -> None:
@@ -170,7 +166,7 @@ class Occupancy:
         """States of earlier processes count no more: none of the same iteration is kept in place of a new one."""
         with self._lock:
             for buffer in self._buffers:
-                if buffer.earlier:
+                if buffer.left is not None:
                     buffer.forget()
 
     def begin_sending(self, name: str) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -110,6 +110,10 @@ class SavedCheckpoint:
     def full(self) -> bool:
         """False for thinned checkpoints; training can restart exactly from full ones only."""
         return not self.manifest.weights_only
+
+    def for_one_reader(self) -> Self:
+        """The same checkpoint: the manifests that are read through it go with it, and do not stay in a list."""
+        return type(self)(self.directory, self.manifest)
 
     def record(self, rank: int) -> RankManifest:
         """One rank's manifest."""

@@ -76,10 +76,7 @@ class SnapshotPool:
         self._memory = memory
         self._buffers, self.shared_memory_problem = make_buffers(template, buffers, memory, device, units or {})
         files = [buffer.memory for buffer in self._buffers]
-        self.occupancy = Occupancy(
-            [("", -1) if file is None else (file.path.name, file.iteration) for file in files],
-            [(0, 0) if file is None else file.left_by for file in files],
-        )
+        self.occupancy = Occupancy(("", None) if file is None else (file.path.name, file.left) for file in files)
         self.engine.hashes &= self.survives  # else nobody asks for the hashes
         self.on_sealed: Callable[[Path, Snapshot], None] | None = None
         self.on_counting: Callable[[], None] = lambda: None

@@ -13,7 +13,6 @@ from cpsr.checkpoint.catalogue import remove_unlisted, scan
 from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
 from cpsr.checkpoint.host_snapshot import Snapshot
-from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
@@ -81,7 +80,7 @@ class KeptCheckpoints:
             )
         for info in reversed(scan(run_dir / "checkpoints").checkpoints):
             try:
-                saved = SavedCheckpoint(info.directory, info.manifest).small_state(0, ["identity"])
+                saved = info.for_one_reader().small_state(0, ["identity"])
             except CheckpointCorruptError:
                 continue  # `newest` says so
             differing = [key for key, value in self._identity.items() if saved.get(key) != value]

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cpsr.checkpoint.host_snapshot import Snapshot
+from cpsr.checkpoint.memory_states import Left
 from cpsr.checkpoint.occupancy import Occupancy
 
 
@@ -14,7 +15,8 @@ def name(index: int) -> str:
 
 def buffers(count: int, **left: int) -> Occupancy:
     """So many; `left` is what an earlier process has left in some."""
-    return Occupancy((name(index), left.get(f"file_{index}", -1)) for index in range(count))
+    files = [(name(index), left.get(f"file_{index}")) for index in range(count)]
+    return Occupancy((file, None if iteration is None else Left(0, 0, iteration)) for file, iteration in files)
 
 
 def seal(occupancy: Occupancy, snapshot: Snapshot | None) -> Snapshot:
@@ -30,8 +32,7 @@ def sealed(occupancy: Occupancy, iteration: int, *, keep_newest: bool = True) ->
 
 def test_of_what_earlier_lives_have_left_the_oldest_life_goes_first() -> None:
     """A restart takes only states of the newest life: a later iteration of one before it is void."""
-    files = [(name(0), 8), (name(1), 12), (name(2), 12)]
-    occupancy = Occupancy(files, [(1, 0), (1, 0), (0, 0)])
+    occupancy = Occupancy([(name(0), Left(1, 0, 8)), (name(1), Left(1, 0, 12)), (name(2), Left(0, 0, 12))])
     for place in (2, 0, 1):
         snapshot = occupancy.take(8)
         assert snapshot is not None

@@ -128,7 +128,7 @@ def test_what_a_holder_refused_does_not_take_the_place_of_what_it_has() -> None:
 def test_a_state_that_is_taken_later_than_it_was_due_is_kept_under_its_own_iteration() -> None:
     """As where the loop repeats a batch: the snapshot begins once all steps on that batch are done."""
     kept: list[int | None] = []
-    turns = Turns(Occupancy([("", -1)] * 3), lambda: False, {3: True}.__contains__, kept.append)
+    turns = Turns(Occupancy([("", None)] * 3), lambda: False, {3: True}.__contains__, kept.append)
     assert turns.may_send(1)
     for iteration in (1, 2, 3):
         turns.read(iteration, *turns.ballot())

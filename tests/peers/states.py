@@ -47,7 +47,7 @@ class States:
             (file, HostBuffer(template, pinned=False, memory=file)) for file in files
         ]
         self._taken = 0
-        self.occupancy = Occupancy((file.path.name, -1) for file in files)
+        self.occupancy = Occupancy((file.path.name, None) for file in files)
 
     def seal(self, iteration: int) -> tuple[Path, Snapshot]:
         """The file that holds this iteration from now on, and its snapshot; in the next buffer, whatever it is for."""
