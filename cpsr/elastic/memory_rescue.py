@@ -92,7 +92,7 @@ class Rescue:
     def _save(self, sources: tuple[Source, ...], checkpoint: int) -> bool:
         group, iteration = self._job.group, sources[0].iteration
         problem = self._written(sources, checkpoint)
-        problems = [one for one in group.gather(problem) if one is not None]
+        problems = group.gather_present(problem)
         if group.rank == 0:
             problems += [] if problems else self._committed(iteration, len(sources))
             kind = "state rescued" if not problems else "state not rescued"

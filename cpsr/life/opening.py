@@ -213,7 +213,7 @@ def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitSta
     learner, and shared memory that is absent by the host memory.
     """
     config, loop, ending = job.config, life.loop, life.ending
-    obstacle = next((why for why in job.group.gather(job.adapter.prediction_obstacle()) if why is not None), None)
+    obstacle = next(iter(job.group.gather_present(job.adapter.prediction_obstacle())), None)
     if obstacle is not None and config.mode != "exact":
         if job.group.rank == 0:
             message = (

@@ -40,7 +40,7 @@ def claim_memory(run: RunDirectory, group: Group, *, shared: bool) -> None:
     original = None
     if group.rank == run.local_ranks[0]:
         original = copied_from(run.run_id, run.path)
-    if found := [one for one in group.gather(None if original is None else str(original)) if one is not None]:
+    if found := group.gather_present(None if original is None else str(original)):
         raise RunMismatchError(
             f"{run.path} is a copy of {found[0]}, of which states are in the memory of a machine of this job: it would "
             f"go on from them, and overwrite them. Nothing was trained. Go on in {found[0]}; where that run has ended, "
@@ -158,7 +158,7 @@ class HostMemory:
             self._adopted = self.windows.settle(path), entry.iteration
         except (OSError, CheckpointError) as error:
             problem = f"rank {self._rank}: {error}"
-        problems = [one for one in self._group.gather(problem) if one is not None]
+        problems = self._group.gather_present(problem)
         if problems:
             self.windows.forget()  # the next life would fail as this one
             raise RecoveryError(

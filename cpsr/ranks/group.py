@@ -363,6 +363,10 @@ class Group:
         self._wait(self._group.all_gather(parts, padded))
         return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
+    def gather_present(self, value: Any) -> list[Any]:
+        """As `gather`, without the ranks whose value is None."""
+        return [present for present in self.gather(value) if present is not None]
+
     def votes(self) -> "Votes":
         """A running vote of the ranks; see `Votes`."""
         return Votes(self._group, self._wait)

@@ -54,7 +54,7 @@ def stage_logs(job: Job, memory: SharedMemory) -> "StageLogs | None":
         """Half of what is left is for later windows, and for others."""
         return free_bytes() // (2 * len(job.run.local_ranks))
 
-    obstacles = [one for one in group.gather(pipeline.traffic.obstacle) if one is not None]
+    obstacles = group.gather_present(pipeline.traffic.obstacle)
     if obstacles:
         if group.rank == 0:
             report(f"a lost stage replays together with all others: {obstacles[0]}", logging.WARNING)
@@ -376,7 +376,7 @@ def rest_of(
             rest.steps = LoggedSteps(adopted, rest.ranks, own_logs.forget)
         except (CheckpointError, OSError) as error:
             problem = f"rank {job.group.rank}: {error}"
-    problems = [one for one in job.group.gather(problem) if one is not None]
+    problems = job.group.gather_present(problem)
     if not problems:
         return rest
     if rest.snapshot is not None:

@@ -101,7 +101,7 @@ class Windows:
             self.recorder.prepare(self._layout)
         except (OSError, SaveError) as error:
             problem = f"rank {self._job.group.rank}: {error}"
-        problems = [one for one in self._job.group.gather(problem) if one is not None]
+        problems = self._job.group.gather_present(problem)
         if problems:
             self._off = True
             if self._replaying is None:

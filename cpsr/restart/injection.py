@@ -287,7 +287,7 @@ class Injection:
         left = self._memory.load(own, self._adapter.shard(to_fill=True))
         if left is not None:
             self.load_frozen(left)
-        lineages += [one for one in group.gather(None if left is None else left["lineage"]) if one is not None]
+        lineages += group.gather_present(None if left is None else left["lineage"])
         return own.entry is not None
 
 

@@ -262,7 +262,7 @@ class Restorer:
             self._injection.load_frozen(snapshot.scalars)
         except CheckpointError as error:
             problem = f"rank {self._job.group.rank}: {error}"
-        problems = "; ".join(part for part in self._job.group.gather(problem) if part is not None)
+        problems = "; ".join(self._job.group.gather_present(problem))
         if problems and alone:
             raise RecoveryError(
                 f"the state of iteration {snapshot.iteration} in memory is all that is left of this run, and cannot be "

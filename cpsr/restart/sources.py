@@ -290,7 +290,7 @@ class MemorySources:
             self._fetched = {}
         except CheckpointError as error:
             problem = f"rank {self._group.rank}: {error}"
-        problems = [part for part in self._group.gather(problem) if part is not None]
+        problems = self._group.gather_present(problem)
         if problems:
             raise CheckpointError("; ".join(problems))
         return scalars
