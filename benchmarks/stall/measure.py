@@ -1,6 +1,7 @@
 """One run: every method in every round, in random order, between steps without a checkpoint."""
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,19 +19,32 @@ PAIR_STEPS = 2  # the checkpoint's step and the next one
 
 
 @dataclass(frozen=True)
+class Steps:
+    """Some steps in a row.
+
+    Attributes:
+        seconds: of the training thread, for each.
+        processor_seconds: of all threads of this process, for all of them together.
+    """
+
+    seconds: list[float]
+    processor_seconds: float
+
+
+@dataclass(frozen=True)
 class Block:
     """One checkpoint and the steps around it.
 
     Attributes:
         method: its name.
-        before_seconds: the two steps before it; no checkpoint is under way.
-        step_seconds: the checkpoint's step, the next one, and all that began before it was durable.
+        before: the two steps before it; no checkpoint is under way.
+        during: the checkpoint's step, the next one, and all that began before it was durable.
         durable_seconds: from the update that is saved until it is on the disk.
     """
 
     method: str
-    before_seconds: list[float]
-    step_seconds: list[float]
+    before: Steps
+    during: Steps
     durable_seconds: float
 
 
@@ -40,14 +54,14 @@ class SizeSamples:
 
     Attributes:
         state_bytes: weights and moments.
-        blocks: in the order they ran; each one's following neighbours are the next one's `before_seconds`.
-        after_seconds: the two steps behind the last block.
+        blocks: in the order they ran; each one's following neighbours are the next one's `before`.
+        after: the two steps behind the last block.
         memcpy_seconds: one copy per round.
     """
 
     state_bytes: int
     blocks: list[Block] = field(default_factory=list)
-    after_seconds: list[float] = field(default_factory=list)
+    after: Steps = field(default_factory=lambda: Steps([], 0.0))
     memcpy_seconds: list[float] = field(default_factory=list)
 
 
@@ -59,14 +73,14 @@ def measure_size(job: Job, methods: Sequence[Method], rounds: int, on_block: Cal
     """
     memcpy = Memcpy(job)
     samples = SizeSamples(job.adapter.shard().state_bytes)
-    _steps(job, WARM_UP_STEPS)
+    _train(job, WARM_UP_STEPS)
     order = random.Random(ORDER_SEED)  # noqa: S311 - an order, not a secret
     for number in range(-1, rounds):
         copy_seconds, blocks = _round(job, methods, memcpy, order, on_block)
         if number >= 0:
             samples.memcpy_seconds.append(copy_seconds)
             samples.blocks += blocks
-    samples.after_seconds = _neighbours(job)
+    samples.after = _neighbours(job)
     return samples
 
 
@@ -92,21 +106,24 @@ def _round(
 def _block(job: Job, method: Method) -> Block:
     before = _neighbours(job)
     method.arm()
-    steps = [job.step(then=method.save)]
+    began = time.process_time()
+    seconds = [job.step(then=method.save)]
     asked = job.updated_unix_seconds
-    steps += _steps(job, PAIR_STEPS - 1)
+    seconds += _train(job, PAIR_STEPS - 1)
     while (durable := method.durable_unix_seconds()) is None:
-        steps += _steps(job, 1)
+        seconds += _train(job, 1)
+    during = Steps(seconds, time.process_time() - began)
     method.clean()
-    return Block(method.name, before, steps, durable - asked)
+    return Block(method.name, before, during, durable - asked)
 
 
-def _neighbours(job: Job) -> list[float]:
-    _steps(job, 1)  # what a checkpoint or a copy left in the caches is gone after one step
-    return _steps(job, PAIR_STEPS)
+def _neighbours(job: Job) -> Steps:
+    _train(job, 1)  # what a checkpoint or a copy left in the caches is gone after one step
+    began = time.process_time()
+    return Steps(_train(job, PAIR_STEPS), time.process_time() - began)
 
 
-def _steps(job: Job, count: int) -> list[float]:
+def _train(job: Job, count: int) -> list[float]:
     return [job.step() for _ in range(count)]
 
 

@@ -79,7 +79,8 @@ def _show(
         "Stall: extra time of the training thread over the checkpoint's step and the next one, against the pairs of "
         "steps before and after it; until durable: the same over all steps that began before it was durable. Medians "
         f"of {pairs} with 95% bootstrap intervals. *: its files are not forced to the disk; durable is when it calls "
-        "them complete. Host memory: peak above training alone, its own processes included, in copies of the state."
+        "them complete. Processor: extra time of all threads of this process over the steps until durable. Host "
+        "memory: peak above training alone, its own processes included, in copies of the state."
     )
     if call.machine["device"]["kind"] == CUDA:
         console.print(
@@ -107,10 +108,19 @@ def _show_stalls(call: Measurement, result: SizeResult) -> None:
             interval_text(method.ratio, separator="\n"),
             interval_text(method.stall, MILLISECONDS, 1, "\n"),
             interval_text(method.until_durable, MILLISECONDS, 0, "\n"),
+            interval_text(method.processor, MILLISECONDS, 0, "\n"),
             interval_text(method.durable_seconds, MILLISECONDS, 0, "\n") + ("" if method.forced else " *"),
             f"{method.host_memory_bytes / result.state_bytes:.1f}\n({method.host_memory_bytes / MEGABYTE:.0f} MB)",
         )
         for method in result.methods
     ]
-    headings = ("method", "stall,\nmemcpys", "stall,\nms", "until durable,\nms", "durable after,\nms", "host memory")
+    headings = (
+        "method",
+        "stall,\nmemcpys",
+        "stall,\nms",
+        "until durable,\nms",
+        "processor,\nms",
+        "durable after,\nms",
+        "host memory",
+    )
     call.table(title, headings, rows)
