@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from cpsr.checkpoint.assemble import Piece, pieces_of
 from cpsr.checkpoint.catalogue import scan_in_pieces, warn_once
-from cpsr.checkpoint.manifest import FileRecord, RankManifest, slab_path
+from cpsr.checkpoint.manifest import COMMIT, FileRecord, RankManifest, slab_path
 from cpsr.checkpoint.ranges import MissingRanges
 from cpsr.checkpoint.saved import SavedCheckpoint, places_of
 from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, map_tensors
@@ -250,7 +250,9 @@ class DiskHistory:
                 read = yield from self._read(saved, sha256)
             self._checkpoints.append(_Checkpoint(saved.directory, read))
         except (CheckpointError, SafetensorError, OSError) as error:
-            self._exclude(saved.iteration, str(error))
+            # Retention, which may delete it meanwhile, begins with the commit record.
+            if not isinstance(error, DamagedFileError) or (saved.directory / COMMIT).exists():
+                self._exclude(saved.iteration, str(error))
 
     def _read(self, saved: SavedCheckpoint, sha256: str) -> Generator[None, None, ReadManifest]:
         """Find this rank's slices, and verify the files with them."""

@@ -78,6 +78,22 @@ def test_what_cannot_be_read_now_is_left_out_and_reported(
     history.close()
 
 
+def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_called_damaged(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store, 10)
+    save(store, 20)
+    history = DiskHistory(store.directory, slices_in(store.directory), opened=False)
+    steps = iter(history.open())
+    next(steps)  # both are listed, and 10 is being read
+    remove_checkpoint(store.directory / step_name(20))
+    list(steps)
+    assert [entry.iteration for entry in history.entries] == [10]
+    assert not history.excluded
+    assert "left out" not in caplog.text
+    history.close()
+
+
 def test_a_history_is_opened_piece_by_piece(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for iteration in (10, 20, 30):
         save(store, iteration)
