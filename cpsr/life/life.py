@@ -217,7 +217,7 @@ class Life:
                     tail.defer_here(begin, saves=True)
                 if iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
                     self._plan(iteration)  # a failure has changed the rate
-        if not watched and (end := saver.memory.end_of(iteration)) is not None:
+        if not watched and (end := saver.memory.end_of(iteration, lambda: tail.between_steps)) is not None:
             tail.defer_here(end)
 
     def _begin_checkpoint(self) -> None:

@@ -95,6 +95,11 @@ class LoopTail:
         """Whether the state is to be saved as soon as it has a position in the data."""
         return any(one.saves for one in self._waiting)
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether the loop trains once more on the batch of its last step: no position tells such a state."""
+        return not self.ended and not self._pipeline and self._state.inside_batch
+
     def defer(self, act: Callable[[], None], *, saves: bool = False) -> None:
         """Call `act` at the end of this iteration, at one place on all ranks; a collective, after a step.
 
@@ -121,11 +126,10 @@ class LoopTail:
             ended: no further step follows.
         """
         self.ended = ended
-        inside = not ended and not self._pipeline and self._state.inside_batch
         waiting, self._waiting = self._waiting, []
         while waiting:
             one = waiting.pop(0)
-            if inside and one.saves:
+            if one.saves and self.between_steps:
                 self._waiting.append(one)
             else:
                 one.act()

@@ -181,8 +181,13 @@ class MemorySnapshots:
         self._late, self._last = False, iteration
         return partial(self._begin, iteration, self._policy.due_in_memory(), self.turns.may_send(iteration))
 
-    def end_of(self, iteration: int) -> Callable[[], None] | None:
-        """What an iteration ends with: its part of a window, if there are any."""
+    def end_of(self, iteration: int, between_steps: Callable[[], bool]) -> Callable[[], None] | None:
+        """What an iteration ends with: its part of a window, if there are any.
+
+        Args:
+            iteration: the finished one.
+            between_steps: then tells whether the loop trains once more on the batch, where no window begins.
+        """
         windows = self._windows
         if windows is None:
             return None
@@ -193,7 +198,7 @@ class MemorySnapshots:
         send = windows.ends_after(iteration) and self.turns.may_send(iteration)
 
         def capture_part() -> None:
-            sent = windows.capture(iteration, self._capture, send=send)
+            sent = windows.capture(iteration, self._capture, may_begin=not between_steps(), send=send)
             if sent is not None:
                 self.turns.sent(iteration, sent.is_pending, sent.first)
 

@@ -131,12 +131,15 @@ class Windows:
         step = self._step(iteration)
         return self._iterations_from(iteration) == 1 if step == 0 else step + 1 == len(self._layout.turns)
 
-    def capture(self, iteration: int, small_state: Callable[[], Any], *, send: bool = False) -> Window | None:
+    def capture(
+        self, iteration: int, small_state: Callable[[], Any], *, may_begin: bool = True, send: bool = False
+    ) -> Window | None:
         """At the end of an iteration: capture its snapshot, or check what was repeated.
 
         Args:
             iteration: the finished one.
             small_state: gives it whole.
+            may_begin: whether a restart could go on from this iteration; else the next window begins later.
             send: whether a window that ends here goes to the peers; the same on all ranks.
 
         Returns:
@@ -156,6 +159,8 @@ class Windows:
         if step > 0:
             outcome = None if self._steps is None else self._steps.outcome()
             return self.recorder.capture(iteration, outcome, send=send)
+        if not may_begin:
+            return None
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
             self._layout, self._reordered = self._laid_out(self._iterations_from(iteration)), False
             self._keep_logs()

@@ -160,6 +160,8 @@ def test_passes_of_other_lengths(tmp_path: Path) -> None:
     [
         (15, signal.SIGTERM, {}),
         (22, signal.SIGKILL, {"memory": {"interval_iterations": 1}}),
+        (22, signal.SIGKILL, {"replay": {"enabled": True, "window_iterations": 1}}),
+        (23, signal.SIGKILL, {"replay": {"enabled": True, "window_iterations": 3}}),
     ],
 )
 def test_several_steps_on_one_batch(at: int, how: signal.Signals, config: dict[str, Any], tmp_path: Path) -> None:
