@@ -160,10 +160,10 @@ class HostMemory:
             problem = f"rank {self._rank}: {error}"
         problems = self._group.gather_present(problem)
         if problems:
-            self.windows.forget()  # the next life would fail as this one
+            self.windows.give_up()  # the next life would fail as this one
             raise RecoveryError(
                 f"the window that begins with iteration {entry.iteration} cannot be kept for this life: "
-                f"{'; '.join(problems)}. Nothing was trained; the next start goes on from another state"
+                f"{'; '.join(problems)}. Nothing was trained; the next start goes back to the newest checkpoint"
             )
         self.windows.rest()
 

@@ -73,7 +73,7 @@ class Conversion:
         left: the same, as the life before left it.
         steps: leaves out gradients; None where the engine computes all.
         logs: of this rank's stage; None where nothing is logged, on all ranks.
-        forget: makes the window void.
+        give_up: makes the window void, on every machine.
 
     Attributes:
         first: iteration of the window that the loop goes on from.
@@ -92,11 +92,11 @@ class Conversion:
         left: MemoryState,
         steps: "DeepSpeedRepeatedSteps | None",
         logs: StageLogs | None,
-        forget: Callable[[], None],
+        give_up: Callable[[], None],
     ) -> None:
         self._job, self._pool, self._left, self._steps, self._logs = job, pool, left, steps, logs
         pipeline = job.adapter.pipeline
-        self._forget, self._traffic = forget, None if pipeline is None else pipeline.traffic
+        self._give_up, self._traffic = give_up, None if pipeline is None else pipeline.traffic
         self._window, self._name = OpenState(window), window.path.name
         self._anchors = window.ages  # by operator, the iteration at which the window has it whole
         scalars = self._window.scalars()
@@ -195,7 +195,8 @@ class Conversion:
                 raise RecoveryError(
                     f"iteration {iteration} was repeated from the window of iterations {self.first} to {self.last}, "
                     f"and {name} is not what it was the first time. {cause} The window ({self._name}) is not used "
-                    "again: the next start goes on from another state. Set replay.enabled to false if this repeats"
+                    "again, on any machine: the next start goes back to the newest checkpoint. Set replay.enabled to "
+                    "false if this repeats"
                 )
 
     def close(self) -> None:
@@ -224,8 +225,8 @@ class Conversion:
             return
         try:
             act(iteration)
-        except BaseException:
-            self._forget()
+        except Exception:
+            self._give_up()
             raise
 
     def _leave_out(self, iteration: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import WINDOWS, describe
+from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.moe.operators import experts_of
 from cpsr.errors import CheckpointError, SaveError
@@ -19,6 +20,8 @@ from cpsr.replay.schedule import WindowLayout, has_shifted, schedule, sparse_win
 from cpsr.replay.stages import stage_logs
 
 __all__ = ["Windows"]
+
+logger = logging.getLogger(__name__)
 
 _NO_PLACE = "the optimizer keeps tensors that windows have no place for (docs/optimizers.md)"
 
@@ -41,7 +44,7 @@ class Windows:
     """
 
     def __init__(self, job: Job, memory: SharedMemory, pool: SnapshotPool) -> None:
-        self._job, self._pool = job, pool
+        self._job, self._memory, self._pool = job, memory, pool
         self._compute = job.adapter.compute_dtypes()
         self._popularity: Mapping[str, float] = {}
         self._order_units()
@@ -76,8 +79,9 @@ class Windows:
         left = describe(path)
         if left is None:
             raise CheckpointError(f"{path} holds no window any more")
-        state, forget = self.recorder.adopt(path), self.recorder.forget
-        replaying = self._replaying = Conversion(self._job, self._pool, state, left, self._steps, self._logs, forget)
+        state = self.recorder.adopt(path)
+        given = self._job, self._pool, state, left, self._steps, self._logs
+        replaying = self._replaying = Conversion(*given, give_up=self.give_up)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(replaying.last - replaying.first + 1)
             self._agreed = -1, len(self._layout.turns)
@@ -200,6 +204,15 @@ class Windows:
         self.recorder.forget()
         if self._logs is not None:
             self._logs.forget()
+
+    def give_up(self) -> None:
+        """The window that is replayed is void, here and at the peers: the run leaves the branch that it belongs to."""
+        self.recorder.forget()
+        self._memory.branch += 1
+        try:
+            mark_life(self._job.run.path, self._memory.life, self._memory.branch)
+        except OSError as error:
+            logger.warning("that the window is void is not recorded, and replicas of it may be used again: %s", error)
 
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""

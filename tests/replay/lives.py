@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ class LifeOf:
         shrinks: the loop multiplies weights after each step whose turn comes last.
         mixture: the model has experts, and some of them in a checkpoint.
         logged: the loop reports its losses.
+        replicated: a peer holds what is in memory when the loop begins.
     """
 
     killed_at: int | None = None
@@ -59,6 +61,7 @@ class LifeOf:
     shrinks: bool = False
     mixture: bool = False
     logged: bool = False
+    replicated: bool = False
 
 
 class Routed(nn.Module):
@@ -111,6 +114,9 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
     with CPSRRecovery(TorchAdapter(model, optimizer, experts=experts), config) as recovery:
         restored = recovery.restored
         left |= {"iteration": recovery.iteration, "reason": restored.reason}
+        if life.replicated:
+            for state in Arena(run_id(run_dir)).list():
+                shutil.copy(state.path, state.path.with_name(state.name.replace("window-", "replica-0000")))
         for batch, targets in recovery.resume(loader, repeat=True):
             loss = life.factor * nn.functional.mse_loss(model(batch), targets)
             if life.logged:

@@ -33,7 +33,7 @@ RUNS = {
     "killed after a replay": [LifeOf(15, awaited=10), LifeOf(21, awaited=18), LifeOf()],
     "damaged": [LifeOf(15), LifeOf(damage=True)],
     "checkpoints": [LifeOf(12, 3, 11, awaited=11), LifeOf(24, 3, 11), LifeOf(None, 3, 11)],
-    "another training": [LifeOf(15, logged=True), LifeOf(factor=2.0, logged=True), LifeOf()],
+    "another training": [LifeOf(15, logged=True), LifeOf(factor=2.0, logged=True, replicated=True), LifeOf()],
     "measured": [LifeOf(17, None, 9), LifeOf(None, None, 9)],
     "mixture": [LifeOf(enabled=False, mixture=True)],
     "popular experts": [LifeOf(17, 3, 6, mixture=True), LifeOf(None, 3, 6, mixture=True)],
