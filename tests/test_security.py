@@ -170,10 +170,10 @@ def failed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     edit_commit(step, lambda manifest: manifest.update(weights_only=True))
     aside = run_dir / "checkpoints" / "damaged-step-0000000001-1-0"
     aside.mkdir()
-    (aside / "rank-00000.json").write_text("{}")
+    (aside / "rank-00000-0.0.json").write_text("{}")
     cut_off = run_dir / "checkpoints" / "step-0000000010"
     cut_off.mkdir()
-    for name in ("rank-00000.skip", "rank-00001.skip", "rank-00000.json"):
+    for name in ("rank-00000.skip", "rank-00001.skip", "rank-00000-0.0.json"):
         (cut_off / name).write_text("{}")
     return run_dir
 

@@ -21,7 +21,7 @@ from cpsr.benchmarks.harness.checkpoint_files import (
     is_slab,
     kind_of,
     of_other_rank,
-    rank_part,
+    record_files,
 )
 from cpsr.checkpoint.manifest import SLABS, Save, slab_name, step_name
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -138,7 +138,7 @@ def exchange_files(checkpoints: Path, other_run: Path) -> Iterator[Change]:
             yield Change("exchange: between checkpoints", file.name, _swap_steps([file]), names, both)
             yield Change("exchange: between checkpoints", f"{file.name}, put back", _put_back([file]), blamed)
         # The commit of the other run is whole in itself: which of the manifests are foreign, nobody can tell.
-        either = {rank_part(Path(), rank).name for rank in range(RANKS)} if file.name == committed else frozenset()
+        either = {one.name for one in record_files(newest(checkpoints))} if file.name == committed else frozenset()
         yield Change("exchange: of another run", file.name, _copy(other_run, [file]), blamed | either, hurt)
         other = of_other_rank(file)
         if other is not None:

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cpsr.benchmarks.faults.job import (
+    ALL,
     COMMITTED,
     INTERVAL,
     KEEP_ALL,
     MERGED,
+    chain,
     commit,
     frozen_scalars,
     mark,
     open_run,
     open_sparse,
     snapshot_of,
+    sparse_snapshot,
     write_run,
     write_sparse,
 )
@@ -114,6 +117,16 @@ def _save_again(run_dir: Path, gate: Gate) -> None:
     rank_0 = RankWriter(stores[0])
     gate.wait()
     gate.note(done=True, outcomes=rank_0.save(50))
+
+
+def _save_whole(run_dir: Path, gate: Gate) -> None:
+    """The last save of a life, whose newest checkpoint is sparse and of the same iteration."""
+    stores = open_sparse(run_dir, LIFE)
+    whole = chain({40: ALL})
+    stores[1].write(sparse_snapshot(1, 40, whole[40]))
+    rank_0 = RankWriter(stores[0], RETENTION, whole)
+    gate.wait()
+    gate.note(done=True, outcomes=rank_0.save(40))
 
 
 def _with_remains(run_dir: Path) -> None:
@@ -228,6 +241,7 @@ WORKS = (
     Work("restart", _with_damage_and_remains, _restart, frozenset({30}), 30, frozenset({10, 20, 30}), damaged=True),
     Work("saves with frozen weights", _write_frozen, _save_frozen, frozenset(), 60),
     Work("sparse chain", write_sparse, _save_chain, frozenset(), 80, frozenset({70, 80})),
+    Work("whole save after a sparse one", write_sparse, _save_whole, frozenset({40}), 40, frozenset({30, 40})),
     Work("sparse save of both ranks", write_sparse, _save_sparse_of_both, frozenset({50, 60}), 60, _SPARSE_KEPT),
     Work(
         "sparse roll-back",

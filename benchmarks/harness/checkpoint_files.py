@@ -21,7 +21,6 @@ from cpsr.checkpoint.manifest import (
     experts_taken_at,
     holds_frozen,
     holds_weights,
-    rank_manifest_name,
     saved_at,
     slab_path,
     step_iteration,
@@ -103,8 +102,9 @@ def frozen_files(directory: Path) -> list[Path]:
 
 
 def rank_part(directory: Path, rank: int = 0) -> Path:
-    """The manifest of a rank's part."""
-    return directory / rank_manifest_name(rank)
+    """The manifest of a rank's part, of an iteration that was saved once."""
+    (found,) = directory.glob(f"rank-{rank:05d}-*.json")
+    return found
 
 
 def commit_file(directory: Path) -> Path:

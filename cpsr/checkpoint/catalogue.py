@@ -56,6 +56,9 @@ CHECKPOINTS_AT_ONCE = 8
 # A checkpoint that was set aside: why, its step, the newest commit at that time, and a number.
 _ASIDE = re.compile(r"(?P<kind>damaged|abandoned)-(?P<step>step-\d+)-(?P<sequence>\d+)-\d+")
 
+# What a save leaves in the directory of its checkpoint, beside the commit record.
+_LEFT = re.compile(r"rank-\d{5,}(-\d+\.\d+\.json|\.skip)")
+
 _log = logging.getLogger(__name__)
 _warned: set[tuple[Path, str]] = set()
 
@@ -322,7 +325,7 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
 
 
 def remove_unlisted(checkpoints: Path, *, after: int = -1) -> None:
-    """Remove saves after an iteration that were never committed, slabs that no checkpoint lists, and temporary files.
+    """Remove saves after an iteration that were never committed, and slabs and manifests that no checkpoint lists.
 
     No process may write there meanwhile.
     """
@@ -330,9 +333,11 @@ def remove_unlisted(checkpoints: Path, *, after: int = -1) -> None:
     _remove_uncommitted(found, after=after)
     with suppress(OSError):  # the log has it: a start does not fail for it
         _drop_unlisted(_slabs_in(checkpoints), found, _listed_elsewhere(checkpoints, found))
-    for path in [path for saved in found.checkpoints for path in saved.directory.iterdir() if is_temporary(path)]:
-        path.unlink(missing_ok=True)
-        _log.warning("%s was removed: left by a process that was killed", path)
+    for saved in found.checkpoints:
+        for path in [path for path in saved.directory.iterdir() if path.name not in saved.manifest.parts]:
+            if is_temporary(path) or _LEFT.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+                _log.warning("%s was removed: left by a save that was cut off, or that another has replaced", path)
 
 
 def _remove_uncommitted(found: Catalogue, *, before: int | None = None, after: int = -1) -> None:
@@ -378,7 +383,7 @@ def _listed_in(directory: Path) -> dict[str, int]:
     with suppress(DamagedFileError, ValueError):
         manifest = Manifest.parse(persistently(read_bytes, directory / COMMIT))
         found = manifest.files
-        first = persistently(read_bytes, directory / rank_manifest_name(0))
+        first = persistently(read_bytes, directory / rank_manifest_name(0, manifest.save))
         if hashlib.sha256(first).hexdigest() == manifest.ranks[0].sha256:
             return _sizes(manifest, whole=True)
     for path in sorted(directory.glob("rank-*.json")):

@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -35,6 +35,7 @@ from cpsr.checkpoint.manifest import (
     slab_path,
 )
 from cpsr.checkpoint.replicated import missing_among, refuse_drifted
+from cpsr.checkpoint.verify import is_committed, read_manifest
 from cpsr.errors import CheckpointError, RunDirectoryError, SaveError
 from cpsr.ranks.group import Group
 from cpsr.ranks.heartbeat import HeartbeatFiles, newer_life
@@ -73,6 +74,29 @@ class Attempt:
     save: Save
     world_size: int
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether the commit record is of this attempt, and not of another save of the iteration.
+
+        Raises:
+            CheckpointError: it is damaged, or cannot be read now.
+        """
+        return (found := self._committed()) is not None and found.save == self.save
+
+    def _committed(self) -> Manifest | None:
+        return read_manifest(self.directory) if is_committed(self.directory) else None
+
+    def beside(self, own: Collection[str]) -> list[Path]:
+        """What is in its directory but these files, and those of another save that is committed there.
+
+        Raises:
+            CheckpointError: the commit record is damaged, or cannot be read now.
+            OSError: the directory cannot be listed.
+        """
+        found = self._committed()
+        kept = [] if found is None else [COMMIT, *found.parts]
+        return [path for path in self.directory.iterdir() if path.name not in {*own, *kept}]
+
     def mark_skipped(self, rank: int, reason: str) -> None:
         """Tell rank 0 that a rank writes no shard; the marker of rank 0 tells all ranks that this is abandoned."""
         _, life, attempt = self.save
@@ -102,7 +126,7 @@ class Attempt:
         Raises:
             OSError: the file system refused.
         """
-        name = rank_manifest_name(rank)
+        name = rank_manifest_name(rank, self.save)
         for path in [self.directory / name, *self.directory.glob(f".{name}.*")]:
             path.unlink(missing_ok=True)
         for kind in get_args(Kind):  # a directory of many slabs is not listed at each save
@@ -130,9 +154,8 @@ class Attempt:
             # On a full disk the removal below still has to happen; late ranks then find their files gone.
             what = "checkpoint %s is abandoned (%s), but the marker cannot be written: %s"
             _log.warning(what, self.directory, reason, error)
-        for path in list(self.directory.iterdir()):
-            if path.name != _skip_name(0):
-                remove_entry(path)
+        for path in self.beside([_skip_name(0)]):
+            remove_entry(path)
         for path in list(slab_path(self.directory, "").glob(f"*-{self.save.word}.*")):  # also under construction
             path.unlink(missing_ok=True)
 
@@ -198,8 +221,8 @@ def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threadin
             reason = attempt.skipped_reason(rank) if _skip_name(rank) in names else None
             if reason is not None:
                 return f"rank {rank} skipped it: {reason}"
-            if rank not in found and rank_manifest_name(rank) in names:
-                data = (attempt.directory / rank_manifest_name(rank)).read_bytes()
+            if rank not in found and (name := rank_manifest_name(rank, attempt.save)) in names:
+                data = (attempt.directory / name).read_bytes()
                 record = RankManifest.parse(data)
                 if attempt.has_part(record, rank):
                     found[rank] = record, hashlib.sha256(data).hexdigest()
@@ -214,7 +237,7 @@ def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threadin
 
 
 def seal(attempt: Attempt, parts: Parts, sequence: int, missing: Missing | None = None) -> int:
-    """Write the commit record, last of all.
+    """Write the commit record, last of all, perhaps in the place of that of another save.
 
     Returns:
         Bytes of all ranks' files together.
@@ -245,8 +268,7 @@ def seal(attempt: Attempt, parts: Parts, sequence: int, missing: Missing | None 
             for rank, (record, sha256) in sorted(parts.items())
         },
     )
-    own = set(map(rank_manifest_name, records))
-    others = [path for path in directory.iterdir() if path.name not in own]
+    others = attempt.beside([rank_manifest_name(rank, attempt.save) for rank in records])
     refuse_superseded(directory.parents[1], life)  # among these may be what a newer life has committed
     for path in others:
         remove_entry(path)  # markers and temporary files of an attempt before this one

@@ -283,6 +283,16 @@ class Manifest(_Record):
         return f"{hashlib.sha256(content).hexdigest()}\n".encode("ascii") + content
 
     @property
+    def save(self) -> "Save":
+        """Which save of the run it is."""
+        return Save(self.iteration, self.life, self.attempt)
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the ranks' manifests, in their order."""
+        return [rank_manifest_name(rank, self.save) for rank in sorted(self.ranks)]
+
+    @property
     def files(self) -> dict[str, FileRecord]:
         """The slabs that it lists, by name."""
         return {
@@ -327,9 +337,9 @@ def step_iteration(name: str) -> int | None:
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
-def rank_manifest_name(rank: int) -> str:
-    """File of one rank's manifest."""
-    return f"rank-{rank:05d}.json"
+def rank_manifest_name(rank: int, save: Save) -> str:
+    """File of one rank's manifest of a save, beside which those of other saves of the iteration may lie."""
+    return f"rank-{rank:05d}-{save.life}.{save.attempt}.json"
 
 
 def slab_name(rank: int, kind: Kind, save: Save) -> str:

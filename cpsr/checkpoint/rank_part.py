@@ -110,7 +110,7 @@ class RankPartWriter:
             files=files,
             scalars=data,
         )
-        write_bytes(directory / rank_manifest_name(self._rank), manifest.to_bytes())
+        write_bytes(directory / rank_manifest_name(self._rank, save), manifest.to_bytes())
         self._parts.appendleft(manifest)
         return new_bytes
 

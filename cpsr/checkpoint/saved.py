@@ -69,7 +69,7 @@ class _MovedSlab:
         for one in wanted:
             name = one.key.removeprefix("frozen/")
             if name not in values:
-                path = self.saved.directory / rank_manifest_name(self.rank)
+                path = self.saved.directory / rank_manifest_name(self.rank, self.saved.manifest.save)
                 raise DamagedFileError(path, f"its scalars lack the frozen parameter {name}")
             one.target.copy_(values[name].reshape(-1)[one.start : one.start + one.target.numel()])
         return 0
@@ -186,7 +186,7 @@ class SavedCheckpoint:
         Raises:
             CheckpointError: that rank saved no such branch.
         """
-        record, path = self.record(rank), self.directory / rank_manifest_name(rank)
+        record, path = self.record(rank), self.directory / rank_manifest_name(rank, self.manifest.save)
         found = record.scalars
         for key in branch:
             if not isinstance(found, dict) or key not in found:
@@ -207,7 +207,7 @@ class SavedCheckpoint:
         for one in (record, self._records.get(writer)):
             if one is not None and name in one.files:
                 return self._file(name, one.files[name])
-        path = self.directory / rank_manifest_name(record.rank)
+        path = self.directory / rank_manifest_name(record.rank, record.save)
         if writer == record.rank:
             raise DamagedFileError(path, f"lists {sorted(record.files)}, not {name}")
         listed = self.manifest.ranks.get(writer)

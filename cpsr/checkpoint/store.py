@@ -9,9 +9,11 @@
         rank-00000.expert-{params,moments}-0000000080-0.0.safetensors   of mixtures: see `cpsr.checkpoint.rank_part`
         rank-00000.frozen-<hash>.safetensors             see `cpsr.checkpoint.frozen_files`
     <run_dir>/checkpoints/step-0000000100/
-        rank-00000.json     what belongs to this rank, and its slabs with sizes and hashes
-        COMMIT              lists the slabs of all ranks, and the SHA-256 of their manifests; without it there is no
-                            checkpoint
+        rank-00000-0.0.json    what belongs to this rank, and its slabs with sizes and hashes
+        COMMIT                 lists the slabs of all ranks, and the SHA-256 of their manifests; without it there is no
+                               checkpoint
+
+An iteration may be saved again, as a whole after a sparse checkpoint. Its `COMMIT` then takes the place of the first.
 """
 
 import logging
@@ -137,16 +139,14 @@ class CheckpointStore:
 
         Raises:
             SupersededError: a newer life has begun, whose files may lie there now: they are left alone.
-            SaveError: the step is committed already, was abandoned by rank 0, or what was read back differs.
+            SaveError: this save is committed already, was abandoned by rank 0, or what was read back differs.
             OSError: the file system refused. In these cases nothing of this rank's part is left.
         """
         self.refuse_superseded()
         attempt = self._attempt(snapshot.iteration)
         make_directory(attempt.directory)
-        if (attempt.directory / COMMIT).exists():
-            raise SaveError(
-                f"{attempt.directory} is committed already; abandon_after() it before this step is saved again"
-            )
+        if attempt.is_committed:
+            raise SaveError(f"{attempt.directory} is committed already; another save of it needs another attempt")
         try:
             attempt.remove_part(self.rank)
             written = self._part.write(snapshot, attempt, self.frozen, outside)
@@ -166,7 +166,7 @@ class CheckpointStore:
             OSError: the file system failed; rank 0 then abandons the step after its timeout.
         """
         attempt = self._attempt(iteration)
-        if (attempt.directory / COMMIT).exists():
+        if attempt.is_committed:
             _log.warning("%s is committed already; nothing to skip", attempt.directory)
             return
         make_directory(attempt.directory)
@@ -185,26 +185,30 @@ class CheckpointStore:
 
         Raises:
             SupersededError: a newer life has begun.
-            SaveError: the file system or a rank's manifest made the commit impossible; the step is abandoned.
+            SaveError: the file system or a rank's manifest made the commit impossible; the step is abandoned, and an
+                earlier checkpoint of it stays.
         """
         attempt = self._attempt(iteration)
         directory = attempt.directory
+        replaces = is_committed(directory)
         try:
             parts = wait_for_ranks(attempt, timeout_seconds, cancelled)
             self.refuse_superseded()
             if isinstance(parts, str):
                 attempt.abandon(parts)
                 return CommitResult(False, parts)
-            sequence = self._newest_sequence() + 1
-            total = seal(attempt, parts, sequence, self._missing)
-            self._sequence, self._committed = sequence, True
+            self._sequence = self._newest_sequence() + 1
+            total = seal(attempt, parts, self._sequence, self._missing)
+            self._committed = True
         except (OSError, ValueError, SaveError) as error:
             self.refuse_superseded()
             if isinstance(error, DriftedError):
                 self._record_drift(str(error))
-            # The commit record may be in place and only its fsync have failed: without it the step is not durable.
-            (directory / COMMIT).unlink(missing_ok=True)
-            if directory.is_dir():
+            # The commit record may be in place and only its fsync have failed: without it the step is not durable. If
+            # it has replaced another, one of the two is there after a crash, and both are whole.
+            if not replaces:
+                (directory / COMMIT).unlink(missing_ok=True)
+            if directory.is_dir() and not attempt.is_committed:
                 attempt.abandon(str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", total)
@@ -219,7 +223,7 @@ class CheckpointStore:
             OSError: the same.
         """
         attempt = self._attempt(iteration)
-        if is_committed(attempt.directory) or not is_there(attempt.directory / rank_manifest_name(self.rank)):
+        if attempt.is_committed or not is_there(attempt.directory / rank_manifest_name(self.rank, attempt.save)):
             return True
         return attempt.skipped_reason(0) is not None
 

@@ -126,7 +126,7 @@ def read_rank_manifest(directory: Path, manifest: Manifest, rank: int) -> RankMa
         CheckpointCorruptError: it is missing, torn, altered, or not of this checkpoint.
         UnreadableFileError: the file system refuses to give it, also when asked again.
     """
-    path = directory / rank_manifest_name(rank)
+    path = directory / rank_manifest_name(rank, manifest.save)
     data = _read(path)
     try:
         return RankManifest.parse_listed(data, manifest, rank)
@@ -259,7 +259,7 @@ def _problems(directory: Path) -> Iterator[CheckpointFileError]:
             except CheckpointFileError as error:
                 yield error
     for rank, what in missing_among(records):
-        yield DamagedFileError(directory / rank_manifest_name(rank), what)
+        yield DamagedFileError(directory / rank_manifest_name(rank, manifest.save), what)
 
 
 def _read(path: Path) -> bytes:

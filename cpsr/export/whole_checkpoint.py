@@ -119,7 +119,7 @@ class WholeState:
         """
         found = self.saved.small_state(rank)
         if not isinstance(found, dict):
-            path = self.saved.directory / rank_manifest_name(rank)
+            path = self.saved.directory / rank_manifest_name(rank, self.saved.manifest.save)
             raise DamagedFileError(path, f"its scalars are {type(found).__name__}, not a mapping")
         return found
 

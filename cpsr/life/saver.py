@@ -224,13 +224,9 @@ class Saver:
     def save_now(self, iteration: int) -> bool:
         """Wait until this iteration is committed as a whole, saving it first if necessary; a collective."""
         self.finish()
-        committed = self._is_committed(iteration)
-        if committed and self._policy.is_whole(iteration):
+        if self._is_committed(iteration) and self._policy.is_whole(iteration):
             return True
-        self.store.attempt += 1  # a save of this iteration may have been abandoned just now
-        if committed:
-            self.store.abandon_after(iteration - 1, "a whole checkpoint replaces it")
-            self._group.barrier()
+        self.store.attempt += 1  # a save of this iteration may be sparse, or have been abandoned just now
         if self._save_whole(iteration):
             return True
         # If ranks were found to differ in this one, save once more with each rank writing its own.

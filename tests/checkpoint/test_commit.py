@@ -1,5 +1,7 @@
 """The ranks' agreement through files: real threads for the ranks, each with a store of its own."""
 
+import errno
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from cpsr.benchmarks.harness.checkpoint_files import files_left
+from cpsr.checkpoint import files
+from cpsr.checkpoint.files import sync_directory
 from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import SaveError
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot
 
@@ -102,6 +107,54 @@ def test_a_shard_or_skip_from_before_a_roll_back_never_counts(stores: tuple[Chec
         store.write(make_snapshot(10))
     assert stores[0].commit(10, 5.0, NEVER).committed
     assert not (stores[0].directory / "step-0000000010" / "rank-00000.skip").exists()
+
+
+def test_a_checkpoint_stays_until_another_save_of_its_iteration_is_committed(
+    stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = stores[0].directory / "step-0000000010"
+
+    def begin(attempt: int, *ranks: int) -> None:
+        for rank in ranks:
+            stores[rank].attempt = attempt
+            stores[rank].write(make_snapshot(10, seed=10 * attempt + rank))
+
+    def holds(attempt: int) -> None:
+        for rank in (0, 1):
+            shard = make_shard(99)
+            stores[rank].load(10, shard)
+            assert_same_bits(shard, make_shard(10 * attempt + rank))
+        assert verify_run(tmp_path) == []
+
+    begin(0, 1, 0)
+    assert stores[0].commit(10, 5.0, NEVER).committed
+    begin(1, 0)
+    stores[1].attempt = 1
+    stores[1].skip(10, "no host buffer is free")
+    assert not stores[0].commit(10, 5.0, NEVER).committed
+    holds(0)
+    begin(2, 1, 0)
+    holds(0)
+
+    def refusing(path: Path) -> None:
+        if path == directory and read_manifest(directory).attempt == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync_directory(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "sync_directory", refusing)  # with the commit record in place, perhaps not for long
+        with pytest.raises(SaveError, match="Input/output error"):
+            stores[0].commit(10, 5.0, NEVER)
+    holds(2)
+    begin(3, 1, 0)
+    assert not stores[1].is_settled(10)
+    assert stores[0].commit(10, 5.0, NEVER).committed
+    assert stores[1].is_settled(10)
+    holds(3)
+    begin(4, 1)
+    CheckpointStore(tmp_path, 0, 2, "run", 4).prepare()
+    assert [name for name in files_left(directory) if "3.3" not in name] == ["COMMIT"]
+    holds(3)
 
 
 def test_after_a_roll_back_the_same_iterations_can_be_saved(stores: tuple[CheckpointStore, CheckpointStore]) -> None:

@@ -50,7 +50,7 @@ def test_every_file_is_forced_to_the_disk_before_it_gets_its_name_and_the_commit
         ("rename", "rank-00000.moments-0000000010-1.0.safetensors"),
         ("rename", "rank-00000.extra-0000000010-1.0.safetensors"),
         ("fsync", "slabs"),
-        ("rename", "rank-00000.json"),
+        ("rename", "rank-00000-1.0.json"),
         directory,
         ("fsync", "slabs"),
         directory,

@@ -35,7 +35,10 @@ def parameter(checkpoint: Path, key: str) -> torch.Tensor:
     if word != hashlib.sha256(listed).hexdigest().encode():
         raise ValueError("COMMIT is damaged")
     manifest = json.loads(listed)
-    names = {rank: checkpoint / f"rank-{int(rank):05d}.json" for rank in manifest["ranks"]}
+    names = {
+        rank: checkpoint / f"rank-{int(rank):05d}-{manifest['life']}.{manifest['attempt']}.json"
+        for rank in manifest["ranks"]
+    }
     ranks = {rank: json.loads(read(names[rank], one["sha256"])) for rank, one in manifest["ranks"].items()}
     kind, name = key.split("/")[0] + "s", key.split("/")[-1]
     whole, missing = torch.empty(0), 1

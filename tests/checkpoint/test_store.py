@@ -146,8 +146,8 @@ def unknown_tag(record: dict[str, Any]) -> None:
     ("edit", "relist", "says"),
     [
         (rename_file, True, r"(manifest\.json|COMMIT): is refused"),
-        (rename_file, False, "rank-00000.json: is refused"),
-        (unknown_tag, True, "rank-00000.json: its scalars cannot be decoded"),
+        (rename_file, False, "rank-00000-1.0.json: is refused"),
+        (unknown_tag, True, "rank-00000-1.0.json: its scalars cannot be decoded"),
     ],
 )
 def test_malicious_manifests_are_refused(
@@ -168,7 +168,7 @@ def test_prepare_removes_what_was_never_committed_and_nothing_else(
     save(store, 10)
     store.write(make_snapshot(20))
     (store.directory / "notes.txt").write_text("the user's")
-    (store.directory / "step-0000000010" / ".rank-00000.json.77.tmp").write_text("x")
+    (store.directory / "step-0000000010" / ".rank-00000-1.0.json.77.tmp").write_text("x")
     save(store, 30)
     commit_file(store.directory / "step-0000000030").write_text("torn")
     problems = store.prepare()
@@ -179,7 +179,7 @@ def test_prepare_removes_what_was_never_committed_and_nothing_else(
         "step-0000000010",
     ]
     assert "step-0000000020 was removed: it has no commit record" in caplog.text
-    assert ".rank-00000.json.77.tmp was removed" in caplog.text
+    assert ".rank-00000-1.0.json.77.tmp was removed" in caplog.text
     assert verify_checkpoint(store.directory / step_name(10)) == []
     save(store, 30)
 

@@ -1,5 +1,6 @@
 """Sparse checkpoints of mixtures in a job that is killed: what comes back of experts left out, in pipelines too."""
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -11,11 +12,16 @@ from safetensors.torch import load_file
 
 from cpsr import CPSRRecovery
 from cpsr.benchmarks.harness.checkpoint_files import slices_in
+from cpsr.checkpoint.catalogue import scan
+from cpsr.checkpoint.frozen_files import FrozenPart
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory_owners import remove_memory_states
+from cpsr.checkpoint.remote.copies import scan as copies
+from cpsr.checkpoint.remote.place import open_place
 from cpsr.checkpoint.run_directory import run_id
-from cpsr.checkpoint.store import verify_run
+from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.torch import TorchAdapter
@@ -51,7 +57,11 @@ def killed_at(job: Job, iteration: int, sections: dict[str, Any], **options: Any
 
 
 def taken_at(job: Job, rank: int, iteration: int = CHECKPOINT) -> dict[str, int]:
-    directory = job.run_dir / "checkpoints" / step_name(iteration)
+    return taken_by(job.run_dir, iteration, rank)
+
+
+def taken_by(run_dir: Path, iteration: int, rank: int = 0) -> dict[str, int]:
+    directory = run_dir / "checkpoints" / step_name(iteration)
     record = read_rank_manifest(directory, read_manifest(directory), rank)
     return {name: operator.iteration for name, operator in record.operators.items()}
 
@@ -177,14 +187,14 @@ def plain_life(
             return restored, start
         for batch in recovery.resume(batches):
             settle(recovery)
+            if recovery.iteration == fail_after and ends:
+                return restored, start
             if recovery.iteration == fail_after:
                 raise RuntimeError("the end of this life")
             loss = model(batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if recovery.iteration == fail_after and ends:
-                return restored, start
     raise AssertionError("the data ended")
 
 
@@ -209,6 +219,41 @@ def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) ->
     assert bool(stale) or policy == "moetion"  # which saves all where the disk takes it
     for name, values in saved.items():
         assert torch.equal(start[name].reshape(-1), values)
+
+
+@pytest.mark.parametrize("fault", ["the disk is full", "a kill"])
+def test_the_last_checkpoint_of_a_life_is_given_up_for_nothing_that_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """It is sparse, and a whole one of the same iteration was to take its place."""
+    target = f"file://{tmp_path / 'target'}"
+    kept = {"interval_iterations": 5, "shared_memory": False, "target": target}
+    config: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "checkpoint": kept, "mode": "auto"}
+    config["experts"] = {"policy": "sequential"}
+    write = CheckpointStore.write
+
+    def refused(store: CheckpointStore, snapshot: Snapshot, outside: FrozenPart | None = None) -> int:
+        if not store.attempt:
+            return write(store, snapshot, outside)
+        if fault == "a kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(CheckpointStore, "write", refused)
+        plain_life(config, 20, ends=True)
+        os._exit(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ended == (SIGKILLED if fault == "a kill" else 0)
+    found = scan(tmp_path / "run" / "checkpoints")
+    assert (found.checkpoints[-1].iteration, found.asides) == (20, [])
+    if fault != "a kill":  # which the thread that copies does not outlive
+        assert [one.iteration for one in copies(open_place(target)).usable.values()][-1] == 20
+    restored, _ = plain_life(config, 20, ends=True)
+    assert (restored.restored_iteration, restored.method) == (20, "stale")
+    assert verify_run(tmp_path / "run") == []
+    assert set(taken_by(tmp_path / "run", 20).values()) == {20}, "a whole one is there now"
 
 
 def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:

@@ -5,7 +5,7 @@
     <url>/checkpoints/step-0000000100.<run>.<hash>/
         rank-00000.params-0000000100-0.0.safetensors    the slabs that the checkpoint lists, byte for byte
         ...
-        rank-00000.json
+        rank-00000-0.0.json
         run.json                                        of the run's directory
         COMMIT                                          last of all; without it there is no copy
 
@@ -136,7 +136,7 @@ def read_copy(place: Place, folder: str) -> Manifest:
 
 def _read_rank(place: Place, folder: str, manifest: Manifest, rank: int) -> tuple[RankManifest, bytes]:
     """One rank's manifest, checked against that of all ranks, and its bytes; raises as `read_copy`."""
-    name = rank_manifest_name(rank)
+    name = rank_manifest_name(rank, manifest.save)
     data = place.read(folder, name)
     try:
         return RankManifest.parse_listed(data, manifest, rank), data
@@ -168,7 +168,7 @@ def verify(place: Place) -> list[str]:
             except CopyDamagedError as error:
                 problems.append(str(error))
         for rank, what in missing_among(records):
-            problems.append(f"{place.name(folder, rank_manifest_name(rank))} {what}")
+            problems.append(f"{place.name(folder, rank_manifest_name(rank, manifest.save))} {what}")
     return problems
 
 
@@ -203,7 +203,7 @@ def upload(place: Place, directory: Path, earlier: Mapping[str, Manifest] | None
     for name, expected in files.items():
         if not _repeat(place, folder, name, expected, earlier or {}):
             _put(place, folder, slab_path(directory, name), expected)
-    parts = {name: persistently(read_bytes, directory / name) for name in map(rank_manifest_name, manifest.ranks)}
+    parts = {name: persistently(read_bytes, directory / name) for name in manifest.parts}
     small = parts | {IDENTITY: identity}
     for name, content in small.items():
         place.write(folder, name, content)
@@ -250,7 +250,7 @@ def fetch_parts(place: Place, folder: str, store: CheckpointStore, first: int, s
     directory = _fetched_to(store, manifest.iteration)
     for rank in range(first, manifest.world_size, step):
         record, data = _read_rank(place, folder, manifest, rank)
-        write_bytes(directory / rank_manifest_name(rank), data)
+        write_bytes(directory / rank_manifest_name(rank, manifest.save), data)
         for name, expected in record.files.items():
             _fetch_file(place, folder, slab_path(directory, name), expected)
     sync_directory(slab_path(directory, ""))
@@ -267,8 +267,8 @@ def put_in_place(place: Place, folder: str, store: CheckpointStore) -> int:
         OSError: the file system refused.
     """
     manifest = read_copy(place, folder)
-    directory, listed = _fetched_to(store, manifest.iteration), set(map(rank_manifest_name, manifest.ranks))
-    for path in [path for path in directory.iterdir() if path.name not in listed]:
+    directory = _fetched_to(store, manifest.iteration)
+    for path in [path for path in directory.iterdir() if path.name not in manifest.parts]:
         remove_entry(path)
     for rank in manifest.ranks:
         read_rank_manifest(directory, manifest, rank)

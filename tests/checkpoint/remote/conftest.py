@@ -17,10 +17,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from cpsr.benchmarks.harness.checkpoint_files import Kind, rank_part, slab_names
-from cpsr.checkpoint.manifest import RankManifest
+from cpsr.benchmarks.harness.checkpoint_files import Kind, slab_names
+from cpsr.checkpoint.manifest import RankManifest, rank_manifest_name
 from cpsr.checkpoint.remote import target as target_module
-from cpsr.checkpoint.remote.copies import scan, upload
+from cpsr.checkpoint.remote.copies import read_copy, scan, upload
 from cpsr.checkpoint.remote.place import Place, open_place
 from cpsr.checkpoint.remote.target import CheckpointTarget, Report
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -213,7 +213,8 @@ def overwrite(place: Place, folder: str, file: str, data: bytes) -> None:
 
 def damage(place: Place, folder: str, kind: Kind, rank: int = 0) -> str:
     """Put something else in the place of a rank's file of this kind; its name."""
-    record = RankManifest.parse(place.read(folder, rank_part(Path(), rank).name))
+    name = rank_manifest_name(rank, read_copy(place, folder).save)
+    record = RankManifest.parse(place.read(folder, name))
     file = max(slab_names(record, kind))
     overwrite(place, folder, file, b"damaged")
     return file

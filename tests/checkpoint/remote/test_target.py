@@ -17,7 +17,6 @@ from cpsr.benchmarks.harness.checkpoint_files import (
     edit_commit,
     edit_part,
     is_slab,
-    rank_part,
     remove_checkpoint,
     weights_file,
 )
@@ -247,7 +246,8 @@ def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, memory: Place) 
     upload(memory, commit(new_run(tmp_path / "run"), 10))
     outside = tmp_path / "outside"
     outside.mkdir()
-    rank_part(outside).write_text("of somebody else")
+    there = outside / "rank-00000-1.0.json"
+    there.write_text("of somebody else")
     for link in ("fetching-step-0000000010", "slabs"):
         checkpoints = tmp_path / link / "checkpoints"
         checkpoints.mkdir(parents=True)
@@ -257,7 +257,8 @@ def test_links_where_a_fetch_writes_lead_nowhere(tmp_path: Path, memory: Place) 
                 fetched(memory, checkpoints.parent)
         else:
             assert fetched(memory, checkpoints.parent) == 10
-    assert list(outside.iterdir()) == [rank_part(outside)]
+    assert list(outside.iterdir()) == [there]
+    assert there.read_text() == "of somebody else"
 
 
 def test_manifests_cannot_name_files_outside(tmp_path: Path, local: Place) -> None:
@@ -266,7 +267,7 @@ def test_manifests_cannot_name_files_outside(tmp_path: Path, local: Place) -> No
     folder = tmp_path / "target" / "checkpoints" / local.list()[0]
     (tmp_path / "target" / "evil").write_bytes(b"evil")
     digest = hash_file(tmp_path / "target" / "evil")
-    for name in ("../../evil", "/etc/cpsr-evil", "rank-00000.json/../x", "run.json"):
+    for name in ("../../evil", "/etc/cpsr-evil", "rank-00000-1.0.json/../x", "run.json"):
         forged = tmp_path / "target" / "checkpoints" / "forged"
         shutil.rmtree(forged, ignore_errors=True)
         shutil.copytree(folder, forged)
