@@ -105,11 +105,11 @@ class Restorer:
         """
         started = time.perf_counter()
         group = self._job.group
-        checkpoint = self._checkpoint = self._newest.load(inexact=self._inexact)
-        older = None if checkpoint is None else older_experts(checkpoint, group)
-        c, shard = (None, None) if checkpoint is None else (checkpoint.iteration, checkpoint.shard)
         progress = read_progress(self._job.config.run_dir, self._job.run.previous_ranks)
         published = self._published(progress)
+        checkpoint = self._checkpoint = self._newest.load(published, inexact=self._inexact)
+        older = None if checkpoint is None else older_experts(checkpoint, group)
+        c, shard = (None, None) if checkpoint is None else (checkpoint.iteration, checkpoint.shard)
         found = self._memory.decide(c, published, shard, stale=older is not None, inexact=self._inexact)
         failed_at = 0 if published is None else found.failure_after(published)
         f = failed_at if failed_at > (c or 0) else None  # else nothing is lost

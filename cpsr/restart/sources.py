@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 from cpsr.checkpoint.arena import Arena
@@ -49,10 +50,13 @@ class NewestCheckpoint:
         self._memory = memory
         self.damaged: dict[int, str] = {}
 
-    def load(self, *, inexact: bool) -> Snapshot | None:
+    def load(self, published_iteration: int | None, *, inexact: bool) -> Snapshot | None:
         """Load the newest checkpoint that can be used; damaged newer ones are set aside.
 
+        No buffer is overwritten whose state the start may yet go on from, as long as there is another one.
+
         Args:
+            published_iteration: the newest step that every rank had published; None where none is known.
             inexact: whether a checkpoint is acceptable with experts that were saved before it.
 
         Returns:
@@ -64,7 +68,8 @@ class NewestCheckpoint:
         """
         passed_over: list[int] = []
         while (iteration := self._newest_usable(passed_over)) is not None:
-            snapshot = self._pool.acquire(iteration)
+            needed = self._memory.needed(iteration, published_iteration, inexact=inexact)
+            snapshot = self._pool.acquire(iteration, needed)
             if snapshot is None:
                 raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
             problem = self._load_into(snapshot)
@@ -154,7 +159,7 @@ class NewestCheckpoint:
 
 
 class MemorySources:
-    """The states in all machines' memories, and one decision over them; `decide`, `fetch` and `load` are collectives.
+    """The states in all machines' memories, and one decision over them; every method is a collective.
 
     Args:
         run_id: identity of the run.
@@ -192,6 +197,18 @@ class MemorySources:
         }
         self._fetched: dict[Entry, MemoryState] = {}
         self.own: list[MemoryState] = []
+        # A start looks before and after it has loaded its checkpoint, and reads each state once.
+        self._is_whole, self._owned = cache(_is_whole), cache(_owned)
+
+    def needed(self, checkpoint_iteration: int, published_iteration: int | None, *, inexact: bool) -> set[str]:
+        """Files of the states that the ranks may go on from, before they know what a checkpoint holds; a collective.
+
+        Whatever is of the iteration of the checkpoint is among them, not verified: that may be damaged, or have experts
+        that are older. For the arguments see `decide`.
+        """
+        found = self._found(checkpoint_iteration, published_iteration, None, stale=False, inexact=inexact)
+        taken = {entry.name for source in (*found.exact, *found.departed) for entry in source.entries}
+        return taken | {state.name for state in self._arena.list() if state.iteration == checkpoint_iteration}
 
     def decide(
         self,
@@ -211,6 +228,18 @@ class MemorySources:
             stale: whether some rank's part of the checkpoint has experts that are older than it is.
             inexact: whether states with experts of an earlier iteration are looked at.
         """
+        decision = self._found(checkpoint_iteration, published_iteration, checkpoint, stale=stale, inexact=inexact)
+        return replace(decision, departed=()) if self._parts_replicas(decision.departed) else decision
+
+    def _found(
+        self,
+        checkpoint_iteration: int | None,
+        published_iteration: int | None,
+        checkpoint: Shard | None,
+        *,
+        stale: bool,
+        inexact: bool,
+    ) -> Decision:
         nodes = self._nodes = self._group.gather(self._node)
         newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
         states = self._catalogue(nodes, newest)
@@ -225,7 +254,7 @@ class MemorySources:
         held = _hash(self._pieces)
         several = self._group.gather(held).count(held) > 1
         words = self._group.gather(_fingerprint(checkpoint) if several and checkpoint is not None else None)
-        decision = decide(
+        return decide(
             nodes,
             [Entry(**entry) for part in reported for entry in part],
             checkpoint_iteration,
@@ -233,7 +262,6 @@ class MemorySources:
             alike=[rank if word is None else words.index(word) for rank, word in enumerate(words)],
             stale=stale,
         )
-        return replace(decision, departed=()) if self._parts_replicas(decision.departed) else decision
 
     def _parts_replicas(self, departed: Sequence[Source]) -> bool:
         """Whether an operator of a rank whose state would be predicted is in the dump of another rank, too.
@@ -310,11 +338,8 @@ class MemorySources:
                 continue
             if state.kind == "upstream" or (state.kind == "window" and not self._windows):
                 continue
-            problem = verify_memory_state(state)
-            if problem is None:
+            if self._is_whole(state):
                 whole.append(state)
-            else:
-                logger.warning("a state in shared memory is not used: %s", problem)
         return whole
 
     def _entry(self, state: MemoryState, small: Container[int]) -> Entry | None:
@@ -322,14 +347,25 @@ class MemorySources:
         try:
             owned = state.owned
             if state.kind == "snapshot" and state.iteration in small:
-                with OpenState(state) as slab:
-                    owned = slab.owned_word()
+                owned = self._owned(state)
         except CheckpointError as error:
             logger.warning("a state in shared memory is not used: %s", error)
             return None
         older = state.oldest_iteration < state.iteration
         place = self._node, state.name
         return Entry(state.rank, state.iteration, state.kind, *place, owned, older, state.newest_iteration)
+
+
+def _is_whole(state: MemoryState) -> bool:
+    problem = verify_memory_state(state)
+    if problem is not None:
+        logger.warning("a state in shared memory is not used: %s", problem)
+    return problem is None
+
+
+def _owned(state: MemoryState) -> str:
+    with OpenState(state) as slab:
+        return slab.owned_word()
 
 
 def _small_iterations(states: Sequence[MemoryState]) -> list[int]:

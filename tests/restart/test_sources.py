@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.ranks.group import Group
 from cpsr.restart.sources import MemorySources, what_is_left
 from tests.checkpoint.conftest import make_shard
+from tests.two_ranks import run
 
 
 @pytest.fixture
@@ -106,3 +108,71 @@ def test_a_state_that_is_older_than_the_checkpoint_shows_that_the_memory_is_ther
     sources = MemorySources(run_id, Group(), make_shard(0), (0, 0), held=True)
     assert [source.tier for source in sources.decide(600, 700, make_shard(0)).exact] == ["disk"]
     assert sources.left == "process"
+
+
+# Both ranks hold the same; rank 1 has the first of the snapshots alone.
+RESTART = """
+import json, sys, threading
+from pathlib import Path
+
+import torch.distributed as dist
+
+from cpsr.benchmarks.harness.checkpoint_files import weights_file
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.store import CheckpointStore
+from cpsr.config import CheckpointConfig
+from cpsr.ranks.group import Group
+from cpsr.restart.sources import MemorySources, NewestCheckpoint
+from tests.checkpoint.conftest import make_shard, make_snapshot
+
+dist.init_process_group("gloo")
+group, run_dir = Group(), Path(sys.argv[1]).parent
+store = CheckpointStore(run_dir, group.rank, 2, "run", 1)
+if group.rank == 0:
+    store.prepare()
+group.barrier()
+for iteration in (80, 90):
+    store.write(make_snapshot(iteration))
+    if group.rank == 0:
+        assert store.commit(iteration, 60.0, threading.Event()).committed
+    group.barrier()
+if DAMAGED and group.rank == 0:
+    weights_file(store.directory_of(90)).write_bytes(b"damaged")
+
+live = make_shard()
+pool = SnapshotPool(live, BUFFERS, SharedMemory(RUN, group.rank, 1))
+for iteration in SNAPSHOTS if group.rank == 0 else SNAPSHOTS[:1]:
+    snapshot = pool.begin(live, iteration, {})
+    pool.finish()
+    pool.release(snapshot)
+if group.rank == 0:
+    pool.dump(lambda: live, 175, dict)
+pool.close(remove=False)
+group.barrier()
+
+pool = SnapshotPool(live, BUFFERS, SharedMemory(RUN, group.rank, 2))
+memory = MemorySources(RUN, group, live, (1, 0))
+newest = NewestCheckpoint(group, store, CheckpointTarget(CheckpointConfig(), run_dir, group), pool, memory)
+loaded = newest.load(175, inexact=True)
+decided = memory.decide(loaded.iteration, 175, loaded.shard)
+found = [loaded.iteration, *([one.iteration for one in sources] for sources in (decided.exact, decided.departed))]
+Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "damaged", "found"),
+    [
+        ([100, 140], False, [90, [100, 100], [175, 175]]),
+        ([100, 140, 170], False, [90, [100, 100], [175, 175]]),
+        ([90, 140], True, [80, [90, 90], [175, 175]]),
+    ],
+)
+def test_a_restart_reads_its_checkpoint_over_no_state_that_it_may_go_on_from(
+    tmp_path: Path, run_id: str, snapshots: list[int], damaged: bool, found: list[object]
+) -> None:
+    """The oldest state is the newest that every rank has, and every buffer holds one."""
+    given = f"RUN, SNAPSHOTS, BUFFERS, DAMAGED = {run_id!r}, {snapshots}, {len(snapshots) + 1}, {damaged}"
+    assert run(given + RESTART, tmp_path) == (found, found)
