@@ -6,8 +6,8 @@ buffers, without weights and moments), replicas on other machines (`replica-<hol
 fetched (`fetched-...`).
 
 A file is sealed by the length of its header, which is stored last. So nobody uses a state that is half written, or
-whose writer died. Each expert is a part with hashes of its own, so that one that did not change is neither copied nor
-hashed nor sent again.
+whose writer died. Where experts take turns, each is a part with hashes of its own: one whose turn it is not comes from
+the snapshot before, and is not hashed again.
 """
 
 import errno
